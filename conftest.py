@@ -1,0 +1,48 @@
+"""Names for the doctests of `schemas`: small patterns, vectors and tokens, made from plain lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from workers.pattern import DensePattern, TokenPairs, find_matches
+
+
+def pattern(rows: list[list[float]]) -> DensePattern:
+    """A pattern of one sequence and one head, from its matrix."""
+    matrix = torch.tensor(rows)[None, None]
+    return DensePattern(matrix, matrix)
+
+
+def scores(rows: list[list[float]]) -> DensePattern:
+    """A pattern of one sequence and one head, from its pre-softmax scores."""
+    matrix = torch.tensor(rows, dtype=torch.float32)
+    causal = matrix.masked_fill(torch.ones_like(matrix).triu(1).bool(), -torch.inf)
+    return DensePattern(causal.softmax(-1)[None, None], causal[None, None])
+
+
+def vectors(*rows: list[float]) -> torch.Tensor:
+    """One vector per position, of one sequence and one head: `[batch pos head d_head]`."""
+    return torch.tensor(rows, dtype=torch.float32)[None, :, None]
+
+
+def stream(*rows: list[float]) -> torch.Tensor:
+    """One vector per position of one sequence: `[batch pos d_model]`."""
+    return torch.tensor(rows, dtype=torch.float32)[None]
+
+
+def copies(tokens: list[int]) -> TokenPairs:
+    """The earlier copies of each token of one sequence."""
+    return find_matches(torch.tensor([tokens]))["copies"]
+
+
+def successors(tokens: list[int]) -> TokenPairs:
+    """The keys that follow an earlier copy of each token of one sequence."""
+    return find_matches(torch.tensor([tokens]))["successors"]
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace |= {f.__name__: f for f in (pattern, scores, vectors, stream, copies, successors)}

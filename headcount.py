@@ -1,0 +1,38 @@
+"""The front door: `headcount`, a census of attention heads."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+import jobs.cli
+import queries.cli
+from schemas.errors import HeadcountError
+
+app = typer.Typer(
+    help="A census of attention heads: scan a model over a corpus, ask SQL about every head.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+jobs.cli.mount(app)
+queries.cli.mount(app)
+
+
+def main() -> None:
+    """Run the command line; errors we know are lines, not stack traces."""
+    try:
+        app()
+    except HeadcountError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How a scan is run: planned, executed on Ray, watched."""

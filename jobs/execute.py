@@ -1,0 +1,151 @@
+"""Run a plan on Ray: CPU tasks read and tokenise, a pool of replicas measures and commits, commits come back.
+
+Ray does the placement, the backpressure and the retries; a shard is done when its commit exists, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+import ray.data
+
+from jobs.plan import Plan
+from schemas.errors import HeadcountError, RunError
+from schemas.runs import Commit, RunDirectory
+from schemas.scan import Scan
+from workers.code import code_fingerprint
+from workers.corpus import Index
+from workers.models import ModelInfo
+from workers.replica import Replica
+from workers.sequences import Sequences, ShardInput
+from workers.shard import record_failure, run_shard
+
+SHARDS_PER_TASK = 16
+"""Shards that one reading task yields, so that a file is opened once for many."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A shard that could not be measured, and why."""
+
+    shard: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the replicas get."""
+
+    replicas: int = 1
+    cores: int = 0
+    """Cores of each replica; 0 shares out the machine's."""
+
+
+def missing_shards(plan: Plan) -> list[int]:
+    """The shards that have no commit yet."""
+    done = {commit.shard for commit in plan.run.commits()}
+    return [shard for shard in range(plan.manifest.shards) if shard not in done]
+
+
+def start_ray(resources: Resources) -> Resources:
+    """Start Ray on this machine unless it runs already; returns the resources with the cores filled in."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    resources = Resources(resources.replicas, resources.cores or max(1, available // resources.replicas))
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        ray.init(
+            # One logical core more than the replicas take: a reader that finds none would wait for ever.
+            num_cpus=resources.replicas * resources.cores + 1,
+            object_store_memory=min(1 << 30, psutil.virtual_memory().available // 4),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    return resources
+
+
+def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator[Commit | Failure]:
+    """Measure `shards` on replicas; yields each one's commit or failure as it arrives, in no order."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    # Every shard is a block of its own, so that it is measured as soon as it is read and retried alone.
+    context.target_max_block_size = 1
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    groups = [list(shards[i : i + SHARDS_PER_TASK]) for i in range(0, len(shards), SHARDS_PER_TASK)]
+    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= resources.replicas else 0
+    index = ray.put(plan.sequences.index)
+    rows = (
+        ray.data.from_items([{"shards": group} for group in groups], override_num_blocks=len(groups))
+        .flat_map(_ReadShards(plan.scan, plan.info, index), num_cpus=1)
+        .map(
+            _ReplicaActor,
+            fn_constructor_args=(plan.scan, plan.info, plan.run, plan.manifest.code, resources.cores),
+            compute=ray.data.ActorPoolStrategy(size=resources.replicas),
+            num_cpus=0 if gpus else resources.cores,
+            num_gpus=gpus,
+        )
+    )
+    try:
+        for row in rows.iter_rows():
+            yield pickle.loads(row["outcome"])
+    except ray.exceptions.RayError as error:
+        raise RunError(f"{plan.run.run_id}: Ray gave up ({_cause(error)}); the same command goes on where it stopped") from None
+
+
+class _ReadShards:
+    """Reads and tokenises shards, one row each."""
+
+    def __init__(self, scan: Scan, info: ModelInfo, index: Any) -> None:
+        self.scan, self.info, self.index = scan, info, index
+
+    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        index: Index | None = ray.get(self.index)
+        sequences = Sequences(self.scan, self.info, index)
+        for shard in row["shards"]:
+            try:
+                yield {"input": pickle.dumps(sequences.shard(int(shard)))}
+            except HeadcountError as error:
+                yield {"input": pickle.dumps(Failure(int(shard), str(error)))}
+
+
+class _ReplicaActor:
+    """A replica in an actor: turns a shard's input into its commit."""
+
+    def __init__(self, scan: Scan, info: ModelInfo, run: RunDirectory, code: str, cores: int) -> None:
+        if code_fingerprint() != code:
+            raise RunError(f"this node runs code {code_fingerprint()}, the driver {code}; remove the installed copy")
+        self.run = run
+        self.replica = Replica(info, scan, threads=cores)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        shard: ShardInput | Failure = pickle.loads(row["input"])
+        return {"outcome": pickle.dumps(self._measure(shard))}
+
+    def _measure(self, shard: ShardInput | Failure) -> Commit | Failure:
+        if isinstance(shard, ShardInput):
+            try:
+                return run_shard(self.replica, self.run, shard)
+            except HeadcountError as error:
+                shard = Failure(shard.shard, str(error))
+            except Exception as error:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                shard = Failure(shard.shard, f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})")
+        try:
+            record_failure(self.run, shard.shard, shard.error)
+        except HeadcountError as error:
+            return Failure(shard.shard, f"{shard.error}; {error}")
+        return shard
+
+
+def _cause(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

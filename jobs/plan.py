@@ -1,0 +1,117 @@
+"""From a scan to a run: everything resolved and checked before anything is paid for."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import RunError
+from schemas.runs import Manifest, RunDirectory, differing_keys
+from schemas.scan import Scan
+from schemas.statistics import Statistic, select
+from workers.code import code_fingerprint
+from workers.corpus import Index
+from workers.interventions import find_intervention
+from workers.models import ModelInfo, describe, find_model
+from workers.sequences import Sequences
+from workers.shard import write_whole
+
+LIBRARIES = ("torch", "transformers", "transformer_lens", "ray", "pyarrow", "datasets", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A scan whose every default is resolved and whose input is known."""
+
+    scan: Scan
+    info: ModelInfo
+    sequences: Sequences
+    run: RunDirectory
+    manifest: Manifest
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the model, over all interventions."""
+        return len(self.sequences) * self.scan.n_ctx * len(self.scan.interventions)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the `heads` table."""
+        heads = self.info.n_layers * self.info.n_heads
+        return len(self.sequences) * heads * len(self.scan.interventions)
+
+
+def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
+    """Resolve a scan; `run_id` names an existing run that it must fit."""
+    for intervention in scan.interventions:
+        find_intervention(intervention)
+    info = describe(find_model(scan.model, scan.revision))
+    run = RunDirectory.of(scan.out, run_id or scan.run_id(name))
+    if run_id is not None and not run.manifest_file.is_file():
+        raise RunError(f"{run.path}: no such run to go on with; leave out --run to start one")
+    sequences = Sequences(scan, info)
+    identity = {
+        "scan": scan.model_dump(mode="json", exclude={"out"}) | {"input": {"family": scan.input.family, **sequences.options}},
+        "model": info.record,
+        "corpus": sequences.corpus.record if sequences.corpus is not None else {},
+        "statistics": {s.name: s.fingerprint for s in select(scan.statistics)},
+    }
+    if run.manifest_file.is_file():
+        _check_same(run, identity)
+        if sequences.corpus is not None:
+            sequences.index = Index.read(_index_file(run))
+    else:
+        if not sequences.family.synthetic:
+            sequences.make_index()
+        else:
+            sequences.shard(0)
+    manifest = Manifest(
+        run_id=run.run_id,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        identity=identity,
+        shards=sequences.shards,
+        sequences=len(sequences),
+        statistics={s.name: _describe(s) for s in select(scan.statistics)},
+        model=info.record,
+        code=code_fingerprint(),
+        versions={library: version(library) for library in LIBRARIES},
+    )
+    return Plan(scan, info, sequences, run, manifest)
+
+
+def prepare_run(plan: Plan, scan_text: str) -> None:
+    """Create the run's directory, or find it as it was left."""
+    if plan.run.manifest_file.is_file():
+        return
+    write_whole(plan.run.scan_file, scan_text.encode())
+    if plan.sequences.index is not None:
+        write_whole(_index_file(plan.run), plan.sequences.index.to_parquet())
+    write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())
+
+
+def _index_file(run: RunDirectory) -> Path:
+    return run.index / "documents.parquet"
+
+
+def _check_same(run: RunDirectory, identity: dict[str, Any]) -> None:
+    differing = differing_keys(run.manifest().identity, json.loads(json.dumps(identity)))
+    if differing:
+        raise RunError(f"{run.path}: this run measured something else; differing keys: {', '.join(differing)}. Start a new run")
+
+
+def _describe(statistic: Statistic) -> dict[str, Any]:
+    return {
+        "unit": statistic.unit,
+        "range": [bound if math.isfinite(bound) else None for bound in statistic.range],
+        "source": statistic.source,
+        "meaning": statistic.meaning,
+        "formula": statistic.formula,
+        "description": statistic.description,
+        "chance": statistic.chance,
+        "fingerprint": statistic.fingerprint,
+    }

@@ -1,0 +1,71 @@
+"""Progress of a scan in tokens: a bar on a terminal, a quiet line per interval elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from jobs.execute import Failure
+from schemas.runs import Commit
+
+QUIET_SECONDS = 10.0
+
+
+def watch(outcomes: Iterable[Commit | Failure], tokens: int, done: int, console: Console) -> list[Failure]:
+    """Show progress until the outcomes end; `done` of all `tokens` were measured before. Returns the failures."""
+    state = _State(tokens, done)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("tokens", total=tokens, completed=done, state=state.line())
+        quiet_until = time.monotonic() + QUIET_SECONDS
+        for outcome in outcomes:
+            state.add(outcome)
+            bar.update(task, completed=state.done, state=state.line())
+            if not console.is_terminal and time.monotonic() >= quiet_until:
+                console.print(state.line(), highlight=False)
+                quiet_until = time.monotonic() + QUIET_SECONDS
+    return state.failures
+
+
+class _State:
+    """Tokens done, and how fast."""
+
+    def __init__(self, tokens: int, done: int) -> None:
+        self.tokens, self.before, self.done = tokens, done, done
+        self.failures: list[Failure] = []
+        self.began: float | None = None
+
+    def add(self, outcome: Commit | Failure) -> None:
+        """Count an outcome; the clock starts when the first committed shard was begun."""
+        if isinstance(outcome, Failure):
+            self.failures.append(outcome)
+            return
+        self.began = self.began or time.monotonic() - outcome.seconds
+        self.done += outcome.tokens
+
+    def line(self) -> str:
+        """Done, speed, time left, failed shards."""
+        parts = [f"{self.done:,} of {self.tokens:,} tokens"]
+        if self.began is not None:
+            speed = (self.done - self.before) / (time.monotonic() - self.began)
+            parts += [f"{speed:,.0f} tokens/s", f"{duration((self.tokens - self.done) / speed)} left"]
+        if self.failures:
+            parts.append(f"{len(self.failures)} shards failed")
+        return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """A time in the two units that matter.
+
+    >>> duration(5), duration(125), duration(7300)
+    ('5 s', '2 min 5 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

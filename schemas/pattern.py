@@ -1,0 +1,62 @@
+"""The questions that can be put to an attention pattern without ever building it.
+
+`A[q, k]` is the softmax pattern of one head, `S[q, k]` its pre-softmax score (scaled, causal: `k <= q`), T = `n_ctx`.
+Answers have the axes `[batch head query]`. A statistic sees a pattern only through this protocol.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+Tensor: TypeAlias = Any
+"""An array with the methods that torch and numpy share; `schemas` imports neither."""
+
+
+class Pairs(Protocol):
+    """For every query a set of keys, shared by all heads: sparse, chosen by the tokens alone."""
+
+    @property
+    def count(self) -> Tensor:
+        """Number of keys of each query, `[batch query]`."""
+        ...
+
+
+class Pattern(Protocol):
+    """What every pattern answers; `workers.pattern` has two that do."""
+
+    @property
+    def n_ctx(self) -> int:
+        """T, the number of queries and of keys."""
+        ...
+
+    def key(self, k: int) -> Tensor:
+        """`A[q, k]` for one key, 0 where `q < k`: `[batch head query]`."""
+        ...
+
+    def lag(self, d: int) -> Tensor:
+        """`A[q, q-d]` for the queries `q >= d`: `[batch head query-d]`."""
+        ...
+
+    def mass(self, pairs: Pairs) -> Tensor:
+        """`Σ_{k in pairs[q]} A[q, k]`: `[batch head query]`."""
+        ...
+
+    def distance(self) -> Tensor:
+        """`Σ_k A[q, k] (q-k)`: `[batch head query]`."""
+        ...
+
+    def entropy(self) -> Tensor:
+        """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
+        ...
+
+    def score(self, k: int) -> Tensor:
+        """`S[q, k]` for one key; only queries `q >= k` mean anything: `[batch head query]`."""
+        ...
+
+    def earlier_score(self) -> Tensor:
+        """Mean of `S[q, k]` over the keys `1 <= k < q`; only queries `q >= 2` mean anything: `[batch head query]`."""
+        ...
+
+    def positions(self) -> Tensor:
+        """`0 .. T-1` as float32 on the pattern's device: `[query]`."""
+        ...

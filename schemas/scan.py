@@ -1,0 +1,145 @@
+"""What a user asks for: one TOML file, validated into one frozen `Scan`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from schemas.errors import ScanError, unknown
+from schemas.statistics import select
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Input(BaseModel):
+    """Where sequences come from: a family, and that family's own options."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+    family: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options as written; the family checks them."""
+        return dict(self.model_extra or {})
+
+
+class Scan(BaseModel):
+    """A scan; the text under each field is what `headcount plan` prints beside its value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    model: str
+    """A Hub id, a local directory, or bundled:NAME."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; none means the default branch."""
+    weights: Literal["raw", "folded"] = "raw"
+    """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens did; norms differ."""
+    precision: Literal["float32"] = "float32"
+    """Number format of the forward pass; every statistic is measured in float32."""
+    engine: Literal["fused", "dense"] = "fused"
+    """fused: never builds an attention pattern. dense: builds each one through TransformerLens's hooks; the reference."""
+    n_ctx: Count
+    """Tokens in every sequence, the beginning-of-sequence token included."""
+    bos: bool = True
+    """Whether every sequence begins with the model's beginning-of-sequence token."""
+    input: Input
+    """Where sequences come from: a family and its options."""
+    interventions: tuple[str, ...] = ("none",)
+    """Edits of the model, each measured on the same sequences; none is the untouched model."""
+    statistics: Literal["all"] | tuple[str, ...] = "all"
+    """Columns of the heads table: all, or a list of names."""
+    sequences: Count | Literal["all"]
+    """How many sequences; all means as many as the corpus holds."""
+    sequences_per_shard: Count = 256
+    """Sequences in one shard: the unit of work, of retry and of commit."""
+    batch_size: Count | Literal["auto"] = "auto"
+    """Sequences in one forward pass; auto fills a token budget that suits the device."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of synthetic input; sequence i depends on (seed, i) alone."""
+    out: str = "runs"
+    """Directory that holds the runs."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies what is measured, wherever it is written."""
+        content = json.dumps(self.model_dump(mode="json", exclude={"out"}), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:8]
+
+    def run_id(self, name: str) -> str:
+        """The id of the run this scan makes: the same scan finds its run again."""
+        return f"{name}-{self.fingerprint}"
+
+
+def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
+    """Read and validate a scan file; `overrides` are `key=value` with a dotted key and a TOML value."""
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ScanError(f"{path}: cannot be read ({error.strerror}); expected a TOML scan file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScanError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _override(fields, override)
+    try:
+        return parse_scan(fields)
+    except ScanError as error:
+        raise ScanError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+
+def parse_scan(fields: dict[str, Any]) -> Scan:
+    """Validate the fields of a scan.
+
+    >>> parse_scan({"model": "bundled:gpt2-mini", "n_ctx": 0, "input": {"family": "pile"}, "sequences": 1})
+    Traceback (most recent call last):
+    schemas.errors.ScanError: n_ctx: input should be greater than or equal to 1, got 0
+    """
+    try:
+        scan = Scan.model_validate_json(json.dumps(fields, default=str))
+    except ValidationError as error:
+        raise ScanError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
+    select(scan.statistics)
+    for name in ("statistics", "interventions"):
+        values = getattr(scan, name)
+        if not values or len(set(values)) < len(values) and values != "all":
+            raise ScanError(f"{name}: expected at least one name, each once, got {list(values)!r}")
+    return scan
+
+
+def _override(fields: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ScanError(f"--set {override}: expected key=value, for instance --set n_ctx=128")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        fields = fields.setdefault(parent, {})
+        if not isinstance(fields, dict):
+            raise ScanError(f"--set {override}: {parent} is a value, not a table")
+    fields[last] = value
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"] if part in Scan.model_fields or isinstance(part, int) or part == "family")
+    match error["type"]:
+        case "extra_forbidden":
+            return unknown("key", str(error["loc"][-1]), Scan.model_fields)
+        case "missing":
+            return f"{key}: missing; expected {_expected(str(error['loc'][-1]))}"
+        case _:
+            message = error["msg"][0].lower() + error["msg"][1:]
+            return f"{key}: {message}, got {error['input']!r}"
+
+
+def _expected(key: str) -> str:
+    field = Scan.model_fields.get(key)
+    description = field.description if field and field.description else "a value"
+    return description[0].lower() + description[1:].rstrip(".")

@@ -1,0 +1,101 @@
+"""Attention to places picked out by distance or by equal tokens."""
+
+from schemas.pattern import Pairs, Pattern, Tensor
+from schemas.statistics.registry import statistic
+from schemas.statistics.sink import has_two_positions
+
+
+def has_three_positions(pattern: Pattern) -> bool:
+    """the sequence has at least three tokens."""
+    return pattern.n_ctx >= 3
+
+
+def has_copies(copies: Pairs) -> Tensor:
+    """some token of the sequence occurs twice."""
+    return (copies.count > 0).any(-1)
+
+
+def mean_over_matched(mass: Tensor, pairs: Pairs) -> Tensor:
+    """Mean of `mass [batch head query]` over the queries that have pairs."""
+    matched = pairs.count > 0
+    return (mass * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
+
+
+@statistic(unit="probability", range=(0, 1), source="Elhage et al. 2021 (B4)", chance=True, defined=has_two_positions)
+def previous_token_score(pattern: Pattern) -> Tensor:
+    """Mean attention to the token just before.
+
+    1/(T-1) Σ_{q≥1} A[q,q-1]
+
+    >>> previous_token_score(pattern([[1, 0, 0], [0.5, 0.5, 0], [0, 1, 0]])).item()
+    0.75
+    """
+    return pattern.lag(1).mean(-1)
+
+
+@statistic(
+    unit="probability", range=(0, 1), source="Farrell 2023 (B10, d = 2)", chance=True, defined=has_three_positions
+)
+def lookback_two_score(pattern: Pattern) -> Tensor:
+    """Mean attention to the token before the one just before.
+
+    1/(T-2) Σ_{q≥2} A[q,q-2]
+
+    >>> lookback_two_score(pattern([[1, 0, 0], [0.5, 0.5, 0], [0.25, 0.75, 0]])).item()
+    0.25
+    """
+    return pattern.lag(2).mean(-1)
+
+
+@statistic(unit="probability", range=(0, 1), source="TransformerLens head_detector (B5)", chance=True)
+def self_attention(pattern: Pattern) -> Tensor:
+    """Mean attention of a token to itself.
+
+    1/T Σ_q A[q,q]
+
+    >>> self_attention(pattern([[1, 0], [0.5, 0.5]])).item()
+    0.75
+    """
+    return pattern.lag(0).mean(-1)
+
+
+@statistic(
+    unit="probability", range=(0, 1), source="Olsson et al. 2022 (B17; B1)", chance=True, defined=has_copies
+)
+def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
+    """Mean attention to the keys that follow an earlier copy of the query's token.
+
+    1/|Q| Σ_{q∈Q} Σ_{j<q, t[j]=t[q]} A[q,j+1], Q = queries with an earlier copy
+
+    On a block of distinct tokens that is repeated it equals the strict induction score: the mean of A[q,q-N+1].
+
+    >>> a = pattern([[1, 0, 0], [0.5, 0.5, 0], [0.125, 0.75, 0.125]])
+    >>> induction_score(a, successors([7, 8, 7])).item()
+    0.75
+    """
+    return mean_over_matched(pattern.mass(successors), successors)
+
+
+@statistic(unit="probability", range=(0, 1), source="TransformerLens head_detector (B18)", chance=True, defined=has_copies)
+def duplicate_score(pattern: Pattern, copies: Pairs) -> Tensor:
+    """Mean attention to earlier copies of the query's own token.
+
+    1/|Q| Σ_{q∈Q} Σ_{j<q, t[j]=t[q]} A[q,j], Q = queries with an earlier copy
+
+    >>> a = pattern([[1, 0, 0], [0.5, 0.5, 0], [0.125, 0.75, 0.125]])
+    >>> duplicate_score(a, copies([7, 8, 7])).item()
+    0.125
+    """
+    return mean_over_matched(pattern.mass(copies), copies)
+
+
+@statistic(unit="share of queries", range=(0, 1), source="headcount")
+def match_coverage(copies: Pairs) -> Tensor:
+    """Share of the queries whose token has an earlier copy.
+
+    |Q|/T, Q = queries with an earlier copy
+
+    >>> match_coverage(copies([7, 8, 7, 8])).item()
+    0.5
+    """
+    return (copies.count > 0).float().mean(-1)

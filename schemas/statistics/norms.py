@@ -1,0 +1,124 @@
+"""Lengths of queries, keys, values, head outputs and the residual stream."""
+
+from schemas.pattern import Tensor
+from schemas.statistics.registry import statistic
+
+
+@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889 (C4)")
+def value_norm(v: Tensor) -> Tensor:
+    """Mean length of the value vectors.
+
+    1/T Σ_k ‖v[k]‖₂
+
+    >>> value_norm(vectors([3, 4], [0, 0])).item()
+    2.5
+    """
+    return v.norm(dim=-1).mean(1)
+
+
+@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889 (C3)")
+def sink_value_norm(v: Tensor) -> Tensor:
+    """Length of the value vector at position 0.
+
+    ‖v[0]‖₂
+
+    >>> sink_value_norm(vectors([3, 4], [0, 0])).item()
+    5.0
+    """
+    return v[:, 0].norm(dim=-1)
+
+
+@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781 (C11)")
+def key_norm(k: Tensor) -> Tensor:
+    """Mean length of the key vectors.
+
+    1/T Σ_k ‖k[k]‖₂
+
+    >>> key_norm(vectors([3, 4], [0, 0])).item()
+    2.5
+    """
+    return k.norm(dim=-1).mean(1)
+
+
+@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781 (C11)")
+def sink_key_norm(k: Tensor) -> Tensor:
+    """Length of the key vector at position 0.
+
+    ‖k[0]‖₂
+
+    >>> sink_key_norm(vectors([3, 4], [0, 0])).item()
+    5.0
+    """
+    return k[:, 0].norm(dim=-1)
+
+
+@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781 (C11)")
+def query_norm(q: Tensor) -> Tensor:
+    """Mean length of the query vectors.
+
+    1/T Σ_q ‖q[q]‖₂
+
+    >>> query_norm(vectors([3, 4], [0, 0])).item()
+    2.5
+    """
+    return q.norm(dim=-1).mean(1)
+
+
+@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889 (C6)")
+def head_output_norm(z: Tensor) -> Tensor:
+    """Mean length of the head's output before W_O.
+
+    1/T Σ_q ‖z[q]‖₂, z[q] = Σ_k A[q,k] v[k]
+
+    >>> head_output_norm(vectors([3, 4], [0, 0])).item()
+    2.5
+    """
+    return z.norm(dim=-1).mean(1)
+
+
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835 (E1)")
+def resid_pre_norm(resid_pre: Tensor) -> Tensor:
+    """Mean length of the residual stream before the layer, position 0 included; the same for all heads of a layer.
+
+    1/T Σ_k ‖resid_pre[k]‖₂
+
+    >>> resid_pre_norm(stream([3, 4], [0, 0])).item()
+    2.5
+    """
+    return resid_pre.norm(dim=-1).mean(1)
+
+
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835 (E1)")
+def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
+    """Length of the residual stream before the layer at position 0; the same for all heads of a layer.
+
+    ‖resid_pre[0]‖₂
+
+    >>> sink_resid_pre_norm(stream([3, 4], [0, 0])).item()
+    5.0
+    """
+    return resid_pre[:, 0].norm(dim=-1)
+
+
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835 (E1)")
+def resid_post_norm(resid_post: Tensor) -> Tensor:
+    """Mean length of the residual stream after the layer, position 0 included; the same for all heads of a layer.
+
+    1/T Σ_k ‖resid_post[k]‖₂
+
+    >>> resid_post_norm(stream([3, 4], [0, 0])).item()
+    2.5
+    """
+    return resid_post.norm(dim=-1).mean(1)
+
+
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835 (E1)")
+def sink_resid_post_norm(resid_post: Tensor) -> Tensor:
+    """Length of the residual stream after the layer at position 0; the same for all heads of a layer.
+
+    ‖resid_post[0]‖₂
+
+    >>> sink_resid_post_norm(stream([3, 4], [0, 0])).item()
+    5.0
+    """
+    return resid_post[:, 0].norm(dim=-1)

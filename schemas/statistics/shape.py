@@ -1,0 +1,46 @@
+"""How spread out attention is, and how far it reaches."""
+
+import math
+
+from schemas.pattern import Pattern, Tensor
+from schemas.statistics.registry import statistic
+from schemas.statistics.sink import has_two_positions
+
+
+@statistic(unit="nats", range=(0, math.inf), source="Sandoval-Segura et al. 2025, arXiv 2504.03889 (B7)", chance=True)
+def entropy(pattern: Pattern) -> Tensor:
+    """Mean entropy of the attention rows.
+
+    1/T Σ_q H[q], H[q] = -Σ_k A[q,k] ln A[q,k]
+
+    >>> round(entropy(pattern([[1, 0], [0.5, 0.5]])).item(), 6)  # ln 2 / 2
+    0.346574
+    """
+    return pattern.entropy().mean(-1)
+
+
+@statistic(
+    unit="share of the maximum", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835 (B6)",
+    chance=True, defined=has_two_positions,
+)  # fmt: skip
+def entropy_normalised(pattern: Pattern) -> Tensor:
+    """Mean entropy of the attention rows, each as a share of what uniform attention would have.
+
+    1/(T-1) Σ_{q≥1} H[q] / ln(q+1)
+
+    >>> entropy_normalised(pattern([[1, 0], [0.5, 0.5]])).item()
+    1.0
+    """
+    return (pattern.entropy()[..., 1:] / (pattern.positions()[1:] + 1).log()).mean(-1)
+
+
+@statistic(unit="tokens", range=(0, math.inf), source="common (B12)", chance=True)
+def mean_distance(pattern: Pattern) -> Tensor:
+    """Mean number of tokens that attention looks back.
+
+    1/T Σ_q Σ_k A[q,k] (q-k)
+
+    >>> mean_distance(pattern([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0]])).item()
+    0.75
+    """
+    return pattern.distance().mean(-1)

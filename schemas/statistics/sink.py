@@ -1,0 +1,60 @@
+"""How much attention rests on the first keys."""
+
+from schemas.pattern import Pattern, Tensor
+from schemas.statistics.registry import statistic
+
+
+def has_two_positions(pattern: Pattern) -> bool:
+    """the sequence has at least two tokens."""
+    return pattern.n_ctx >= 2
+
+
+@statistic(unit="probability", range=(0, 1), source="catalogue A7", chance=True, defined=has_two_positions)
+def sink_mass(pattern: Pattern) -> Tensor:
+    """Mean attention to key 0 over the queries that could look elsewhere.
+
+    1/(T-1) Σ_{q≥1} A[q,0]
+
+    Query 0 is left out because a causal pattern always gives it A[0,0] = 1.
+
+    >>> sink_mass(pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])).item()
+    0.5
+    """
+    return pattern.key(0)[..., 1:].mean(-1)
+
+
+@statistic(unit="probability", range=(0, 1), source="Gu et al. 2024, arXiv 2410.10781 (A4)", chance=True)
+def sink_alpha(pattern: Pattern) -> Tensor:
+    """Mean attention to key 0 over all queries, the first included.
+
+    1/T Σ_{q≥0} A[q,0]
+
+    >>> sink_alpha(pattern([[1, 0], [0.5, 0.5]])).item()
+    0.75
+    """
+    return pattern.key(0).mean(-1)
+
+
+@statistic(unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722 (A1)", chance=True)
+def sink_mass_late(pattern: Pattern) -> Tensor:
+    """Mean attention to key 0 over the second half of the queries.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} A[q,0]
+
+    >>> sink_mass_late(pattern([[1, 0], [0.25, 0.75]])).item()
+    0.25
+    """
+    return pattern.key(0)[..., pattern.n_ctx // 2 :].mean(-1)
+
+
+@statistic(unit="probability", range=(0, 1), source="Xiao et al. 2023, arXiv 2309.17453 (A9)", chance=True)
+def sink_mass_first4(pattern: Pattern) -> Tensor:
+    """Mean attention to the first four keys together, over the second half of the queries.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} Σ_{k<4} A[q,k]
+
+    >>> sink_mass_first4(pattern([[1, 0], [0.25, 0.75]])).item()
+    1.0
+    """
+    first = sum(pattern.key(k) for k in range(min(4, pattern.n_ctx)))
+    return first[..., pattern.n_ctx // 2 :].mean(-1)

@@ -1,0 +1,1 @@
+"""What happens to a shard: replicas, patterns, inputs, measuring, writing. Knows nothing of Ray."""

@@ -1,0 +1,259 @@
+"""Where a model lies, what it is, and how it is loaded: the only file that knows TransformerLens."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from schemas.errors import ModelError, unknown
+
+BUNDLED = Path(__file__).parent.parent / "models"
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a model's files say about it, in TransformerLens's words."""
+
+    path: str
+    name: str
+    layout: str
+    sha256: str
+    n_layers: int
+    n_heads: int
+    d_model: int
+    d_head: int
+    n_ctx: int
+    d_vocab: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The description without the place it was loaded from."""
+        return {key: value for key, value in asdict(self).items() if key != "path"}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """One set of weights seen in two ways: through TransformerLens's hooks, and as the bare modules of its library."""
+
+    info: ModelInfo
+    bridge: Any
+    bare: nn.Module
+    blocks: list[nn.Module]
+
+
+def find_model(spec: str, revision: str | None = None) -> Path:
+    """The directory of a model: bundled, local, or fetched from the Hub (which needs the network once)."""
+    if spec.startswith("bundled:"):
+        name = spec.removeprefix("bundled:")
+        known = [p.parent.name for p in BUNDLED.glob("*/config.json")]
+        if name not in known:
+            raise ModelError(f"model: {unknown('bundled model', name, known)}")
+        return BUNDLED / name
+    local = Path(spec).expanduser()
+    if local.is_dir():
+        return local
+    if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+        raise ModelError(f"model {spec!r}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(spec, revision=revision, allow_patterns=HUB_FILES))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub ({reason})"
+        ) from None
+
+
+def describe(path: Path) -> ModelInfo:
+    """Read what a model is from its config.json and fingerprint its weights; loads nothing."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise ModelError(f"{path}: no readable config.json; expected a model directory") from None
+    except ValueError as error:
+        raise ModelError(f"{path}/config.json: not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}/config.json: expected an object, got {type(config).__name__}")
+    layout, shape = ("huggingface", _hf_shape(path)) if "model_type" in config else ("legacy", _legacy_shape(path, config))
+    return ModelInfo(str(path), path.name, layout, _fingerprint(path, layout), **shape)
+
+
+def load_model(info: ModelInfo, weights: str, device: str) -> LoadedModel:
+    """Load weights and wrap them in a `TransformerBridge`; `weights` is raw or folded."""
+    for name in ("transformers", "transformer_lens"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    loaded = (_load_hf if info.layout == "huggingface" else _load_legacy)(info, device)
+    if weights == "folded":
+        loaded.bridge.enable_compatibility_mode()
+    return loaded
+
+
+def weight_files(path: Path, layout: str) -> list[Path]:
+    """The files a model's weights are read from: safetensors, or a legacy `.pth`."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files and layout == "legacy":
+        files = sorted(path.glob("*final.pth"))
+    if not files:
+        found = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise ModelError(f"{path}: expected weights as *.safetensors, found {found}; convert them, nothing is unpickled")
+    return files
+
+
+def _fingerprint(path: Path, layout: str) -> str:
+    digest = hashlib.sha256()
+    for file in [path / "config.json", *weight_files(path, layout)]:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _hf_shape(path: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        n_heads, d_model = config.num_attention_heads, config.hidden_size
+        return {
+            "n_layers": config.num_hidden_layers,
+            "n_heads": n_heads,
+            "d_model": d_model,
+            "d_head": getattr(config, "head_dim", None) or d_model // n_heads,
+            "n_ctx": config.max_position_embeddings,
+            "d_vocab": config.vocab_size,
+            "bos_token_id": _token(getattr(config, "bos_token_id", None), config.vocab_size),
+            "eos_token_id": _token(getattr(config, "eos_token_id", None), config.vocab_size),
+        }
+    except (ValueError, AttributeError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"{path}/config.json: not a causal language model that can be scanned ({reason})") from None
+
+
+def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    names = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
+    missing = [name for name in names if not isinstance(config.get(name), int)]
+    if missing:
+        raise ModelError(
+            f"{path}/config.json: has neither model_type (Hugging Face) nor {', '.join(missing)} (legacy TransformerLens)"
+        )
+    return {name: config[name] for name in names} | {
+        "bos_token_id": _token(config.get("bos_token_id"), config["d_vocab"]),
+        "eos_token_id": _token(config.get("eos_token_id", config.get("bos_token_id")), config["d_vocab"]),
+    }
+
+
+def _token(token: Any, d_vocab: int) -> int | None:
+    """A special token's id; none where the config names none that the vocabulary has."""
+    token = token[0] if isinstance(token, list) and token else token
+    return token if isinstance(token, int) and 0 <= token < d_vocab else None
+
+
+def _load_hf(info: ModelInfo, device: str) -> LoadedModel:
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            info.path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True,
+            local_files_only=True, trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"{info.path}: the weights cannot be loaded ({reason})") from None
+    absent = sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])})
+    if absent:
+        raise ModelError(f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} ({len(absent)} in all)")
+    model.eval().requires_grad_(False).to(device)
+    _fuse_gelu(model)
+    # The bridge replaces modules in place, so the bare tree is copied first; the tensors stay shared.
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    bare = copy.deepcopy(model, memo=tensors)
+    try:
+        with _stub_tokenizer() as tokenizer:
+            bridge = TransformerBridge.boot_transformers(info.path, hf_model=model, tokenizer=tokenizer, device=device)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"{info.path}: TransformerLens cannot bridge this architecture ({reason})") from None
+    model.requires_grad_(False)
+    name = bridge.adapter.component_mapping["blocks"].name
+    return LoadedModel(info, bridge, bare, list(bare.get_submodule(name)))
+
+
+def _load_legacy(info: ModelInfo, device: str) -> LoadedModel:
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
+
+    path = Path(info.path)
+    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if raw.get("shortformer_pos") or raw.get("positional_embedding_type", "standard") != "standard":
+        raise ModelError(f"{path}: positional embeddings other than learned absolute ones are not supported here")
+    fields = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab", "act_fn", "attn_only", "final_rms", "eps")
+    config = TransformerBridgeConfig(
+        **{name: raw[name] for name in fields if raw.get(name) is not None},
+        d_mlp=raw.get("d_mlp"),
+        normalization_type=raw.get("normalization", raw.get("normalization_type")),
+        positional_embedding_type="standard",
+        init_weights=False,
+        architecture="TransformerLensNative",
+    )
+    state: dict[str, torch.Tensor] = {}
+    for file in weight_files(path, info.layout):
+        try:
+            state |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ModelError(f"{file}: the weights cannot be read ({reason})") from None
+    bridge = TransformerBridge.boot_native(config, device=device, dtype=torch.float32)
+    try:
+        converted = convert_tl_checkpoint({name: tensor.float() for name, tensor in state.items()}, config)
+        # Files of this family often leave out the unembedding's bias, which is then zero.
+        converted.setdefault("unembed.bias", torch.zeros(info.d_vocab))
+        bridge.load_state_dict(converted, strict=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{path}: the weights do not fit config.json ({reason})") from None
+    bridge.original_model.eval().requires_grad_(False)
+    return LoadedModel(info, bridge, bridge.original_model, list(bridge.blocks))
+
+
+def _fuse_gelu(model: nn.Module) -> None:
+    """Put PyTorch's one-pass tanh GELU in the place of the same formula written as eight passes."""
+    from transformers.activations import NewGELUActivation
+
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
+
+
+@contextmanager
+def _stub_tokenizer() -> Iterator[Any]:
+    """The smallest tokenizer a bridge accepts: it insists on one, and our tokens come from elsewhere."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    stub = Tokenizer(models.WordLevel({"<unk>": 0, "<bos>": 1}, unk_token="<unk>"))
+    with tempfile.TemporaryDirectory() as path:
+        PreTrainedTokenizerFast(tokenizer_object=stub, bos_token="<bos>", eos_token="<bos>").save_pretrained(path)
+        yield AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def parameters(info: ModelInfo) -> int:
+    """Bytes of the weight files, as an upper bound of the weights in memory."""
+    return sum(file.stat().st_size for file in weight_files(Path(info.path), info.layout))

@@ -1,0 +1,123 @@
+"""The sequences of a scan, by index: the same tokens whatever shard, actor or order asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from schemas.errors import CorpusError, ModelError, ScanError
+from schemas.scan import Scan
+from workers.corpus import Corpus, Index, SequenceReader, build_index
+from workers.inputs import Draw, find_input
+from workers.models import ModelInfo
+from workers.tokens import TextTokenizer
+
+
+@dataclass(frozen=True)
+class ShardInput:
+    """What a replica needs of a shard: its sequences, and where they came from."""
+
+    shard: int
+    start: int
+    tokens: np.ndarray
+    """`[sequence pos]`, int32."""
+    origin: dict[str, list[Any]]
+    """Columns of the `sequences` table by name."""
+    bad_rows: list[str]
+
+
+class Sequences:
+    """Sequences `0 .. len-1` of a scan. For a corpus, `index` must have been built (`make_index`) or read."""
+
+    def __init__(self, scan: Scan, info: ModelInfo, index: Index | None = None) -> None:
+        self.scan, self.info, self.index = scan, info, index
+        self.family = find_input(scan.input.family)
+        self.options = self.family.check(scan.input.options)
+        if scan.n_ctx > info.n_ctx:
+            raise ScanError(f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}")
+        if scan.bos and info.bos_token_id is None:
+            raise ModelError(f"{info.name} names no beginning-of-sequence token; set bos = false")
+        if self.length < 1:
+            raise ScanError(f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence token")
+        if self.family.synthetic and scan.sequences == "all":
+            raise ScanError(f"sequences: expected a number, got 'all'; the family {self.family.name} has no end")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence that are not the beginning-of-sequence token."""
+        return self.scan.n_ctx - self.scan.bos
+
+    @cached_property
+    def corpus(self) -> Corpus | None:
+        """The corpus, its files listed; none where the family is synthetic."""
+        return None if self.family.synthetic else self.family.function(**self.options)
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer."""
+        return TextTokenizer(Path(self.info.path), self.info.d_vocab)
+
+    def make_index(self) -> None:
+        """Index the corpus as far as the scan needs it; nothing to do for a synthetic family."""
+        if self.corpus is not None and self.index is None:
+            enough = None if self.scan.sequences == "all" else self.scan.sequences
+            self.index = build_index(self.corpus, self.tokenizer, self.length, enough)
+
+    def __len__(self) -> int:
+        """How many sequences the scan has; a corpus that holds fewer than asked for is an error."""
+        if self.corpus is None:
+            return int(self.scan.sequences)
+        held, asked = len(self._reader), self.scan.sequences
+        if held == 0 or (asked != "all" and held < asked):
+            raise CorpusError(
+                f"input: the corpus holds {held} sequences of {self.length} tokens ({self.corpus.packing} packing), "
+                f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or pack with concat"
+            )
+        return held if asked == "all" else asked
+
+    @property
+    def shards(self) -> int:
+        """How many shards the sequences make."""
+        return -(-len(self) // self.scan.sequences_per_shard)
+
+    def shard(self, number: int) -> ShardInput:
+        """The input of one shard; in order they are read fastest."""
+        start = number * self.scan.sequences_per_shard
+        stop = min(start + self.scan.sequences_per_shard, len(self))
+        if self.corpus is None:
+            drawn = [self._draw(i) for i in range(start, stop)]
+            return ShardInput(number, start, self._with_bos(np.array(drawn, np.int32)), {}, [])
+        bad_rows = self._reader.bad_rows(start, stop)
+        tokens, origin = self._reader.read(start, stop)
+        return ShardInput(number, start, self._with_bos(tokens), origin, bad_rows)
+
+    @cached_property
+    def _reader(self) -> SequenceReader:
+        assert self.corpus is not None
+        if self.index is None:
+            raise RuntimeError("make_index() comes first")
+        separator = self.info.eos_token_id if self.info.eos_token_id is not None else self.info.bos_token_id
+        if self.corpus.packing == "concat" and separator is None:
+            raise ModelError(f"{self.info.name} names no end-of-text token to join documents with; pack by document")
+        return SequenceReader(self.corpus, self.index, self.tokenizer, self.length, separator)
+
+    @cached_property
+    def _ordinary(self) -> np.ndarray:
+        special = [t for t in (self.info.bos_token_id, self.info.eos_token_id) if t is not None]
+        return np.setdiff1d(np.arange(self.info.d_vocab), special)
+
+    def _draw(self, sequence: int) -> np.ndarray:
+        draw = Draw.of(self.scan.seed, sequence, self.family.name, self.length, self._ordinary)
+        tokens = np.asarray(self.family.function(draw, **self.options))
+        if tokens.shape != (self.length,):
+            raise ScanError(f"input family {self.family.name}: returned shape {tokens.shape}, expected ({self.length},)")
+        return tokens
+
+    def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
+        if not self.scan.bos:
+            return tokens
+        return np.concatenate([np.full((len(tokens), 1), self.info.bos_token_id, np.int32), tokens], axis=1)

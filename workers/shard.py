@@ -1,0 +1,142 @@
+"""One shard, from tokens to a commit. Data files become visible whole, and the commit is written last."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.errors import RunError
+from schemas.runs import Commit, DataFile, RunDirectory
+from schemas.scan import Scan
+from schemas.statistics import select
+from schemas.tables import heads_schema, sequences_schema
+from workers.replica import Measured, Replica
+from workers.sequences import ShardInput
+
+
+def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
+    """Measure a shard under every intervention of the scan, write its tables, commit it."""
+    began = time.perf_counter()
+    scan = replica.scan
+    files: list[DataFile] = []
+    engines: set[str] = set()
+    for intervention in scan.interventions:
+        measured = replica.measure(shard.tokens, intervention)
+        engines.add(measured.engine)
+        for table, rows in (("heads", heads_table(scan, shard, measured)), ("sequences", sequences_table(scan, shard, measured))):
+            path = run.data_file(table, intervention, shard.shard)
+            metadata = {"run_id": run.run_id, "intervention": intervention}
+            write_whole(path, parquet_bytes(rows.replace_schema_metadata(metadata)))
+            size = path.stat().st_size
+            files.append(
+                DataFile(
+                    table=table, intervention=intervention, path=path.relative_to(run.path).as_posix(),
+                    rows=rows.num_rows, bytes=size,
+                )
+            )  # fmt: skip
+    commit = Commit(
+        run_id=run.run_id,
+        shard=shard.shard,
+        start=shard.start,
+        stop=shard.start + len(shard.tokens),
+        rows=sum(f.rows for f in files if f.table == "heads"),
+        tokens=shard.tokens.size * len(scan.interventions),
+        seconds=round(time.perf_counter() - began, 4),
+        host=socket.gethostname(),
+        attempt=failed_attempts(run, shard.shard) + 1,
+        engine=", ".join(sorted(engines)),
+        bad_rows=shard.bad_rows,
+        files=files,
+    )
+    write_whole(run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode())
+    return commit
+
+
+def heads_table(scan: Scan, shard: ShardInput, measured: Measured) -> pa.Table:
+    """One row per sequence × layer × head, in the order layer, sequence, head, so that row groups prune by layer."""
+    sequences, layers, heads = next(iter(measured.heads.values())).shape
+    layer, sequence, head = (axis.ravel() for axis in np.indices((layers, sequences, heads)))
+    columns: dict[str, Any] = _keys(scan, shard, sequence) | {"layer": layer, "head": head}
+    columns |= {name: values.transpose(1, 0, 2).ravel() for name, values in measured.heads.items()}
+    return _table(columns, heads_schema(select(scan.statistics)))
+
+
+def sequences_table(scan: Scan, shard: ShardInput, measured: Measured) -> pa.Table:
+    """One row per sequence."""
+    sequences, n_ctx = shard.tokens.shape
+    offsets = np.arange(0, shard.tokens.size + 1, n_ctx, dtype=np.int32)
+    tokens = pa.ListArray.from_arrays(offsets, shard.tokens.ravel())
+    columns: dict[str, Any] = _keys(scan, shard, np.arange(sequences)) | measured.chance
+    columns |= {"n_tokens": np.full(sequences, n_ctx), "tokens": tokens, **shard.origin}
+    return _table(columns, sequences_schema(select(scan.statistics)))
+
+
+def record_failure(run: RunDirectory, shard: int, error: str) -> None:
+    """Note that an attempt at a shard failed, and why; the shard stays undone."""
+    note = {"attempts": failed_attempts(run, shard) + 1, "error": error}
+    write_whole(run.failure_file(shard), json.dumps(note, indent=1).encode())
+
+
+def failed_attempts(run: RunDirectory, shard: int) -> int:
+    """How many attempts at a shard have been noted as failed."""
+    failure = run.failure(shard)
+    return 0 if failure is None else failure[0]
+
+
+def write_whole(path: Path, content: bytes | pa.Buffer) -> None:
+    """Make a file visible with all of its content or not at all; a full or read-only disk raises `RunError`.
+
+    The temporary name does not end in .parquet or .json, so no glob takes a half-written file for a whole one.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); free space or choose another out, then run the same command") from None
+
+
+def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:
+    family = pa.array([scan.input.family]).dictionary_encode().take(pa.array(np.zeros(len(sequence), np.int32)))
+    return {
+        "input_family": family.cast(pa.string()),
+        "shard": np.full(len(sequence), shard.shard),
+        "sequence": shard.start + sequence,
+    }
+
+
+def _table(columns: dict[str, Any], schema: pa.Schema) -> pa.Table:
+    """A table of `schema`; NaN is written as NULL, and so is a column that is not given."""
+    rows = len(columns["sequence"])
+    arrays = [
+        pa.array(columns[field.name], from_pandas=True).cast(field.type) if field.name in columns else pa.nulls(rows, field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def parquet_bytes(table: pa.Table) -> pa.Buffer:
+    """A table as a Parquet file."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", store_schema=True)
+    return sink.getvalue()
