@@ -12,7 +12,9 @@ from rich.table import Table
 
 from schemas.errors import RunError
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the scan.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the scan.")
+]
 
 
 def mount(app: typer.Typer) -> None:
@@ -46,7 +48,9 @@ def plan(
     table.add_row("shards", f"{made.manifest.shards:,}{f', {done:,} done' if done else ''}")
     table.add_row("sequences", f"{len(made.sequences):,}")
     table.add_row("tokens", f"{made.tokens:,} through the model")
-    table.add_row("rows", f"{made.rows:,} in heads, {len(made.sequences) * len(made.scan.interventions):,} in sequences")
+    table.add_row(
+        "rows", f"{made.rows:,} in heads, {len(made.sequences) * len(made.scan.interventions):,} in sequences"
+    )
     table.add_row("on disk", f"about {_bytes(cost.bytes_on_disk)} in {made.run.path}")
     table.add_row("memory", f"{_bytes(cost.peak_memory)} at the peak of one replica")
     table.add_row("time", f"about {duration(cost.seconds)} at {cost.tokens_per_second:,.0f} tokens/s, one replica")
@@ -55,9 +59,13 @@ def plan(
 
 
 def scan(
-    scan_files: Annotated[list[Path], typer.Argument(metavar="SCAN...", help="Scan files (TOML), run one after another.")],
+    scan_files: Annotated[
+        list[Path], typer.Argument(metavar="SCAN...", help="Scan files (TOML), run one after another.")
+    ],
     overrides: Overrides = None,
-    run: Annotated[str | None, typer.Option(help="Go on with this run (its id); refused when the scan differs.")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Go on with this run (its id); refused when the scan differs.")
+    ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Models to load, each in an actor of its own.")] = 1,
     cores: Annotated[int, typer.Option(min=0, help="CPU cores of each replica; 0 shares out the machine's.")] = 0,
 ) -> None:
@@ -74,18 +82,20 @@ def scan(
         prepare_run(made, scan_file.read_text(encoding="utf-8") + "".join(f"\n# --set {o}" for o in overrides or ()))
         missing = missing_shards(made)
         shards = made.manifest.shards
-        console.print(f"{made.run.run_id}: {made.tokens:,} tokens, {shards:,} shards, {shards - len(missing):,} of them done")
+        done = shards - len(missing)
+        _say(console, f"{made.run.run_id}: {made.tokens:,} tokens, {shards:,} shards, {done:,} of them done")
         _print_bad_rows(console, made.sequences.index.problems if made.sequences.index is not None else {})
         if missing:
             resources = start_ray(Resources(replicas, cores))
-            done = made.tokens * (shards - len(missing)) // shards
-            failures = watch(execute(made, missing, resources), made.tokens, done, console)
+            failures = watch(execute(made, missing, resources), made.tokens, made.tokens * done // shards, console)
             for failure in failures:
-                console.print(f"shard {failure.shard} failed: {failure.error}", markup=False)
+                _say(console, f"shard {failure.shard} failed: {failure.error}")
             failed += len(failures)
         print(made.run.path)
     if failed:
-        raise RunError(f"{failed} shards failed, all others are committed; mend the cause and run the same command again")
+        raise RunError(
+            f"{failed} shards failed, all others are committed; mend the cause and run the same command again"
+        )
 
 
 def doctor() -> None:
@@ -96,7 +106,7 @@ def doctor() -> None:
     healthy = True
     for check in examine():
         healthy &= check.ok
-        console.print(f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<12} {check.found}", markup=False)
+        _say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
     if not healthy:
         sys.exit(1)
 
@@ -105,7 +115,12 @@ def _print_bad_rows(console: Console, problems: dict[str, str], most: int = 5) -
     if problems:
         named = [f"{place} ({problem})" for place, problem in list(problems.items())[:most]]
         more = f" and {len(problems) - most} more" if len(problems) > most else ""
-        console.print(f"{len(problems)} bad rows left out: {', '.join(named)}{more}", markup=False)
+        _say(console, f"{len(problems)} bad rows left out: {', '.join(named)}{more}")
+
+
+def _say(console: Console, line: str) -> None:
+    """Print a line as it is: not wrapped, not interpreted."""
+    console.print(line, markup=False, soft_wrap=True)
 
 
 def _bytes(count: float) -> str:

@@ -56,8 +56,12 @@ def _check_model(name: str) -> Check:
     try:
         info = describe(find_model(f"bundled:{name}"))
         tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, 32)).astype(np.int32)
-        fused, dense = (Replica(info, parse_scan(fields | {"engine": e}), "cpu").measure(tokens).heads for e in ("fused", "dense"))
+        fused, dense = (
+            Replica(info, parse_scan(fields | {"engine": e}), "cpu").measure(tokens).heads for e in ("fused", "dense")
+        )
     except HeadcountError as error:
         return Check("model", False, str(error))
-    drift = max(float(np.abs(fused[c] - dense[c]).max()) for c in ("sink_mass", "previous_token_score", "induction_score"))
+    drift = max(
+        float(np.abs(fused[c] - dense[c]).max()) for c in ("sink_mass", "previous_token_score", "induction_score")
+    )
     return Check("model", drift < DRIFT, f"{name}: fused and dense engines differ by {drift:.1g} (allowed {DRIFT:g})")

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import ray
 import ray.data
+import ray.exceptions
 
 from jobs.plan import Plan
 from schemas.errors import HeadcountError, RunError
@@ -50,8 +51,8 @@ class Resources:
 
 
 def missing_shards(plan: Plan) -> list[int]:
-    """The shards that have no commit yet."""
-    done = {commit.shard for commit in plan.run.commits()}
+    """The shards that have no commit yet, or whose files are no longer as committed."""
+    done = {commit.shard for commit in plan.run.commits() if not any(plan.run.damaged_files(commit))}
     return [shard for shard in range(plan.manifest.shards) if shard not in done]
 
 
@@ -87,7 +88,7 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
         ray.data.from_items([{"shards": group} for group in groups], override_num_blocks=len(groups))
         .flat_map(_ReadShards(plan.scan, plan.info, index), num_cpus=1)
         .map(
-            _ReplicaActor,
+            _ReplicaActor,  # pyright: ignore[reportArgumentType]  (a class with __call__ is meant)
             fn_constructor_args=(plan.scan, plan.info, plan.run, plan.manifest.code, resources.cores),
             compute=ray.data.ActorPoolStrategy(size=resources.replicas),
             num_cpus=0 if gpus else resources.cores,
@@ -98,7 +99,9 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
         for row in rows.iter_rows():
             yield pickle.loads(row["outcome"])
     except ray.exceptions.RayError as error:
-        raise RunError(f"{plan.run.run_id}: Ray gave up ({_cause(error)}); the same command goes on where it stopped") from None
+        raise RunError(
+            f"{plan.run.run_id}: Ray gave up ({_cause(error)}); the same command goes on where it stopped"
+        ) from None
 
 
 class _ReadShards:

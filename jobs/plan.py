@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
         raise RunError(f"{run.path}: no such run to go on with; leave out --run to start one")
     sequences = Sequences(scan, info)
     identity = {
-        "scan": scan.model_dump(mode="json", exclude={"out"}) | {"input": {"family": scan.input.family, **sequences.options}},
+        "scan": scan.model_dump(mode="json", exclude={"out"})
+        | {"input": {"family": scan.input.family, **sequences.options}},
         "model": info.record,
         "corpus": sequences.corpus.record if sequences.corpus is not None else {},
         "statistics": {s.name: s.fingerprint for s in select(scan.statistics)},
@@ -72,7 +73,7 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
             sequences.shard(0)
     manifest = Manifest(
         run_id=run.run_id,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
         identity=identity,
         shards=sequences.shards,
         sequences=len(sequences),
@@ -101,7 +102,9 @@ def _index_file(run: RunDirectory) -> Path:
 def _check_same(run: RunDirectory, identity: dict[str, Any]) -> None:
     differing = differing_keys(run.manifest().identity, json.loads(json.dumps(identity)))
     if differing:
-        raise RunError(f"{run.path}: this run measured something else; differing keys: {', '.join(differing)}. Start a new run")
+        raise RunError(
+            f"{run.path}: this run measured something else; differing keys: {', '.join(differing)}. Start a new run"
+        )
 
 
 def _describe(statistic: Statistic) -> dict[str, Any]:

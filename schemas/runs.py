@@ -12,10 +12,11 @@ runs/run_id=NAME-HASH/
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -138,6 +139,23 @@ class RunDirectory:
             if commit.run_id == self.run_id and path == self.commit_file(commit.shard):
                 yield commit
 
+    def damaged_files(self, commit: Commit) -> Iterator[str]:
+        """Files of a commit that are not where they belong, or not whole: another size, or no Parquet footer."""
+        for file in commit.files:
+            path = self.path / file.path
+            belongs = file.table in TABLES and path == self.data_file(file.table, file.intervention, commit.shard)
+            if not (belongs and _is_whole(path, file.bytes)):
+                yield file.path
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    try:
+        with path.open("rb", buffering=0) as file:
+            # After a power cut a file can have its size and none of its content.
+            return file.seek(0, os.SEEK_END) == size and file.seek(size - 4) >= 0 and file.read(4) == b"PAR1"
+    except (OSError, ValueError):
+        return False
+
 
 def find_runs(path: Path) -> list[RunDirectory]:
     """The runs at `path`: a run directory itself, or a directory that holds some."""
@@ -156,16 +174,19 @@ def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     ['scan.n_ctx (64, now 128)']
     """
     a, b = _flat(before), _flat(now)
-    return [f"{key} ({_show(a.get(key))}, now {_show(b.get(key))})" for key in sorted(a | b) if a.get(key) != b.get(key)]
+    return [
+        f"{key} ({_show(a.get(key))}, now {_show(b.get(key))})" for key in sorted(a | b) if a.get(key) != b.get(key)
+    ]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= (
+            _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {prefix + key: value}
+        )
     return flat
 
 

@@ -34,7 +34,7 @@ class Scan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     """A Hub id, a local directory, or bundled:NAME."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; none means the default branch."""
@@ -102,11 +102,11 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     try:
         scan = Scan.model_validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
-        raise ScanError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
+        raise ScanError("\n".join(_explain(key, found) for key, found in by_key(error).items())) from None
     select(scan.statistics)
     for name in ("statistics", "interventions"):
         values = getattr(scan, name)
-        if not values or len(set(values)) < len(values) and values != "all":
+        if not values or (len(set(values)) < len(values) and values != "all"):
             raise ScanError(f"{name}: expected at least one name, each once, got {list(values)!r}")
     return scan
 
@@ -127,19 +127,39 @@ def _override(fields: dict[str, Any], override: str) -> None:
     fields[last] = value
 
 
-def _explain(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"] if part in Scan.model_fields or isinstance(part, int) or part == "family")
-    match error["type"]:
+def by_key(error: ValidationError) -> dict[str, list[Any]]:
+    """The problems of each dotted key; a value that fits no member of a union is one key with several problems."""
+    problems: dict[str, list[Any]] = {}
+    for problem in error.errors():
+        first, *rest = problem["loc"]
+        # The rest holds names of union members besides places in the scan.
+        places = [first, *(part for part in rest if isinstance(part, int) or part == "family")]
+        problems.setdefault(".".join(map(str, places)), []).append(problem)
+    return {key: p for key, p in problems.items() if not any(other.startswith(f"{key}.") for other in problems)}
+
+
+def wrong_value(key: str, problems: list[Any]) -> str:
+    """One line for a value that is wrong: what every member of a union expects, and what arrived."""
+    messages = dict.fromkeys(p["msg"][0].lower() + p["msg"][1:] for p in problems)
+    lead = "input should be "
+    first, *others = messages
+    expected = " or ".join([first, *(m.removeprefix(lead) for m in others)])
+    return f"{key}: {expected}, got {problems[0]['input']!r}"
+
+
+def _explain(key: str, problems: list[Any]) -> str:
+    match problems[0]["type"]:
         case "extra_forbidden":
-            return unknown("key", str(error["loc"][-1]), Scan.model_fields)
+            return unknown("key", key, Scan.model_fields)
         case "missing":
-            return f"{key}: missing; expected {_expected(str(error['loc'][-1]))}"
+            return f"{key}: missing; expected {_expected(key)}"
         case _:
-            message = error["msg"][0].lower() + error["msg"][1:]
-            return f"{key}: {message}, got {error['input']!r}"
+            return wrong_value(key, problems)
 
 
 def _expected(key: str) -> str:
+    if key == "input.family":
+        return "the name of an input family"
     field = Scan.model_fields.get(key)
     description = field.description if field and field.description else "a value"
     return description[0].lower() + description[1:].rstrip(".")

@@ -1,5 +1,8 @@
 """The Parquet tables: which columns, of which type, with which meaning."""
 
+# pyarrow has no types.
+# pyright: basic
+
 from __future__ import annotations
 
 import json
@@ -12,7 +15,10 @@ from schemas.statistics import Statistic
 KEYS: dict[str, tuple[pa.DataType, str]] = {
     "input_family": (pa.string(), "Family of inputs that the sequence comes from."),
     "shard": (pa.int32(), "Shard that the sequence belongs to: the unit of work and of commit."),
-    "sequence": (pa.int64(), "Index of the sequence in the scan; with the seed and the options it determines the tokens."),
+    "sequence": (
+        pa.int64(),
+        "Index of the sequence in the scan; with the seed and the options it determines the tokens.",
+    ),
     "layer": (pa.int16(), "Layer, from 0."),
     "head": (pa.int16(), "Head within the layer, from 0."),
 }
@@ -40,16 +46,16 @@ def sequences_schema(statistics: Iterable[Statistic]) -> pa.Schema:
     keys = [_key(name) for name in ("input_family", "shard", "sequence")]
     origin = [_field(name, type_, text) for name, (type_, text) in ORIGIN.items()]
     chance = [
-        _field(chance_column(s), pa.float32(), f"What uniform attention would score as {s.name}.", s)
+        _field(chance_column(s.name), pa.float32(), f"What uniform attention would score as {s.name}.", s)
         for s in statistics
         if s.chance
     ]
     return pa.schema(keys + origin + chance)
 
 
-def chance_column(statistic: Statistic) -> str:
+def chance_column(statistic: str) -> str:
     """The column of `sequences` that holds a statistic's chance level."""
-    return f"chance_{statistic.name}"
+    return f"chance_{statistic}"
 
 
 def _key(name: str) -> pa.Field:

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from schemas.errors import CorpusError
+from workers.documents import Document, Source
 
 BAD = -1
 """Length of a row that cannot be read."""
@@ -40,36 +40,6 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Document:
-    """One row of a source: its text, or the problem that it has instead."""
-
-    row: int
-    text: str = ""
-    pile_set_name: str | None = None
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """A file of documents, or one shard of a Hub data set."""
-
-    kind: str
-    path: str
-    bytes: int
-    split: str = "train"
-    part: int = 0
-    parts: int = 1
-
-    def documents(self) -> Iterator[Document]:
-        """The documents in order; a problem of the whole file raises `CorpusError`."""
-        readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "text": _read_text, "hub": _read_hub}
-        try:
-            yield from readers[self.kind](self)
-        except (OSError, zstandard.ZstdError, pa.ArrowException) as error:
-            raise CorpusError(f"{self.path}: cannot be read ({error}); is the file complete?") from None
-
-
-@dataclass(frozen=True)
 class Corpus:
     """What a corpus family returns: sources in order, and how documents become sequences."""
 
@@ -81,109 +51,6 @@ class Corpus:
         """Identifies the corpus without its place on this machine."""
         named = [asdict(s) | {"path": Path(s.path).name if s.kind != "hub" else s.path} for s in self.sources]
         return {"packing": self.packing, "sources": named}
-
-
-def _read_jsonl(source: Source) -> Iterator[Document]:
-    for row, line in enumerate(_lines(source.path)):
-        yield _from_json(row, line)
-
-
-def _lines(path: str) -> Iterator[bytes]:
-    if not path.endswith(".zst"):
-        with open(path, "rb") as file:
-            yield from file
-        return
-    rest = b""
-    for chunk in _decompressed(path):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
-
-
-def _decompressed(path: str) -> Iterator[bytes]:
-    """The content of a .zst file of one or more frames; a file that ends inside a frame is an error, not an end."""
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    whole = True
-    with open(path, "rb") as file:
-        while compressed := file.read(1 << 18):
-            while compressed:
-                whole = False
-                yield frame.decompress(compressed)
-                compressed = b""
-                if frame.eof:
-                    whole, compressed = True, frame.unused_data
-                    frame = zstandard.ZstdDecompressor().decompressobj()
-    if not whole:
-        raise CorpusError(f"{path}: the zstd stream ends in the middle; fetch the file again")
-
-
-def _from_json(row: int, line: bytes) -> Document:
-    try:
-        fields = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        return Document(row, problem="not UTF-8")
-    except ValueError:
-        return Document(row, problem="invalid JSON")
-    if not isinstance(fields, dict):
-        return Document(row, problem=f"expected a JSON object, got {type(fields).__name__}")
-    return _from_fields(row, fields.get("text"), fields.get("meta"))
-
-
-def _from_fields(row: int, text: Any, meta: Any) -> Document:
-    if not isinstance(text, str):
-        return Document(row, problem=f"text is {'null' if text is None else type(text).__name__}, expected a string")
-    if not text:
-        return Document(row, problem="text is empty")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return Document(row, problem="text has lone surrogates, which are not UTF-8")
-    if isinstance(meta, str):
-        try:
-            meta = json.loads(meta)
-        except ValueError:
-            meta = None
-    name = meta.get("pile_set_name") if isinstance(meta, dict) else None
-    return Document(row, text, name if isinstance(name, str) else None)
-
-
-def _read_parquet(source: Source) -> Iterator[Document]:
-    file = pq.ParquetFile(source.path)
-    names = file.schema_arrow.names
-    if "text" not in names:
-        raise CorpusError(f"{source.path}: expected a column text, found {', '.join(names)}")
-    row = 0
-    for batch in file.iter_batches(batch_size=256, columns=[n for n in ("text", "meta") if n in names]):
-        for fields in batch.to_pylist():
-            yield _from_fields(row, fields["text"], fields.get("meta"))
-            row += 1
-
-
-def _read_text(source: Source) -> Iterator[Document]:
-    try:
-        yield _from_fields(0, Path(source.path).read_bytes().decode("utf-8"), None)
-    except UnicodeDecodeError as error:
-        yield Document(0, problem=f"not UTF-8 (byte {error.start})")
-
-
-def _read_hub(source: Source) -> Iterator[Document]:
-    rows = open_hub(source.path, source.split)
-    if source.parts > 1:
-        rows = rows.shard(source.parts, source.part, contiguous=True)
-    for row, fields in enumerate(rows):
-        yield _from_fields(row, fields.get("text"), fields.get("meta"))
-
-
-def open_hub(name: str, split: str) -> Any:
-    """A Hub data set (or a local directory of one) as a stream of rows."""
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(name, split=split, streaming=True)
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CorpusError(f"data set {name!r}, split {split!r}: cannot be opened ({reason})") from None
 
 
 @dataclass(frozen=True)
@@ -208,7 +75,8 @@ class Index:
         """Read an index from its Parquet file."""
         table = pq.read_table(path)
         problems = json.loads((table.schema.metadata or {})[b"problems"])
-        return cls(*(table[name].to_numpy() for name in ("source", "row", "n_tokens")), problems)
+        source, row, n_tokens = (table[name].to_numpy() for name in ("source", "row", "n_tokens"))
+        return cls(source, row, n_tokens, problems)
 
 
 def build_index(corpus: Corpus, tokenizer: Tokenizer, length: int, enough: int | None = None) -> Index:
@@ -227,7 +95,7 @@ def build_index(corpus: Corpus, tokenizer: Tokenizer, length: int, enough: int |
             sources += [number] * len(documents)
             rows += [d.row for d in documents]
             lengths += [by_row.get(d.row, BAD) for d in documents]
-            problems |= {f"{source.path}:{d.row}": d.problem for d in documents if d.problem is not None}
+            problems |= {f"{source.name}:{d.row}": d.problem for d in documents if d.problem is not None}
             tokens += sum(counts) + len(counts)
             here = here + sum(c >= length for c in counts) if corpus.packing == "document" else tokens // length
             if enough is not None and found + here >= enough:
@@ -267,7 +135,7 @@ class SequenceReader:
         origin: dict[str, list[Any]] = {"file": [], "row": [], "offset": [], "pile_set_name": []}
         for i in range(start, stop):
             document, offset = int(self._document[i]), int(self._offset[i])
-            origin["file"].append(self.corpus.sources[self.index.source[document]].path)
+            origin["file"].append(self.corpus.sources[self.index.source[document]].name)
             origin["row"].append(int(self.index.row[document]))
             origin["offset"].append(offset)
             origin["pile_set_name"].append(self._load(document)[0].pile_set_name)
@@ -280,7 +148,7 @@ class SequenceReader:
         last = int(self._document[stop]) if stop < len(self) else len(self.index.row)
         spanned = range(first, max(last, first + 1))
         bad = [i for i in spanned if self.index.n_tokens[i] == BAD]
-        names = [f"{self.corpus.sources[self.index.source[i]].path}:{self.index.row[i]}" for i in bad]
+        names = [f"{self.corpus.sources[self.index.source[i]].name}:{self.index.row[i]}" for i in bad]
         named = [f"{name} ({self.index.problems[name]})" for name in names]
         if len(bad) > BAD_SHARE * len(spanned):
             raise CorpusError(
@@ -327,9 +195,10 @@ class SequenceReader:
         if not forward:
             self._open = (source, self.corpus.sources[source].documents())
         assert self._open is not None
-        document = next((d for d in self._open[1] if d.row == row), None)
+        opened, self._open = self._open, None  # Where reading fails, the file is opened anew the next time.
+        document = next((d for d in opened[1] if d.row == row), None)
         ids = [] if document is None else self.tokenizer.encode(document.text)
         if document is None or len(ids) != self.index.n_tokens[number]:
-            raise CorpusError(f"{self.corpus.sources[source].path}:{row}: changed since the run began; start a new run")
-        self._current = (number, document, ids)
+            raise CorpusError(f"{self.corpus.sources[source].name}:{row}: changed since the run began; start a new run")
+        self._open, self._current = opened, (number, document, ids)
         return document, ids

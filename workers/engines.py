@@ -91,9 +91,11 @@ class FusedEngine:
     def _after(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
         if forward := _forward.get():
             if "pattern" not in forward.activations:
-                raise ModelError(f"{self.model.info.name}: layer {layer} has no attention that can be seen; use engine = 'dense'")
+                raise ModelError(
+                    f"{self.model.info.name}: layer {layer} has no attention that can be seen; use engine = 'dense'"
+                )
             forward.activations["resid_post"] = (output[0] if isinstance(output, tuple) else output).float()
-            forward.on_layer(layer, forward.activations | forward.matches)
+            forward.on_layer(layer, {**forward.activations, **forward.matches})
             forward.activations = {}
             if layer == len(self.model.blocks) - 1:
                 raise _Done
@@ -109,7 +111,9 @@ class FusedEngine:
             self.run(tokens, {}, lambda _, activations: seen.append(activations["resid_post"]))
             DenseEngine(self.model).run(tokens, {}, lambda _, activations: seen.append(activations["resid_post"]))
         if len(seen) != 2 * info.n_layers:
-            raise ModelError(f"{info.name}: {info.n_layers} layers expected, {len(seen) / 2:g} seen; use engine = 'dense'")
+            raise ModelError(
+                f"{info.name}: {info.n_layers} layers expected, {len(seen) / 2:g} seen; use engine = 'dense'"
+            )
         fused, dense = seen[info.n_layers - 1], seen[-1]
         error = ((fused - dense).norm() / dense.norm()).item()
         if not error < 1e-3:
@@ -204,9 +208,7 @@ def _native_attention() -> type[nn.Module]:
             if self.rotary is not None or self.attn_scores_soft_cap > 0 or not self.causal:
                 _refuse("rotary positions, capped scores or no causal mask")
             shape = (*hidden_states.shape[:2], -1, self.d_head)
-            q, k, v = (
-                linear(hidden_states).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v)
-            )
+            q, k, v = (linear(hidden_states).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
             z = forward.attend(q, k, v, 1 / self.scale)
             return self.o(z.flatten(2)), None
 

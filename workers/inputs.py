@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import glob
 import inspect
+import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,9 @@ import numpy as np
 from pydantic import ConfigDict, ValidationError, create_model
 
 from schemas.errors import CorpusError, ScanError, unknown
-from workers.corpus import Corpus, Source, open_hub
+from schemas.scan import by_key, wrong_value
+from workers.corpus import Corpus
+from workers.documents import Source, open_hub
 
 Packing = Literal["document", "concat"]
 
@@ -43,7 +46,11 @@ class Draw:
         """`count` token ids, uniform over the ordinary ones in `low .. high-1`; `distinct` draws none twice."""
         ids = self.ordinary[(self.ordinary >= low) & (self.ordinary < (high if high is not None else np.inf))]
         if len(ids) < (count if distinct else 1):
-            raise ScanError(f"input: {count} token ids wanted in [{low}, {high}), {len(ids)} are there; widen low and high")
+            end = "" if high is None else f" and below high = {high}"
+            raise ScanError(
+                f"input: {count if distinct else 1} token ids wanted from low = {low} on{end}, {len(ids)} are there; "
+                "widen low and high"
+            )
         return self.rng.choice(ids, size=count, replace=not distinct)
 
 
@@ -58,23 +65,25 @@ class InputFamily:
 
     def check(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with every default resolved; a wrong one raises `ScanError`."""
-        parameters = [p for p in inspect.signature(self.function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        parameters = [
+            p for p in inspect.signature(self.function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY
+        ]
         fields: Any = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
         model = create_model("Options", __config__=ConfigDict(extra="forbid", strict=True), **fields)
         try:
             return model(**options).model_dump()
         except ValidationError as error:
-            raise ScanError("\n".join(dict.fromkeys(self._explain(e, list(fields)) for e in error.errors()))) from None
+            found = by_key(error).items()
+            raise ScanError("\n".join(self._explain(key, problems, fields) for key, problems in found)) from None
 
-    def _explain(self, error: Any, known: list[str]) -> str:
-        key = str(error["loc"][0])
-        match error["type"]:
+    def _explain(self, key: str, problems: list[Any], known: Iterable[str]) -> str:
+        match problems[0]["type"]:
             case "extra_forbidden":
                 return f"input.{key}: {unknown(f'option of {self.name}', key, known)}"
             case "missing":
                 return f"input.{key}: missing; the family {self.name} needs it"
             case _:
-                return f"input.{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+                return wrong_value(f"input.{key}", problems)
 
 
 INPUTS: dict[str, InputFamily] = {}
@@ -117,7 +126,11 @@ def repeated_random(
 
 @input_family
 def pile(
-    *, files: str | list[str] | None = None, dataset: str | None = None, split: str = "train", packing: Packing = "document"
+    *,
+    files: str | list[str] | None = None,
+    dataset: str | None = None,
+    split: str = "train",
+    packing: Packing = "document",
 ) -> Corpus:
     """Documents in the Pile's format (`text`, `meta.pile_set_name`): .jsonl, .jsonl.zst or .parquet files, or a Hub data set."""
     if (files is None) == (dataset is None):
@@ -138,14 +151,22 @@ def text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
 def _list(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
     """The files of paths and globs, each once, in the order of their names."""
     patterns = [files] if isinstance(files, str) else files
-    found: set[str] = set()
+    if not patterns:
+        raise ScanError("input.files: expected at least one path or glob, got []")
+    found: dict[str, str] = {}
     for pattern in patterns:
-        matched = [p for p in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(p).is_file()]
+        path = os.path.expanduser(pattern)
+        if os.path.isdir(path):
+            raise CorpusError(
+                f"input.files: {pattern!r} is a directory; expected files, for instance {pattern.rstrip('/')}/*"
+            )
+        matched = [path] if os.path.isfile(path) else [p for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
         if not matched:
             raise CorpusError(f"input.files: no file matches {pattern!r} (in {Path.cwd()})")
-        found.update(matched)
+        for p in matched:
+            found.setdefault(os.path.realpath(p), p)
     sources: list[Source] = []
-    for path in sorted(found, key=lambda p: (Path(p).name, p)):
+    for path in sorted(found.values(), key=lambda p: (Path(p).name, p)):
         kind = next((kind for ending, kind in kinds.items() if path.endswith(ending)), None)
         if kind is None:
             raise CorpusError(f"{path}: expected a file that ends in {', '.join(kinds)}")

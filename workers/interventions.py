@@ -84,7 +84,9 @@ def edited_weights(model: LoadedModel, intervention: Intervention) -> Iterator[N
         for layer in range(model.info.n_layers):
             weight = getattr(model.bridge.blocks[layer].attn, intervention.target, None)
             if not isinstance(weight, Tensor):
-                raise ModelError(f"{model.info.name}: layer {layer} has no {intervention.target} for {intervention.name} to edit")
+                raise ModelError(
+                    f"{model.info.name}: layer {layer} has no {intervention.target} for {intervention.name} to edit"
+                )
             edited = intervention.edit(weight)
             assert edited is not None
             saved.append((weight, weight.clone()))

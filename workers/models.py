@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,17 @@ from schemas.errors import ModelError, unknown
 
 BUNDLED = Path(__file__).parent.parent / "models"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
+
+LEGACY_PLAIN = {
+    "positional_embedding_type": "standard",
+    "shortformer_pos": False,
+    "attention_dir": "causal",
+    "use_attn_scale": True,
+    "use_local_attn": False,
+    "parallel_attn_mlp": False,
+    "scale_attn_by_inverse_layer_idx": False,
+}
+"""Fields of a legacy config.json that would change the pattern, with the one value that is supported."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ def find_model(spec: str, revision: str | None = None) -> Path:
         if name not in known:
             raise ModelError(f"model: {unknown('bundled model', name, known)}")
         return BUNDLED / name
-    local = Path(spec).expanduser()
+    local = Path(os.path.expanduser(spec))
     if local.is_dir():
         return local
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
@@ -74,9 +86,8 @@ def find_model(spec: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(spec, revision=revision, allow_patterns=HUB_FILES))
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub ({reason})"
+            f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub ({_reason(error)})"
         ) from None
 
 
@@ -90,18 +101,28 @@ def describe(path: Path) -> ModelInfo:
         raise ModelError(f"{path}/config.json: not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path}/config.json: expected an object, got {type(config).__name__}")
-    layout, shape = ("huggingface", _hf_shape(path)) if "model_type" in config else ("legacy", _legacy_shape(path, config))
+    layout, shape = (
+        ("huggingface", _hf_shape(path)) if "model_type" in config else ("legacy", _legacy_shape(path, config))
+    )
     return ModelInfo(str(path), path.name, layout, _fingerprint(path, layout), **shape)
 
 
 def load_model(info: ModelInfo, weights: str, device: str) -> LoadedModel:
     """Load weights and wrap them in a `TransformerBridge`; `weights` is raw or folded."""
-    for name in ("transformers", "transformer_lens"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    _be_quiet()
     loaded = (_load_hf if info.layout == "huggingface" else _load_legacy)(info, device)
     if weights == "folded":
         loaded.bridge.enable_compatibility_mode()
     return loaded
+
+
+def _be_quiet() -> None:
+    """Keep the libraries' bars and notices off the terminal; what matters is checked here and raised."""
+    from transformers.utils import logging as messages
+
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
+    logging.getLogger("transformer_lens").setLevel(logging.ERROR)
 
 
 def weight_files(path: Path, layout: str) -> list[Path]:
@@ -111,7 +132,9 @@ def weight_files(path: Path, layout: str) -> list[Path]:
         files = sorted(path.glob("*final.pth"))
     if not files:
         found = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise ModelError(f"{path}: expected weights as *.safetensors, found {found}; convert them, nothing is unpickled")
+        raise ModelError(
+            f"{path}: expected weights as *.safetensors, found {found}; convert them, nothing is unpickled"
+        )
     return files
 
 
@@ -126,22 +149,27 @@ def _fingerprint(path: Path, layout: str) -> str:
 def _hf_shape(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
+    _be_quiet()
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        n_heads, d_model = config.num_attention_heads, config.hidden_size
-        return {
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        shape = {
             "n_layers": config.num_hidden_layers,
-            "n_heads": n_heads,
-            "d_model": d_model,
-            "d_head": getattr(config, "head_dim", None) or d_model // n_heads,
+            "n_heads": config.num_attention_heads,
+            "d_model": config.hidden_size,
             "n_ctx": config.max_position_embeddings,
             "d_vocab": config.vocab_size,
-            "bos_token_id": _token(getattr(config, "bos_token_id", None), config.vocab_size),
-            "eos_token_id": _token(getattr(config, "eos_token_id", None), config.vocab_size),
         }
-    except (ValueError, AttributeError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"{path}/config.json: not a causal language model that can be scanned ({reason})") from None
+        _check_positive(shape)
+        d_head = getattr(config, "head_dim", None) or shape["d_model"] // shape["n_heads"]
+    except Exception as error:
+        raise ModelError(
+            f"{path}/config.json: not a causal language model that can be scanned ({_reason(error)})"
+        ) from None
+    return shape | {
+        "d_head": d_head,
+        "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
+        "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
+    }
 
 
 def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -151,10 +179,21 @@ def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         raise ModelError(
             f"{path}/config.json: has neither model_type (Hugging Face) nor {', '.join(missing)} (legacy TransformerLens)"
         )
-    return {name: config[name] for name in names} | {
+    shape = {name: config[name] for name in names}
+    try:
+        _check_positive(shape)
+    except ValueError as error:
+        raise ModelError(f"{path}/config.json: {error}") from None
+    return shape | {
         "bos_token_id": _token(config.get("bos_token_id"), config["d_vocab"]),
         "eos_token_id": _token(config.get("eos_token_id", config.get("bos_token_id")), config["d_vocab"]),
     }
+
+
+def _check_positive(shape: dict[str, Any]) -> None:
+    for name, value in shape.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, expected a positive integer")
 
 
 def _token(token: Any, d_vocab: int) -> int | None:
@@ -168,16 +207,18 @@ def _load_hf(info: ModelInfo, device: str) -> LoadedModel:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             info.path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True,
-            local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            local_files_only=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"{info.path}: the weights cannot be loaded ({reason})") from None
+    except Exception as error:
+        raise ModelError(f"{info.path}: the weights cannot be loaded ({_reason(error)})") from None
+    model, report = loaded
     absent = sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])})
     if absent:
-        raise ModelError(f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} ({len(absent)} in all)")
+        raise ModelError(
+            f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} ({len(absent)} in all)"
+        )
     model.eval().requires_grad_(False).to(device)
     _fuse_gelu(model)
     # The bridge replaces modules in place, so the bare tree is copied first; the tensors stay shared.
@@ -187,47 +228,46 @@ def _load_hf(info: ModelInfo, device: str) -> LoadedModel:
         with _stub_tokenizer() as tokenizer:
             bridge = TransformerBridge.boot_transformers(info.path, hf_model=model, tokenizer=tokenizer, device=device)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"{info.path}: TransformerLens cannot bridge this architecture ({reason})") from None
+        raise ModelError(f"{info.path}: TransformerLens cannot bridge this architecture ({_reason(error)})") from None
     model.requires_grad_(False)
-    name = bridge.adapter.component_mapping["blocks"].name
-    return LoadedModel(info, bridge, bare, list(bare.get_submodule(name)))
+    mapping: Any = bridge.adapter.component_mapping
+    blocks: Any = bare.get_submodule(mapping["blocks"].name)
+    return LoadedModel(info, bridge, bare, list(blocks))
 
 
 def _load_legacy(info: ModelInfo, device: str) -> LoadedModel:
     from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge.sources.native import boot
     from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
 
     path = Path(info.path)
     raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    if raw.get("shortformer_pos") or raw.get("positional_embedding_type", "standard") != "standard":
-        raise ModelError(f"{path}: positional embeddings other than learned absolute ones are not supported here")
+    for key, plain in LEGACY_PLAIN.items():
+        if raw.get(key) not in (None, plain):
+            raise ModelError(f"{path}/config.json: {key} is {raw[key]!r}; only {plain!r} is supported for legacy files")
     fields = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab", "act_fn", "attn_only", "final_rms", "eps")
-    config = TransformerBridgeConfig(
-        **{name: raw[name] for name in fields if raw.get(name) is not None},
-        d_mlp=raw.get("d_mlp"),
-        normalization_type=raw.get("normalization", raw.get("normalization_type")),
-        positional_embedding_type="standard",
-        init_weights=False,
-        architecture="TransformerLensNative",
-    )
     state: dict[str, torch.Tensor] = {}
     for file in weight_files(path, info.layout):
         try:
             state |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         except Exception as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ModelError(f"{file}: the weights cannot be read ({reason})") from None
-    bridge = TransformerBridge.boot_native(config, device=device, dtype=torch.float32)
+            raise ModelError(f"{file}: the weights cannot be read ({_reason(error)})") from None
     try:
+        config = TransformerBridgeConfig(
+            **{name: raw[name] for name in fields if raw.get(name) is not None},
+            d_mlp=raw.get("d_mlp"),
+            normalization_type=raw.get("normalization", raw.get("normalization_type")),
+            positional_embedding_type="standard",
+            init_weights=False,
+            architecture="TransformerLensNative",
+        )
+        bridge = boot(config, device=device, dtype=torch.float32)
         converted = convert_tl_checkpoint({name: tensor.float() for name, tensor in state.items()}, config)
         # Files of this family often leave out the unembedding's bias, which is then zero.
         converted.setdefault("unembed.bias", torch.zeros(info.d_vocab))
         bridge.load_state_dict(converted, strict=True)
-    except (ValueError, RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{path}: the weights do not fit config.json ({reason})") from None
+    except Exception as error:
+        raise ModelError(f"{path}: the weights do not fit config.json ({_reason(error)})") from None
     bridge.original_model.eval().requires_grad_(False)
     return LoadedModel(info, bridge, bridge.original_model, list(bridge.blocks))
 
@@ -252,6 +292,12 @@ def _stub_tokenizer() -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as path:
         PreTrainedTokenizerFast(tokenizer_object=stub, bos_token="<bos>", eos_token="<bos>").save_pretrained(path)
         yield AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _reason(error: Exception) -> str:
+    """What a library says of a failure, on one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 240 else f"{text[:239]}…"
 
 
 def parameters(info: ModelInfo) -> int:

@@ -98,7 +98,7 @@ def measure_batch(
         heads[statistic.name] = _where_defined(statistic, values.cpu().numpy(), defined, first)
         if statistic.chance:
             values = evaluate(statistic.compute, by_tokens)
-            chance[chance_column(statistic)] = np.where(defined, values[:, 0].cpu().numpy(), np.nan)
+            chance[chance_column(statistic.name)] = np.where(defined, values[:, 0].cpu().numpy(), np.nan)
     return heads, chance
 
 

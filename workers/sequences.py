@@ -73,9 +73,12 @@ class Sequences:
             return int(self.scan.sequences)
         held, asked = len(self._reader), self.scan.sequences
         if held == 0 or (asked != "all" and held < asked):
+            assert self.index is not None
+            bad = [f"{place} ({problem})" for place, problem in self.index.problems.items()]
             raise CorpusError(
                 f"input: the corpus holds {held} sequences of {self.length} tokens ({self.corpus.packing} packing), "
                 f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or pack with concat"
+                f"{f'; {len(bad)} bad rows were left out, the first is {bad[0]}' if bad else ''}"
             )
         return held if asked == "all" else asked
 
@@ -114,7 +117,9 @@ class Sequences:
         draw = Draw.of(self.scan.seed, sequence, self.family.name, self.length, self._ordinary)
         tokens = np.asarray(self.family.function(draw, **self.options))
         if tokens.shape != (self.length,):
-            raise ScanError(f"input family {self.family.name}: returned shape {tokens.shape}, expected ({self.length},)")
+            raise ScanError(
+                f"input family {self.family.name}: returned shape {tokens.shape}, expected ({self.length},)"
+            )
         return tokens
 
     def _with_bos(self, tokens: np.ndarray) -> np.ndarray:

@@ -31,7 +31,10 @@ def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
     for intervention in scan.interventions:
         measured = replica.measure(shard.tokens, intervention)
         engines.add(measured.engine)
-        for table, rows in (("heads", heads_table(scan, shard, measured)), ("sequences", sequences_table(scan, shard, measured))):
+        for table, rows in (
+            ("heads", heads_table(scan, shard, measured)),
+            ("sequences", sequences_table(scan, shard, measured)),
+        ):
             path = run.data_file(table, intervention, shard.shard)
             metadata = {"run_id": run.run_id, "intervention": intervention}
             write_whole(path, parquet_bytes(rows.replace_schema_metadata(metadata)))
@@ -113,7 +116,9 @@ def write_whole(path: Path, content: bytes | pa.Buffer) -> None:
         finally:
             os.close(directory)
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); free space or choose another out, then run the same command") from None
+        raise RunError(
+            f"{path}: cannot be written ({error.strerror}); free space or choose another out, then run the same command"
+        ) from None
 
 
 def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:
@@ -129,7 +134,9 @@ def _table(columns: dict[str, Any], schema: pa.Schema) -> pa.Table:
     """A table of `schema`; NaN is written as NULL, and so is a column that is not given."""
     rows = len(columns["sequence"])
     arrays = [
-        pa.array(columns[field.name], from_pandas=True).cast(field.type) if field.name in columns else pa.nulls(rows, field.type)
+        pa.array(columns[field.name], from_pandas=True).cast(field.type)
+        if field.name in columns
+        else pa.nulls(rows, field.type)
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)

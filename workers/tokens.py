@@ -18,7 +18,9 @@ class TextTokenizer:
         self._tokenizer.encode_special_tokens = True
         size = self._tokenizer.get_vocab_size()
         if size < 2 or size > d_vocab:
-            raise ModelError(f"{path}: its tokenizer has {size} tokens and the model {d_vocab}; the tokenizer files are missing or another model's")
+            raise ModelError(
+                f"{path}: its tokenizer has {size} tokens and the model {d_vocab}; tokenizer files are missing or another model's"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens."""

@@ -21,7 +21,7 @@ def mean_over_matched(mass: Tensor, pairs: Pairs) -> Tensor:
     return (mass * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
 
 
-@statistic(unit="probability", range=(0, 1), source="Elhage et al. 2021 (B4)", chance=True, defined=has_two_positions)
+@statistic(unit="probability", range=(0, 1), source="Elhage et al. 2021", chance=True, defined=has_two_positions)
 def previous_token_score(pattern: Pattern) -> Tensor:
     """Mean attention to the token just before.
 
@@ -33,9 +33,7 @@ def previous_token_score(pattern: Pattern) -> Tensor:
     return pattern.lag(1).mean(-1)
 
 
-@statistic(
-    unit="probability", range=(0, 1), source="Farrell 2023 (B10, d = 2)", chance=True, defined=has_three_positions
-)
+@statistic(unit="probability", range=(0, 1), source="Farrell 2023", chance=True, defined=has_three_positions)
 def lookback_two_score(pattern: Pattern) -> Tensor:
     """Mean attention to the token before the one just before.
 
@@ -47,7 +45,7 @@ def lookback_two_score(pattern: Pattern) -> Tensor:
     return pattern.lag(2).mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="TransformerLens head_detector (B5)", chance=True)
+@statistic(unit="probability", range=(0, 1), source="TransformerLens head_detector", chance=True)
 def self_attention(pattern: Pattern) -> Tensor:
     """Mean attention of a token to itself.
 
@@ -59,9 +57,7 @@ def self_attention(pattern: Pattern) -> Tensor:
     return pattern.lag(0).mean(-1)
 
 
-@statistic(
-    unit="probability", range=(0, 1), source="Olsson et al. 2022 (B17; B1)", chance=True, defined=has_copies
-)
+@statistic(unit="probability", range=(0, 1), source="Olsson et al. 2022", chance=True, defined=has_copies)
 def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
     """Mean attention to the keys that follow an earlier copy of the query's token.
 
@@ -76,7 +72,7 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
     return mean_over_matched(pattern.mass(successors), successors)
 
 
-@statistic(unit="probability", range=(0, 1), source="TransformerLens head_detector (B18)", chance=True, defined=has_copies)
+@statistic(unit="probability", range=(0, 1), source="TransformerLens head_detector", chance=True, defined=has_copies)
 def duplicate_score(pattern: Pattern, copies: Pairs) -> Tensor:
     """Mean attention to earlier copies of the query's own token.
 

@@ -4,7 +4,7 @@ from schemas.pattern import Tensor
 from schemas.statistics.registry import statistic
 
 
-@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889 (C4)")
+@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def value_norm(v: Tensor) -> Tensor:
     """Mean length of the value vectors.
 
@@ -16,7 +16,7 @@ def value_norm(v: Tensor) -> Tensor:
     return v.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889 (C3)")
+@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def sink_value_norm(v: Tensor) -> Tensor:
     """Length of the value vector at position 0.
 
@@ -28,7 +28,7 @@ def sink_value_norm(v: Tensor) -> Tensor:
     return v[:, 0].norm(dim=-1)
 
 
-@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781 (C11)")
+@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def key_norm(k: Tensor) -> Tensor:
     """Mean length of the key vectors.
 
@@ -40,7 +40,7 @@ def key_norm(k: Tensor) -> Tensor:
     return k.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781 (C11)")
+@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def sink_key_norm(k: Tensor) -> Tensor:
     """Length of the key vector at position 0.
 
@@ -52,7 +52,7 @@ def sink_key_norm(k: Tensor) -> Tensor:
     return k[:, 0].norm(dim=-1)
 
 
-@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781 (C11)")
+@statistic(unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
 def query_norm(q: Tensor) -> Tensor:
     """Mean length of the query vectors.
 
@@ -64,7 +64,7 @@ def query_norm(q: Tensor) -> Tensor:
     return q.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889 (C6)")
+@statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def head_output_norm(z: Tensor) -> Tensor:
     """Mean length of the head's output before W_O.
 
@@ -76,7 +76,7 @@ def head_output_norm(z: Tensor) -> Tensor:
     return z.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835 (E1)")
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def resid_pre_norm(resid_pre: Tensor) -> Tensor:
     """Mean length of the residual stream before the layer, position 0 included; the same for all heads of a layer.
 
@@ -88,7 +88,7 @@ def resid_pre_norm(resid_pre: Tensor) -> Tensor:
     return resid_pre.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835 (E1)")
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
     """Length of the residual stream before the layer at position 0; the same for all heads of a layer.
 
@@ -100,7 +100,7 @@ def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
     return resid_pre[:, 0].norm(dim=-1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835 (E1)")
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def resid_post_norm(resid_post: Tensor) -> Tensor:
     """Mean length of the residual stream after the layer, position 0 included; the same for all heads of a layer.
 
@@ -112,7 +112,7 @@ def resid_post_norm(resid_post: Tensor) -> Tensor:
     return resid_post.norm(dim=-1).mean(1)
 
 
-@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835 (E1)")
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def sink_resid_post_norm(resid_post: Tensor) -> Tensor:
     """Length of the residual stream after the layer at position 0; the same for all heads of a layer.
 

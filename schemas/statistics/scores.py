@@ -8,7 +8,7 @@ from schemas.statistics.registry import statistic
 
 
 @statistic(
-    unit="logits", range=(-math.inf, math.inf), source="Guo et al. 2024, arXiv 2410.13835 (D8)",
+    unit="logits", range=(-math.inf, math.inf), source="Guo et al. 2024, arXiv 2410.13835",
     defined=has_three_positions,
 )  # fmt: skip
 def sink_logit_margin(pattern: Pattern) -> Tensor:

@@ -7,7 +7,7 @@ from schemas.statistics.registry import statistic
 from schemas.statistics.sink import has_two_positions
 
 
-@statistic(unit="nats", range=(0, math.inf), source="Sandoval-Segura et al. 2025, arXiv 2504.03889 (B7)", chance=True)
+@statistic(unit="nats", range=(0, math.inf), source="Sandoval-Segura et al. 2025, arXiv 2504.03889", chance=True)
 def entropy(pattern: Pattern) -> Tensor:
     """Mean entropy of the attention rows.
 
@@ -20,7 +20,7 @@ def entropy(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="share of the maximum", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835 (B6)",
+    unit="share of the maximum", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835",
     chance=True, defined=has_two_positions,
 )  # fmt: skip
 def entropy_normalised(pattern: Pattern) -> Tensor:
@@ -34,7 +34,7 @@ def entropy_normalised(pattern: Pattern) -> Tensor:
     return (pattern.entropy()[..., 1:] / (pattern.positions()[1:] + 1).log()).mean(-1)
 
 
-@statistic(unit="tokens", range=(0, math.inf), source="common (B12)", chance=True)
+@statistic(unit="tokens", range=(0, math.inf), source="common", chance=True)
 def mean_distance(pattern: Pattern) -> Tensor:
     """Mean number of tokens that attention looks back.
 

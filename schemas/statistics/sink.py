@@ -9,7 +9,7 @@ def has_two_positions(pattern: Pattern) -> bool:
     return pattern.n_ctx >= 2
 
 
-@statistic(unit="probability", range=(0, 1), source="catalogue A7", chance=True, defined=has_two_positions)
+@statistic(unit="probability", range=(0, 1), source="headcount", chance=True, defined=has_two_positions)
 def sink_mass(pattern: Pattern) -> Tensor:
     """Mean attention to key 0 over the queries that could look elsewhere.
 
@@ -23,7 +23,7 @@ def sink_mass(pattern: Pattern) -> Tensor:
     return pattern.key(0)[..., 1:].mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Gu et al. 2024, arXiv 2410.10781 (A4)", chance=True)
+@statistic(unit="probability", range=(0, 1), source="Gu et al. 2024, arXiv 2410.10781", chance=True)
 def sink_alpha(pattern: Pattern) -> Tensor:
     """Mean attention to key 0 over all queries, the first included.
 
@@ -35,7 +35,7 @@ def sink_alpha(pattern: Pattern) -> Tensor:
     return pattern.key(0).mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722 (A1)", chance=True)
+@statistic(unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722", chance=True)
 def sink_mass_late(pattern: Pattern) -> Tensor:
     """Mean attention to key 0 over the second half of the queries.
 
@@ -47,7 +47,7 @@ def sink_mass_late(pattern: Pattern) -> Tensor:
     return pattern.key(0)[..., pattern.n_ctx // 2 :].mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Xiao et al. 2023, arXiv 2309.17453 (A9)", chance=True)
+@statistic(unit="probability", range=(0, 1), source="Xiao et al. 2023, arXiv 2309.17453", chance=True)
 def sink_mass_first4(pattern: Pattern) -> Tensor:
     """Mean attention to the first four keys together, over the second half of the queries.
 
@@ -56,5 +56,5 @@ def sink_mass_first4(pattern: Pattern) -> Tensor:
     >>> sink_mass_first4(pattern([[1, 0], [0.25, 0.75]])).item()
     1.0
     """
-    first = sum(pattern.key(k) for k in range(min(4, pattern.n_ctx)))
+    first: Tensor = sum(pattern.key(k) for k in range(min(4, pattern.n_ctx)))
     return first[..., pattern.n_ctx // 2 :].mean(-1)

@@ -1,0 +1,10 @@
+-- Mean and largest value over the heads of a layer, for every statistic, of the heads' means over sequences.
+SELECT
+    run_id, model, intervention, input_family, layer,
+    count(*) AS heads,
+    max(sequences) AS sequences,
+    avg(COLUMNS('^mean_(.*)$')) AS 'mean_\1',
+    max(COLUMNS('^mean_(.*)$')) AS 'max_\1'
+FROM by_head
+GROUP BY ALL
+ORDER BY run_id, intervention, input_family, layer

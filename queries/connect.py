@@ -1,0 +1,202 @@
+"""A DuckDB connection over runs: views of what is committed, and nothing else within reach."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from queries import ledger
+from queries.ledger import Run
+from schemas.errors import QueryError
+from schemas.tables import KEYS, ORIGIN, chance_column, heads_schema, sequences_schema
+
+QUERIES = Path(__file__).parent
+"""The folder whose `.sql` files become views: the stem is the name, the first comment the description."""
+
+VIEWS = {
+    "heads": "One row per run, intervention, sequence, layer and head: every statistic as it was measured.",
+    "sequences": "One row per run and sequence: where it came from, its tokens, what uniform attention would score.",
+    "runs": "One row per run: what was scanned, with which model, and how far it got.",
+    "shards": "One row per shard: done, missing or damaged, and who made it.",
+    "statistics": "One row per statistic: unit, range, meaning, formula and source.",
+}
+
+PARTITIONS = {
+    "run_id": (pa.string(), "Run that the row belongs to."),
+    "intervention": (pa.string(), "Edit of the model under which it was measured; none is the untouched model."),
+}
+
+
+def connect(path: Path, queries: Path = QUERIES) -> duckdb.DuckDBPyConnection:
+    """Open a run directory, or a directory of runs: views of what is committed, locked against everything else.
+
+    Hand user SQL to `queries.output.run_query`, which also refuses to write.
+    """
+    runs = ledger.read_runs(path)
+    connection = duckdb.connect()
+    # DuckDB would otherwise take a misspelt view for a Python variable of whoever calls.
+    connection.execute("SET python_enable_replacements = false")
+    connection.execute("CREATE SCHEMA ledger")
+    statistics = ledger.measured(runs)
+    chance = {chance_column(name): entry for name, entry in statistics.items() if entry.get("chance")}
+    _create(connection, "heads", _empty(heads_schema([]), statistics))
+    _create(connection, "sequences", _empty(sequences_schema([]), chance))
+    _create(connection, "runs", ledger.runs_table(runs))
+    _create(connection, "shards", ledger.shards_table(runs))
+    _create(connection, "statistics", ledger.statistics_table(runs))
+    descriptions = VIEWS | _create_queries(connection, queries)
+    _comment(connection, descriptions, statistics)
+    # Binding a view opens a file of every run, so the views above are made while the tables below them are empty.
+    _point_at_files(connection, "heads", runs, statistics)
+    _point_at_files(connection, "sequences", runs, chance)
+    _lock(connection, runs)
+    return connection
+
+
+def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
+    """Every view and what it is for, tables first."""
+    sql = "SELECT view_name, comment FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal ORDER BY view_name"
+    found = dict(connection.cursor().execute(sql).fetchall())
+    return {name: found[name] for name in VIEWS} | found
+
+
+def _empty(schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
+    partitions = [pa.field(name, type_) for name, (type_, _) in PARTITIONS.items()]
+    return pa.schema([*partitions, *schema, *(pa.field(name, pa.float32()) for name in columns)]).empty_table()
+
+
+def _create(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
+    connection.register("content", content)
+    connection.execute(f"CREATE TABLE ledger.{name}_content AS FROM content")
+    connection.unregister("content")
+    connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
+    connection.execute(f"CREATE VIEW main.{name} AS FROM ledger.{name}")
+
+
+def _point_at_files(connection: duckdb.DuckDBPyConnection, table: str, runs: list[Run], columns: Iterable[str]) -> None:
+    """Let `table` read the committed files: one `read_parquet` for all runs that have the same columns.
+
+    `union_by_name` would open every file whenever a query is planned (20,000 files: 3 s); this opens one per call.
+    """
+    keys = [*PARTITIONS, *(heads_schema([]) if table == "heads" else sequences_schema([])).names]
+
+    def own(run: Run) -> list[str]:
+        return [c for c in columns if c.removeprefix("chance_") in run.manifest.statistics]
+
+    selects = [f"FROM ledger.{table}_content"]
+    for names, group in groupby(sorted(runs, key=own), key=own):
+        files = [file for run in group for file in run.files(table)]
+        if files:
+            selects.append(
+                f"SELECT {', '.join(map(_name, [*keys, *names]))} FROM read_parquet([{', '.join(map(_text, files))}], "
+                "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': VARCHAR})"
+            )
+    try:
+        connection.execute(f"CREATE OR REPLACE VIEW ledger.{table} AS {' UNION ALL BY NAME '.join(selects)}")
+    except duckdb.Error as error:
+        raise QueryError(
+            f"the files of table {table} do not fit their manifests: {str(error).partition(chr(10))[0]}"
+        ) from None
+
+
+def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict[str, str]:
+    """Make each `.sql` file a view, whatever their order; return the descriptions.
+
+    A query that needs a column that no run has becomes a view that says so when it is asked for.
+    """
+    waiting = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.sql"))}
+    descriptions = {name: first_comment(sql) for name, sql in waiting.items()}
+    problems: dict[str, str] = {}
+    progress = True
+    while waiting and progress:
+        progress = False
+        for name, sql in list(waiting.items()):
+            try:
+                connection.execute(f"CREATE VIEW {_name(name)} AS {sql}")
+            except duckdb.Error as error:
+                problems[name] = _problem(error)
+            else:
+                del waiting[name]
+                progress = True
+    for name in waiting:
+        message = _text(f"view {name!r} cannot be answered from these runs: {problems[name]}")
+        connection.execute(
+            f"CREATE VIEW {_name(name)} AS SELECT error({message}) AS missing WHERE error({message}) IS NULL"
+        )
+    return descriptions
+
+
+def _problem(error: duckdb.Error) -> str:
+    message = str(error).partition("\n")[0]
+    column = re.search(r'column (?:named )?"([^"]+)"', message)
+    return f"it needs column {column[1]!r}, which none of them measured" if column else message
+
+
+def first_comment(sql: str) -> str:
+    """The comment that a query starts with, on one line.
+
+    >>> first_comment("-- Heads, ranked.\\n-- Two lines.\\nFROM heads -- not this")
+    'Heads, ranked. Two lines.'
+    """
+    lines = []
+    for line in sql.splitlines():
+        if not line.startswith("--"):
+            break
+        lines.append(line.removeprefix("--").strip())
+    return " ".join(lines)
+
+
+def _comment(
+    connection: duckdb.DuckDBPyConnection, descriptions: dict[str, str], statistics: dict[str, dict[str, str]]
+) -> None:
+    for name, text in descriptions.items():
+        connection.execute(f"COMMENT ON VIEW {_name(name)} IS {_text(text)}")
+    own = {"runs": ledger.RUNS, "shards": ledger.SHARDS, "statistics": ledger.STATISTICS}
+    keys = {name: text for name, (_, text) in (PARTITIONS | KEYS | ORIGIN).items()}
+    prefixes = {
+        "": "",
+        "mean_": "Mean over sequences: ",
+        "sd_": "Standard deviation over sequences: ",
+        "max_": "Largest mean of a head: ",
+        "chance_": "What uniform attention would score: ",
+    }
+    sql = "SELECT table_name, column_name FROM duckdb_columns() WHERE schema_name = 'main' AND NOT internal"
+    for view, column in connection.execute(sql).fetchall():
+        text = own[view][column][1] if view in own else keys.get(column)
+        for prefix, words in prefixes.items():
+            entry = statistics.get(column.removeprefix(prefix)) if column.startswith(prefix) else None
+            if text is None and entry:
+                text = words + entry.get("description", "")
+        if text:
+            connection.execute(f"COMMENT ON COLUMN {_name(view)}.{_name(column)} IS {_text(text)}")
+
+
+def _lock(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> None:
+    """Leave the runs readable and nothing else; a query too big for memory may spill to the temporary directory."""
+    spill = os.path.join(tempfile.gettempdir(), f"headcount-{os.getpid()}")
+    directories = ", ".join(_text(str(run.directory.path)) for run in runs)
+    for setting in (
+        "parquet_metadata_cache = true",
+        f"temp_directory = {_text(spill)}",
+        "autoinstall_known_extensions = false",
+        "autoload_known_extensions = false",
+        f"allowed_directories = [{directories}]",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        connection.execute(f"SET {setting}")
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+def _name(value: str) -> str:
+    return '"' + value.replace('"', '""') + '"'

@@ -1,0 +1,33 @@
+-- Heads that copy where the input repeats and rest on key 0 where nothing does: the same weights in two or three runs.
+-- Joins repeated_random with uniform_random input, and with text (pile, text) where there is such a run.
+-- is_dormant: induction score of at least 0.4 (ARENA's threshold) where tokens repeat, and sink mass above 0.3
+-- (Gu et al. 2024, arXiv 2410.10781) where nothing does. One row per combination of runs.
+WITH
+    per_head AS (
+        SELECT
+            run_id, model, weights, model_fingerprint, intervention, input_family, layer, head,
+            avg(induction_score) AS induction_score,
+            avg(sink_mass) AS sink_mass
+        FROM heads JOIN (SELECT run_id, model, weights, model_fingerprint FROM runs) USING (run_id)
+        GROUP BY ALL
+    ),
+    repeated AS (FROM per_head WHERE input_family = 'repeated_random'),
+    unrepeated AS (FROM per_head WHERE input_family = 'uniform_random'),
+    natural_text AS (FROM per_head WHERE input_family IN ('pile', 'text'))
+SELECT
+    repeated.model, intervention,
+    'L' || layer || 'H' || head AS label,
+    layer, head,
+    repeated.induction_score AS induction_repeated,
+    unrepeated.sink_mass AS sink_unrepeated,
+    repeated.induction_score >= 0.4 AND unrepeated.sink_mass > 0.3 AS is_dormant,
+    repeated.sink_mass AS sink_repeated,
+    natural_text.sink_mass AS sink_text,
+    natural_text.induction_score AS induction_text,
+    repeated.run_id AS repeated_run,
+    unrepeated.run_id AS unrepeated_run,
+    natural_text.run_id AS text_run
+FROM repeated
+JOIN unrepeated USING (model_fingerprint, weights, intervention, layer, head)
+LEFT JOIN natural_text USING (model_fingerprint, weights, intervention, layer, head)
+ORDER BY repeated_run, unrepeated_run, text_run, intervention, induction_repeated DESC NULLS LAST, layer, head

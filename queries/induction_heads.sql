@@ -1,0 +1,28 @@
+-- Heads ranked by attention to what followed an earlier copy of the token, with the chance level.
+-- is_induction: score of at least 0.4, the threshold of ARENA's exercises.
+-- coverage: share of queries that have an earlier copy; measured: sequences with any, the only ones that count.
+WITH
+    per_head AS (
+        SELECT
+            run_id, intervention, input_family, layer, head,
+            avg(induction_score) AS induction_score,
+            avg(match_coverage) AS coverage,
+            count(induction_score) AS measured,
+            count(*) AS sequences
+        FROM heads
+        GROUP BY ALL
+    ),
+    chance AS (SELECT run_id, avg(chance_induction_score) AS chance FROM sequences GROUP BY ALL)
+SELECT
+    run_id, model, intervention, input_family,
+    CASE WHEN induction_score IS NOT NULL THEN
+        rank() OVER (PARTITION BY run_id, intervention, input_family ORDER BY induction_score DESC NULLS LAST)
+    END AS rank,
+    'L' || layer || 'H' || head AS label,
+    layer, head, induction_score, chance,
+    induction_score >= 0.4 AS is_induction,
+    coverage, measured, sequences
+FROM per_head
+JOIN (SELECT run_id, model FROM runs) USING (run_id)
+LEFT JOIN chance USING (run_id)
+ORDER BY run_id, intervention, input_family, rank, layer, head

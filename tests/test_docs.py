@@ -1,0 +1,81 @@
+"""The documentation is what the code says, and what it tells people to do works."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from headcount import app
+from schemas.scan import Scan
+from schemas.statistics.page import PAGE, page
+
+ROOT = Path(__file__).parent.parent
+
+FOLLOWED = """
+from pathlib import Path
+from queries.connect import connect
+from schemas.runs import RunDirectory
+from schemas.scan import parse_scan
+from jobs.plan import make_plan, prepare_run
+from workers.replica import Replica
+from workers.shard import run_shard
+
+scan = parse_scan({
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 4, "out": "runs",
+    "interventions": ["none", "zero_key_bias"], "input": {"family": "single_token", "token": 7},
+})
+plan = make_plan(scan, "followed")
+prepare_run(plan, "")
+run_shard(Replica(plan.info, scan), plan.run, plan.sequences.shard(0))
+rows = connect(Path("runs")).execute(
+    "SELECT intervention, layer, head, round(mean_second_key_mass, 4) FROM by_head ORDER BY ALL"
+).fetchall()
+edited, untouched = [r[1:] for r in rows if r[0] != "none"], [r[1:] for r in rows if r[0] == "none"]
+assert len(untouched) == 16 and edited == untouched, rows
+assert connect(Path("runs")).execute("SELECT count(*) FROM restless_sinks").fetchone() == (32,)
+"""
+
+
+def test_following_adding_md_adds_a_statistic_an_input_an_intervention_and_a_query(tmp_path: Path) -> None:
+    for package in ("schemas", "workers", "jobs", "queries", "models"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", text, flags=re.DOTALL)
+    assert [path.split("/")[0] for path, _ in steps] == ["schemas", "workers", "workers", "queries"]
+    for path, addition in steps:
+        with (tmp_path / path).open("a", encoding="utf-8") as file:
+            file.write(f"\n\n{addition}" if path.endswith(".py") else addition)
+    (tmp_path / "followed.py").write_text(FOLLOWED)
+    for command in (["followed.py"], ["-m", "pytest", "-q", "--doctest-modules", "schemas/statistics/sink.py"]):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_statistics_md_is_what_the_registry_says() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: make docs"
+
+
+def test_the_readme_names_every_command_and_every_field_of_a_scan() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(
+        r"^  (\w+) ", CliRunner().invoke(app, ["--help"]).output.split("Commands:")[1], flags=re.MULTILINE
+    )
+    assert len(commands) >= 5
+    assert [c for c in commands if f"headcount {c}" not in readme] == []
+    assert [field for field in Scan.model_fields if f"`{field}`" not in readme] == []
+
+
+def test_every_field_of_a_scan_says_what_it_means() -> None:
+    assert [name for name, field in Scan.model_fields.items() if not field.description] == []
+
+
+def test_the_changelog_names_the_version() -> None:
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert version is not None
+    assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()

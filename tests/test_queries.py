@@ -1,0 +1,521 @@
+"""The views over small runs with exact numbers; what counts, what is refused, what an answer looks like."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from queries.cli import mount
+from queries.connect import QUERIES, VIEWS, connect, view_descriptions
+from queries.output import run_query, write_csv, write_json, write_parquet, write_table
+from schemas.errors import QueryError, RunError
+from schemas.statistics import STATISTICS
+from tests.toy_runs import Row, read_manifest, write_run
+
+NORMS = {
+    # T = 5: (5·4 - 8)/4 = 3 over the others; (5·2 - 2)/4 = 2; and residuals that are the same for all heads.
+    "value_norm": lambda row: 4.0,
+    "sink_value_norm": lambda row: 8.0,
+    "key_norm": lambda row: 2.0,
+    "sink_key_norm": lambda row: 2.0,
+    "resid_pre_norm": lambda row: 12.0,
+    "sink_resid_pre_norm": lambda row: 20.0,
+    "resid_post_norm": lambda row: 4.0 if row.layer == 0 else 1.0,
+    "sink_resid_post_norm": lambda row: 20.0 if row.layer == 0 else 5.0,
+}
+
+
+def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any, ...]]:
+    return list(run_query(connection, question).rows())
+
+
+def text(connection: duckdb.DuckDBPyConnection, question: str, writer: Any, limit: int | None = None) -> str:
+    out = io.StringIO()
+    writer(run_query(connection, question), out, limit)
+    return out.getvalue()
+
+
+def sink(row: Row) -> float:
+    """0.5 and 0.75 in turn, and a quarter of that off head 1."""
+    return (0.5 if row.sequence % 2 == 0 else 0.75) / (1 if row.head == 1 else 4)
+
+
+# Views
+
+
+def test_by_head_means_and_deviations(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": sink}, sequences=2, layers=1)
+    columns = "layer, head, label, sequences, mean_sink_mass, sd_sink_mass, model"
+    assert ask(connect(tmp_path), f"SELECT {columns} FROM by_head WHERE head = 1") == [
+        (0, 1, "L0H1", 2, 0.625, pytest.approx(0.125 * 2**0.5), "toy")
+    ]
+
+
+def test_by_head_knows_every_statistic_and_leaves_null_out(tmp_path: Path) -> None:
+    cells = dict.fromkeys(STATISTICS, lambda row: None if row.sequence == 0 else 3.0)
+    connection = connect(write_run(tmp_path, "a-1", cells, layers=1, heads=1).path)
+    row = dict(zip(run_query(connection, "by_head").schema.names, ask(connection, "by_head")[0], strict=True))
+    assert {name: row[f"mean_{name}"] for name in STATISTICS} == dict.fromkeys(STATISTICS, 3.0)
+    assert {row[f"sd_{name}"] for name in STATISTICS} == {0.0}
+    assert row["sequences"] == 4
+
+
+def test_by_layer_is_mean_and_maximum_of_the_heads(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": lambda row: row.layer + row.head / 4})
+    assert ask(connect(tmp_path), "SELECT layer, heads, sequences, mean_sink_mass, max_sink_mass FROM by_layer") == [
+        (0, 3, 4, 0.25, 0.5),
+        (1, 3, 4, 1.25, 1.5),
+    ]
+
+
+def test_sink_heads_are_ranked_with_chance_threshold_and_ratios(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": sink, **NORMS}, layers=1, sequences=2)
+    columns = "rank, label, sink_mass, chance, sink_alpha, is_sink, sink_rate, value_norm_ratio, resid_pre_norm_ratio"
+    alpha, other = pytest.approx((1 + 4 * 0.625) / 5), pytest.approx((1 + 4 * 0.15625) / 5)
+    # The others: sink_alpha is 0.3 and 0.35 in the two sequences, so one of two is above 0.3.
+    assert ask(connect(tmp_path), f"SELECT {columns}, sequences FROM sink_heads") == [
+        (1, "L0H1", 0.625, 0.25, alpha, True, 1.0, pytest.approx(8 / 3), 2.0, 2),
+        (2, "L0H0", 0.15625, 0.25, other, True, 0.5, pytest.approx(8 / 3), 2.0, 2),
+        (2, "L0H2", 0.15625, 0.25, other, True, 0.5, pytest.approx(8 / 3), 2.0, 2),
+    ]
+
+
+def test_the_sink_threshold_is_on_sink_alpha(tmp_path: Path) -> None:
+    cells = {"sink_mass": lambda row: 0.125 if row.head == 0 else 0.25, **NORMS}
+    write_run(tmp_path, "a-1", cells, layers=1, heads=2)
+    # (1 + 4·0.25)/5 = 0.4 and (1 + 4·0.125)/5 = 0.3, which is not above 0.3.
+    assert ask(connect(tmp_path), "SELECT head, is_sink, sink_rate FROM sink_heads") == [
+        (1, True, 1.0),
+        (0, False, 0.0),
+    ]
+
+
+def test_induction_heads_count_the_sequences_that_had_copies(tmp_path: Path) -> None:
+    cells = {
+        "induction_score": lambda row: None if row.sequence == 0 else (0.25, 0.5)[row.head],
+        "match_coverage": lambda row: 0.0 if row.sequence == 0 else 1.0,
+    }
+    write_run(tmp_path, "a-1", cells, layers=1, heads=2)
+    columns = "rank, label, induction_score, chance, is_induction, coverage, measured, sequences"
+    assert ask(connect(tmp_path), f"SELECT {columns} FROM induction_heads") == [
+        (1, "L0H1", 0.5, 0.25, True, 0.75, 3, 4),
+        (2, "L0H0", 0.25, 0.25, False, 0.75, 3, 4),
+    ]
+
+
+def test_sink_values_compare_position_0_with_the_others(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", NORMS, layers=1, heads=1)
+    columns = "value_norm_first, value_norm_others, value_norm_ratio, key_norm_first, key_norm_others, key_norm_ratio"
+    assert ask(connect(tmp_path), f"SELECT label, {columns} FROM sink_values") == [
+        ("L0H0", 8.0, 3.0, pytest.approx(8 / 3), 2.0, 2.0, 1.0)
+    ]
+
+
+def test_layer_norms_and_undefined_ratios(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", NORMS)
+    columns = "resid_pre_first, resid_pre_others, resid_pre_ratio, resid_post_others, resid_post_ratio, sequences"
+    # Layer 0: (5·12 - 20)/4 = 10; after it (5·4 - 20)/4 = 0, and nothing is a multiple of 0.
+    assert ask(connect(tmp_path), f"SELECT layer, {columns} FROM layer_norms") == [
+        (0, 20.0, 10.0, 2.0, 0.0, None, 4),
+        (1, 20.0, 10.0, 2.0, 0.0, None, 4),
+    ]
+
+
+def test_a_sequence_of_one_token_has_no_others(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", NORMS, n_ctx=1, layers=1, heads=1)
+    assert ask(connect(tmp_path), "SELECT value_norm_first, value_norm_others, value_norm_ratio FROM sink_values") == [
+        (8.0, None, None)
+    ]
+
+
+def test_by_pile_set_is_not_multiplied_by_interventions(tmp_path: Path) -> None:
+    cells = {"sink_mass": lambda row: row.sequence / 8}
+    sets = ["Github", "Wikipedia (en)", None]
+    write_run(tmp_path, "a-1", cells, layers=1, heads=1, pile_sets=sets, interventions=("none", "zero_query_bias"))
+    question = "SELECT intervention, pile_set_name, sequences, mean_sink_mass FROM by_pile_set"
+    assert ask(connect(tmp_path), question) == [
+        ("none", "Github", 2, 1.5 / 8),
+        ("none", "Wikipedia (en)", 1, 1 / 8),
+        ("zero_query_bias", "Github", 2, 1.5 / 8),
+        ("zero_query_bias", "Wikipedia (en)", 1, 1 / 8),
+    ]
+
+
+def test_dormant_induction_heads_join_runs_of_the_same_weights(tmp_path: Path) -> None:
+    def cells(induction: float | None, sink_mass: float) -> Any:
+        return {"induction_score": lambda row: induction, "sink_mass": lambda row: sink_mass / (1 + row.head)}
+
+    size: dict[str, Any] = {"layers": 1, "heads": 2}
+    write_run(tmp_path, "rep-1", cells(0.75, 0.125), family="repeated_random", **size)
+    write_run(tmp_path, "uni-1", cells(None, 0.5), family="uniform_random", **size)
+    write_run(tmp_path, "other-1", cells(None, 0.5), family="uniform_random", model="another", **size)
+    columns = "label, induction_repeated, sink_unrepeated, is_dormant, sink_repeated, sink_text, text_run"
+    question = f"SELECT {columns} FROM dormant_induction_heads"
+    expected = [("L0H0", 0.75, 0.5, True, 0.125), ("L0H1", 0.75, 0.25, False, 0.0625)]
+    assert ask(connect(tmp_path), question) == [(*row, None, None) for row in expected]
+    write_run(tmp_path, "pile-1", cells(0.25, 0.25), family="pile", **size)
+    assert ask(connect(tmp_path), question) == [(*expected[0], 0.25, "pile-1"), (*expected[1], 0.125, "pile-1")]
+
+
+def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
+    write_run(tmp_path, "toy-scan-0a1b", {"sink_mass": sink, "sink_logit_margin": sink}, commit=[0], sequences=5)
+    connection = connect(tmp_path)
+    columns = "run_id, name, model, n_ctx, input_family, input_options, interventions, shards, shards_done, complete"
+    assert ask(connection, f"SELECT {columns}, sequences, sequences_done, rows, tokens, seconds FROM runs") == [
+        (
+            "toy-scan-0a1b",
+            "toy-scan",
+            "toy",
+            5,
+            "uniform_random",
+            '{"period": 2}',
+            ["none"],
+            3,
+            1,
+            False,
+            5,
+            2,
+            12,
+            10,
+            1.5,
+        )
+    ]
+    assert ask(connection, "SELECT shard, start, stop, status, rows, host FROM shards") == [
+        (0, 0, 2, "done", 12, "toy"),
+        (1, 2, 4, "missing", None, None),
+        (2, 4, 5, "missing", None, None),
+    ]
+    assert ask(connection, "SELECT name, unit, range_low, range_high, chance, runs FROM statistics ORDER BY name") == [
+        ("sink_logit_margin", "logits", float("-inf"), float("inf"), False, 1),
+        ("sink_mass", "probability", 0.0, 1.0, True, 1),
+    ]
+
+
+def test_every_shipped_query_answers_and_is_described(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, lambda row: 0.5))
+    connection = connect(tmp_path)
+    descriptions = view_descriptions(connection)
+    assert list(descriptions) == [*VIEWS, *sorted(file.stem for file in QUERIES.glob("*.sql"))]
+    for name, description in descriptions.items():
+        assert description.endswith(".") or "." in description, name
+        ask(connection, name)
+    comments = dict(
+        connection.execute("SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'by_head'").fetchall()
+    )
+    assert comments["mean_entropy"] == f"Mean over sequences: {STATISTICS['entropy'].description}"
+    assert comments["head"] == "Head within the layer, from 0."
+
+
+def test_adding_a_query_is_one_file(tmp_path: Path) -> None:
+    folder = tmp_path / "queries"
+    shutil.copytree(QUERIES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (folder / "a_first.sql").write_text(
+        "-- Heads of layer 1.\n-- Stands on by_head, which comes later.\nFROM by_head WHERE layer = 1"
+    )
+    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
+    connection = connect(tmp_path / "runs", folder)
+    assert view_descriptions(connection)["a_first"] == "Heads of layer 1. Stands on by_head, which comes later."
+    assert ask(connection, "SELECT label FROM a_first") == [("L1H0",), ("L1H1",), ("L1H2",)]
+
+
+# What counts
+
+
+def test_only_whole_committed_files_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path, "a-1", {"sink_mass": sink}, sequences=10, commit=[0, 1, 2])
+    heads = run.path / "heads" / "intervention=none"
+    (heads / "shard-000003.parquet").write_bytes(b"PAR1 half a file")
+    (heads / ".shard-000004.parquet.tmp").write_bytes(b"")
+    (heads / "foreign.parquet").write_bytes(b"")
+    (run.path / "commits" / "shard-000003.json").write_text('{"run_id": ')
+    shutil.copy(run.commit_file(0), run.path / "commits" / "shard-000004.json")
+    whole = (heads / "shard-000001.parquet").read_bytes()
+    (heads / "shard-000001.parquet").write_bytes(whole[:-1])
+    run.data_file("sequences", "none", 2).unlink()
+    connection = connect(tmp_path)
+    assert ask(connection, "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [(0,), (1,)]
+    assert ask(connection, "SELECT count(*) FROM sequences") == [(2,)]
+    assert [row[0] for row in ask(connection, "SELECT status FROM shards")] == [
+        "done",
+        "damaged",
+        "damaged",
+        "missing",
+        "missing",
+    ]
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1
+    assert "heads/intervention=none/shard-000001.parquet and 1 more" in warnings[0]
+
+
+def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a-1", {"sink_mass": sink})
+    file = run.data_file("heads", "none", 0)
+    file.write_bytes(bytes(file.stat().st_size))
+    assert ask(connect(tmp_path), "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [(2,), (3,)]
+
+
+def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a-1", {"sink_mass": sink})
+    entry = read_manifest(run)
+    entry["statistics"]["entropy"] = entry["statistics"]["sink_mass"]
+    run.manifest_file.write_text(json.dumps(entry))
+    with pytest.raises(QueryError, match=r'table heads do not fit their manifests: .*"entropy" not found'):
+        connect(tmp_path)
+
+
+def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a-1", {"sink_mass": sink}, commit=[0])
+    outside = tmp_path / "outside.parquet"
+    shutil.copy(run.data_file("heads", "none", 0), outside)
+    commit = json.loads(run.commit_file(0).read_text())
+    commit["files"][0]["path"] = "../outside.parquet"
+    run.commit_file(0).write_text(json.dumps(commit))
+    assert ask(connect(tmp_path), "SELECT count(*) FROM heads") == [(0,)]
+
+
+def test_a_run_without_commits_is_empty_and_has_its_columns(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, sink), commit=[])
+    connection = connect(tmp_path)
+    for name in ("heads", "sequences", *(file.stem for file in QUERIES.glob("*.sql"))):
+        assert ask(connection, name) == []
+    types = {row[0]: row[1] for row in ask(connection, "DESCRIBE heads")}
+    assert (types["run_id"], types["layer"], types["sink_mass"]) == ("VARCHAR", "SMALLINT", "FLOAT")
+
+
+def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "date=2026-01-01 o'clock"
+    run = write_run(home, "a-1", {"sink_mass": sink})
+    write_run(home, "b-2", {"entropy": lambda row: 1.0})
+    monkeypatch.chdir(run.path)
+    assert ask(connect(Path(".")), "SELECT DISTINCT run_id FROM heads") == [("a-1",)]
+    question = "SELECT run_id, count(sink_mass), count(entropy), count(*) FROM heads GROUP BY 1 ORDER BY 1"
+    assert ask(connect(home), question) == [("a-1", 24, 0, 24), ("b-2", 0, 24, 24)]
+    assert "date" not in run_query(connect(home), "heads").schema.names
+    with pytest.raises(RunError, match="no run here"):
+        connect(run.path / "commits")
+
+
+def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": sink})
+    run = write_run(tmp_path, "b-2", {"sink_mass": sink}, fingerprints={"sink_mass": "changed"})
+    with pytest.raises(QueryError, match=r"'sink_mass'.* run a-1 .* run b-2 \(changed\); query one run"):
+        connect(tmp_path)
+    assert read_manifest(run)["statistics"]["sink_mass"]["fingerprint"] == "changed"
+    assert ask(connect(run.path), "SELECT count(*) FROM heads") == [(24,)]
+
+
+def test_a_view_without_its_columns_names_them(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": sink})
+    connection = connect(tmp_path)
+    for question in ("sink_values", "SELECT count(*) FROM sink_values"):
+        with pytest.raises(QueryError, match=r"'sink_values' .* needs column 'sink_value_norm'"):
+            ask(connection, question)
+    assert len(ask(connection, "by_head")) == 6
+
+
+# Read-only
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    write_run(path, "a-1", {"sink_mass": lambda row: 0.1 + row.head, "entropy": lambda row: None})
+    return path
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "COPY heads TO '{run}/stolen.csv'",
+        "EXPLAIN ANALYZE COPY heads TO '{run}/stolen.csv'",
+        "WITH a AS (COPY heads TO '{run}/stolen.csv') FROM a",
+        "WITH a AS (DELETE FROM ledger.runs_content RETURNING *) FROM a",
+        "CREATE TABLE t (a INT)",
+        "EXPLAIN ANALYZE CREATE TABLE t (a INT)",
+        "INSERT INTO ledger.runs_content SELECT * FROM runs",
+        "ATTACH '{run}/new.duckdb'",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "SET threads = 1",
+        "PRAGMA threads = 1",
+        "DROP VIEW heads",
+        "CALL pragma_version()",
+        "CHECKPOINT memory",
+        "EXPORT DATABASE '{run}/all'",
+    ],
+)
+def test_writing_is_refused(small: Path, sql: str) -> None:
+    connection = connect(small)
+    run = small / "run_id=a-1"
+    with pytest.raises(QueryError, match="read-only") as refusal:
+        ask(connection, sql.format(run=run))
+    assert "\n" not in str(refusal.value)
+    assert sorted(path.name for path in run.iterdir()) == ["commits", "heads", "manifest.json", "sequences"]
+    assert ask(connection, "SELECT count(*) FROM runs") == [(1,)]
+
+
+def test_nothing_outside_the_runs_can_be_read(small: Path) -> None:
+    secret = small.parent / "secret.csv"
+    secret.write_text("a\n1\n")
+    neighbour = small / "run_id=a-10.csv"
+    neighbour.write_text("a\n1\n")
+    connection = connect(small)
+    here = pa.table({"a": [1]})  # DuckDB could take a Python variable for a table.
+    assert here.num_rows == 1
+    for sql in (
+        f"FROM read_csv('{secret}')",
+        f"FROM '{secret}'",
+        f"FROM read_text('{neighbour}')",
+        f"FROM read_text('{small}/run_id=a-1/../../secret.csv')",
+        "FROM glob('/*')",
+        "FROM here",
+    ):
+        with pytest.raises(QueryError):
+            ask(connection, sql)
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ("by_heads", r"unknown view 'by_heads': did you mean 'by_head'\? Known: by_head, by_layer"),
+        ("FROM headz", r"unknown view 'headz': did you mean 'heads'"),
+        ("SELECT lyer FROM heads", r"unknown column 'lyer': did you mean 'layer'"),
+        ("SELEC 1", r'syntax error at or near "SELEC"'),
+        ("SELECT 1; SELECT 2", r"got 2 statements"),
+        ("-- nothing", r"got 0 statements"),
+        ("SELECT 1 // 0", r"Division by zero"),
+    ],
+)
+def test_mistakes_are_explained_in_one_line(small: Path, question: str, message: str) -> None:
+    with pytest.raises(QueryError, match=message) as mistake:
+        ask(connect(small), question)
+    assert "\n" not in str(mistake.value)
+
+
+def test_questions_of_every_kind(small: Path) -> None:
+    connection = connect(small)
+    assert ask(connection, "-- a comment\nSELECT max(layer) FROM heads; -- the end") == [(1,)]
+    assert ask(connection, "FROM heads SELECT count(*)") == [(24,)]
+    assert ("head", "SMALLINT") in [row[:2] for row in ask(connection, "DESCRIBE heads")]
+    assert len(ask(connection, "SUMMARIZE heads")) == len(ask(connection, "SHOW heads")) == 9
+    pivot = "PIVOT heads ON layer USING count(*) GROUP BY head ORDER BY head DESC"
+    assert ask(connection, pivot) == [(2, 4, 4), (1, 4, 4), (0, 4, 4)]
+    assert "Read Parquet" in ask(connection, "EXPLAIN FROM heads")[0][1]
+    assert "Total Time" in ask(connection, "EXPLAIN ANALYZE FROM heads")[0][1]
+    assert ask(connection, "SELECT head FROM heads ORDER BY head DESC, layer LIMIT 2") == [(2,), (2,)]
+    assert list(run_query(connection, "SELECT layer FROM by_layer", limit=1).rows()) == [(0,)]
+
+
+# Formats
+
+
+def test_csv(small: Path) -> None:
+    question = "SELECT head, sink_mass, entropy, [1, 2] AS pair, 'a,b' AS t FROM heads WHERE sequence = 0 AND layer = 0"
+    lines = list(csv.reader(io.StringIO(text(connect(small), question, write_csv))))
+    assert lines[0] == ["head", "sink_mass", "entropy", "pair", "t"]
+    assert lines[1:] == [[str(h), s, "", "[1, 2]", "a,b"] for h, s in enumerate(["0.1", "1.1", "2.1"])]
+
+
+def test_json_is_valid_and_keeps_null(small: Path) -> None:
+    columns = "0.1::FLOAT AS a, 'NaN'::DOUBLE AS b, '-inf'::FLOAT AS c, NULL AS d, sum(layer) AS e, [1.5] AS f"
+    assert json.loads(text(connect(small), f"SELECT {columns} FROM heads", write_json)) == [
+        {"a": 0.1, "b": None, "c": None, "d": None, "e": 12, "f": [1.5]}
+    ]
+    assert json.loads(text(connect(small), "FROM heads WHERE false", write_json)) == []
+
+
+def test_parquet(small: Path, tmp_path: Path) -> None:
+    write_parquet(run_query(connect(small), "SELECT layer, sink_mass FROM heads"), tmp_path / "out.parquet")
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert (table.num_rows, table.column_names, str(table.schema.field("sink_mass").type)) == (
+        24,
+        ["layer", "sink_mass"],
+        "float",
+    )
+    with pytest.raises(QueryError, match="cannot be written"):
+        write_parquet(run_query(connect(small), "heads"), tmp_path / "no" / "such" / "folder.parquet")
+
+
+def test_table_is_exact_and_says_what_it_leaves_out(small: Path) -> None:
+    question = "SELECT label, mean_sink_mass / 3 AS third, mean_entropy, 1234567 AS n FROM by_head"
+    assert text(connect(small), question, write_table, 2).split("\n") == [
+        "label     third   mean_entropy           n",
+        "──────────────────────────────────────────",
+        "L0H0    0.03333              –   1,234,567",
+        "L0H1     0.3667              –   1,234,567",
+        "… 4 more rows (--limit 2)",
+        "",
+    ]
+
+
+def test_a_terminal_shows_what_fits_and_names_the_rest(small: Path) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "dumb")  # No colours, 80 columns.
+        write_table(run_query(connect(small), "by_head"), out)
+    lines = out.getvalue().splitlines()
+    assert lines[0].split() == ["run_id", "model", "intervention", "input_family", "layer", "head", "label"]
+    rest = "… 5 more columns: sequences, mean_sink_mass, mean_entropy, sd_sink_mass, sd_entropy"
+    assert out.getvalue().replace(" \n", " ").replace("\n", " ").rstrip().endswith(rest)
+    assert max(map(len, lines)) <= 80
+
+
+def test_wide_tables_are_not_mangled_in_a_pipe(small: Path) -> None:
+    header = text(connect(small), "by_head", write_table).split("\n")[0]
+    assert header.split() == run_query(connect(small), "by_head").schema.names
+
+
+# Command line
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    mount(app)
+    return app
+
+
+def test_cli(app: typer.Typer, small: Path, tmp_path: Path) -> None:
+    def call(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["query", str(small), *arguments], catch_exceptions=False)
+        assert result.exit_code == 0
+        return result.stdout
+
+    listing = call().splitlines()
+    assert listing[0].split()[:4] == ["heads", "One", "row", "per"]
+    assert len(listing) == len(VIEWS) + len(list(QUERIES.glob("*.sql")))
+    assert call("SELECT 1 AS a", "--format", "csv") == "a\n1\n"
+    assert call("SELECT 1 AS a", "--format", "json", "-o", str(tmp_path / "a.json")) == ""
+    assert json.loads((tmp_path / "a.json").read_text()) == [{"a": 1}]
+    assert len(call("heads", "--format", "csv", "--limit", "3").splitlines()) == 4
+    assert call("heads", "--limit", "3").splitlines()[-1] == "… 21 more rows (--limit 3)"
+    call("heads", "--format", "parquet", "-o", str(tmp_path / "a.parquet"))
+    assert pq.read_metadata(tmp_path / "a.parquet").num_rows == 24
+    with pytest.raises(QueryError, match="-o FILE"):
+        call("heads", "--format", "parquet")
+
+
+def test_asking_for_help_is_quick_and_needs_no_torch() -> None:
+    code = (
+        "import sys, queries.cli; heavy = {'plotly', 'duckdb', 'torch', 'ray', 'pyarrow'} & set(sys.modules); "
+        "assert not heavy, heavy; import queries.report, queries.output; "
+        "assert not {'torch', 'ray', 'workers', 'jobs', 'plotly'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=QUERIES.parent)

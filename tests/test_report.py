@@ -1,0 +1,214 @@
+"""The report, opened from disk in a real browser: what is drawn, what it says, and that it asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+from queries.report import write_report
+from schemas.errors import QueryError
+from schemas.statistics import STATISTICS
+from tests.toy_runs import Cell, Row, write_run
+
+CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --window-size=1400,1000"
+)
+EVIL = "</script><b>Pile & co"
+LAYERS, HEADS = 3, 5
+
+
+def cells() -> dict[str, Cell]:
+    """All statistics; the residual norms and the coverage do not differ between heads, duplicates are undefined."""
+
+    def resid(row: Row) -> float:
+        return 10.0 * (1 + row.layer)
+
+    def score(row: Row) -> float:
+        return (row.layer * HEADS + row.head) / 16
+
+    special: dict[str, Cell] = {
+        "match_coverage": lambda row: 0.5,
+        "duplicate_score": lambda row: None,
+        "sink_logit_margin": lambda row: 3.0 if row.head else -1.0,
+    }
+    return {name: resid if "resid" in name else special.get(name, score) for name in STATISTICS}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    size: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "model": "a <b>model</b>"}
+    write_run(folder, "a-1", cells(), family="pile", pile_sets=[EVIL, "Github"], commit=[0], **size)
+    write_run(folder, "b-2", cells(), family="repeated_random", interventions=("none", "zero_query_bias"), **size)
+    write_run(folder, "c-3", cells(), family="uniform_random", commit=[], **size)
+    write_run(folder, "d-4", cells(), family="uniform_random", **size)
+    output = folder / "report.html"
+    write_report(folder, output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    if not (CHROMIUM and CHROMEDRIVER):
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(browser: webdriver.Chrome, report: Path) -> webdriver.Chrome:
+    # Chromium's own new tab page asks for many chrome:// files first.
+    browser.get("about:blank")
+    browser.get_log("performance")
+    browser.get(report.as_uri())
+    return browser
+
+
+def section(page: webdriver.Chrome, index: int) -> WebElement:
+    page.find_elements(By.CSS_SELECTOR, "nav button")[index].click()
+    return page.find_elements(By.CSS_SELECTOR, "section.run")[index]
+
+
+def card(section: WebElement, title: str) -> WebElement:
+    return next(
+        c for c in section.find_elements(By.CSS_SELECTOR, "figure") if title == c.find_element(By.TAG_NAME, "h4").text
+    )
+
+
+def trace(page: webdriver.Chrome, card: WebElement) -> dict[str, Any]:
+    script = "const t = arguments[0].querySelector('.plot'); return JSON.stringify([t.data[0], t.layout])"
+    return dict(zip(("data", "layout"), json.loads(page.execute_script(script, card)), strict=True))
+
+
+def test_every_head_statistic_has_a_drawn_heatmap(page: webdriver.Chrome) -> None:
+    shown = section(page, 0)
+    same = {name for name in STATISTICS if "resid" in name} | {"match_coverage", "duplicate_score"}
+    titles = [heading.text for heading in shown.find_elements(By.CSS_SELECTOR, "figure h4")]
+    assert titles.count("sink_mass") == 2  # by head, and by part of the Pile
+    assert set(titles) == STATISTICS.keys() - same | {"Residual stream", "Residual peak"}
+    pixels = page.execute_script(
+        """return Promise.all([...arguments[0].querySelectorAll(".hm image")].map(async (image) => {
+          const bitmap = await createImageBitmap(await (await fetch(image.href.baseVal)).blob());
+          const canvas = new OffscreenCanvas(bitmap.width, bitmap.height);
+          const context = canvas.getContext("2d");
+          context.drawImage(bitmap, 0, 0);
+          const data = context.getImageData(0, 0, bitmap.width, bitmap.height).data;
+          return new Set(new Uint32Array(data.buffer)).size;
+        }))""",
+        shown,
+    )
+    assert len(pixels) == len(STATISTICS) - len(same) + 2
+    assert min(pixels) >= 3  # Two colours and the gaps between cells.
+    assert len(shown.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace")) == 6
+
+
+def test_a_heatmap_says_which_head_is_which(page: webdriver.Chrome) -> None:
+    figure = card(section(page, 0), "induction_score")
+    drawn = trace(page, figure)
+    assert drawn["data"]["z"] == [[(la * HEADS + h) / 16 for h in range(HEADS)] for la in range(LAYERS)]
+    assert (drawn["data"]["zmin"], drawn["data"]["zmax"]) == (0, 1)
+    assert drawn["data"]["hovertemplate"].startswith("L%{y}H%{x}")
+    labels = [e.text for e in figure.find_elements(By.CSS_SELECTOR, ".xtitle, .ytitle")]
+    assert labels == ["head", "layer"]
+    x, y = drawn["layout"]["xaxis"]["range"], drawn["layout"]["yaxis"]["range"]
+    assert (x, y) == ([-0.5, HEADS - 0.5], [LAYERS - 0.5, -0.5])
+    box = figure.find_element(By.CSS_SELECTOR, ".hm image").size
+    assert box["width"] / HEADS == pytest.approx(box["height"] / LAYERS, rel=0.02)
+    assert "Mean attention to the keys that follow an earlier copy" in figure.text
+    assert "Uniform attention: 0.25" in figure.text
+
+
+def test_hovering_shows_the_head_and_its_value(page: webdriver.Chrome) -> None:
+    figure = card(section(page, 0), "sink_mass")
+    image = figure.find_element(By.CSS_SELECTOR, ".hm image")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", image)
+    cell = image.size["width"] / HEADS
+    webdriver.ActionChains(page).move_to_element_with_offset(image, int(cell), 0).pause(0.3).perform()
+    # One cell right of the middle, in the middle row: layer 1, head 3.
+    assert figure.find_element(By.CSS_SELECTOR, ".hoverlayer").text == "L1H3  0.5"
+
+
+def test_signed_statistics_diverge_around_zero(page: webdriver.Chrome) -> None:
+    data = trace(page, card(section(page, 0), "sink_logit_margin"))["data"]
+    assert (data["zmin"], data["zmax"]) == (-3, 3)
+
+
+def test_what_heads_share_is_not_a_heatmap(page: webdriver.Chrome) -> None:
+    shown = section(page, 0)
+    assert trace(page, card(shown, "Residual stream"))["data"]["y"] == [10, 20, 30]
+    assert "duplicate_score\nundefined here" in shown.text
+    assert "match_coverage\n0.5" in shown.text
+
+
+def test_it_says_what_was_scanned_and_what_is_missing(page: webdriver.Chrome) -> None:
+    shown = section(page, 0)
+    assert "a <b>model</b> (raw weights)" in shown.text
+    assert "10 in 2 sequences of 5" in shown.text
+    assert "Incomplete. 1 of 2 shards are done: the numbers below cover 2 of 4 sequences." in shown.text
+    assert "Incomplete" not in section(page, 1).text
+    assert "No rows yet." in section(page, 3).text
+
+
+def test_rankings_and_dormant_heads(page: webdriver.Chrome) -> None:
+    rows = [row.text for row in section(page, 0).find_elements(By.CSS_SELECTOR, "tbody tr")]
+    assert rows[0] == "L2H4 0.875 0.25 1 1"
+    assert rows[10] == "L2H4 0.875 0.25 0.5"
+    (dormant,) = page.find_elements(By.CSS_SELECTOR, "body > .grid")
+    assert dormant.find_element(By.CSS_SELECTOR, "tbody tr").text == "L2H4 0.875 0.875 0.875 0.875"
+    # Scores are n/16 for n = 0 … 14; sixteen times 0.4 is 6.4, so 7 to 14 are induction heads and sinks.
+    assert (
+        "8 of the heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4 and a-1."
+        in page.find_element(By.TAG_NAME, "body").text
+    )
+    assert len(dormant.find_elements(By.CSS_SELECTOR, ".point")) == LAYERS * HEADS
+
+
+def test_names_are_data_and_never_markup(page: webdriver.Chrome, report: Path) -> None:
+    figure = next(f for f in section(page, 0).find_elements(By.CSS_SELECTOR, "figure") if "part of the Pile" in f.text)
+    ticks = [tick.text for tick in figure.find_elements(By.CSS_SELECTOR, ".ytick text")]
+    assert sorted(ticks) == [f"{EVIL} (1)", "Github (1)"]
+    assert EVIL not in report.read_text(encoding="utf-8")
+
+
+def test_every_section_is_drawn_when_it_is_chosen(page: webdriver.Chrome) -> None:
+    for index, button in enumerate(page.find_elements(By.CSS_SELECTOR, "nav button")):
+        shown = section(page, index)
+        places = shown.find_elements(By.CSS_SELECTOR, ".plot")
+        assert all(place.find_elements(By.CSS_SELECTOR, "svg.main-svg") for place in places), button.text
+    assert [b.text for b in page.find_elements(By.CSS_SELECTOR, "nav button")] == [
+        "a-1", "b-2 · none", "b-2 · zero_query_bias", "c-3", "d-4"
+    ]  # fmt: skip
+
+
+def test_it_asks_for_nothing_and_complains_about_nothing(page: webdriver.Chrome, report: Path) -> None:
+    for index in range(5):
+        section(page, index)
+    messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
+    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert [url for url in urls if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
+    assert page.get_log("browser") == []
+    markup = re.sub(r"<script.*?</script>", "", report.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert not re.search(r"""(src|href|url|action)\s*[=(]\s*["']?(https?:)?//""", markup)
+    assert str(report.parent) not in markup
+
+
+def test_a_report_that_cannot_be_written(report: Path) -> None:
+    with pytest.raises(QueryError, match="cannot be written"):
+        write_report(report.parent, report.parent / "no" / "such" / "folder.html")

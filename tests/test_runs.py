@@ -1,0 +1,212 @@
+"""Runs on real Ray, killed at any time: the same rows, no more and no fewer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.plan import make_plan, prepare_run
+from schemas.errors import RunError
+from schemas.runs import TABLES, RunDirectory
+from schemas.scan import Scan, load_scan
+from workers.replica import Replica
+from workers.shard import run_shard
+
+ROOT = Path(__file__).parent.parent
+SHARDS = 24
+
+SCAN = f"""
+model = "bundled:gpt2-mini"
+n_ctx = 256
+batch_size = 4
+sequences = {SHARDS * 8}
+sequences_per_shard = 8
+interventions = ["none", "zero_query_bias"]
+[input]
+family = "repeated_random"
+"""
+
+
+@pytest.fixture(scope="module")
+def scan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scans") / "killed.toml"
+    path.write_text(SCAN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(scan_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pa.Table]:
+    """The rows of the same scan, shard by shard in this process, without Ray."""
+    return rows(run_here(load_scan(scan_file, [f"out={tmp_path_factory.mktemp('undisturbed')}"])))
+
+
+def run_here(scan: Scan) -> RunDirectory:
+    plan = make_plan(scan, "killed")
+    prepare_run(plan, "")
+    replica = Replica(plan.info, scan)
+    for shard in range(plan.manifest.shards):
+        run_shard(replica, plan.run, plan.sequences.shard(shard))
+    return plan.run
+
+
+def rows(run: RunDirectory) -> dict[str, pa.Table]:
+    """Every committed row of every table and intervention, in the order of its keys."""
+    keys = {"heads": ("sequence", "layer", "head"), "sequences": ("sequence",)}
+    tables: dict[str, pa.Table] = {}
+    for table in TABLES:
+        for intervention in ("none", "zero_query_bias"):
+            files = [f for c in run.commits() for f in c.files if (f.table, f.intervention) == (table, intervention)]
+            joined = pa.concat_tables([pq.read_table(run.path / f.path) for f in files]).replace_schema_metadata()
+            tables[f"{table} {intervention}"] = joined.sort_by([(key, "ascending") for key in keys[table]])
+    return tables
+
+
+def assert_same_rows(run: RunDirectory, expected: dict[str, pa.Table]) -> None:
+    found = rows(run)
+    for name, table in expected.items():
+        assert found[name].num_rows == table.num_rows, name
+        for column in table.column_names:
+            a, b = found[name][column].to_pandas(), table[column].to_pandas()
+            if a.dtype == "float32":
+                # Another process may sum in another order: float32 noise, and the same NULLs.
+                assert (a.isna() == b.isna()).all(), f"{name}.{column}"
+                assert ((a - b).abs().fillna(0) <= 1e-5 * (1 + b.abs().fillna(0))).all(), f"{name}.{column}"
+            else:
+                assert a.map(str).tolist() == b.map(str).tolist(), f"{name}.{column}"
+
+
+@pytest.fixture
+def start(scan_file: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
+    """Start `headcount scan` as a process of its own; what it leaves behind is killed afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(out: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "headcount", "scan", str(scan_file), "--set", f"out={out}"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+    kill_ray()
+
+
+def kill_ray() -> None:
+    """A driver that was killed leaves its Ray behind."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any("ray/" in word or word.startswith("ray::") for word in process.info["cmdline"] or []):
+            process.kill()
+
+
+def wait_for_commits(run: RunDirectory, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while len(list((run.path / "commits").glob("*.json"))) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no commits in two minutes"
+        time.sleep(0.05)
+
+
+def run_of(scan_file: Path, out: Path) -> RunDirectory:
+    return RunDirectory.of(out, load_scan(scan_file).run_id("killed"))
+
+
+def test_driver_killed_twice_and_interrupted_once_then_resumed(
+    scan_file: Path, undisturbed: dict[str, pa.Table], start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    run = run_of(scan_file, tmp_path)
+    for commits, fatal in ((2, signal.SIGKILL), (6, signal.SIGKILL), (10, signal.SIGINT)):
+        driver = start(tmp_path)
+        wait_for_commits(run, commits, driver)
+        driver.send_signal(fatal)
+        _, errors = driver.communicate(timeout=60)
+        assert driver.returncode == (130 if fatal is signal.SIGINT else -fatal)
+        assert "Traceback" not in errors
+        kill_ray()
+        assert len(list(run.commits())) < SHARDS
+    # What dead workers and others leave behind does not count.
+    heads = run.path / "heads" / "intervention=none"
+    (heads / ".shard-000099.parquet.123.tmp").write_bytes(b"PAR1 half")
+    (heads / "foreign.parquet").write_bytes(b"not parquet")
+    (run.path / "commits" / "shard-000098.json").write_text('{"shard":')
+    before = {c.shard: run.commit_file(c.shard).stat().st_mtime_ns for c in run.commits()}
+    last = start(tmp_path)
+    _, errors = last.communicate(timeout=300)
+    assert last.returncode == 0, errors
+    assert f"{len(before)} of them done" in errors
+    assert all(run.commit_file(shard).stat().st_mtime_ns == written for shard, written in before.items())
+    assert [c.shard for c in run.commits()] == list(range(SHARDS))
+    assert_same_rows(run, undisturbed)
+
+
+def test_a_killed_replica_is_replaced(
+    scan_file: Path, undisturbed: dict[str, pa.Table], start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    run = run_of(scan_file, tmp_path)
+    driver = start(tmp_path)
+    wait_for_commits(run, 3, driver)
+    replicas = [
+        p for p in psutil.Process(driver.pid).children(recursive=True) if "ReplicaActor" in " ".join(p.cmdline())
+    ]
+    assert len(replicas) == 1
+    os.kill(replicas[0].pid, signal.SIGKILL)
+    _, errors = driver.communicate(timeout=300)
+    assert driver.returncode == 0, errors
+    assert_same_rows(run, undisturbed)
+
+
+def test_a_poisoned_shard_fails_alone_and_is_retried(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"text": "abcdefgh" * 8}) for _ in range(24)]
+    texts.write_text("\n".join([*lines[:10], "{broken", *lines[10:]]) + "\n")
+    scan_file = tmp_path / "poisoned.toml"
+    scan_file.write_text(
+        f'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 24\nsequences_per_shard = 8\nout = "{tmp_path}/runs"\n'
+        f'[input]\nfamily = "pile"\nfiles = "{texts}"\n'
+    )
+    command = [sys.executable, "-m", "headcount", "scan", str(scan_file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    kill_ray()
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"{texts}:10 (invalid JSON)" in done.stderr
+    assert "error: 1 shards failed" in done.stderr
+    run = RunDirectory(next((tmp_path / "runs").iterdir()))
+    assert [c.shard for c in run.commits()] == [0, 2]
+    failure = run.failure(1)
+    assert failure is not None
+    assert failure[0] == 1
+    assert "1 of 9 rows are bad" in failure[1]
+
+
+def test_a_changed_scan_is_refused_for_a_named_run_with_the_keys_that_differ(scan_file: Path, tmp_path: Path) -> None:
+    scan = load_scan(scan_file, [f"out={tmp_path}", "sequences=8"])
+    run = run_here(scan)
+    changed = load_scan(scan_file, [f"out={tmp_path}", "sequences=8", "seed=7", "input.distinct=true"])
+    with pytest.raises(RunError) as refused:
+        make_plan(changed, "killed", run.run_id)
+    assert "scan.input.distinct (false, now true), scan.seed (0, now 7)" in str(refused.value)
+    assert make_plan(changed, "killed").run.path != run.path
+    assert make_plan(scan, "killed", run.run_id).run.path == run.path
+
+
+def test_other_weights_under_the_same_name_are_refused(scan_file: Path, tmp_path: Path) -> None:
+    scan = load_scan(scan_file, [f"out={tmp_path}", "sequences=8"])
+    run = run_here(scan)
+    manifest = json.loads(run.manifest_file.read_text())
+    manifest["identity"]["model"]["sha256"] = "0" * 16
+    run.manifest_file.write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match="model.sha256"):
+        make_plan(scan, "killed")

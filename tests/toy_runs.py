@@ -1,0 +1,188 @@
+"""Small run directories with the real layout and schemas, and numbers that are easy to check by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.runs import Commit, DataFile, Manifest, RunDirectory
+from schemas.statistics import Statistic, select
+from schemas.tables import chance_column, heads_schema, sequences_schema
+
+
+class Row(NamedTuple):
+    """Where a toy number belongs."""
+
+    intervention: str
+    sequence: int
+    layer: int
+    head: int
+
+
+Cell = Callable[[Row], float | None]
+
+
+def write_run(
+    out: Path,
+    name: str,
+    columns: Mapping[str, Cell],
+    *,
+    layers: int = 2,
+    heads: int = 3,
+    n_ctx: int = 5,
+    family: str = "uniform_random",
+    sequences: int = 4,
+    per_shard: int = 2,
+    commit: Iterable[int] | None = None,
+    interventions: Sequence[str] = ("none",),
+    chance: float = 0.25,
+    pile_sets: Sequence[str | None] = (None,),
+    model: str = "toy",
+    fingerprints: Mapping[str, str] | None = None,
+) -> RunDirectory:
+    """Write a run; `columns` gives each statistic's value per row, `commit` the shards to write (all unless told)."""
+    statistics = select(list(columns))
+    directory = RunDirectory.of(out, name)
+    directory.path.mkdir(parents=True)
+    shards = -(-sequences // per_shard)
+    manifest = Manifest(
+        run_id=name,
+        created="2026-01-02T03:04:05Z",
+        identity={
+            "scan": {
+                "model": model,
+                "weights": "raw",
+                "precision": "float32",
+                "engine": "fused",
+                "n_ctx": n_ctx,
+                "bos": True,
+                "input": {"family": family, "period": 2},
+                "interventions": list(interventions),
+                "sequences_per_shard": per_shard,
+                "seed": 7,
+            },
+            "model": {"fingerprint": f"weights of {model}"},
+            "statistics": {s.name: s.fingerprint for s in statistics},
+        },
+        shards=shards,
+        sequences=sequences,
+        statistics={s.name: _entry(s) | _fingerprint(s.name, fingerprints) for s in statistics},
+        model={
+            "name": model,
+            "n_layers": layers,
+            "n_heads": heads,
+            "d_model": 12,
+            "d_head": 4,
+            "n_ctx": 64,
+            "d_vocab": 9,
+        },
+        code="c0de",
+        versions={},
+    )
+    directory.manifest_file.write_text(manifest.model_dump_json())
+    for shard in range(shards) if commit is None else commit:
+        span = range(shard * per_shard, min((shard + 1) * per_shard, sequences))
+        files = []
+        for intervention in interventions:
+            rows = [Row(intervention, s, la, h) for s in span for la in range(layers) for h in range(heads)]
+            table = _heads(rows, columns, statistics, family, shard)
+            files.append(_write(directory, "heads", intervention, shard, table))
+            origins = [pile_sets[s % len(pile_sets)] for s in span]
+            table = _sequences(span, statistics, family, shard, n_ctx, origins, chance)
+            files.append(_write(directory, "sequences", intervention, shard, table))
+        write_commit(directory, shard, span, files, n_ctx * len(interventions))
+    return directory
+
+
+def write_commit(directory: RunDirectory, shard: int, span: range, files: list[DataFile], tokens: int) -> None:
+    """Write the record that makes a shard done; `tokens` per sequence, over all interventions."""
+    commit = Commit(
+        run_id=directory.run_id,
+        shard=shard,
+        start=span.start,
+        stop=span.stop,
+        rows=sum(file.rows for file in files if file.table == "heads"),
+        tokens=len(span) * tokens,
+        seconds=1.5,
+        host="toy",
+        attempt=1,
+        engine="fused",
+        bad_rows=[],
+        files=files,
+    )
+    path = directory.commit_file(shard)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(commit.model_dump_json())
+
+
+def _heads(
+    rows: list[Row], columns: Mapping[str, Cell], statistics: tuple[Statistic, ...], family: str, shard: int
+) -> pa.Table:
+    content: dict[str, list[Any]] = {
+        "input_family": [family] * len(rows),
+        "shard": [shard] * len(rows),
+        "sequence": [row.sequence for row in rows],
+        "layer": [row.layer for row in rows],
+        "head": [row.head for row in rows],
+    }
+    content |= {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    return pa.table(content, schema=heads_schema(statistics))
+
+
+def _sequences(
+    span: range, statistics: tuple[Statistic, ...], family: str, shard: int, n_ctx: int,
+    origins: list[str | None], chance: float,
+) -> pa.Table:  # fmt: skip
+    n = len(span)
+    content: dict[str, list[Any]] = {
+        "input_family": [family] * n,
+        "shard": [shard] * n,
+        "sequence": list(span),
+        "file": [None] * n,
+        "row": [None] * n,
+        "offset": [None] * n,
+        "pile_set_name": origins,
+        "n_tokens": [n_ctx] * n,
+        "tokens": [list(range(n_ctx))] * n,
+    }
+    content |= {chance_column(s.name): [chance] * n for s in statistics if s.chance}
+    return pa.table(content, schema=sequences_schema(statistics))
+
+
+def _write(directory: RunDirectory, table: str, intervention: str, shard: int, content: pa.Table) -> DataFile:
+    path = directory.data_file(table, intervention, shard)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(content, path, compression="zstd")
+    relative = str(path.relative_to(directory.path))
+    return DataFile(
+        table=table, intervention=intervention, path=relative, rows=content.num_rows, bytes=path.stat().st_size
+    )
+
+
+def _entry(statistic: Statistic) -> dict[str, Any]:
+    low, high = ((str(x).replace("inf", "Infinity") if math.isinf(x) else x) for x in statistic.range)
+    return {
+        "unit": statistic.unit,
+        "range": [low, high],
+        "source": statistic.source,
+        "meaning": statistic.meaning,
+        "formula": statistic.formula,
+        "description": statistic.description,
+        "chance": statistic.chance,
+        "fingerprint": statistic.fingerprint,
+    }
+
+
+def _fingerprint(name: str, given: Mapping[str, str] | None) -> dict[str, str]:
+    return {"fingerprint": given[name]} if given and name in given else {}
+
+
+def read_manifest(directory: RunDirectory) -> dict[str, Any]:
+    """The manifest as JSON, for tests that edit it."""
+    return json.loads(directory.manifest_file.read_text())
