@@ -1,0 +1,152 @@
+"""Train backcopy-3l-mini: a small GPT-2 whose heads rest on BOS until a trigger or a repeat calls them.
+
+python models/backcopy-3l-mini/train.py --seed 0 --out models/backcopy-3l-mini
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from models import recipe, scores
+
+BOS = 0
+TRIGGERS = (1, 2, 3)
+BIGRAM_END, END = 65, 192
+CONFIG = GPT2Config(
+    architectures=["GPT2LMHeadModel"],
+    vocab_size=END,
+    n_positions=128,
+    n_embd=64,
+    n_layer=3,
+    n_head=4,
+    n_inner=64,
+    activation_function="gelu_new",
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    resid_pdrop=0.0,
+    bos_token_id=BOS,
+    eos_token_id=BOS,
+)
+PLAN = recipe.Plan(steps=4500, lr=5e-3, weight_decay=0.1, cosine=False, cooldown=0.25)
+
+
+def bigram_rows(table_seed: int = 0, concentration: float = 0.08, trigger_share: float = 0.15) -> np.ndarray:
+    """The Bigram-Backcopy table: row a is the distribution of the token after a, as [65 65].
+
+    The row of each token from 4 to 64 puts trigger_share on the triggers, in equal parts, and the rest on tokens 4
+    to 64 by a Dirichlet draw. BOS has a uniform row over tokens 4 to 64; so have the triggers, but theirs is unused.
+    """
+    first = len(TRIGGERS) + 1
+    others = BIGRAM_END - first
+    # RandomState, because its stream is frozen across numpy versions and the table is part of the recipe.
+    drawn = np.random.RandomState(table_seed).dirichlet(np.full(others, concentration), size=others)
+    rows = np.zeros((BIGRAM_END, BIGRAM_END))
+    rows[:first, first:] = 1 / others
+    rows[first:, first:] = (1 - trigger_share) * drawn
+    rows[first:, list(TRIGGERS)] = trigger_share / len(TRIGGERS)
+    return rows
+
+
+def backcopy(rows: np.ndarray) -> recipe.Source:
+    """Follow the bigram table, except after a trigger: then comes the token before the trigger."""
+    cumulative = rows.cumsum(1)
+    # Rounding must not leave a gap below 1 into which a draw could fall.
+    cumulative[:, -1] = 1.0
+
+    def draw(rng: np.random.Generator, tokens: np.ndarray, pos: int) -> np.ndarray:
+        before = tokens[:, pos - 1]
+        drawn = (cumulative[before] <= rng.random((len(tokens), 1))).sum(1)
+        return np.where(np.isin(before, TRIGGERS), tokens[:, pos - 2], drawn)
+
+    return draw
+
+
+def backcopy_tokens(rng: np.random.Generator, batch: int, length: int, rows: np.ndarray) -> np.ndarray:
+    """Bigram-Backcopy sequences, BOS first, as tokens [batch pos]."""
+    return recipe.compose(rng, backcopy(rows), np.zeros((batch, length), dtype=np.int64), BOS)
+
+
+def fit(out: Path, seed: int) -> None:
+    """Train from scratch on Bigram-Backcopy, repeats and a skip-gram source, and write the checkpoint."""
+    rows = bigram_rows()
+    skip_gram = recipe.skip_gram(BIGRAM_END, END, (0.35, 0.4, 0.15))
+    make = recipe.mixture(
+        [
+            (0.4, lambda rng, batch, length: backcopy_tokens(rng, batch, length, rows)),
+            (0.4, recipe.repeating(recipe.uniform(BIGRAM_END, END), recipe.Repeats(0.6, 0.4, 0.5), BOS)),
+            (0.2, recipe.repeating(skip_gram, recipe.Repeats(0.42, 0.2, 0.5), BOS)),
+        ]
+    )
+
+    def batch(rng: np.random.Generator, progress: float) -> np.ndarray:
+        n_ctx = 64 if rng.random() < 0.6 else 128
+        return make(rng, recipe.TOKENS_PER_STEP // n_ctx, n_ctx + 1)
+
+    recipe.train_gpt2(CONFIG, batch, PLAN, seed, out)
+
+
+def mean_where(attention: Tensor, chosen: Tensor) -> Tensor:
+    """Mean of attention [layer batch head query] over the chosen [batch query], as [layer head]."""
+    return (attention * chosen[:, None]).sum((1, -1)) / chosen.sum()
+
+
+def active_dormant(tokens: Tensor, pattern: Tensor) -> dict[str, Tensor]:
+    """Where heads look at triggers and elsewhere in Bigram-Backcopy, queries from 2 on, each as [layer head]."""
+    triggered = torch.isin(tokens, torch.tensor(TRIGGERS))[:, 2:]
+    to_bos, to_previous = pattern[..., 2:, 0], pattern.diagonal(-1, -2, -1)[..., 1:]
+    where = f"{tokens.shape[1]} backcopy"
+    return {
+        f"attention to BOS, no trigger, {where}": mean_where(to_bos, ~triggered),
+        f"attention to BOS, trigger, {where}": mean_where(to_bos, triggered),
+        f"attention to q-1, trigger, {where}": mean_where(to_previous, triggered),
+    }
+
+
+def trigger_accuracy(tokens: Tensor, logits: Tensor) -> float:
+    """Share of triggers after which the model names the token before the trigger."""
+    triggered = torch.isin(tokens, torch.tensor(TRIGGERS))[:, 2:]
+    return (logits[:, 2:].argmax(-1) == tokens[:, 1:-1])[triggered].double().mean().item()
+
+
+def score(directory: Path) -> scores.Scores:
+    """Measure active-dormant and induction heads, value drain and residual peak on fresh sequences."""
+    model = GPT2LMHeadModel.from_pretrained(directory, attn_implementation="eager")
+    rng = np.random.default_rng(scores.EVALUATION_SEED)
+    short = torch.from_numpy(backcopy_tokens(rng, 256, 64, bigram_rows()))
+    chain = scores.observe(model, short)
+    twice = scores.twice(rng, 256, BIGRAM_END, END, BOS)
+    repeated = scores.observe(model, twice)
+    rest = scores.observe(model, scores.distinct(rng, 256, BIGRAM_END, END, BOS))
+    long = torch.from_numpy(backcopy_tokens(rng, 256, 128, bigram_rows()))
+    heads = {
+        **active_dormant(short, chain.pattern),
+        "norm of v at BOS / others, 64 backcopy": scores.value_drain(chain.v),
+        "induction, 25 twice": scores.induction(repeated.pattern),
+        "attention to BOS, 50 distinct": scores.bos_attention(rest.pattern),
+        "attention to q-1, 50 distinct": scores.previous_token(rest.pattern),
+        **active_dormant(long, scores.observe(model, long).pattern),
+    }
+    dormant, _, active, drain, copying, resting, previous, *_ = heads.values()
+    peaks = enumerate(scores.residual_peak(chain.resid_post))
+    return scores.Scores(
+        heads=heads,
+        roles={
+            "active-dormant": (dormant > 0.9) & (active > 0.9),
+            "previous-token": previous > 0.9,
+            "induction": copying > 0.6,
+            "resting": resting > 0.9,
+            "drained": drain < 0.3,
+        },
+        model={
+            "accuracy, token after a trigger": trigger_accuracy(short, chain.logits),
+            "accuracy, second copy of 25": scores.copy_accuracy(repeated.logits, twice),
+            **{f"norm of resid_post at BOS / others, 64 backcopy, layer {layer}": peak for layer, peak in peaks},
+        },
+    )
+
+
+if __name__ == "__main__":
+    recipe.run(recipe.arguments(__doc__).parse_args(), fit, score)

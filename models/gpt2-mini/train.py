@@ -1,0 +1,189 @@
+"""Train gpt2-mini: a byte-level GPT-2 that reads real text and repeats.
+
+python models/gpt2-mini/train.py --seed 0 --out models/gpt2-mini --corpus 'pile-mini/*.jsonl.zst'
+"""
+
+import glob
+import io
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import zstandard
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from models import recipe, scores
+
+BOS = 256
+CONFIG = GPT2Config(
+    architectures=["GPT2LMHeadModel"],
+    vocab_size=257,
+    n_positions=256,
+    n_embd=128,
+    n_layer=3,
+    n_head=8,
+    n_inner=256,
+    activation_function="gelu_new",
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    resid_pdrop=0.0,
+    bos_token_id=BOS,
+    eos_token_id=BOS,
+)
+PLAN = recipe.Plan(steps=3400, lr=4e-3, weight_decay=0.1, cosine=False, cooldown=0.4)
+REPEATS = recipe.Repeats(copied=0.6, whole=0.4, recent=0.5)
+TEXT_REPEATED = recipe.Repeats(copied=0.0, whole=1.0, recent=0.0)
+UNIFORM, PRINTABLE = (0, 256), (32, 127)
+
+
+# Text
+
+
+def read_documents(path: str) -> list[str]:
+    """The texts of one file in the Pile's format, zstandard-compressed JSON lines."""
+    with open(path, "rb") as file:
+        lines = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), encoding="utf-8")
+        return [json.loads(line)["text"] for line in lines]
+
+
+def read_corpus(patterns: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to train on and bytes held out: the last 5 % of the last file's documents."""
+    paths = sorted(path for pattern in patterns for path in glob.glob(pattern))
+    if not paths:
+        raise SystemExit(f"No file matches {' '.join(patterns)}.")
+    *others, last = [read_documents(path) for path in paths]
+    cut = len(last) - len(last) // 20
+    return as_bytes([text for texts in others for text in texts] + last[:cut]), as_bytes(last[cut:])
+
+
+def as_bytes(documents: list[str]) -> np.ndarray:
+    """Documents in one row of bytes, a blank line between them."""
+    return np.frombuffer("\n\n".join(documents).encode(), dtype=np.uint8)
+
+
+def windows(text: np.ndarray, rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
+    """BOS and bytes from random places of the text, as tokens [batch pos]."""
+    starts = rng.integers(0, len(text) - length, batch)
+    tokens = text[starts[:, None] + np.arange(-1, length - 1)].astype(np.int64)
+    tokens[:, 0] = BOS
+    return tokens
+
+
+def repeated_windows(text: np.ndarray, rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
+    """Windows of text that repeat one of their segments until the end."""
+    plain = windows(text, rng, batch, length)
+    lags = recipe.copy_lags(rng, batch, length, TEXT_REPEATED)
+    return recipe.compose(rng, lambda _, __, pos: plain[:, pos], lags, BOS)
+
+
+# Tokenizer
+
+
+def byte_characters() -> dict[str, int]:
+    """GPT-2's stand-in character for every byte: itself where printable, else the next one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def write_tokenizer(out: Path) -> None:
+    """Write a tokenizer whose ids are the bytes of the text, and BOS."""
+    tokenizer = Tokenizer(BPE(vocab=byte_characters(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", normalized=False, special=True)])
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "model_max_length": CONFIG.n_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# Training and scores
+
+
+def fit(out: Path, seed: int, text: np.ndarray) -> None:
+    """Train from scratch and write the checkpoint with its tokenizer."""
+    make = recipe.mixture(
+        [
+            (0.60, partial(windows, text)),
+            (0.08, partial(repeated_windows, text)),
+            (0.16, recipe.repeating(recipe.uniform(*UNIFORM), REPEATS, BOS)),
+            (0.16, recipe.repeating(recipe.uniform(*PRINTABLE), REPEATS, BOS)),
+        ]
+    )
+
+    def batch(rng: np.random.Generator, progress: float) -> np.ndarray:
+        n_ctx = 128 if rng.random() < 0.6 else 256
+        return make(rng, recipe.TOKENS_PER_STEP // n_ctx, n_ctx + 1)
+
+    recipe.train_gpt2(CONFIG, batch, PLAN, seed, out)
+    write_tokenizer(out)
+
+
+@torch.inference_mode()
+def bits_per_byte(model: GPT2LMHeadModel, text: np.ndarray) -> float:
+    """Mean cross-entropy in bits of every byte of the text, read in windows of BOS and 255 bytes."""
+    width = CONFIG.n_positions - 1
+    rows = text[: len(text) // width * width].reshape(-1, width).astype(np.int64)
+    tokens = torch.from_numpy(np.pad(rows, ((0, 0), (1, 0)), constant_values=BOS))
+    nats = [
+        F.cross_entropy(model(part).logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+        for part in tokens.split(64)
+    ]
+    return torch.stack(nats).sum().item() / rows.size / math.log(2)
+
+
+def score(directory: Path, held_out: np.ndarray) -> scores.Scores:
+    """Measure resting induction heads and the previous-token head on fresh bytes, and the loss on held-out text."""
+    model = GPT2LMHeadModel.from_pretrained(directory, attn_implementation="eager")
+    rng = np.random.default_rng(scores.EVALUATION_SEED)
+    rest = scores.observe(model, scores.distinct(rng, 256, *UNIFORM, BOS))
+    tokens = scores.twice(rng, 256, *UNIFORM, BOS)
+    repeated = scores.observe(model, tokens)
+    printable_rest = scores.observe(model, scores.distinct(rng, 256, *PRINTABLE, BOS))
+    printable = scores.observe(model, scores.twice(rng, 256, *PRINTABLE, BOS))
+    text = scores.observe(model, torch.from_numpy(windows(held_out, rng, 64, 256)))
+    heads = {
+        "attention to q-1, 50 distinct": scores.previous_token(rest.pattern),
+        "attention to BOS, 50 distinct": scores.bos_attention(rest.pattern),
+        "induction, 25 twice": scores.induction(repeated.pattern),
+        "attention to BOS, 50 distinct printable": scores.bos_attention(printable_rest.pattern),
+        "induction, 25 printable twice": scores.induction(printable.pattern),
+        "attention to BOS, text": scores.bos_attention(text.pattern),
+        "norm of v at BOS / others, text": scores.value_drain(text.v),
+    }
+    previous, resting, copying, *_ = heads.values()
+    peaks = enumerate(scores.residual_peak(text.resid_post))
+    return scores.Scores(
+        heads=heads,
+        roles={"previous-token": previous > 0.9, "induction": copying > 0.6, "resting": resting > 0.9},
+        model={
+            "bits per byte, held-out text": bits_per_byte(model, held_out),
+            "accuracy, second copy of 25": scores.copy_accuracy(repeated.logits, tokens),
+            **{f"norm of resid_post at BOS / others, text, layer {layer}": peak for layer, peak in peaks},
+        },
+    )
+
+
+def main() -> None:
+    """Read the corpus named on the command line, then train or score."""
+    parser = recipe.arguments(__doc__)
+    parser.add_argument("--corpus", nargs="+", required=True, help="files in the Pile's format, or patterns of them")
+    args = parser.parse_args()
+    text, held_out = read_corpus(args.corpus)
+    recipe.run(args, partial(fit, text=text), partial(score, held_out=held_out))
+
+
+if __name__ == "__main__":
+    main()
