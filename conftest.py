@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 
 from workers.pattern import DensePattern, TokenPairs, find_matches
+
+# Set before anything imports huggingface_hub, which reads it once: no test reaches for the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def pattern(rows: list[list[float]]) -> DensePattern:

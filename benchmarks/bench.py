@@ -27,7 +27,8 @@ from torch import Tensor
 
 from schemas.statistics import evaluate, select
 from workers.engines import DenseEngine, FusedEngine
-from workers.models import describe, load_model
+from workers.loading import load_model
+from workers.models import describe
 from workers.pattern import DensePattern, find_matches
 from workers.replica import measure_batch
 

@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -121,9 +121,10 @@ def _override(fields: dict[str, Any], override: str) -> None:
         value = text
     *parents, last = key.strip().split(".")
     for parent in parents:
-        fields = fields.setdefault(parent, {})
-        if not isinstance(fields, dict):
+        table: Any = fields.setdefault(parent, {})
+        if not isinstance(table, dict):
             raise ScanError(f"--set {override}: {parent} is a value, not a table")
+        fields = cast("dict[str, Any]", table)
     fields[last] = value
 
 

@@ -17,7 +17,7 @@ OURS = {
 }
 ONLY_IN = {
     "ray": ("jobs/execute.py",),
-    "transformer_lens": ("workers/models.py", "workers/engines.py"),
+    "transformer_lens": ("workers/loading.py", "workers/engines.py"),
     "datasets": ("workers/documents.py",),
     "torch": ("workers/", "models/", "jobs/doctor.py"),
     "duckdb": ("queries/",),

@@ -208,5 +208,5 @@ def test_other_weights_under_the_same_name_are_refused(scan_file: Path, tmp_path
     manifest = json.loads(run.manifest_file.read_text())
     manifest["identity"]["model"]["sha256"] = "0" * 16
     run.manifest_file.write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match="model.sha256"):
+    with pytest.raises(RunError, match=r"model\.sha256"):
         make_plan(scan, "killed")

@@ -176,17 +176,16 @@ class SequenceReader:
         taken: list[int] = []
         while len(taken) < self.length:
             if self.index.n_tokens[document] != BAD:
-                ids = self._load(document)[1]
-                if self.corpus.packing == "concat":
-                    assert self.separator is not None
-                    ids = [*ids, self.separator]
-                taken += ids[offset : offset + self.length - len(taken)]
+                taken += self._load(document)[1][offset : offset + self.length - len(taken)]
                 offset = 0
             document += 1
         return taken
 
     def _load(self, number: int) -> tuple[Document, list[int]]:
-        """A document and its tokens; reads forward from where the last one was found."""
+        """A document and its tokens, with the separator behind them where documents are joined.
+
+        Reads forward from where the last one was found.
+        """
         if self._current is not None and self._current[0] == number:
             return self._current[1:]
         source, row = int(self.index.source[number]), int(self.index.row[number])
@@ -200,5 +199,8 @@ class SequenceReader:
         ids = [] if document is None else self.tokenizer.encode(document.text)
         if document is None or len(ids) != self.index.n_tokens[number]:
             raise CorpusError(f"{self.corpus.sources[source].name}:{row}: changed since the run began; start a new run")
+        if self.corpus.packing == "concat":
+            assert self.separator is not None
+            ids.append(self.separator)
         self._open, self._current = opened, (number, document, ids)
         return document, ids

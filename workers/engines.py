@@ -6,6 +6,7 @@ all in float32. Nothing outlives its layer, so memory is that of one layer.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from schemas.errors import ModelError
-from workers.models import LoadedModel
-from workers.pattern import DensePattern, FusedPattern, TokenPairs
+from workers.loading import LoadedModel
+from workers.pattern import MASKED, DensePattern, FusedPattern, TokenPairs
 
 Activations = dict[str, Any]
 OnLayer = Callable[[int, Activations], None]
@@ -101,26 +102,26 @@ class FusedEngine:
                 raise _Done
 
     def _check_against_bridge(self) -> None:
-        """Refuse a model whose attention is not the plain causal softmax: the bridge must see the same residual stream."""
+        """Refuse a model whose attention is not the plain causal softmax: the bridge must see the same activations."""
         info = self.model.info
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(info.d_vocab, (1, min(info.n_ctx, 16)), generator=generator)
+        tokens = torch.randint(info.d_vocab, (1, min(info.n_ctx, 16)), generator=torch.Generator().manual_seed(0))
         tokens = tokens.to(next(self.model.bare.parameters()).device)
-        seen: list[Tensor] = []
+        fused: list[Activations] = []
+        dense: list[Activations] = []
         with torch.inference_mode():
-            self.run(tokens, {}, lambda _, activations: seen.append(activations["resid_post"]))
-            DenseEngine(self.model).run(tokens, {}, lambda _, activations: seen.append(activations["resid_post"]))
-        if len(seen) != 2 * info.n_layers:
-            raise ModelError(
-                f"{info.name}: {info.n_layers} layers expected, {len(seen) / 2:g} seen; use engine = 'dense'"
-            )
-        fused, dense = seen[info.n_layers - 1], seen[-1]
-        error = ((fused - dense).norm() / dense.norm()).item()
-        if not error < 1e-3:
-            raise ModelError(
-                f"{info.name}: the fused engine does not reproduce this model (relative error {error:.2g} after the last "
-                "layer, expected < 1e-3): its attention has something the fused engine lacks; use engine = 'dense'"
-            )
+            self.run(tokens, {}, lambda _, seen: fused.append(seen))
+            DenseEngine(self.model).run(tokens, {}, lambda _, seen: dense.append(seen))
+        if not len(fused) == len(dense) == info.n_layers:
+            raise ModelError(f"{info.name}: {info.n_layers} layers expected, {len(fused)} seen; use engine = 'dense'")
+        for name in ("q", "k", "resid_post"):
+            # Lengths, because not every bridge shows q and k after their rotation, which keeps lengths.
+            a, b = (seen[-1][name].norm(dim=-1) for seen in (fused, dense))
+            # Weights that are not numbers agree with nothing; measuring will name the layer.
+            if (error := ((a - b).norm() / b.norm()).item()) >= 1e-3:
+                raise ModelError(
+                    f"{info.name}: the fused engine does not reproduce this model (the length of {name} in the last layer "
+                    f"differs by {error:.2g}, expected < 1e-3): its attention has something the engine lacks; use engine = 'dense'"
+                )
 
 
 class DenseEngine:
@@ -141,13 +142,18 @@ class DenseEngine:
             edit = self.edits.get(name)
             edited = None if edit is None else edit(value)
             seen[name] = (value if edited is None else edited).float()
+            if name == "pattern":
+                seen["unedited"] = value.float()
             return edited
+
+        def rotated(name: str, value: Tensor, hook: object) -> None:
+            seen[name] = value.float()
 
         def finish(layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = note("resid_post", layer, value, hook)
             groups = info.n_heads // seen["k"].shape[2]
-            seen["pattern"] = DensePattern(seen["pattern"], seen["attn_scores"])
             seen["k"], seen["v"] = (seen[name].repeat_interleave(groups, 2) for name in "kv")
+            seen["pattern"] = DensePattern(seen["pattern"], self._scores(layer, seen))
             on_layer(layer, {**seen, **matches})
             seen.clear()
             # The bridge would keep every layer's pattern alive until the next pass.
@@ -158,14 +164,44 @@ class DenseEngine:
 
         hooks: list[tuple[str, Callable[..., Any]]] = []
         for layer in range(info.n_layers):
+            attn = f"blocks.{layer}.attn"
             hooks.append((f"blocks.{layer}.hook_resid_pre", partial(note, "resid_pre", layer)))
             for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
-                hooks.append((f"blocks.{layer}.attn.hook_{name}", partial(note, name, layer)))
+                hooks.append((f"{attn}.hook_{name}", partial(note, name, layer)))
+            for name in ("q", "k"):
+                if f"{attn}.hook_rot_{name}" in bridge.hook_dict:
+                    hooks.append((f"{attn}.hook_rot_{name}", partial(rotated, name)))
             hooks.append((f"blocks.{layer}.hook_resid_post", partial(finish, layer)))
         try:
-            bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
+            with warnings.catch_warnings():
+                # The bridge only warns where an architecture gives it no way to apply an edit.
+                warnings.filterwarnings("error", message=".*edit is discarded")
+                bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
+        except UserWarning as warning:
+            raise ModelError(
+                f"{info.name}: {', '.join(self.edits)} cannot be edited in this architecture ({warning})"
+            ) from None
         except _Done:
             pass
+
+    def _scores(self, layer: int, seen: Activations) -> Tensor:
+        """The scores behind a layer's pattern: as the bridge shows them, or scale·q·k; held against the pattern."""
+        q, k = (seen[name].transpose(1, 2) for name in "qk")
+        shown = [seen["attn_scores"]]
+        computed = [] if "attn_scores" in self.edits else [q @ k.mT * q.shape[-1] ** -0.5]
+        future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        for scores in shown + computed:
+            if torch.allclose(
+                scores.masked_fill(future, MASKED).softmax(-1), seen["unedited"], atol=1e-4, equal_nan=True
+            ):
+                if (scores.masked_fill(future, 0) <= MASKED).any():
+                    raise ModelError(
+                        f"{self.model.info.name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
+                    )
+                return scores
+        raise ModelError(
+            f"{self.model.info.name}: the bridge does not show the scores behind the pattern of layer {layer}"
+        )
 
 
 def _use_our_attention(model: nn.Module) -> None:
@@ -180,7 +216,7 @@ def _use_our_attention(model: nn.Module) -> None:
             raise RuntimeError("this attention runs only inside FusedEngine.run")
         window = kwargs.get("sliding_window")
         if window is not None and window < query.shape[2]:
-            _refuse(f"a sliding window of {window} tokens")
+            raise ModelError(f"the model looks back {window} tokens, less than n_ctx = {query.shape[2]}; lower n_ctx")
         for name in UNSUPPORTED:
             if kwargs.get(name) is not None:
                 _refuse(name)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from schemas.errors import ModelError, ScanError, unknown
-from workers.models import LoadedModel
+from workers.loading import LoadedModel
 
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 ACTIVATIONS = ("resid_pre", "q", "k", "v", "attn_scores", "pattern", "z", "resid_post")
@@ -71,6 +71,15 @@ def find_intervention(name: str) -> Intervention:
     if name not in INTERVENTIONS:
         raise ScanError(f"interventions: {unknown('intervention', name, INTERVENTIONS)}")
     return INTERVENTIONS[name]
+
+
+def needs_bridge(model: LoadedModel, intervention: Intervention) -> bool:
+    """Whether only the bridge sees the edit: one of activations, or of weights that the bridge holds in copies."""
+    if intervention.target not in WEIGHTS:
+        return intervention.target != ""
+    shared = {p.untyped_storage().data_ptr() for p in model.bare.parameters()}
+    weight = getattr(model.bridge.blocks[0].attn, intervention.target, None)
+    return isinstance(weight, Tensor) and weight.untyped_storage().data_ptr() not in shared
 
 
 @contextmanager

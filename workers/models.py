@@ -1,22 +1,14 @@
-"""Where a model lies, what it is, and how it is loaded: the only file that knows TransformerLens."""
+"""Where a model lies and what it is, read from its files without loading it."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors.torch import load_file
-from torch import nn
 
 from schemas.errors import ModelError, unknown
 
@@ -58,16 +50,6 @@ class ModelInfo:
         return {key: value for key, value in asdict(self).items() if key != "path"}
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """One set of weights seen in two ways: through TransformerLens's hooks, and as the bare modules of its library."""
-
-    info: ModelInfo
-    bridge: Any
-    bare: nn.Module
-    blocks: list[nn.Module]
-
-
 def find_model(spec: str, revision: str | None = None) -> Path:
     """The directory of a model: bundled, local, or fetched from the Hub (which needs the network once)."""
     if spec.startswith("bundled:"):
@@ -87,7 +69,7 @@ def find_model(spec: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(spec, revision=revision, allow_patterns=HUB_FILES))
     except Exception as error:
         raise ModelError(
-            f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub ({_reason(error)})"
+            f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub ({reason(error)})"
         ) from None
 
 
@@ -107,16 +89,7 @@ def describe(path: Path) -> ModelInfo:
     return ModelInfo(str(path), path.name, layout, _fingerprint(path, layout), **shape)
 
 
-def load_model(info: ModelInfo, weights: str, device: str) -> LoadedModel:
-    """Load weights and wrap them in a `TransformerBridge`; `weights` is raw or folded."""
-    _be_quiet()
-    loaded = (_load_hf if info.layout == "huggingface" else _load_legacy)(info, device)
-    if weights == "folded":
-        loaded.bridge.enable_compatibility_mode()
-    return loaded
-
-
-def _be_quiet() -> None:
+def be_quiet() -> None:
     """Keep the libraries' bars and notices off the terminal; what matters is checked here and raised."""
     from transformers.utils import logging as messages
 
@@ -149,7 +122,7 @@ def _fingerprint(path: Path, layout: str) -> str:
 def _hf_shape(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    _be_quiet()
+    be_quiet()
     try:
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         shape = {
@@ -163,7 +136,7 @@ def _hf_shape(path: Path) -> dict[str, Any]:
         d_head = getattr(config, "head_dim", None) or shape["d_model"] // shape["n_heads"]
     except Exception as error:
         raise ModelError(
-            f"{path}/config.json: not a causal language model that can be scanned ({_reason(error)})"
+            f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
         ) from None
     return shape | {
         "d_head": d_head,
@@ -202,104 +175,7 @@ def _token(token: Any, d_vocab: int) -> int | None:
     return token if isinstance(token, int) and 0 <= token < d_vocab else None
 
 
-def _load_hf(info: ModelInfo, device: str) -> LoadedModel:
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            info.path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True,
-            local_files_only=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
-    except Exception as error:
-        raise ModelError(f"{info.path}: the weights cannot be loaded ({_reason(error)})") from None
-    model, report = loaded
-    absent = sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])})
-    if absent:
-        raise ModelError(
-            f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} ({len(absent)} in all)"
-        )
-    model.eval().requires_grad_(False).to(device)
-    _fuse_gelu(model)
-    # The bridge replaces modules in place, so the bare tree is copied first; the tensors stay shared.
-    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    bare = copy.deepcopy(model, memo=tensors)
-    try:
-        with _stub_tokenizer() as tokenizer:
-            bridge = TransformerBridge.boot_transformers(info.path, hf_model=model, tokenizer=tokenizer, device=device)
-    except Exception as error:
-        raise ModelError(f"{info.path}: TransformerLens cannot bridge this architecture ({_reason(error)})") from None
-    model.requires_grad_(False)
-    mapping: Any = bridge.adapter.component_mapping
-    blocks: Any = bare.get_submodule(mapping["blocks"].name)
-    return LoadedModel(info, bridge, bare, list(blocks))
-
-
-def _load_legacy(info: ModelInfo, device: str) -> LoadedModel:
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge.sources.native import boot
-    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
-
-    path = Path(info.path)
-    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    for key, plain in LEGACY_PLAIN.items():
-        if raw.get(key) not in (None, plain):
-            raise ModelError(f"{path}/config.json: {key} is {raw[key]!r}; only {plain!r} is supported for legacy files")
-    fields = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab", "act_fn", "attn_only", "final_rms", "eps")
-    state: dict[str, torch.Tensor] = {}
-    for file in weight_files(path, info.layout):
-        try:
-            state |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        except Exception as error:
-            raise ModelError(f"{file}: the weights cannot be read ({_reason(error)})") from None
-    try:
-        config = TransformerBridgeConfig(
-            **{name: raw[name] for name in fields if raw.get(name) is not None},
-            d_mlp=raw.get("d_mlp"),
-            normalization_type=raw.get("normalization", raw.get("normalization_type")),
-            positional_embedding_type="standard",
-            init_weights=False,
-            architecture="TransformerLensNative",
-        )
-        bridge = boot(config, device=device, dtype=torch.float32)
-        converted = convert_tl_checkpoint({name: tensor.float() for name, tensor in state.items()}, config)
-        # Files of this family often leave out the unembedding's bias, which is then zero.
-        converted.setdefault("unembed.bias", torch.zeros(info.d_vocab))
-        bridge.load_state_dict(converted, strict=True)
-    except Exception as error:
-        raise ModelError(f"{path}: the weights do not fit config.json ({_reason(error)})") from None
-    bridge.original_model.eval().requires_grad_(False)
-    return LoadedModel(info, bridge, bridge.original_model, list(bridge.blocks))
-
-
-def _fuse_gelu(model: nn.Module) -> None:
-    """Put PyTorch's one-pass tanh GELU in the place of the same formula written as eight passes."""
-    from transformers.activations import NewGELUActivation
-
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, NewGELUActivation):
-                setattr(module, name, nn.GELU(approximate="tanh"))
-
-
-@contextmanager
-def _stub_tokenizer() -> Iterator[Any]:
-    """The smallest tokenizer a bridge accepts: it insists on one, and our tokens come from elsewhere."""
-    from tokenizers import Tokenizer, models
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    stub = Tokenizer(models.WordLevel({"<unk>": 0, "<bos>": 1}, unk_token="<unk>"))
-    with tempfile.TemporaryDirectory() as path:
-        PreTrainedTokenizerFast(tokenizer_object=stub, bos_token="<bos>", eos_token="<bos>").save_pretrained(path)
-        yield AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What a library says of a failure, on one line."""
     text = " ".join(str(error).split())
     return text if len(text) <= 240 else f"{text[:239]}…"
-
-
-def parameters(info: ModelInfo) -> int:
-    """Bytes of the weight files, as an upper bound of the weights in memory."""
-    return sum(file.stat().st_size for file in weight_files(Path(info.path), info.layout))

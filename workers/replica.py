@@ -15,8 +15,9 @@ from schemas.scan import Scan
 from schemas.statistics import Statistic, evaluate, select
 from schemas.tables import chance_column
 from workers.engines import DenseEngine, FusedEngine
-from workers.interventions import ACTIVATIONS, edited_weights, find_intervention
-from workers.models import ModelInfo, load_model
+from workers.interventions import ACTIVATIONS, edited_weights, find_intervention, needs_bridge
+from workers.loading import load_model
+from workers.models import ModelInfo
 from workers.pattern import find_matches, uniform_pattern
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65536}
@@ -53,7 +54,8 @@ class Replica:
         """Measure tokens `[sequence pos]`; a batch that does not fit the device's memory is halved."""
         batches: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
         edit = find_intervention(intervention)
-        engine = DenseEngine(self.model, {edit.target: edit.edit}) if edit.target in ACTIVATIONS else self.engine  # pyright: ignore
+        edits = {edit.target: edit.edit} if edit.target in ACTIVATIONS else {}
+        engine = DenseEngine(self.model, edits) if needs_bridge(self.model, edit) else self.engine
         start = 0
         with torch.inference_mode(), edited_weights(self.model, edit):
             while start < len(tokens):
@@ -91,15 +93,19 @@ def measure_batch(
     n_heads = engine.model.info.n_heads
     heads: dict[str, np.ndarray] = {}
     chance: dict[str, np.ndarray] = {}
+    defined: dict[str, np.ndarray] = {}
     for statistic, *columns in zip(statistics, *layers, strict=True):
         # What the heads of a layer share comes as [batch].
         values = torch.stack([c if c.dim() == 2 else c[:, None].expand(-1, n_heads) for c in columns], dim=1)
-        defined = _defined(statistic, by_tokens, len(tokens))
-        heads[statistic.name] = _where_defined(statistic, values.cpu().numpy(), defined, first)
+        defined[statistic.name] = _defined(statistic, by_tokens, len(tokens))
+        heads[statistic.name] = values.cpu().numpy()
         if statistic.chance:
             values = evaluate(statistic.compute, by_tokens)
-            chance[chance_column(statistic.name)] = np.where(defined, values[:, 0].cpu().numpy(), np.nan)
-    return heads, chance
+            chance[chance_column(statistic.name)] = np.where(
+                defined[statistic.name], values[:, 0].cpu().numpy(), np.nan
+            )
+    _check_finite(heads, defined, first)
+    return {name: np.where(defined[name][:, None, None], values, np.nan) for name, values in heads.items()}, chance
 
 
 def _defined(statistic: Statistic, by_tokens: Mapping[str, Any], batch: int) -> np.ndarray:
@@ -110,17 +116,18 @@ def _defined(statistic: Statistic, by_tokens: Mapping[str, Any], batch: int) -> 
     return np.broadcast_to(defined, (batch,))
 
 
-def _where_defined(statistic: Statistic, values: np.ndarray, defined: np.ndarray, first: int) -> np.ndarray:
-    """`values [batch layer head]` with NaN where the statistic is not defined; elsewhere they must be finite."""
-    bad = ~np.isfinite(values) & defined[:, None, None]
-    if bad.any():
-        layer = int(bad.any(axis=(0, 2)).argmax())
-        sequence, head = np.argwhere(bad[:, layer])[0]
+def _check_finite(heads: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int) -> None:
+    """Raise `MeasureError` for the earliest layer that has a value which is defined and not finite."""
+    bad = {name: ~np.isfinite(values) & defined[name][:, None, None] for name, values in heads.items()}
+    layers = {name: int(where.any(axis=(0, 2)).argmax()) for name, where in bad.items() if where.any()}
+    if layers:
+        name = min(layers, key=lambda n: layers[n])
+        layer = layers[name]
+        sequence, head = np.argwhere(bad[name][:, layer])[0]
         raise MeasureError(
-            f"layer {layer}, head {head}: {statistic.name} is {values[sequence, layer, head]} for sequence "
-            f"{first + sequence} of the shard; expected a finite number: look at the model's weights and precision"
+            f"layer {layer}, head {head}: {name} is {heads[name][sequence, layer, head]} for sequence {first + sequence} "
+            "of the shard; expected a finite number: look at the model's weights and precision"
         )
-    return np.where(defined[:, None, None], values, np.nan)
 
 
 def _join(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -1,0 +1,276 @@
+"""What a user gets wrong is answered by the command line with lines that begin with `error:` and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headcount
+from tests import toy_models as toy
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.save_byte_model(tmp_path_factory.mktemp("toy") / "bytes")
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, list[str]]]:
+    """Runs `headcount …` in this process: exit code and lines of stderr."""
+
+    def run(*arguments: str | Path) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["headcount", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            headcount.main()
+        code = stopped.value.code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err + captured.out
+        return code if isinstance(code, int) else 0, captured.err.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def plan_error(command: Callable[..., tuple[int, list[str]]], tmp_path: Path, model: Path) -> Callable[..., list[str]]:
+    """The lines with which `headcount plan` refuses a scan that is good but for `changes`; paths are shortened."""
+
+    def plan(*overrides: str, **changes: Any) -> list[str]:
+        fields = {
+            "model": str(model), "n_ctx": 8, "sequences": 2, "out": str(tmp_path / "runs"),
+            "input": {"family": "uniform_random"},
+        }  # fmt: skip
+        lines = [f"{key} = {_toml(value)}" for key, value in (fields | changes).items() if value is not None]
+        (tmp_path / "toy.toml").write_text("\n".join(lines), encoding="utf-8")
+        code, err = command("plan", tmp_path / "toy.toml", *[part for o in overrides for part in ("--set", o)])
+        assert code == 2
+        assert all(line.startswith("error: ") for line in err)
+        assert not (tmp_path / "runs").exists()
+        return [line.removeprefix("error: ").replace(str(tmp_path), "TMP").replace(str(model), "MODEL") for line in err]
+
+    return plan
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{k} = {_toml(v)}' for k, v in value.items())} }}"
+    return json.dumps(value)
+
+
+def test_a_good_scan_is_planned(tmp_path: Path, model: Path):
+    scan = tmp_path / "toy.toml"
+    scan.write_text(f'model = "{model}"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n')
+    arguments = [sys.executable, "-m", "headcount", "plan", str(scan), "--set", f"out={tmp_path}"]
+    run = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "uniform_random" in run.stdout
+
+
+def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
+    scan = tmp_path / "toy.toml"
+    scan.write_text("n_ctx = 0\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "headcount", "plan", str(scan)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.splitlines() == [
+        f"error: {scan}: model: missing; expected a Hub id, a local directory, or bundled:NAME",
+        f"error: {scan}: n_ctx: input should be greater than or equal to 1, got 0",
+        f"error: {scan}: input: missing; expected where sequences come from: a family and its options",
+        f"error: {scan}: sequences: missing; expected how many sequences; all means as many as the corpus holds",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"n_ctx": "8"}, ["TMP/toy.toml: n_ctx: input should be a valid integer, got '8'"]),
+        ({"sequences": "al"}, ["TMP/toy.toml: sequences: input should be a valid integer or 'all', got 'al'"]),
+        (
+            {"n_ctx": 0, "seed": -1},
+            [
+                "TMP/toy.toml: n_ctx: input should be greater than or equal to 1, got 0",
+                "TMP/toy.toml: seed: input should be greater than or equal to 0, got -1",
+            ],
+        ),
+        ({"n_ctx": 65}, ["n_ctx: 65 is beyond the 64 positions of bytes"]),
+        ({"n_ctx": 1}, ["n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"]),
+        ({"sequences": "all"}, ["sequences: expected a number, got 'all'; the family uniform_random has no end"]),
+        ({"model": "/no/such/model"}, ["model '/no/such/model': no such directory"]),
+        (
+            {"input": {"family": "repeated_random", "period": 8}},
+            ["input.period: expected 1 to 7, the tokens in a sequence, got 8"],
+        ),
+        (
+            {"input": {"family": "uniform_random", "high": 0}},
+            ["input: 1 token ids wanted from low = 0 on and below high = 0, 0 are there; widen low and high"],
+        ),
+        (
+            {"input": {"family": "uniform_random", "lo": 0}},
+            ["input.lo: unknown option of uniform_random 'lo': did you mean 'low'? Known: distinct, high, low"],
+        ),
+        ({"input": {"family": "text", "files": []}}, ["input.files: expected at least one path or glob, got []"]),
+        (
+            {"input": {"family": "text", "files": "/no/such/*.txt"}},
+            [f"input.files: no file matches '/no/such/*.txt' (in {ROOT})"],
+        ),
+    ],
+)
+def test_a_wrong_scan_is_explained(
+    plan_error: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], lines: list[str]
+):
+    monkeypatch.chdir(ROOT)
+    assert plan_error(**changes) == lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"n_ctxt": 8}, "TMP/toy.toml: unknown key 'n_ctxt': did you mean 'n_ctx'? Known: "),
+        (
+            {"statistics": ["sink_mas"]},
+            "TMP/toy.toml: statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'?",
+        ),
+        ({"interventions": ["non"]}, "interventions: unknown intervention 'non': did you mean 'none'? Known: none, "),
+        ({"model": "bundled:gpt2-mimi"}, "model: unknown bundled model 'gpt2-mimi': did you mean 'gpt2-mini'?"),
+        (
+            {"model": "nobody/nothing"},
+            "model 'nobody/nothing': neither a directory, nor bundled:NAME, nor to be had from",
+        ),
+        (
+            {"input": {"family": "uniform_randon"}},
+            "input.family: unknown input family 'uniform_randon': did you mean 'uniform_random'?",
+        ),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(
+    plan_error: Callable[..., list[str]], changes: dict[str, Any], start: str
+):
+    (line,) = plan_error(**changes)
+    assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("n_ctx", "--set n_ctx: expected key=value, for instance --set n_ctx=128"),
+        ("n_ctx.x=1", "--set n_ctx.x=1: n_ctx is a value, not a table"),
+        ("bos=False", "TMP/toy.toml: bos: input should be a valid boolean, got 'False'"),
+    ],
+)
+def test_a_wrong_override_is_explained(plan_error: Callable[..., list[str]], override: str, line: str):
+    assert plan_error(override) == [line]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl.zst", b"no zstd", "cannot be read ("),
+        ("a.parquet", b"no parquet", "cannot be read ("),
+        ("a.csv", b"text\nhello", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_named(
+    plan_error: Callable[..., list[str]], tmp_path: Path, name: str, content: bytes, problem: str
+):
+    (tmp_path / name).write_bytes(content)
+    (line,) = plan_error(sequences="all", input={"family": "pile", "files": str(tmp_path / name)})
+    assert line.startswith(f"TMP/{name}: {problem}")
+
+
+def test_a_corpus_that_is_too_small_says_what_it_holds(plan_error: Callable[..., list[str]], tmp_path: Path):
+    (tmp_path / "a.txt").write_text("To be, or not to be")
+    files = str(tmp_path / "a.txt")
+    assert plan_error(sequences=3, input={"family": "text", "files": files, "packing": "concat"}) == [
+        "input: the corpus holds 2 sequences of 7 tokens (concat packing), 3 wanted; "
+        "lower n_ctx or sequences, or pack with concat"
+    ]
+
+
+def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "To be, or not"}\n{"text": null}\n')
+    assert plan_error(sequences=1, input={"family": "pile", "files": str(tmp_path / "a.jsonl")}) == [
+        "1 of 2 rows are bad, more than 1%: TMP/a.jsonl:1 (text is null, expected a string); mend or remove them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "start"),
+    [
+        (lambda p: (p / "config.json").unlink(), "TMP/m: no readable config.json; expected a model directory"),
+        (lambda p: (p / "config.json").write_text("{"), "TMP/m/config.json: not valid JSON ("),
+        (lambda p: toy.change_config(p, model_type="gpt9"), "TMP/m/config.json: not a causal language model"),
+        (lambda p: toy.change_config(p, n_layer=2), "TMP/m: weights missing or of another shape: transformer.h.1."),
+        (lambda p: toy.change_config(p, bos_token_id=None), "m names no beginning-of-sequence token; set bos = false"),
+        (lambda p: toy.change_config(p, scale_attn_weights=False), "m: the fused engine does not reproduce this model"),
+        (lambda p: (p / "model.safetensors").unlink(), "TMP/m: expected weights as *.safetensors, found config.json, "),
+        (lambda p: (p / "model.safetensors").write_bytes(b"x"), "TMP/m: the weights cannot be loaded ("),
+    ],
+)
+def test_a_broken_model_is_named(
+    plan_error: Callable[..., list[str]], tmp_path: Path, model: Path, edit: Callable[[Path], object], start: str
+):
+    (line,) = plan_error(model=str(toy.copy_of(model, tmp_path / "m", edit)))
+    assert line.startswith(start)
+
+
+def test_text_without_a_tokenizer_is_refused(plan_error: Callable[..., list[str]], tmp_path: Path, model: Path):
+    path = toy.copy_of(model, tmp_path / "m", lambda p: (p / "tokenizer.json").unlink())
+    (tmp_path / "a.txt").write_text("To be, or not to be")
+    (line,) = plan_error(model=str(path), input={"family": "text", "files": str(tmp_path / "a.txt")})
+    assert line == "TMP/m: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
+
+
+def test_numbers_that_are_none_are_named(plan_error: Callable[..., list[str]], tmp_path: Path, model: Path):
+    def spoil(path: Path) -> None:
+        toy.change_weights(path, lambda w: w["transformer.h.0.attn.c_attn.weight"].fill_(float("nan")))
+
+    (line,) = plan_error(model=str(toy.copy_of(model, tmp_path / "m", spoil)), engine="dense")
+    assert line.startswith("layer 0, head 0: sink_mass is nan for sequence 0 of the shard; expected a finite number")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read (No such file or directory); expected a TOML scan file"),
+        (b"n_ctx = ", "not valid TOML: Invalid value (at end of document)"),
+        (b"\xff", "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+@pytest.mark.parametrize("name", ["plan", "scan"])
+def test_a_file_that_is_no_scan_is_refused(
+    command: Callable[..., tuple[int, list[str]]], tmp_path: Path, name: str, content: bytes | None, problem: str
+):
+    path = tmp_path / "toy.toml"
+    if content is not None:
+        path.write_bytes(content)
+    assert command(name, path) == (2, [f"error: {path}: {problem}"])
+
+
+def test_a_run_that_is_not_there_cannot_be_gone_on_with(
+    command: Callable[..., tuple[int, list[str]]], tmp_path: Path, model: Path
+):
+    path = tmp_path / "toy.toml"
+    path.write_text(
+        f'model = "{model}"\nn_ctx = 8\nsequences = 2\nout = "{tmp_path}"\ninput.family = "uniform_random"\n'
+    )
+    expected = f"error: {tmp_path}/run_id=absent: no such run to go on with; leave out --run to start one"
+    assert command("scan", path, "--run", "absent") == (2, [expected])
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan"], ["scan", "--replicas", "0", "x.toml"], ["scam"], ["plan", "x.toml", "--bogus"]]
+)
+def test_a_command_that_is_none_has_exit_code_2(command: Callable[..., tuple[int, list[str]]], arguments: list[str]):
+    code, lines = command(*arguments)
+    assert code == 2
+    assert any("Error: " in line for line in lines)

@@ -1,0 +1,689 @@
+"""Corpora: every sequence is checked against documents that the test holds itself, tokenised by one byte per token."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from schemas.errors import CorpusError, HeadcountError, ModelError, ScanError
+from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
+from workers.corpus import Index
+from workers.documents import Source
+from workers.models import ModelInfo
+from workers.sequences import Sequences
+
+LENGTH = 6
+PILE_MINI = Path(__file__).parent.parent.parent / "shared" / "data" / "pile-mini"
+
+Row = tuple[str, str | None]
+"""Text and pile_set_name."""
+
+
+@pytest.fixture(scope="session")
+def info(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    """A model that reads bytes; its weights are never asked for."""
+    path = byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+    return toy_info(path=str(path), name="bytes", n_ctx=1024, d_vocab=257, bos_token_id=BYTE_BOS, eos_token_id=BYTE_BOS)
+
+
+def document(number: int, length: int) -> Row:
+    """A text of `length` bytes, which tells it from all others."""
+    letters = "abcdefghijklmnopqrstuvwxyzä"
+    text = "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä" if length > 2 else "xy"[:length]
+    return text, [None, "ArXiv", "Pile-CC"][number % 3]
+
+
+def documents(*lengths: int, first: int = 0) -> list[Row]:
+    return [document(first + i, length) for i, length in enumerate(lengths)]
+
+
+def as_json(rows: Iterable[Row]) -> list[str]:
+    return [
+        json.dumps({"text": t} | ({"meta": {"pile_set_name": n}} if n else {}), ensure_ascii=False) for t, n in rows
+    ]
+
+
+def write_jsonl(path: Path, rows: Iterable[Row]) -> Path:
+    path.write_text("".join(f"{line}\n" for line in as_json(rows)), encoding="utf-8")
+    return path
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> Path:
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def open_corpus(
+    info: ModelInfo, files: Any, packing: str = "document", family: str = "pile", **changes: Any
+) -> Sequences:
+    """The sequences of LENGTH tokens of some files, indexed."""
+    files = [str(f) for f in files] if isinstance(files, list | tuple) else str(files)
+    options = {"family": family, "files": files, "packing": packing}
+    fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
+    sequences = Sequences(toy_scan(**fields), info)
+    sequences.make_index()
+    return sequences
+
+
+def all_tokens(sequences: Sequences) -> list[list[int]]:
+    return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)]).tolist()
+
+
+def all_origins(sequences: Sequences) -> dict[str, list[Any]]:
+    shards = [sequences.shard(i).origin for i in range(sequences.shards)]
+    return {key: [value for origin in shards for value in origin[key]] for key in shards[0]}
+
+
+def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> list[list[int]]:
+    """What the sequences must be, said plainly: bytes of documents, or of documents joined by the end of text."""
+    sequences: list[list[int]] = []
+    for rows in files:
+        texts = [list(text.encode()) for text, _ in rows]
+        if packing == "document":
+            sequences += [ids[:length] for ids in texts if len(ids) >= length]
+        else:
+            joined = [token for ids in texts for token in [*ids, BYTE_BOS]]
+            sequences += [joined[i : i + length] for i in range(0, len(joined) - length + 1, length)]
+    return sequences
+
+
+def problem_of(info: ModelInfo, files: Any, **changes: Any) -> str:
+    """The one line that a corpus is refused with, by its index or by one of its shards."""
+    with pytest.raises(HeadcountError) as caught:
+        all_tokens(open_corpus(info, files, **changes))
+    assert isinstance(caught.value, CorpusError | ScanError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+THREE_FILES = [documents(3, 6, 20, 1, 5), documents(40, first=5), documents(7, 4, 6, 6, 13, 2, 30, first=6)]
+
+
+@pytest.fixture
+def three_files(tmp_path: Path) -> list[Path]:
+    return [write_jsonl(tmp_path / f"{i:02}.jsonl", rows) for i, rows in enumerate(THREE_FILES)]
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 13, 40])
+def test_packing_is_what_the_plain_words_say(three_files: list[Path], info: ModelInfo, packing: str, length: int):
+    expected = cut(THREE_FILES, packing, length)
+    sequences = open_corpus(info, three_files, packing, n_ctx=length, sequences_per_shard=4)
+    assert len(sequences) == len(expected)
+    assert all_tokens(sequences) == expected
+
+
+def test_packing_counts_by_hand(three_files: list[Path], info: ModelInfo):
+    # Documents of at least 6 bytes: 6, 20 | 40 | 7, 6, 6, 13, 30. Bytes and ends of text: 40 | 41 | 75.
+    assert len(open_corpus(info, three_files, "document")) == 2 + 1 + 5
+    assert len(open_corpus(info, three_files, "concat")) == 6 + 6 + 12
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_bos_is_put_before_the_text(three_files: list[Path], info: ModelInfo, packing: str):
+    sequences = open_corpus(info, three_files, packing, n_ctx=LENGTH + 1, bos=True)
+    assert all_tokens(sequences) == [[BYTE_BOS, *ids] for ids in cut(THREE_FILES, packing)]
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("per_shard", [1, 3, 5, 1000])
+def test_shards_of_any_size_hold_the_same_sequences(
+    three_files: list[Path], info: ModelInfo, packing: str, per_shard: int
+):
+    assert all_tokens(open_corpus(info, three_files, packing, sequences_per_shard=per_shard)) == cut(
+        THREE_FILES, packing
+    )
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_shards_read_in_any_order_or_alone_give_the_same_sequences(
+    three_files: list[Path], info: ModelInfo, packing: str
+):
+    expected = cut(THREE_FILES, packing)
+    sequences = open_corpus(info, three_files, packing, sequences_per_shard=2)
+    for number in [*reversed(range(sequences.shards)), 1, 0, 2, 2]:
+        assert sequences.shard(number).tokens.tolist() == expected[2 * number : 2 * number + 2]
+    for number in range(sequences.shards):
+        alone = Sequences(sequences.scan, info, sequences.index)
+        assert alone.shard(number).tokens.tolist() == expected[2 * number : 2 * number + 2]
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_the_origin_leads_back_to_the_tokens(three_files: list[Path], info: ModelInfo, packing: str):
+    sequences = open_corpus(info, three_files, packing, sequences_per_shard=3)
+    origins = all_origins(sequences)
+    rows = {str(path): rows for path, rows in zip(three_files, THREE_FILES, strict=True)}
+    for i, ids in enumerate(all_tokens(sequences)):
+        file, row, offset = (origins[key][i] for key in ("file", "row", "offset"))
+        rest = rows[file][row:]
+        joined = [token for text, _ in rest for token in [*text.encode(), BYTE_BOS]]
+        assert joined[offset : offset + LENGTH] == ids
+        assert offset <= len(rest[0][0].encode())
+        assert origins["pile_set_name"][i] == rest[0][1]
+
+
+def test_the_origin_by_hand(three_files: list[Path], info: ModelInfo):
+    origins = all_origins(open_corpus(info, three_files[:1], "concat"))
+    # The documents begin at 0, 4, 11, 32, 34 of 40 tokens.
+    assert origins["row"] == [0, 1, 2, 2, 2, 2]
+    assert origins["offset"] == [0, 2, 1, 7, 13, 19]
+    assert origins["pile_set_name"] == [None, "ArXiv", *["Pile-CC"] * 4]
+
+
+def test_a_sequence_that_begins_with_a_document_comes_from_it(tmp_path: Path, info: ModelInfo):
+    # Five bytes and the end of text fill a sequence; the row between them is bad.
+    first, second, third = (line.encode() for line in as_json(documents(5, 5, 5)))
+    path = write_lines(tmp_path / "a.jsonl", [first, second, b"{", third, *[third] * 100])
+    origins = all_origins(open_corpus(info, path, "concat"))
+    assert origins["row"] == [0, 1, *range(3, 104)]
+    assert origins["offset"] == [0] * 103
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("wanted", [1, 2, 3, 7, 8])
+def test_the_first_sequences_are_those_of_all(three_files: list[Path], info: ModelInfo, packing: str, wanted: int):
+    sequences = open_corpus(info, three_files, packing, sequences=wanted)
+    assert len(sequences) == wanted
+    assert all_tokens(sequences) == cut(THREE_FILES, packing)[:wanted]
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_indexing_stops_when_there_is_enough(tmp_path: Path, info: ModelInfo, packing: str):
+    rows = documents(*[9] * 2000)
+    first, second = write_jsonl(tmp_path / "0.jsonl", rows), write_jsonl(tmp_path / "1.jsonl", documents(9))
+    sequences = open_corpus(info, [first, second], packing, sequences=600)
+    assert sequences.index is not None
+    assert len(sequences.index.row) == {"document": 1024, "concat": 512}[packing]
+    assert all_tokens(sequences) == cut([rows], packing)[:600]
+
+
+def test_the_index_survives_its_file(three_files: list[Path], info: ModelInfo, tmp_path: Path):
+    write_lines(three_files[1], [b"{", *(line.encode() for line in as_json(documents(*[8] * 120)))])
+    sequences = open_corpus(info, three_files)
+    assert sequences.index is not None
+    (tmp_path / "index.parquet").write_bytes(sequences.index.to_parquet())
+    read = Index.read(tmp_path / "index.parquet")
+    assert read.problems == {f"{three_files[1]}:0": "invalid JSON"}
+    for name in ("source", "row", "n_tokens"):
+        assert getattr(read, name).tolist() == getattr(sequences.index, name).tolist()
+    assert all_tokens(Sequences(sequences.scan, info, read)) == all_tokens(sequences)
+
+
+# Formats
+
+
+def write_zst(path: Path, *frames: bytes) -> Path:
+    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames))
+    return path
+
+
+def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
+    texts, names = zip(*rows, strict=True)
+    metas: dict[str, list[Any]] = {
+        "struct": [{"pile_set_name": n} for n in names],
+        "json": [json.dumps({"pile_set_name": n}) for n in names],
+        "absent": [],
+    }
+    columns = {"id": list(range(len(texts))), "text": list(texts)} | ({"meta": metas[meta]} if metas[meta] else {})
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+ROWS = documents(3, 6, 20, 1, 5, 8, 9, 30)
+
+
+def plain_bytes(rows: Iterable[Row]) -> bytes:
+    return "".join(f"{line}\n" for line in as_json(rows)).encode()
+
+
+def test_a_zst_file_of_one_frame_or_many_reads_like_the_plain_file(tmp_path: Path, info: ModelInfo):
+    content = plain_bytes(ROWS)
+    one = write_zst(tmp_path / "one.jsonl.zst", content)
+    # Frames may end inside a line, inside a character, and hold nothing.
+    places = [0, 1, 30, 30, content.rindex("ä".encode()) + 1, len(content)]
+    many = write_zst(tmp_path / "many.jsonl.zst", *(content[a:b] for a, b in pairwise(places)))
+    for path in (one, many):
+        assert all_tokens(open_corpus(info, path, "concat")) == cut([ROWS], "concat")
+
+
+def test_a_zst_file_longer_than_its_reading_buffer(tmp_path: Path, info: ModelInfo):
+    noise = np.random.default_rng(0).integers(97, 123, size=(40, 30_000)).astype(np.uint8)
+    rows: list[Row] = [(line.tobytes().decode(), None) for line in noise]
+    path = write_zst(tmp_path / "long.jsonl.zst", plain_bytes(rows[:25]), plain_bytes(rows[25:]))
+    assert path.stat().st_size > 2 << 18
+    assert all_tokens(open_corpus(info, path)) == cut([rows], "document")
+
+
+@pytest.mark.parametrize("options", [{}, {"row_group_size": 3}, {"compression": "zstd"}])
+@pytest.mark.parametrize(("meta", "named"), [("struct", True), ("json", True), ("absent", False)])
+def test_a_parquet_file_reads_like_the_plain_file(
+    tmp_path: Path, info: ModelInfo, meta: str, named: bool, options: dict[str, Any]
+):
+    path = write_parquet(tmp_path / "rows.parquet", ROWS, meta, **options)
+    sequences = open_corpus(info, path)
+    assert all_tokens(sequences) == cut([ROWS], "document")
+    origins = all_origins(sequences)
+    long = [i for i, (text, _) in enumerate(ROWS) if len(text.encode()) >= LENGTH]
+    assert origins["row"] == long
+    assert origins["pile_set_name"] == [ROWS[i][1] if named else None for i in long]
+
+
+def test_rows_are_counted_across_the_batches_of_a_parquet_file(tmp_path: Path, info: ModelInfo):
+    path = write_parquet(tmp_path / "rows.parquet", documents(*[7] * 600))
+    assert all_origins(open_corpus(info, path))["row"] == list(range(600))
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_a_text_file_is_one_document(tmp_path: Path, info: ModelInfo, packing: str):
+    texts = ["To be, or not to be\r\n\r\nthat is", "the question", "short"]
+    for name, text in zip("abc", texts, strict=True):
+        (tmp_path / name).write_bytes(text.encode())
+    sequences = open_corpus(info, tmp_path / "*", packing, family="text")
+    assert all_tokens(sequences) == cut([[(text, None)] for text in texts], packing)
+    assert set(all_origins(sequences)["row"]) == {0}
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_a_local_data_set_reads_like_its_files(tmp_path: Path, info: ModelInfo, packing: str):
+    for i, rows in enumerate(THREE_FILES):
+        lines = [json.dumps({"text": text, "meta": {"pile_set_name": name}}) for text, name in rows]
+        (tmp_path / f"{i}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "sequences_per_shard": 3}
+    options = {"family": "pile", "dataset": str(tmp_path), "packing": packing}
+    sequences = Sequences(toy_scan(**fields, input=options), info)
+    sequences.make_index()
+    assert all_tokens(sequences) == cut(THREE_FILES, packing)
+    assert sequences.shard(1).tokens.tolist() == cut(THREE_FILES, packing)[3:6]
+    origins = all_origins(sequences)
+    assert sorted(set(origins["file"])) == [f"{tmp_path}#{part}" for part in range(3)]
+    for file, row, ids in zip(origins["file"], origins["row"], all_tokens(sequences), strict=True):
+        text, _ = THREE_FILES[int(file[-1])][row]
+        assert packing == "concat" or list(text.encode())[:LENGTH] == ids
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"text": "abcdefgh"}\n{"text": \n', "cannot be read"),
+        (b'{"body": "abcdefgh"}\n', "expected a column text, found body"),
+    ],
+)
+def test_a_local_data_set_that_is_broken_is_one_line(tmp_path: Path, info: ModelInfo, content: bytes, reason: str):
+    (tmp_path / "0.jsonl").write_bytes(content)
+    with pytest.raises(CorpusError) as caught:
+        open_data_set(info, str(tmp_path))
+    assert str(caught.value).startswith(f"data set '{tmp_path}'")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_that_is_not_there_is_one_line(tmp_path: Path, info: ModelInfo):
+    with pytest.raises(CorpusError) as caught:
+        open_data_set(info, str(tmp_path / "absent"))
+    assert str(caught.value).startswith(f"data set '{tmp_path / 'absent'}', split 'train': cannot be opened (")
+    assert "\n" not in str(caught.value)
+
+
+def open_data_set(info: ModelInfo, dataset: str) -> Sequences:
+    fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": {"family": "pile", "dataset": dataset}}
+    sequences = Sequences(toy_scan(**fields), info)
+    sequences.make_index()
+    return sequences
+
+
+def test_special_tokens_written_in_a_text_are_text(tmp_path: Path, info: ModelInfo):
+    rows: list[Row] = [("a<|endoftext|>b", None)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert all_tokens(open_corpus(info, path, n_ctx=15)) == [list(b"a<|endoftext|>b")]
+
+
+def test_the_mini_pile_reads_whole(info: ModelInfo):
+    if not PILE_MINI.is_dir():
+        pytest.skip("shared/data/pile-mini is not there")
+    sequences = open_corpus(info, PILE_MINI / "0*.jsonl.zst", n_ctx=256, sequences=300)
+    origins = all_origins(sequences)
+    assert len(origins["row"]) == 300
+    assert None not in origins["pile_set_name"]
+    content = zstandard.ZstdDecompressor().stream_reader(
+        (PILE_MINI / "00.jsonl.zst").read_bytes(), read_across_frames=True
+    )
+    lines = content.read().splitlines()
+    for file, row, ids in zip(origins["file"], origins["row"], all_tokens(sequences), strict=True):
+        if file.endswith("00.jsonl.zst"):
+            assert list(json.loads(lines[row])["text"].encode())[:256] == ids
+
+
+# Which files
+
+
+def test_files_come_in_the_order_of_their_names_whatever_the_order_asked(tmp_path: Path, info: ModelInfo):
+    for folder, name in [("b", "0"), ("a", "2"), ("a", "1"), ("b", "10")]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write_jsonl(tmp_path / folder / f"{name}.jsonl", [(f"{name} and more", folder)])
+    for files in (["b/*", "a/*"], ["a/1*", "b/10*", "a/2*", "b/0*"], ["**/*.jsonl"]):
+        origins = all_origins(open_corpus(info, [tmp_path / f for f in files]))
+        assert [Path(f).relative_to(tmp_path).as_posix() for f in origins["file"]] == [
+            "b/0.jsonl", "a/1.jsonl", "b/10.jsonl", "a/2.jsonl",
+        ]  # fmt: skip
+
+
+def test_each_file_is_read_once_however_often_it_is_named(
+    tmp_path: Path, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "b.jsonl").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    files = [str(path), "a.jsonl", "./a.jsonl", "*.jsonl", f"../{tmp_path.name}/a.jsonl"]
+    assert all_tokens(open_corpus(info, files)) == cut([ROWS], "document")
+
+
+def test_a_name_with_brackets_is_a_name_where_such_a_file_is(tmp_path: Path, info: ModelInfo):
+    path = write_jsonl(tmp_path / "a[1].jsonl", ROWS)
+    assert all_tokens(open_corpus(info, path)) == cut([ROWS], "document")
+
+
+def test_the_record_does_not_depend_on_the_directory(tmp_path: Path, info: ModelInfo):
+    records = []
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        corpus = open_corpus(info, write_jsonl(tmp_path / folder / "a.jsonl", ROWS)).corpus
+        assert corpus is not None
+        records.append(corpus.record)
+    assert records[0] == records[1]
+    assert records[0]["sources"][0]["path"] == "a.jsonl"
+
+
+# Lines
+
+
+def test_line_ends_blank_lines_and_a_missing_last_line_end_change_nothing(tmp_path: Path, info: ModelInfo):
+    lines = as_json(ROWS)
+    variants = {
+        "crlf": "\r\n".join([*lines, ""]),
+        "open": "\n".join(lines),
+        "blank": "\n\n" + "\n  \n\r\n".join(lines) + "\n\n",
+        "mark": "\ufeff" + "\n".join(lines),
+    }
+    for name, content in variants.items():
+        plain = tmp_path / f"{name}.jsonl"
+        plain.write_bytes(content.encode())
+        for path in (plain, write_zst(tmp_path / f"{name}.jsonl.zst", content.encode())):
+            sequences = open_corpus(info, path, "concat")
+            assert all_tokens(sequences) == cut([ROWS], "concat"), name
+            assert sequences.index is not None
+            assert sequences.index.problems == {}
+
+
+def test_rows_are_lines_blank_ones_included(tmp_path: Path, info: ModelInfo):
+    first, second = as_json(documents(6, 7))
+    path = write_lines(tmp_path / "a.jsonl", [b"", first.encode(), b"", b"", second.encode()])
+    assert all_origins(open_corpus(info, path))["row"] == [1, 4]
+
+
+def test_a_line_of_two_megabytes(tmp_path: Path, info: ModelInfo):
+    long = "0123456789" * 200_000
+    rows: list[Row] = [("before it", None), (long, None), ("behind it", None)]
+    for path in (write_jsonl(tmp_path / "a.jsonl", rows), write_zst(tmp_path / "a.jsonl.zst", plain_bytes(rows))):
+        assert [d.text for d in Source("jsonl", str(path), 0).documents()] == [text for text, _ in rows]
+    sequences = open_corpus(info, tmp_path / "a.jsonl.zst", "concat", n_ctx=1000, sequences_per_shard=500)
+    # 9 + 1, 2,000,000 + 1 and 9 + 1 tokens.
+    assert len(sequences) == 2000
+    assert sequences.shard(0).tokens[0].tolist() == [*b"before it", BYTE_BOS, *long[:990].encode()]
+    assert sequences.shard(3).tokens[-1].tolist() == list(long[1_998_990:1_999_990].encode())
+
+
+# Bad rows
+
+BAD_LINES = [
+    (b"{", "invalid JSON"),
+    (b'{"text": "abc"', "invalid JSON"),
+    (b"\x00", "invalid JSON"),
+    (b"[" * 100_000, "invalid JSON"),
+    (b"[1, 2]", "expected a JSON object, got list"),
+    (b'"text"', "expected a JSON object, got str"),
+    (b"null", "expected a JSON object, got NoneType"),
+    (b"{}", "text is null, expected a string"),
+    (b'{"text": null}', "text is null, expected a string"),
+    (b'{"text": 3}', "text is int, expected a string"),
+    (b'{"text": ["abcdefgh"]}', "text is list, expected a string"),
+    (b'{"text": ""}', "text is empty"),
+    (b'{"text": "abc\xff\xfedefgh"}', "not UTF-8"),
+    (b'{"text": "abc\\ud800defgh"}', "text has lone surrogates, which are not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), BAD_LINES)
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_a_bad_row_is_named_and_left_out(tmp_path: Path, info: ModelInfo, packing: str, line: bytes, problem: str):
+    rows = documents(*[8] * 120)
+    good = [line.encode() for line in as_json(rows)]
+    path = write_lines(tmp_path / "a.jsonl", [*good[:50], line, *good[50:]])
+    sequences = open_corpus(info, path, packing)
+    assert sequences.index is not None
+    assert sequences.index.problems == {f"{path}:50": problem}
+    assert all_tokens(sequences) == cut([rows], packing)
+    assert sequences.shard(0).bad_rows == [f"{path}:50 ({problem})"]
+
+
+def test_a_row_is_bad_in_one_shard_alone(tmp_path: Path, info: ModelInfo):
+    good = [line.encode() for line in as_json(documents(*[8] * 300))]
+    path = write_lines(tmp_path / "a.jsonl", [*good[:100], b"{", *good[100:299], b"{}", good[299]])
+    sequences = open_corpus(info, path, sequences_per_shard=100)
+    bad = [sequences.shard(i).bad_rows for i in range(3)]
+    assert bad == [[f"{path}:100 (invalid JSON)"], [], [f"{path}:300 (text is null, expected a string)"]]
+
+
+@pytest.mark.parametrize(("good", "bad", "fails"), [(99, 1, False), (98, 1, True), (198, 2, False), (197, 2, True)])
+def test_more_than_a_hundredth_of_bad_rows_fails_the_shard(
+    tmp_path: Path, info: ModelInfo, good: int, bad: int, fails: bool
+):
+    rows = documents(*[8] * good)
+    path = write_lines(tmp_path / "a.jsonl", [*[b"{"] * bad, *(line.encode() for line in as_json(rows))])
+    sequences = open_corpus(info, path, sequences_per_shard=1000)
+    if not fails:
+        assert all_tokens(sequences) == cut([rows], "document")
+        return
+    named = ", ".join(f"{path}:{i} (invalid JSON)" for i in range(bad))
+    with pytest.raises(CorpusError) as caught:
+        sequences.shard(0)
+    assert str(caught.value) == f"{bad} of {good + bad} rows are bad, more than 1%: {named}; mend or remove them"
+
+
+def test_a_failing_shard_leaves_the_others_alone_and_names_three_rows(tmp_path: Path, info: ModelInfo):
+    good = [line.encode() for line in as_json(documents(*[8] * 300))]
+    path = write_lines(tmp_path / "a.jsonl", [*good[:150], *[b"{"] * 9, *good[150:]])
+    sequences = open_corpus(info, path, sequences_per_shard=100)
+    with pytest.raises(CorpusError) as caught:
+        sequences.shard(1)
+    named = ", ".join(f"{path}:{i} (invalid JSON)" for i in (150, 151, 152))
+    assert str(caught.value) == f"9 of 109 rows are bad, more than 1%: {named} …; mend or remove them"
+    assert sequences.shard(0).tokens.tolist() == cut([documents(*[8] * 300)], "document")[:100]
+    assert sequences.shard(2).tokens.tolist() == cut([documents(*[8] * 300)], "document")[200:]
+
+
+@pytest.mark.parametrize(
+    ("meta", "name"),
+    [
+        ("null", None),
+        ("3", None),
+        ('["ArXiv"]', None),
+        ('"ArXiv"', None),
+        ('"{\\"pile_set_name\\": \\"ArXiv\\"}"', "ArXiv"),
+        ('"[]"', None),
+        ("{}", None),
+        ('{"pile_set_name": 3}', None),
+        ('{"pile_set_name": null}', None),
+        ('{"pile_set_name": "\\ud800"}', None),
+        ('{"pile_set_name": "ArXiv", "more": [1]}', "ArXiv"),
+    ],
+)
+def test_a_meta_of_any_type_is_no_problem(tmp_path: Path, info: ModelInfo, meta: str, name: str | None):
+    path = write_lines(tmp_path / "a.jsonl", [b'{"meta": %s, "text": "abcdefgh"}' % meta.encode()])
+    sequences = open_corpus(info, path)
+    assert all_tokens(sequences) == [list(b"abcdef")]
+    assert all_origins(sequences)["pile_set_name"] == [name]
+
+
+def test_a_parquet_row_that_is_not_utf8_is_bad_and_its_neighbours_are_not(tmp_path: Path, info: ModelInfo):
+    rows = documents(*[8] * 120)
+    texts: list[bytes | None] = [text.encode() for text, _ in rows]
+    column = pa.array([*texts[:7], b"abc\xff\xfedef", None, *texts[7:]], pa.binary())
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": column.view(pa.string())}), path)
+    sequences = open_corpus(info, path)
+    assert sequences.index is not None
+    assert sequences.index.problems == {f"{path}:7": "not UTF-8", f"{path}:8": "text is null, expected a string"}
+
+
+# Whole files that cannot be used
+
+
+def test_a_truncated_zst_file_is_named(tmp_path: Path, info: ModelInfo):
+    path = write_zst(tmp_path / "a.jsonl.zst", plain_bytes(ROWS))
+    path.write_bytes(path.read_bytes()[:-10])
+    assert problem_of(info, path) == f"{path}: the zstd stream ends in the middle; fetch the file again"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl.zst", b"no zstd at all", "cannot be read ("),
+        ("a.parquet", b"", "cannot be read ("),
+        ("a.parquet", b"PAR1 and then nothing", "cannot be read ("),
+        ("a.txt", b"abcdefgh", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
+        ("a.zst", b"", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
+        ("a.json", b"{}", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
+    ],
+)
+def test_a_file_that_is_not_what_it_says_is_named(
+    tmp_path: Path, info: ModelInfo, name: str, content: bytes, problem: str
+):
+    (tmp_path / name).write_bytes(content)
+    assert problem_of(info, tmp_path / name).startswith(f"{tmp_path / name}: {problem}")
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path: Path, info: ModelInfo):
+    path = write_parquet(tmp_path / "a.parquet", ROWS)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert problem_of(info, path).startswith(f"{path}: cannot be read (")
+
+
+def test_a_parquet_file_without_text_is_named_with_its_columns(tmp_path: Path, info: ModelInfo):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"content": ["abcdefgh"], "meta": ["{}"]}), path)
+    assert problem_of(info, path) == f"{path}: expected a column text, found content, meta"
+
+
+def test_a_file_that_is_not_there_is_named_with_the_directory(
+    tmp_path: Path, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert problem_of(info, "absent-*.jsonl") == f"input.files: no file matches 'absent-*.jsonl' (in {tmp_path})"
+    assert problem_of(info, "~nobody-of-that-name/a.jsonl").startswith("input.files: no file matches ")
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert problem_of(info, ["a.jsonl", "b.jsonl"]) == f"input.files: no file matches 'b.jsonl' (in {tmp_path})"
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path: Path, info: ModelInfo):
+    expected = f"input.files: '{tmp_path}' is a directory; expected files, for instance {tmp_path}/*"
+    assert problem_of(info, tmp_path) == expected
+
+
+def test_no_files_at_all_are_refused(info: ModelInfo):
+    assert problem_of(info, []) == "input.files: expected at least one path or glob, got []"
+
+
+@pytest.mark.parametrize("options", [{}, {"files": "a.jsonl", "dataset": "b"}])
+def test_the_pile_is_files_or_a_data_set(info: ModelInfo, options: dict[str, str]):
+    with pytest.raises(ScanError, match=r"^input: the family pile needs either files .* or dataset .*$"):
+        Sequences(toy_scan(sequences="all", input={"family": "pile", **options}), info).make_index()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, info: ModelInfo):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    path.chmod(0)
+    assert problem_of(info, path).startswith(f"{path}: cannot be read (")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "line"),
+    [
+        ([5, 4, 3], {}, "0 sequences of 6 tokens (document packing), at least 1 wanted"),
+        ([2, 1], {"packing": "concat"}, "0 sequences of 6 tokens (concat packing), at least 1 wanted"),
+        ([6, 5, 7], {"sequences": 3}, "2 sequences of 6 tokens (document packing), 3 wanted"),
+        ([6, 5, 7], {"sequences": 4, "packing": "concat"}, "3 sequences of 6 tokens (concat packing), 4 wanted"),
+        ([], {}, "0 sequences of 6 tokens (document packing), at least 1 wanted"),
+    ],
+)
+def test_a_corpus_that_is_too_small_says_what_it_holds(
+    tmp_path: Path, info: ModelInfo, lengths: list[int], changes: dict[str, Any], line: str
+):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(*lengths))
+    advice = "; lower n_ctx or sequences, or pack with concat"
+    assert problem_of(info, path, **changes) == f"input: the corpus holds {line}{advice}"
+
+
+def test_a_corpus_of_bad_rows_alone_says_so(tmp_path: Path, info: ModelInfo):
+    (tmp_path / "a.txt").write_bytes(b"abcdefgh\xff")
+    assert problem_of(info, tmp_path / "a.txt", family="text").endswith(
+        f"; 1 bad rows were left out, the first is {tmp_path / 'a.txt'}:0 (not UTF-8 (byte 8))"
+    )
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.txt"])
+def test_an_empty_file_holds_nothing(tmp_path: Path, info: ModelInfo, name: str):
+    (tmp_path / name).write_bytes(b"")
+    family = "text" if name == "a.txt" else "pile"
+    assert problem_of(info, tmp_path / name, family=family).startswith(
+        "input: the corpus holds 0 sequences of 6 tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: write_jsonl(path, documents(8, 9, 7, 8)),
+        lambda path: write_jsonl(path, documents(8, 8)),
+        lambda path: write_lines(path, [as_json(documents(8))[0].encode(), b"{", b"{", b"{"]),
+    ],
+)
+def test_a_file_that_changed_after_it_was_indexed_is_named(tmp_path: Path, info: ModelInfo, change: Any):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(8, 8, 8, 8))
+    sequences = open_corpus(info, path)
+    change(path)
+    with pytest.raises(CorpusError) as caught:
+        sequences.shard(0)
+    assert str(caught.value).startswith(f"{path}:")
+    assert str(caught.value).endswith(": changed since the run began; start a new run")
+
+
+def test_a_file_that_was_missing_for_a_while_is_read_again(tmp_path: Path, info: ModelInfo):
+    files = [documents(8, 8), documents(9, 9, first=2)]
+    first, second = (write_jsonl(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate(files))
+    sequences = open_corpus(info, [first, second], sequences_per_shard=2)
+    assert sequences.shard(0).tokens.tolist() == cut(files, "document")[:2]
+    content = second.read_bytes()
+    second.unlink()
+    with pytest.raises(CorpusError, match="cannot be read"):
+        sequences.shard(1)
+    second.write_bytes(content)
+    assert sequences.shard(1).tokens.tolist() == cut(files, "document")[2:]
+
+
+def test_packing_by_concat_needs_a_token_to_join_with(three_files: list[Path], info: ModelInfo):
+    nameless = toy_info(path=info.path, d_vocab=257, bos_token_id=None, eos_token_id=None)
+    assert len(open_corpus(nameless, three_files, "document")) == 8
+    with pytest.raises(ModelError) as caught:
+        len(open_corpus(nameless, three_files, "concat"))
+    assert str(caught.value) == "toy names no end-of-text token to join documents with; pack by document"

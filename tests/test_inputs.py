@@ -1,0 +1,235 @@
+"""Synthetic input families: what is drawn, on what it depends, and which options are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schemas.errors import ModelError, ScanError
+from schemas.scan import Scan
+from tests.toy_models import BOS, D_VOCAB, EOS, toy_info, toy_scan
+from workers.sequences import Sequences
+
+ROOT = Path(__file__).parent.parent
+
+
+def sequences_of(family: str = "uniform_random", n_ctx: int = 9, options: dict[str, Any] | None = None, **changes: Any):
+    return Sequences(toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes), toy_info())
+
+
+def all_tokens(sequences: Sequences) -> np.ndarray:
+    return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)])
+
+
+@pytest.mark.parametrize("family", ["uniform_random", "repeated_random"])
+@pytest.mark.parametrize("per_shard", [1, 2, 3, 7, 100])
+def test_shards_of_any_size_hold_the_same_sequences(family: str, per_shard: int):
+    whole = sequences_of(family, sequences=10)
+    parts = sequences_of(family, sequences=10, sequences_per_shard=per_shard)
+    assert all_tokens(parts).tolist() == all_tokens(whole).tolist()
+    assert parts.shards == -(-10 // per_shard)
+
+
+def test_a_shard_alone_gives_the_same_sequences_in_any_order():
+    inorder = all_tokens(sequences_of(sequences=10, sequences_per_shard=3))
+    sequences = sequences_of(sequences=10, sequences_per_shard=3)
+    for number in (3, 0, 2, 1):
+        shard = sequences.shard(number)
+        assert (shard.shard, shard.start) == (number, 3 * number)
+        assert shard.tokens.tolist() == inorder[3 * number : 3 * number + 3].tolist()
+
+
+def test_more_sequences_leave_the_first_ones_alone():
+    assert all_tokens(sequences_of(sequences=20))[:5].tolist() == all_tokens(sequences_of(sequences=5)).tolist()
+
+
+def test_another_process_draws_the_same_tokens():
+    code = (
+        "from tests.toy_models import toy_info, toy_scan\n"
+        "from workers.sequences import Sequences\n"
+        "scan = toy_scan(n_ctx=9, input={'family': 'repeated_random', 'period': 3}, seed=5)\n"
+        "print(Sequences(scan, toy_info()).shard(0).tokens.tolist())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    here = all_tokens(sequences_of("repeated_random", options={"period": 3}, seed=5))
+    assert run.stdout.strip() == str(here.tolist())
+
+
+def test_the_draws_never_change():
+    drawn = all_tokens(sequences_of(sequences=2, seed=1))
+    assert drawn.tolist() == [[0, 10, 26, 34, 41, 34, 19, 43, 24], [0, 11, 6, 4, 35, 51, 29, 10, 58]]
+
+
+def test_seeds_families_and_sequences_draw_differently():
+    draws = [all_tokens(sequences_of(seed=seed, n_ctx=33, sequences=2)) for seed in (0, 1)]
+    draws.append(all_tokens(sequences_of("repeated_random", options={"period": 32}, n_ctx=33, sequences=2)))
+    rows = {tuple(row) for tokens in draws for row in tokens.tolist()}
+    assert len(rows) == 6
+
+
+@pytest.mark.parametrize(("n_ctx", "period"), [(9, 1), (9, 3), (9, 4), (9, 8), (10, 4)])
+def test_repeated_random_repeats_with_its_period(n_ctx: int, period: int):
+    tokens = all_tokens(sequences_of("repeated_random", n_ctx, {"period": period, "distinct": True}))
+    text = tokens[:, 1:]
+    assert (text[:, period:] == text[:, :-period]).all()
+    assert all(len(set(row[:period])) == period for row in text.tolist())
+
+
+@pytest.mark.parametrize(
+    ("n_ctx", "bos", "period"), [(9, True, 4), (10, True, 5), (8, False, 4), (2, True, 1), (1, False, 1)]
+)
+def test_without_a_period_the_block_comes_twice(n_ctx: int, bos: bool, period: int):
+    repeated = sequences_of("repeated_random", n_ctx, {"distinct": True}, bos=bos)
+    named = sequences_of("repeated_random", n_ctx, {"distinct": True, "period": period}, bos=bos)
+    assert repeated.options["period"] is None
+    assert all_tokens(repeated).tolist() == all_tokens(named).tolist()
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_every_sequence_has_n_ctx_tokens_and_bos_first_where_wanted(bos: bool):
+    tokens = all_tokens(sequences_of(n_ctx=50, sequences=30, bos=bos))
+    assert tokens.shape == (30, 50)
+    assert tokens.dtype == np.int32
+    assert (tokens[:, 0] == BOS).all() == bos
+    assert not np.isin(tokens[:, int(bos) :], [BOS, EOS]).any()
+
+
+def test_every_ordinary_token_is_drawn_and_no_special_one():
+    tokens = all_tokens(sequences_of(n_ctx=64, sequences=60, bos=False))
+    assert sorted(set(tokens.ravel().tolist())) == [t for t in range(D_VOCAB) if t not in (BOS, EOS)]
+
+
+def test_special_tokens_in_the_middle_of_the_vocabulary_are_left_out_too():
+    info = toy_info(bos_token_id=30, eos_token_id=31)
+    tokens = all_tokens(Sequences(toy_scan(n_ctx=64, sequences=60, bos=False), info))
+    assert sorted(set(tokens.ravel().tolist())) == [t for t in range(D_VOCAB) if t not in (30, 31)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"low": 50}, range(50, 61)),
+        ({"high": 7}, range(2, 7)),
+        ({"low": 20, "high": 23}, range(20, 23)),
+        ({"low": 0, "high": 3}, range(2, 3)),
+        ({"high": 999, "low": 58}, range(58, 61)),
+    ],
+)
+@pytest.mark.parametrize("family", ["uniform_random", "repeated_random"])
+def test_low_and_high_bound_the_tokens(family: str, options: dict[str, int], expected: range):
+    tokens = all_tokens(sequences_of(family, 33, options, sequences=20))[:, 1:]
+    assert sorted(set(tokens.ravel().tolist())) == list(expected)
+
+
+def test_distinct_tokens_occur_once():
+    tokens = all_tokens(sequences_of(n_ctx=60, options={"distinct": True}, sequences=3))
+    # 59 ordinary tokens in 59 places: every sequence is a permutation.
+    assert [sorted(row) for row in tokens[:, 1:].tolist()] == [list(range(2, 61))] * 3
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("uniform_random", {"low": "3"}, "input.low: input should be a valid integer, got '3'"),
+        ("uniform_random", {"high": 2.5}, "input.high: input should be a valid integer, got 2.5"),
+        ("uniform_random", {"low": True}, "input.low: input should be a valid integer, got True"),
+        ("uniform_random", {"distinct": 1}, "input.distinct: input should be a valid boolean, got 1"),
+        (
+            "uniform_random",
+            {"hihg": 4},
+            "input.hihg: unknown option of uniform_random 'hihg': did you mean 'high'? Known: distinct, high, low",
+        ),
+        (
+            "uniform_random",
+            {"period": 4},
+            "input.period: unknown option of uniform_random 'period': Known: distinct, high, low",
+        ),
+        ("repeated_random", {"period": "4"}, "input.period: input should be a valid integer, got '4'"),
+        ("text", {}, "input.files: missing; the family text needs it"),
+        ("text", {"files": 3}, "input.files: input should be a valid string or a valid list, got 3"),
+        ("text", {"files": ["a", 3]}, "input.files.1: input should be a valid string, got 3"),
+        ("pile", {"files": "a", "packing": "x"}, "input.packing: input should be 'document' or 'concat', got 'x'"),
+        ("pile", {"files": "a", "split": None}, "input.split: input should be a valid string, got None"),
+        (
+            "uniform_randon",
+            {},
+            "input.family: unknown input family 'uniform_randon': did you mean 'uniform_random'? "
+            "Known: pile, repeated_random, text, uniform_random",
+        ),
+    ],
+)
+def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], message: str):
+    with pytest.raises(ScanError) as caught:
+        sequences_of(family, options=options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("repeated_random", {"period": 9}, "input.period: expected 1 to 8, the tokens in a sequence, got 9"),
+        ("repeated_random", {"period": 0}, "input.period: expected 1 to 8, the tokens in a sequence, got 0"),
+        ("repeated_random", {"period": -1}, "input.period: expected 1 to 8, the tokens in a sequence, got -1"),
+        (
+            "uniform_random",
+            {"low": 61},
+            "input: 1 token ids wanted from low = 61 on, 0 are there; widen low and high",
+        ),
+        (
+            "uniform_random",
+            {"low": 5, "high": 5},
+            "input: 1 token ids wanted from low = 5 on and below high = 5, 0 are there; widen low and high",
+        ),
+        (
+            "uniform_random",
+            {"high": 2},
+            "input: 1 token ids wanted from low = 0 on and below high = 2, 0 are there; widen low and high",
+        ),
+        (
+            "uniform_random",
+            {"high": 9, "distinct": True},
+            "input: 8 token ids wanted from low = 0 on and below high = 9, 7 are there; widen low and high",
+        ),
+        (
+            "repeated_random",
+            {"high": 5, "distinct": True},
+            "input: 4 token ids wanted from low = 0 on and below high = 5, 3 are there; widen low and high",
+        ),
+    ],
+)
+def test_an_impossible_option_is_refused_by_the_first_draw(family: str, options: dict[str, Any], message: str):
+    with pytest.raises(ScanError) as caught:
+        sequences_of(family, options=options).shard(0)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_ctx": 65}, "n_ctx: 65 is beyond the 64 positions of toy"),
+        ({"n_ctx": 1}, "n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"),
+        ({"sequences": "all"}, "sequences: expected a number, got 'all'; the family uniform_random has no end"),
+    ],
+)
+def test_a_scan_that_does_not_fit_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ScanError) as caught:
+        Sequences(toy_scan(**changes), toy_info())
+    assert str(caught.value) == message
+
+
+def test_a_model_without_a_bos_token_cannot_begin_sequences_with_one():
+    info = toy_info(bos_token_id=None)
+    with pytest.raises(ModelError) as caught:
+        Sequences(toy_scan(), info)
+    assert str(caught.value) == "toy names no beginning-of-sequence token; set bos = false"
+    assert Sequences(toy_scan(bos=False), info).shard(0).tokens.shape == (4, 8)
+
+
+def test_the_longest_context_of_the_model_is_allowed():
+    scan: Scan = toy_scan(n_ctx=64, sequences=1)
+    assert Sequences(scan, toy_info()).shard(0).tokens.shape == (1, 64)

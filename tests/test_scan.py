@@ -1,0 +1,284 @@
+"""Scan files: what is read, what is refused and in which words, and what the fingerprint depends on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from schemas.errors import ScanError
+from schemas.scan import Scan, load_scan, parse_scan
+
+MINIMAL = {"model": "toy", "n_ctx": 8, "input": {"family": "pile"}, "sequences": 3}
+KNOWN = ", ".join(sorted(Scan.model_fields))
+
+FILE = """
+model = "toy"
+n_ctx = 8
+sequences = 3
+
+[input]
+family = "pile"
+files = ["a.jsonl", "b.jsonl"]
+"""
+
+
+def lines_of(fields: dict[str, Any]) -> list[str]:
+    with pytest.raises(ScanError) as caught:
+        parse_scan(fields)
+    return str(caught.value).splitlines()
+
+
+@pytest.fixture
+def scan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.toml"
+    path.write_text(FILE, encoding="utf-8")
+    return path
+
+
+def test_a_minimal_scan_has_these_defaults():
+    assert parse_scan(MINIMAL).model_dump() == {
+        "model": "toy",
+        "revision": None,
+        "weights": "raw",
+        "precision": "float32",
+        "engine": "fused",
+        "n_ctx": 8,
+        "bos": True,
+        "input": {"family": "pile"},
+        "interventions": ("none",),
+        "statistics": "all",
+        "sequences": 3,
+        "sequences_per_shard": 256,
+        "batch_size": "auto",
+        "seed": 0,
+        "out": "runs",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("model", 3, "input should be a valid string"),
+        ("model", "", "string should have at least 1 character"),
+        ("revision", 3, "input should be a valid string"),
+        ("weights", "rwa", "input should be 'raw' or 'folded'"),
+        ("precision", "bfloat16", "input should be 'float32'"),
+        ("engine", None, "input should be 'fused' or 'dense'"),
+        ("n_ctx", "8", "input should be a valid integer"),
+        ("n_ctx", 8.0, "input should be a valid integer"),
+        ("n_ctx", True, "input should be a valid integer"),
+        ("n_ctx", 0, "input should be greater than or equal to 1"),
+        ("bos", 1, "input should be a valid boolean"),
+        ("bos", "true", "input should be a valid boolean"),
+        ("input", "pile", "input should be an object"),
+        ("interventions", "none", "input should be a valid array"),
+        ("statistics", "al", "input should be 'all' or a valid array"),
+        ("statistics", 5, "input should be 'all' or a valid array"),
+        ("sequences", "al", "input should be a valid integer or 'all'"),
+        ("sequences", 0, "input should be greater than or equal to 1 or 'all'"),
+        ("sequences", 1.5, "input should be a valid integer or 'all'"),
+        ("sequences_per_shard", 0, "input should be greater than or equal to 1"),
+        ("batch_size", "large", "input should be a valid integer or 'auto'"),
+        ("batch_size", -4, "input should be greater than or equal to 1 or 'auto'"),
+        ("seed", -1, "input should be greater than or equal to 0"),
+        ("seed", "0", "input should be a valid integer"),
+        ("out", 3, "input should be a valid string"),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_key_expectation_and_value(key: str, value: object, problem: str):
+    assert lines_of(MINIMAL | {key: value}) == [f"{key}: {problem}, got {value!r}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"input": {"family": 3}}, "input.family: input should be a valid string, got 3"),
+        ({"input": {}}, "input.family: missing; expected the name of an input family"),
+        ({"statistics": ["entropy", 2]}, "statistics.1: input should be a valid string, got 2"),
+        ({"interventions": [None]}, "interventions.0: input should be a valid string, got None"),
+        ({"statistics": []}, "statistics: expected at least one name, each once, got []"),
+        ({"interventions": []}, "interventions: expected at least one name, each once, got []"),
+        (
+            {"statistics": ["entropy", "entropy"]},
+            "statistics: expected at least one name, each once, got ['entropy', 'entropy']",
+        ),
+        (
+            {"interventions": ["none", "none"]},
+            "interventions: expected at least one name, each once, got ['none', 'none']",
+        ),
+        ({"n_ctxt": 8}, f"unknown key 'n_ctxt': did you mean 'n_ctx'? Known: {KNOWN}"),
+        ({"zzz": 8}, f"unknown key 'zzz': Known: {KNOWN}"),
+    ],
+)
+def test_a_wrong_place_is_named(changes: dict[str, Any], line: str):
+    assert lines_of(MINIMAL | changes) == [line]
+
+
+def test_an_unknown_statistic_is_answered_with_the_nearest_name():
+    (line,) = lines_of(MINIMAL | {"statistics": ["sink_mas"]})
+    assert line.startswith("statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("model", "a Hub id, a local directory, or bundled:NAME"),
+        ("n_ctx", "tokens in every sequence, the beginning-of-sequence token included"),
+        ("input", "where sequences come from: a family and its options"),
+        ("sequences", "how many sequences; all means as many as the corpus holds"),
+    ],
+)
+def test_a_missing_key_is_named_with_what_it_means(key: str, expected: str):
+    assert lines_of({k: v for k, v in MINIMAL.items() if k != key}) == [f"{key}: missing; expected {expected}"]
+
+
+def test_several_problems_are_several_lines():
+    assert lines_of({"n_ctx": 0, "input": {"family": "pile"}, "sequences": "al", "mode": 1}) == [
+        "model: missing; expected a Hub id, a local directory, or bundled:NAME",
+        "n_ctx: input should be greater than or equal to 1, got 0",
+        "sequences: input should be a valid integer or 'all', got 'al'",
+        f"unknown key 'mode': did you mean 'model'? Known: {KNOWN}",
+    ]
+
+
+def test_options_of_the_input_are_kept_as_written(scan_file: Path):
+    assert load_scan(scan_file).input.options == {"files": ["a.jsonl", "b.jsonl"]}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("n_ctx=16", "n_ctx", 16),
+        ("sequences=all", "sequences", "all"),
+        ('sequences="all"', "sequences", "all"),
+        ("bos=false", "bos", False),
+        ("out=some/where", "out", "some/where"),
+        ("out=a=b", "out", "a=b"),
+        ("out=", "out", ""),
+        (" seed = 7", "seed", 7),
+        ("model=bundled:gpt2-mini", "model", "bundled:gpt2-mini"),
+        ('statistics=["entropy", "sink_mass"]', "statistics", ("entropy", "sink_mass")),
+    ],
+)
+def test_an_override_is_a_toml_value_or_a_bare_string(scan_file: Path, override: str, key: str, value: object):
+    assert getattr(load_scan(scan_file, [override]), key) == value
+
+
+def test_overrides_reach_into_tables_and_the_last_one_counts(scan_file: Path):
+    scan = load_scan(scan_file, ["input.packing=document", "input.packing=concat", "input.files=c.jsonl"])
+    assert scan.input.options == {"files": "c.jsonl", "packing": "concat"}
+
+
+def test_an_override_can_make_a_table(tmp_path: Path):
+    path = tmp_path / "bare.toml"
+    path.write_text('model = "toy"\nn_ctx = 8\nsequences = 3\n', encoding="utf-8")
+    assert load_scan(path, ["input.family=pile"]).input.family == "pile"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("n_ctx", "--set n_ctx: expected key=value, for instance --set n_ctx=128"),
+        ("=3", "--set =3: expected key=value, for instance --set n_ctx=128"),
+        ("", "--set : expected key=value, for instance --set n_ctx=128"),
+        ("n_ctx.deep=3", "--set n_ctx.deep=3: n_ctx is a value, not a table"),
+        ("input.family.x=3", "--set input.family.x=3: family is a value, not a table"),
+    ],
+)
+def test_a_malformed_override_is_refused(scan_file: Path, override: str, message: str):
+    with pytest.raises(ScanError) as caught:
+        load_scan(scan_file, [override])
+    assert str(caught.value) == message
+
+
+def test_a_wrong_override_is_explained_like_a_wrong_file(scan_file: Path):
+    with pytest.raises(ScanError) as caught:
+        load_scan(scan_file, ["bos=False", "n_ctx=0"])
+    assert str(caught.value).splitlines() == [
+        f"{scan_file}: n_ctx: input should be greater than or equal to 1, got 0",
+        f"{scan_file}: bos: input should be a valid boolean, got 'False'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"n_ctx = ", "not valid TOML: Invalid value (at end of document)"),
+        (b"n_ctx = 1\nn_ctx = 2\n", "not valid TOML: Cannot overwrite a value (at line 2, column 10)"),
+        (b'model = "\xff"', "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 9: invalid start byte"),
+    ],
+)
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, problem: str):
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(ScanError) as caught:
+        load_scan(path)
+    assert str(caught.value) == f"{path}: {problem}"
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path):
+    with pytest.raises(ScanError) as caught:
+        load_scan(tmp_path / "absent.toml")
+    expected = "cannot be read (No such file or directory); expected a TOML scan file"
+    assert str(caught.value) == f"{tmp_path / 'absent.toml'}: {expected}"
+    with pytest.raises(ScanError, match=r"cannot be read \(Is a directory\)"):
+        load_scan(tmp_path)
+
+
+def test_a_scan_cannot_be_changed():
+    scan = parse_scan(MINIMAL)
+    with pytest.raises(ValidationError, match="frozen"):
+        scan.n_ctx = 9  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValidationError, match="frozen"):
+        scan.input.family = "text"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+CHANGES: dict[str, Any] = {
+    "model": "other",
+    "revision": "main",
+    "weights": "folded",
+    "engine": "dense",
+    "n_ctx": 9,
+    "bos": False,
+    "input": {"family": "pile", "packing": "concat"},
+    "interventions": ["none", "zero_first_value"],
+    "statistics": ["entropy"],
+    "sequences": 4,
+    "sequences_per_shard": 8,
+    "batch_size": 2,
+    "seed": 1,
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_the_fingerprint_changes_with(key: str):
+    assert parse_scan(MINIMAL | {key: CHANGES[key]}).fingerprint != parse_scan(MINIMAL).fingerprint
+
+
+def test_every_field_but_out_and_the_only_precision_is_known_to_change_the_fingerprint():
+    assert set(Scan.model_fields) - set(CHANGES) == {"out", "precision"}
+    assert "precision" in parse_scan(MINIMAL).model_dump(exclude={"out"})
+
+
+def test_the_fingerprint_does_not_depend_on_where_the_run_is_written():
+    assert parse_scan(MINIMAL | {"out": "elsewhere"}).fingerprint == parse_scan(MINIMAL).fingerprint
+
+
+def test_the_fingerprint_does_not_depend_on_the_order_of_keys():
+    options = {"family": "pile", "files": "a", "packing": "concat"}
+    backwards = {key: MINIMAL[key] for key in reversed(MINIMAL)} | {"input": dict(reversed(options.items()))}
+    assert parse_scan(backwards).fingerprint == parse_scan(MINIMAL | {"input": options}).fingerprint
+
+
+def test_a_default_written_out_is_the_same_scan():
+    assert parse_scan(MINIMAL | {"seed": 0, "bos": True}).fingerprint == parse_scan(MINIMAL).fingerprint
+
+
+def test_the_run_id_is_the_name_and_the_fingerprint():
+    scan = parse_scan(MINIMAL)
+    assert len(scan.fingerprint) == 8
+    assert int(scan.fingerprint, 16) >= 0
+    assert scan.run_id("toy") == f"toy-{scan.fingerprint}"
