@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def one_head(a: np.ndarray, t: list[int]) -> dict[str, float]:
     copies = {i: [j for j in range(i) if t[j] == t[i]] for i in queries}
     matched = [i for i in queries if copies[i]]
 
-    def mean(values: list[float]) -> float:
+    def mean(values: Sequence[float]) -> float:
         return float(np.mean(values)) if values else math.nan
 
     return {
@@ -168,7 +169,8 @@ def test_induction_score_on_a_repeated_block_is_the_strict_score() -> None:
     info = describe(find_model("bundled:gpt2-mini"))
     options = {"family": "repeated_random", "period": 25, "distinct": True}
     tokens = Sequences(scan_of(51, sequences=4, input=options), info).shard(0).tokens
-    model = GPT2LMHeadModel.from_pretrained(info.path, attn_implementation="eager").eval()
+    path = find_model("bundled:gpt2-mini")
+    model: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").double().eval()
     with torch.no_grad():
         patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
     strict = torch.stack([p.diagonal(-24, 2, 3)[..., 2:].mean(-1) for p in patterns], dim=1).numpy()
