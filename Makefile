@@ -7,18 +7,21 @@ RUNS ?= runs/demo
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install -qq --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
 demo: .venv/.installed
-	$(BIN)/headcount scan jobs/scans/demo/*.toml --set out=$(RUNS)
-	@echo; echo '— Induction heads, on 25 tokens repeated and on 50 that are not: without anything to copy they rest on the first token'
-	$(BIN)/headcount query $(RUNS) dormant_induction_heads --limit 8
-	@echo; echo '— Sink heads, reading text'
-	$(BIN)/headcount query $(RUNS) "FROM sink_heads WHERE input_family = 'text'" --limit 6
-	@echo; echo '— Value vectors at the sink: short where attention rests'
-	$(BIN)/headcount query $(RUNS) "FROM sink_values WHERE input_family = 'text'" --limit 6
-	$(BIN)/headcount report $(RUNS) -o report.html
+	@$(BIN)/headcount scan jobs/scans/demo/*.toml --set out=$(RUNS)
+	@echo; echo 'Induction heads: at work on 25 tokens repeated, and resting on the first token where nothing repeats'
+	@$(BIN)/headcount query $(RUNS) "SELECT model, label, induction_repeated, sink_repeated, sink_unrepeated, sink_text \
+		FROM dormant_induction_heads WHERE induction_repeated >= 0.4"
+	@echo; echo 'Sink heads: attention to the first token against chance, its value vector and residual stream against the others'
+	@$(BIN)/headcount query $(RUNS) "SELECT model, input_family, label, sink_mass, chance, value_norm_ratio, resid_pre_norm_ratio \
+		FROM sink_heads WHERE rank <= 2 AND input_family <> 'repeated_random'"
+	@echo; echo 'Previous-token heads: what the induction heads are built on'
+	@$(BIN)/headcount query $(RUNS) "SELECT model, label, mean_previous_token_score, mean_entropy, mean_mean_distance \
+		FROM by_head WHERE input_family = 'uniform_random' AND mean_previous_token_score > 0.9"
+	@echo; $(BIN)/headcount report $(RUNS) -o report.html
 
 check: .venv/.installed
 	$(BIN)/ruff check .

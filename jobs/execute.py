@@ -62,6 +62,8 @@ def start_ray(resources: Resources) -> Resources:
     resources = Resources(resources.replicas, resources.cores or max(1, available // resources.replicas))
     if not ray.is_initialized():
         os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        # Ray's C++ core reports on stderr what Ray Data does by design (constructor arguments of a pool's actors).
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         ray.init(
             # One logical core more than the replicas take: a reader that finds none would wait for ever.
             num_cpus=resources.replicas * resources.cores + 1,

@@ -27,6 +27,8 @@ def watch(outcomes: Iterable[Commit | Failure], tokens: int, done: int, console:
             if not console.is_terminal and time.monotonic() >= quiet_until:
                 console.print(state.line(), highlight=False)
                 quiet_until = time.monotonic() + QUIET_SECONDS
+    if state.began is not None:
+        console.print(state.summary(), highlight=False)
     return state.failures
 
 
@@ -46,6 +48,11 @@ class _State:
         self.began = self.began or time.monotonic() - outcome.seconds
         self.done += outcome.tokens
 
+    def summary(self) -> str:
+        """What was measured in how much time."""
+        measured, seconds = self.done - self.before, time.monotonic() - (self.began or 0)
+        return f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s"
+
     def line(self) -> str:
         """Done, speed, time left, failed shards."""
         parts = [f"{self.done:,} of {self.tokens:,} tokens"]
@@ -60,9 +67,11 @@ class _State:
 def duration(seconds: float) -> str:
     """A time in the two units that matter.
 
-    >>> duration(5), duration(125), duration(7300)
-    ('5 s', '2 min 5 s', '2 h 1 min')
+    >>> duration(0.25), duration(45), duration(125), duration(7300)
+    ('0.2 s', '45 s', '2 min 5 s', '2 h 1 min')
     """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

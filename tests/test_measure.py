@@ -44,9 +44,8 @@ def tokens_of(n_ctx: int) -> np.ndarray:
 
 def reference(tokens: np.ndarray) -> dict[str, np.ndarray]:
     """The statistics `[sequence layer head]` by their formulas, one query at a time, in float64."""
-    model = (
-        GPT2LMHeadModel.from_pretrained(find_model("bundled:gpt2-mini"), attn_implementation="eager").double().eval()
-    )
+    path = find_model("bundled:gpt2-mini")
+    model: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").double().eval()
     qkv: list[torch.Tensor] = []
     z: list[torch.Tensor] = []
     resid_post: list[torch.Tensor] = []
