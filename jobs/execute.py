@@ -23,7 +23,6 @@ from schemas.errors import HeadcountError, RunError
 from schemas.runs import Commit, RunDirectory
 from schemas.scan import Scan
 from workers.code import code_fingerprint
-from workers.corpus import Index
 from workers.models import ModelInfo
 from workers.replica import Replica
 from workers.sequences import Sequences, ShardInput
@@ -85,10 +84,11 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     groups = [list(shards[i : i + SHARDS_PER_TASK]) for i in range(0, len(shards), SHARDS_PER_TASK)]
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= resources.replicas else 0
-    index = ray.put(plan.sequences.index)
+    # The driver has listed and indexed the files; no worker does it again.
+    known = ray.put((plan.sequences.index, plan.sequences.corpus))
     rows = (
         ray.data.from_items([{"shards": group} for group in groups], override_num_blocks=len(groups))
-        .flat_map(_ReadShards(plan.scan, plan.info, index), num_cpus=1)
+        .flat_map(_ReadShards(plan.scan, plan.info, known), num_cpus=1)
         .map(
             _ReplicaActor,  # pyright: ignore[reportArgumentType]  (a class with __call__ is meant)
             fn_constructor_args=(plan.scan, plan.info, plan.run, plan.manifest.code, resources.cores),
@@ -109,12 +109,12 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
 class _ReadShards:
     """Reads and tokenises shards, one row each."""
 
-    def __init__(self, scan: Scan, info: ModelInfo, index: Any) -> None:
-        self.scan, self.info, self.index = scan, info, index
+    def __init__(self, scan: Scan, info: ModelInfo, known: Any) -> None:
+        self.scan, self.info, self.known = scan, info, known
 
     def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        index: Index | None = ray.get(self.index)
-        sequences = Sequences(self.scan, self.info, index)
+        index, corpus = ray.get(self.known)
+        sequences = Sequences(self.scan, self.info, index, corpus)
         for shard in row["shards"]:
             try:
                 yield {"input": pickle.dumps(sequences.shard(int(shard)))}

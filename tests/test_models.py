@@ -253,6 +253,16 @@ def test_attention_that_is_not_the_causal_softmax_is_refused(tmp_path: Path, con
     assert problem_of(toy.save_model(tmp_path / "other", config())).endswith("use engine = 'dense'")
 
 
+@pytest.mark.parametrize("name", ["gpt2", "legacy-pth"])
+def test_folded_weights_keep_the_patterns_and_change_the_values(shelf: Shelf, name: str):
+    tokens = toy.repeating_tokens(17)
+    raw, folded = (toy.measure(shelf.path(name), tokens, weights=weights) for weights in ("raw", "folded"))
+    assert folded.engine == "dense"
+    worst = differences(raw, folded)
+    assert {k: worst[k] for k in ("sink_mass", "entropy", "induction_score") if not worst[k] < 1e-5} == {}
+    assert worst["value_norm"] > 1e-3
+
+
 # Finding, describing and loading
 
 

@@ -132,6 +132,7 @@ class DenseEngine:
     def __init__(self, model: LoadedModel, edits: Edits | None = None) -> None:
         """`edits` maps an activation's TransformerLens name to a function that returns an edited one."""
         self.model, self.edits = model, edits or {}
+        self._shown: dict[tuple[int, int], bool] = {}
 
     def run(self, tokens: Tensor, matches: Mapping[str, TokenPairs], on_layer: OnLayer) -> None:
         """One forward pass over tokens `[batch pos]`."""
@@ -185,20 +186,26 @@ class DenseEngine:
             pass
 
     def _scores(self, layer: int, seen: Activations) -> Tensor:
-        """The scores behind a layer's pattern: as the bridge shows them, or scale·q·k; held against the pattern."""
+        """The scores behind a layer's pattern: as the bridge shows them, or else scale·q·k."""
         q, k = (seen[name].transpose(1, 2) for name in "qk")
-        shown = [seen["attn_scores"]]
-        computed = [] if "attn_scores" in self.edits else [q @ k.mT * q.shape[-1] ** -0.5]
+        known = (layer, q.shape[2])
+        if known not in self._shown:
+            self._shown[known] = self._shows_scores(layer, q, k, seen)
+        return seen["attn_scores"] if self._shown[known] else q @ k.mT * q.shape[-1] ** -0.5
+
+    def _shows_scores(self, layer: int, q: Tensor, k: Tensor, seen: Activations) -> bool:
+        """Whether the bridge shows the scores, or q and k make them: held once against the layer's pattern."""
         future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        for scores in shown + computed:
-            if torch.allclose(
-                scores.masked_fill(future, MASKED).softmax(-1), seen["unedited"], atol=1e-4, equal_nan=True
-            ):
+        # An edit of scores that the bridge does not show would be measured and have no effect.
+        for shown in (True,) if "attn_scores" in self.edits else (True, False):
+            scores = seen["attn_scores"] if shown else q @ k.mT * q.shape[-1] ** -0.5
+            implied = scores.masked_fill(future, MASKED).softmax(-1)
+            if torch.allclose(implied.tril(), seen["unedited"].tril(), atol=1e-4, equal_nan=True):
                 if (scores.masked_fill(future, 0) <= MASKED).any():
                     raise ModelError(
                         f"{self.model.info.name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
                     )
-                return scores
+                return shown
         raise ModelError(
             f"{self.model.info.name}: the bridge does not show the scores behind the pattern of layer {layer}"
         )

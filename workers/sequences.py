@@ -31,10 +31,15 @@ class ShardInput:
 
 
 class Sequences:
-    """Sequences `0 .. len-1` of a scan. For a corpus, `index` must have been built (`make_index`) or read."""
+    """Sequences `0 .. len-1` of a scan.
 
-    def __init__(self, scan: Scan, info: ModelInfo, index: Index | None = None) -> None:
+    For a corpus, `index` must have been built (`make_index`) or read; `corpus` is given where its files were listed before.
+    """
+
+    def __init__(self, scan: Scan, info: ModelInfo, index: Index | None = None, corpus: Corpus | None = None) -> None:
         self.scan, self.info, self.index = scan, info, index
+        if corpus is not None:
+            self.corpus = corpus
         self.family = find_input(scan.input.family)
         self.options = self.family.check(scan.input.options)
         if scan.n_ctx > info.n_ctx:

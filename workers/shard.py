@@ -31,20 +31,8 @@ def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
     for intervention in scan.interventions:
         measured = replica.measure(shard.tokens, intervention)
         engines.add(measured.engine)
-        for table, rows in (
-            ("heads", heads_table(scan, shard, measured)),
-            ("sequences", sequences_table(scan, shard, measured)),
-        ):
-            path = run.data_file(table, intervention, shard.shard)
-            metadata = {"run_id": run.run_id, "intervention": intervention}
-            write_whole(path, parquet_bytes(rows.replace_schema_metadata(metadata)))
-            size = path.stat().st_size
-            files.append(
-                DataFile(
-                    table=table, intervention=intervention, path=path.relative_to(run.path).as_posix(),
-                    rows=rows.num_rows, bytes=size,
-                )
-            )  # fmt: skip
+        tables = {"heads": heads_table(scan, shard, measured), "sequences": sequences_table(scan, shard, measured)}
+        files += [_write_table(run, name, intervention, shard.shard, rows) for name, rows in tables.items()]
     commit = Commit(
         run_id=run.run_id,
         shard=shard.shard,
@@ -61,6 +49,14 @@ def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
     )
     write_whole(run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode())
     return commit
+
+
+def _write_table(run: RunDirectory, table: str, intervention: str, shard: int, rows: pa.Table) -> DataFile:
+    path = run.data_file(table, intervention, shard)
+    content = parquet_bytes(rows.replace_schema_metadata({"run_id": run.run_id, "intervention": intervention}))
+    write_whole(path, content)
+    name = path.relative_to(run.path).as_posix()
+    return DataFile(table=table, intervention=intervention, path=name, rows=rows.num_rows, bytes=len(content))
 
 
 def heads_table(scan: Scan, shard: ShardInput, measured: Measured) -> pa.Table:

@@ -1,0 +1,137 @@
+"""What a shard writes: whole files, the right types, the keys of the run, and the record that makes it count."""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.execute import missing_shards
+from jobs.plan import Plan, make_plan, prepare_run
+from schemas.errors import RunError
+from schemas.scan import parse_scan
+from workers.replica import Replica
+from workers.shard import record_failure, run_shard, write_whole
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A run of two shards of the attention-only model, done."""
+    fields = {
+        "model": "bundled:attn-only-2l-mini", "n_ctx": 5, "sequences": 5, "sequences_per_shard": 3,
+        "input": {"family": "uniform_random", "distinct": True}, "out": str(tmp_path_factory.mktemp("runs")),
+    }  # fmt: skip
+    made = make_plan(parse_scan(fields), "small")
+    prepare_run(made, "# as submitted\n")
+    replica = Replica(made.info, made.scan, threads=1)
+    for shard in range(2):
+        run_shard(replica, made.run, made.sequences.shard(shard))
+    return made
+
+
+def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
+    names = sorted(p.relative_to(plan.run.path).as_posix() for p in plan.run.path.rglob("*") if p.is_file())
+    assert names == [
+        "commits/shard-000000.json",
+        "commits/shard-000001.json",
+        "heads/intervention=none/shard-000000.parquet",
+        "heads/intervention=none/shard-000001.parquet",
+        "manifest.json",
+        "scan.toml",
+        "sequences/intervention=none/shard-000000.parquet",
+        "sequences/intervention=none/shard-000001.parquet",
+    ]
+    assert plan.run.scan_file.read_text() == "# as submitted\n"
+
+
+def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
+    table = pq.ParquetFile(plan.run.data_file("heads", "none", 1)).read()
+    assert table.num_rows == 2 * 2 * 8
+    keys = list(zip(*(table[name].to_pylist() for name in ("layer", "sequence", "head")), strict=True))
+    assert keys == [(layer, sequence, head) for layer in range(2) for sequence in (3, 4) for head in range(8)]
+    assert set(table["shard"].to_pylist()) == {1}
+    assert table.schema.field("layer").type == pa.int16()
+    assert table.schema.field("entropy").type == pa.float32()
+
+
+def test_files_say_what_their_columns_mean(plan: Plan) -> None:
+    schema = pq.read_schema(plan.run.data_file("heads", "none", 0))
+    assert schema.metadata[b"run_id"].decode() == plan.run.run_id
+    field = schema.field("sink_mass").metadata
+    assert field[b"unit"] == b"probability"
+    assert field[b"range"] == b"[0, 1]"
+    assert "Σ_{q≥1} A[q,0]" in field[b"description"].decode()
+
+
+def test_undefined_is_null_and_never_zero(plan: Plan) -> None:
+    heads = pq.ParquetFile(plan.run.data_file("heads", "none", 0)).read()
+    sequences = pq.ParquetFile(plan.run.data_file("sequences", "none", 0)).read()
+    # Distinct tokens: nothing repeats, so there is nothing to score.
+    assert heads["induction_score"].null_count == heads.num_rows
+    assert heads["match_coverage"].to_pylist() == [0.0] * heads.num_rows
+    assert sequences["chance_induction_score"].null_count == 3
+    assert sequences["file"].null_count == 3
+    assert sequences["chance_sink_mass"].to_pylist() == [pytest.approx((1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 4)] * 3
+
+
+def test_sequences_hold_the_tokens(plan: Plan) -> None:
+    table = pq.ParquetFile(plan.run.data_file("sequences", "none", 1)).read()
+    assert table["tokens"].to_pylist() == plan.sequences.shard(1).tokens.tolist()
+    assert table["n_tokens"].to_pylist() == [5, 5]
+
+
+def test_a_commit_counts_what_was_written(plan: Plan) -> None:
+    first, second = plan.run.commits()
+    assert (first.start, first.stop, first.rows, first.tokens, first.attempt) == (0, 3, 48, 15, 1)
+    assert (second.start, second.stop, second.rows, second.tokens) == (3, 5, 32, 10)
+    for file in first.files:
+        assert (plan.run.path / file.path).stat().st_size == file.bytes
+    assert math.isfinite(first.seconds)
+
+
+def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
+    assert missing_shards(plan) == []
+    path = plan.run.data_file("heads", "none", 1)
+    whole = path.read_bytes()
+    try:
+        for damaged in (whole[:-1], whole[:-4] + b"\0\0\0\0", None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            assert missing_shards(plan) == [1]
+    finally:
+        path.write_bytes(whole)
+    assert missing_shards(plan) == []
+
+
+def test_attempts_are_counted(plan: Plan) -> None:
+    record_failure(plan.run, 7, "first reason")
+    record_failure(plan.run, 7, "second reason")
+    assert plan.run.failure(7) == (2, "second reason")
+    assert plan.run.failure(6) is None
+    plan.run.failure_file(7).unlink()
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_seen_and_the_old_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "shard-000000.parquet"
+    write_whole(path, b"old")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"shard-000000\.parquet: cannot be written \(File too large\)"):
+            write_whole(path, b"x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == b"old"
+
+
+def test_an_out_that_is_a_file_is_one_clear_line(tmp_path: Path, plan: Plan) -> None:
+    (tmp_path / "out").write_text("")
+    scan = plan.scan.model_copy(update={"out": str(tmp_path / "out")})
+    with pytest.raises(RunError, match=r"out/run_id=.*: cannot be written \(Not a directory\)"):
+        prepare_run(make_plan(scan, "small"), "")
