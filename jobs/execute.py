@@ -10,6 +10,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,11 +130,14 @@ class _ReplicaActor:
         if code_fingerprint() != code:
             raise RunError(f"this node runs code {code_fingerprint()}, the driver {code}; remove the installed copy")
         self.run = run
-        self.replica = Replica(info, scan, threads=cores)
+        # One thread for everything that computes: OpenMP makes a team of threads for each thread that does, and stops
+        # spinning when the teams outnumber the cores.
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.replica = self.thread.submit(Replica, info, scan, threads=cores).result()
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         shard: ShardInput | Failure = pickle.loads(row["input"])
-        return {"outcome": pickle.dumps(self._measure(shard))}
+        return {"outcome": pickle.dumps(self.thread.submit(self._measure, shard).result())}
 
     def _measure(self, shard: ShardInput | Failure) -> Commit | Failure:
         if isinstance(shard, ShardInput):
