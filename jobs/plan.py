@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -13,7 +12,7 @@ from typing import Any
 from schemas.errors import RunError
 from schemas.runs import Manifest, RunDirectory, differing_keys
 from schemas.scan import Scan
-from schemas.statistics import Statistic, select
+from schemas.statistics import select
 from workers.code import code_fingerprint
 from workers.corpus import Index
 from workers.interventions import find_intervention
@@ -66,18 +65,17 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
         _check_same(run, identity)
         if sequences.corpus is not None:
             sequences.index = Index.read(_index_file(run))
+    elif sequences.family.synthetic:
+        sequences.shard(0)  # Impossible options show when the first sequences are drawn.
     else:
-        if not sequences.family.synthetic:
-            sequences.make_index()
-        else:
-            sequences.shard(0)
+        sequences.make_index()
     manifest = Manifest(
         run_id=run.run_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         identity=identity,
         shards=sequences.shards,
         sequences=len(sequences),
-        statistics={s.name: _describe(s) for s in select(scan.statistics)},
+        statistics={s.name: s.record for s in select(scan.statistics)},
         model=info.record,
         code=code_fingerprint(),
         versions={library: version(library) for library in LIBRARIES},
@@ -105,16 +103,3 @@ def _check_same(run: RunDirectory, identity: dict[str, Any]) -> None:
         raise RunError(
             f"{run.path}: this run measured something else; differing keys: {', '.join(differing)}. Start a new run"
         )
-
-
-def _describe(statistic: Statistic) -> dict[str, Any]:
-    return {
-        "unit": statistic.unit,
-        "range": [bound if math.isfinite(bound) else None for bound in statistic.range],
-        "source": statistic.source,
-        "meaning": statistic.meaning,
-        "formula": statistic.formula,
-        "description": statistic.description,
-        "chance": statistic.chance,
-        "fingerprint": statistic.fingerprint,
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +71,7 @@ def write_run(
         },
         shards=shards,
         sequences=sequences,
-        statistics={s.name: _entry(s) | _fingerprint(s.name, fingerprints) for s in statistics},
+        statistics={s.name: s.record | _fingerprint(s.name, fingerprints) for s in statistics},
         model={
             "name": model,
             "n_layers": layers,
@@ -163,20 +162,6 @@ def _write(directory: RunDirectory, table: str, intervention: str, shard: int, c
     return DataFile(
         table=table, intervention=intervention, path=relative, rows=content.num_rows, bytes=path.stat().st_size
     )
-
-
-def _entry(statistic: Statistic) -> dict[str, Any]:
-    low, high = ((str(x).replace("inf", "Infinity") if math.isinf(x) else x) for x in statistic.range)
-    return {
-        "unit": statistic.unit,
-        "range": [low, high],
-        "source": statistic.source,
-        "meaning": statistic.meaning,
-        "formula": statistic.formula,
-        "description": statistic.description,
-        "chance": statistic.chance,
-        "fingerprint": statistic.fingerprint,
-    }
 
 
 def _fingerprint(name: str, given: Mapping[str, str] | None) -> dict[str, str]:

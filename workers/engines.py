@@ -71,7 +71,7 @@ class FusedEngine:
             for block in model.bridge.blocks:
                 block.attn.original_component.__class__ = _native_attention()
         for layer, block in enumerate(model.blocks):
-            block.register_forward_pre_hook(partial(self._before, layer), with_kwargs=True)
+            block.register_forward_pre_hook(self._before, with_kwargs=True)
             block.register_forward_hook(partial(self._after, layer))
         self._check_against_bridge()
 
@@ -85,7 +85,7 @@ class FusedEngine:
         finally:
             _forward.reset(token)
 
-    def _before(self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if forward := _forward.get():
             forward.activations = {"resid_pre": (args[0] if args else kwargs["hidden_states"]).float()}
 

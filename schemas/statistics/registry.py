@@ -59,6 +59,20 @@ class Statistic:
         return " ".join(part for part in (self.meaning, f"{formula};", self.undefined_when) if part).rstrip(";")
 
     @property
+    def record(self) -> dict[str, Any]:
+        """What a run's manifest keeps of it; JSON has no infinity, so an open end of the range is null."""
+        return {
+            "unit": self.unit,
+            "range": [bound if math.isfinite(bound) else None for bound in self.range],
+            "source": self.source,
+            "meaning": self.meaning,
+            "formula": self.formula,
+            "description": self.description,
+            "chance": self.chance,
+            "fingerprint": self.fingerprint,
+        }
+
+    @property
     def fingerprint(self) -> str:
         """Changes if and only if the formula's code changes; comments, layout and prose do not count."""
         parts = [_code(self.compute), *([_code(self.defined)] if self.defined else [])]
