@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jobs.plan import Plan
 from schemas.scan import Scan
-from workers.replica import Replica
+from workers.replica import Measured, Replica
 from workers.sequences import ShardInput
 from workers.shard import heads_table, parquet_bytes, sequences_table
 
@@ -37,18 +37,31 @@ def measure_cost(plan: Plan, batches: int = 3) -> Cost:
         measured = replica.measure(tokens, plan.scan.interventions[0])
         if repeat:  # The first pass warms up.
             speeds.append(tokens.size / (time.perf_counter() - began))
-    sample = ShardInput(0, 0, tokens, {k: v[: len(tokens)] for k, v in first.origin.items()}, [])
-    size = sum(len(parquet_bytes(table(plan.scan, sample, measured))) for table in (heads_table, sequences_table))
     speed = statistics.median(speeds)
-    scale = len(plan.sequences) * len(plan.scan.interventions) / len(tokens)
     return Cost(
         device=replica.device,
         batch_size=replica.batch_size,
         tokens_per_second=speed,
-        bytes_on_disk=round(size * scale),
+        bytes_on_disk=_bytes_on_disk(plan, first, len(tokens), measured),
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         seconds=plan.tokens / speed,
     )
+
+
+def _bytes_on_disk(plan: Plan, shard: ShardInput, count: int, measured: Measured) -> int:
+    """Size of all files: what a file costs by itself, and what a sequence adds, from a whole sample and half of it."""
+
+    def size(n: int) -> int:
+        origin = {name: values[:n] for name, values in shard.origin.items()}
+        heads = {name: values[:n] for name, values in measured.heads.items()}
+        chance = {name: values[:n] for name, values in measured.chance.items()}
+        sample, part = ShardInput(0, 0, shard.tokens[:n], origin, []), Measured(heads, chance, measured.engine)
+        return sum(len(parquet_bytes(table(plan.scan, sample, part))) for table in (heads_table, sequences_table))
+
+    half = count // 2
+    each = (size(count) - size(half)) / (count - half) if half else size(count)
+    file = max(0.0, size(count) - each * count)
+    return round((each * len(plan.sequences) + file * plan.manifest.shards) * len(plan.scan.interventions))
 
 
 def meanings(scan: Scan) -> list[tuple[str, str, str]]:
