@@ -55,7 +55,7 @@ def plan(
     table.add_row("memory", f"{_bytes(cost.peak_memory)} at the peak of one replica")
     table.add_row("time", f"about {duration(cost.seconds)} at {cost.tokens_per_second:,.0f} tokens/s, one replica")
     console.print(table)
-    _print_bad_rows(console, made.sequences.index.problems if made.sequences.index is not None else {})
+    _print_bad_rows(console, made.bad_rows)
 
 
 def scan(
@@ -84,7 +84,7 @@ def scan(
         shards = made.manifest.shards
         done = shards - len(missing)
         _say(console, f"{made.run.run_id}: {made.tokens:,} tokens, {shards:,} shards, {done:,} of them done")
-        _print_bad_rows(console, made.sequences.index.problems if made.sequences.index is not None else {})
+        _print_bad_rows(console, made.bad_rows)
         if missing:
             resources = start_ray(Resources(replicas, cores))
             failures = watch(execute(made, missing, resources), made.tokens, made.tokens * done // shards, console)

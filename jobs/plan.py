@@ -44,6 +44,11 @@ class Plan:
         heads = self.info.n_layers * self.info.n_heads
         return len(self.sequences) * heads * len(self.scan.interventions)
 
+    @property
+    def bad_rows(self) -> dict[str, str]:
+        """Problem by "file:row" of the corpus's rows that cannot be read."""
+        return self.sequences.index.problems if self.sequences.index is not None else {}
+
 
 def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
     """Resolve a scan; `run_id` names an existing run that it must fit."""
