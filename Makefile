@@ -1,9 +1,10 @@
 # make demo: a first look.  make test: what a pull request must pass.  make bench: how fast, on this machine.
+# make precision: how far each precision drifts.  make docs: the page of the statistics.
 PYTHON ?= python3
 BIN := .venv/bin
 RUNS ?= runs/demo
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench precision docs clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -33,6 +34,9 @@ test: check
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.bench
+
+precision: .venv/.installed
+	$(BIN)/python -m benchmarks.precision
 
 docs: .venv/.installed
 	$(BIN)/python -m schemas.statistics.page

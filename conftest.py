@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from workers.pattern import DensePattern, TokenPairs, find_matches
+from workers.pairs import TokenPairs, find_matches
+from workers.pattern import DensePattern
 
 # Set before anything imports huggingface_hub, which reads it once: no test reaches for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"

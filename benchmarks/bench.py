@@ -26,11 +26,13 @@ from rich.table import Table
 from torch import Tensor
 
 from schemas.statistics import evaluate, select
-from workers.engines import DenseEngine, FusedEngine
 from workers.loading import load_model
 from workers.models import describe
-from workers.pattern import DensePattern, find_matches
-from workers.replica import measure_batch
+from workers.batch import measure_batch
+from workers.dense import DenseEngine
+from workers.fused import FusedEngine
+from workers.pairs import find_matches
+from workers.pattern import DensePattern
 
 RESULTS = Path(__file__).parent / "results" / "latest.json"
 STATISTICS = select("all")

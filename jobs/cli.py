@@ -44,7 +44,8 @@ def plan(
     cost = measure_cost(made)
     done = sum(1 for _ in made.run.commits())
     table = Table("cost", "", title="measured on this machine, extrapolated to the scan", title_justify="left")
-    table.add_row("device", f"{cost.device}, batches of {cost.batch_size} sequences, {made.scan.engine} engine")
+    table.add_row("device", f"{cost.device}, {cost.precision}, {made.scan.engine} engine")
+    table.add_row("batches", f"{cost.batch_size} sequences")
     table.add_row("shards", f"{made.manifest.shards:,}{f', {done:,} done' if done else ''}")
     table.add_row("sequences", f"{len(made.sequences):,}")
     table.add_row("tokens", f"{made.tokens:,} through the model")
@@ -87,7 +88,8 @@ def scan(
         _print_bad_rows(console, made.bad_rows)
         if missing:
             resources = start_ray(Resources(replicas, cores))
-            failures = watch(execute(made, missing, resources), made.tokens, made.tokens * done // shards, console)
+            outcomes = execute(made, missing, resources)
+            failures = watch(outcomes, made.tokens, made.tokens * done // shards, replicas, console)
             for failure in failures:
                 _say(console, f"shard {failure.shard} failed: {failure.error}")
             failed += len(failures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jobs.plan import Plan
 from schemas.scan import Scan
@@ -20,27 +20,36 @@ class Cost:
 
     device: str
     batch_size: int
+    precision: str
     tokens_per_second: float
     bytes_on_disk: int
     peak_memory: int
     seconds: float
 
 
-def measure_cost(plan: Plan, batches: int = 3) -> Cost:
-    """Measure a few batches of the plan's first shard with one replica, and write none of it."""
+def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
+    """Measure a few batches of the plan's first shard with one replica, and write none of it.
+
+    A batch size that is to be found is looked for, as in a scan, for `patience` seconds at most.
+    """
     replica = Replica(plan.info, plan.scan)
     first = plan.sequences.shard(0)
-    tokens = first.tokens[: replica.batch_size]
-    speeds: list[float] = []
-    for repeat in range(batches + 1):
+    speeds: dict[int, list[float]] = {}
+    until = time.perf_counter() + patience
+    while True:
+        tokens = first.tokens[: replica.batch.size]
         began = time.perf_counter()
         measured = replica.measure(tokens, plan.scan.interventions[0])
-        if repeat:  # The first pass warms up.
-            speeds.append(tokens.size / (time.perf_counter() - began))
-    speed = statistics.median(speeds)
+        seen = speeds.setdefault(len(tokens), [])
+        seen.append(tokens.size / (time.perf_counter() - began))
+        searching = replica.batch.searching and len(tokens) == replica.batch.size and time.perf_counter() < until
+        if len(seen) >= passes and not searching:
+            break
+    speed = statistics.median(seen[1:])  # The first pass warms up.
     return Cost(
         device=replica.device,
-        batch_size=replica.batch_size,
+        batch_size=len(tokens),
+        precision=replica.precision,
         tokens_per_second=speed,
         bytes_on_disk=_bytes_on_disk(plan, first, len(tokens), measured),
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -55,7 +64,7 @@ def _bytes_on_disk(plan: Plan, shard: ShardInput, count: int, measured: Measured
         origin = {name: values[:n] for name, values in shard.origin.items()}
         heads = {name: values[:n] for name, values in measured.heads.items()}
         chance = {name: values[:n] for name, values in measured.chance.items()}
-        sample, part = ShardInput(0, 0, shard.tokens[:n], origin, []), Measured(heads, chance, measured.engine)
+        sample, part = ShardInput(0, 0, shard.tokens[:n], origin, []), replace(measured, heads=heads, chance=chance)
         return sum(len(parquet_bytes(table(plan.scan, sample, part))) for table in (heads_table, sequences_table))
 
     half = count // 2

@@ -25,9 +25,9 @@ from schemas.runs import Commit, RunDirectory
 from schemas.scan import Scan
 from workers.code import code_fingerprint
 from workers.models import ModelInfo
-from workers.replica import Replica
+from workers.replica import Replica, resolve_precision
 from workers.sequences import Sequences, ShardInput
-from workers.shard import record_failure, run_shard
+from workers.shard import commit_shard, measure_shard, record_failure
 
 SHARDS_PER_TASK = 16
 """Shards that one reading task yields, so that a file is opened once for many."""
@@ -85,6 +85,7 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     groups = [list(shards[i : i + SHARDS_PER_TASK]) for i in range(0, len(shards), SHARDS_PER_TASK)]
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= resources.replicas else 0
+    _check_precision(plan, "cuda" if gpus else "cpu")
     # The driver has listed and indexed the files; no worker does it again.
     known = ray.put((plan.sequences.index, plan.sequences.corpus))
     rows = (
@@ -93,7 +94,10 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
         .map(
             _ReplicaActor,  # pyright: ignore[reportArgumentType]  (a class with __call__ is meant)
             fn_constructor_args=(plan.scan, plan.info, plan.run, plan.manifest.code, resources.cores),
-            compute=ray.data.ActorPoolStrategy(size=resources.replicas),
+            # Two calls at a time: one writes its shard while the other computes.
+            compute=ray.data.ActorPoolStrategy(
+                size=resources.replicas, max_concurrent_calls_per_actor=2, enable_true_multi_threading=True
+            ),
             num_cpus=0 if gpus else resources.cores,
             num_gpus=gpus,
         )
@@ -105,6 +109,17 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
         raise RunError(
             f"{plan.run.run_id}: Ray gave up ({_cause(error)}); the same command goes on where it stopped"
         ) from None
+
+
+def _check_precision(plan: Plan, device: str) -> None:
+    """Refuse to go on in another precision than the run was begun in."""
+    precision = resolve_precision(plan.scan, device)
+    begun = next(plan.run.commits(), None)
+    if begun is not None and begun.precision != precision:
+        raise RunError(
+            f"{plan.run.run_id}: begun in {begun.precision}, and precision = 'auto' means {precision} on this {device}; "
+            "go on where it was begun, or start a new run with that precision in the scan"
+        )
 
 
 class _ReadShards:
@@ -137,12 +152,13 @@ class _ReplicaActor:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         shard: ShardInput | Failure = pickle.loads(row["input"])
-        return {"outcome": pickle.dumps(self.thread.submit(self._measure, shard).result())}
+        return {"outcome": pickle.dumps(self._outcome(shard))}
 
-    def _measure(self, shard: ShardInput | Failure) -> Commit | Failure:
+    def _outcome(self, shard: ShardInput | Failure) -> Commit | Failure:
         if isinstance(shard, ShardInput):
             try:
-                return run_shard(self.replica, self.run, shard)
+                done = self.thread.submit(measure_shard, self.replica, shard).result()
+                return commit_shard(self.replica.scan, self.run, done)
             except HeadcountError as error:
                 shard = Failure(shard.shard, str(error))
             except Exception as error:

@@ -14,9 +14,11 @@ from schemas.runs import Commit
 QUIET_SECONDS = 10.0
 
 
-def watch(outcomes: Iterable[Commit | Failure], tokens: int, done: int, console: Console) -> list[Failure]:
+def watch(
+    outcomes: Iterable[Commit | Failure], tokens: int, done: int, replicas: int, console: Console
+) -> list[Failure]:
     """Show progress until the outcomes end; `done` of all `tokens` were measured before. Returns the failures."""
-    state = _State(tokens, done)
+    state = _State(tokens, done, replicas)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("tokens", total=tokens, completed=done, state=state.line())
@@ -35,10 +37,11 @@ def watch(outcomes: Iterable[Commit | Failure], tokens: int, done: int, console:
 class _State:
     """Tokens done, and how fast."""
 
-    def __init__(self, tokens: int, done: int) -> None:
-        self.tokens, self.before, self.done = tokens, done, done
+    def __init__(self, tokens: int, done: int, replicas: int) -> None:
+        self.tokens, self.before, self.done, self.replicas = tokens, done, done, replicas
         self.failures: list[Failure] = []
         self.began: float | None = None
+        self.computed = 0.0
 
     def add(self, outcome: Commit | Failure) -> None:
         """Count an outcome; the clock starts when the first committed shard was begun."""
@@ -47,11 +50,15 @@ class _State:
             return
         self.began = self.began or time.monotonic() - outcome.seconds
         self.done += outcome.tokens
+        self.computed += outcome.compute_seconds
 
     def summary(self) -> str:
         """What was measured in how much time."""
         measured, seconds = self.done - self.before, time.monotonic() - (self.began or 0)
-        return f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s"
+        busy = self.computed / (seconds * self.replicas)
+        return (
+            f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s, replicas busy {busy:.0%}"
+        )
 
     def line(self) -> str:
         """Done, speed, time left, failed shards."""

@@ -23,7 +23,10 @@ RUNS: Columns = {
     "created": (pa.string(), "When the run was started."),
     "model": (pa.string(), "Model, as the scan names it."),
     "weights": (pa.string(), "raw: as trained. folded: LayerNorm folded in and weights centred; norms differ."),
-    "precision": (pa.string(), "Number format of the forward pass."),
+    "precision": (
+        pa.string(),
+        "Number formats of the model's products, as measured; where nothing is done yet, as asked for.",
+    ),
     "engine": (pa.string(), "Engine that the scan asked for: fused or dense."),
     "n_ctx": (pa.int32(), "Tokens in every sequence."),
     "bos": (pa.bool_(), "Whether every sequence begins with the beginning-of-sequence token."),
@@ -59,10 +62,12 @@ SHARDS: Columns = {
     ),
     "rows": (pa.int64(), "Rows that were committed."),
     "tokens": (pa.int64(), "Tokens that were committed."),
-    "seconds": (pa.float64(), "Seconds that the shard took."),
+    "seconds": (pa.float64(), "Seconds that the shard took, from the first forward pass to the last file."),
+    "compute_seconds": (pa.float64(), "Of these, forward passes and reductions."),
     "host": (pa.string(), "Machine that made it."),
     "attempt": (pa.int64(), "Attempt that succeeded."),
     "engine": (pa.string(), "Engine that measured it."),
+    "precision": (pa.string(), "Number formats it was measured in."),
     "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
 }
 
@@ -175,11 +180,12 @@ def _run_row(run: Run) -> dict[str, Any]:
     manifest, scan = run.manifest, run.scan
     inputs = dict(scan.get("input", {}))
     return {
-        **{key: scan.get(key) for key in ("model", "weights", "precision", "engine", "n_ctx", "bos", "seed")},
+        **{key: scan.get(key) for key in ("model", "weights", "engine", "n_ctx", "bos", "seed")},
         **{key: manifest.model.get(key) for key in ("n_layers", "n_heads", "d_model", "d_head")},
         "run_id": run.directory.run_id,
         "name": manifest.run_id.rpartition("-")[0] or manifest.run_id,
         "created": manifest.created,
+        "precision": ", ".join(sorted({c.precision for c in run.done})) or scan.get("precision"),
         "input_family": inputs.pop("family", None),
         "input_options": json.dumps(inputs, ensure_ascii=False),
         "interventions": list(scan.get("interventions", ["none"])),

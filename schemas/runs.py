@@ -47,9 +47,13 @@ class Commit(BaseModel):
     rows: int
     tokens: int
     seconds: float
+    """From the first forward pass to the last data file."""
+    compute_seconds: float
+    """Of these, forward passes and reductions; a replica computes the next shard while it writes one."""
     host: str
     attempt: int
     engine: str
+    precision: str
     bad_rows: list[str]
     files: list[DataFile]
 

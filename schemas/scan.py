@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schemas.errors import ScanError, unknown
+from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
 from schemas.statistics import select
 
 Count = Annotated[int, Field(ge=1)]
@@ -40,8 +41,8 @@ class Scan(BaseModel):
     """Branch, tag or commit on the Hub; none means the default branch."""
     weights: Literal["raw", "folded"] = "raw"
     """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens did; norms differ."""
-    precision: Literal["float32"] = "float32"
-    """Number format of the forward pass; every statistic is measured in float32."""
+    precision: str = "auto"
+    """Number formats of the model's products; auto is the fastest whose drift is acceptable (docs/precision.md)."""
     engine: Literal["fused", "dense"] = "fused"
     """fused: never builds an attention pattern. dense: builds each one through TransformerLens's hooks; the reference."""
     n_ctx: Count
@@ -104,6 +105,13 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     except ValidationError as error:
         raise ScanError("\n".join(_explain(key, found) for key, found in by_key(error).items())) from None
     select(scan.statistics)
+    if scan.precision not in ("auto", *PRECISIONS):
+        raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
+    if scan.precision not in BRIDGE_PRECISIONS and (scan.engine == "dense" or scan.weights == "folded"):
+        raise ScanError(
+            f"precision: engine = 'dense' and weights = 'folded' compute in {' or '.join(BRIDGE_PRECISIONS[1:])}, "
+            f"got {scan.precision!r}"
+        )
     for name in ("statistics", "interventions"):
         values = getattr(scan, name)
         if not values or (len(set(values)) < len(values) and values != "all"):

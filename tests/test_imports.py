@@ -17,9 +17,10 @@ OURS = {
 }
 ONLY_IN = {
     "ray": ("jobs/execute.py",),
-    "transformer_lens": ("workers/loading.py", "workers/engines.py"),
+    "transformer_lens": ("workers/loading.py", "workers/fused.py"),
     "datasets": ("workers/documents.py",),
     "torch": ("workers/", "models/", "jobs/doctor.py"),
+    "triton": ("workers/kernel.py",),
     "duckdb": ("queries/",),
     "plotly": ("queries/",),
 }

@@ -17,10 +17,11 @@ from schemas.errors import HeadcountError, MeasureError, ModelError
 from schemas.scan import Scan
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
-from workers.engines import FusedEngine
+from workers.batch import measure_batch
+from workers.fused import FusedEngine
 from workers.interventions import INTERVENTIONS, edited_weights, find_intervention, intervention
 from workers.models import describe, find_model
-from workers.replica import Measured, Replica, measure_batch
+from workers.replica import Measured, Replica
 from workers.sequences import Sequences
 from workers.tokens import TextTokenizer
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.pattern import DensePattern, FusedPattern, TokenPairs, find_matches, uniform_pattern
+from workers.pairs import KEPT_PER_QUERY, TokenPairs, find_matches
+from workers.pattern import DensePattern, FusedPattern, uniform_pattern
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[FusedPattern, DensePattern]:
@@ -95,8 +96,9 @@ def test_uniform_pattern_attends_to_all_keys_alike() -> None:
 
 def test_matches_are_the_earlier_copies_and_what_follows_them() -> None:
     matches = find_matches(torch.tensor([[7, 8, 7, 7]]))
-    pairs = {name: list(zip(p.query.tolist(), p.key.tolist(), strict=True)) for name, p in matches.items()}
-    assert pairs == {"copies": [(2, 0), (3, 0), (3, 2)], "successors": [(2, 1), (3, 1), (3, 3)]}
+    pairs = {name: torch.stack(p.members(slice(0, 1), 0, 4), dim=1).tolist() for name, p in matches.items()}
+    assert pairs["copies"] == [[0, 2, 0], [0, 3, 0], [0, 3, 2]]
+    assert pairs["successors"] == [[0, 2, 1], [0, 3, 1], [0, 3, 3]]
     assert matches["copies"].count.tolist() == [[0, 0, 1, 2]]
 
 
@@ -113,16 +115,20 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("n_ctx", [512, 2048])
-def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int) -> None:
+@pytest.mark.parametrize("n_ctx", [1024, 4096])
+@pytest.mark.parametrize("alphabet", [1, 97])
+def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> None:
     heads, d_head = 2, 16
     q, k, v, _ = drawn(1, heads, n_ctx, d_head)
-    matches = find_matches(torch.arange(n_ctx)[None] % 97)
     with Largest() as largest:
+        # A single token repeated makes all pairs copies of one another.
+        matches = find_matches(torch.arange(n_ctx)[None] % alphabet)
         ask_all(FusedPattern(q, k, v, 0.25, matches), matches)
-    # The largest are the tile [head 64 key] and the values with their two extra columns.
-    assert largest.numel <= max(heads * 64 * n_ctx, heads * n_ctx * (d_head + 2), len(matches["copies"].key) * heads)
-    assert largest.numel < heads * n_ctx * n_ctx / 4
+    # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra columns.
+    assert largest.numel <= max(max(heads, 3) * 64 * n_ctx, heads * n_ctx * (d_head + 2))
+    kept = sum(m.numel() for pairs in matches.values() for found in pairs._kept.values() for m in found)
+    assert kept <= len(matches) * 3 * KEPT_PER_QUERY * n_ctx
+    assert (kept > 0) == (alphabet > 1)
 
 
 def test_a_question_asked_once_is_answered_by_the_next_sweep() -> None:

@@ -43,7 +43,7 @@ def test_a_minimal_scan_has_these_defaults():
         "model": "toy",
         "revision": None,
         "weights": "raw",
-        "precision": "float32",
+        "precision": "auto",
         "engine": "fused",
         "n_ctx": 8,
         "bos": True,
@@ -65,7 +65,7 @@ def test_a_minimal_scan_has_these_defaults():
         ("model", "", "string should have at least 1 character"),
         ("revision", 3, "input should be a valid string"),
         ("weights", "rwa", "input should be 'raw' or 'folded'"),
-        ("precision", "bfloat16", "input should be 'float32'"),
+        ("precision", 16, "input should be a valid string"),
         ("engine", None, "input should be 'fused' or 'dense'"),
         ("n_ctx", "8", "input should be a valid integer"),
         ("n_ctx", 8.0, "input should be a valid integer"),
@@ -239,6 +239,7 @@ def test_a_scan_cannot_be_changed():
 CHANGES: dict[str, Any] = {
     "model": "other",
     "revision": "main",
+    "precision": "float64",
     "weights": "folded",
     "engine": "dense",
     "n_ctx": 9,
@@ -258,9 +259,23 @@ def test_the_fingerprint_changes_with(key: str):
     assert parse_scan(MINIMAL | {key: CHANGES[key]}).fingerprint != parse_scan(MINIMAL).fingerprint
 
 
-def test_every_field_but_out_and_the_only_precision_is_known_to_change_the_fingerprint():
-    assert set(Scan.model_fields) - set(CHANGES) == {"out", "precision"}
-    assert "precision" in parse_scan(MINIMAL).model_dump(exclude={"out"})
+def test_every_field_but_out_is_known_to_change_the_fingerprint():
+    assert set(Scan.model_fields) - set(CHANGES) == {"out"}
+
+
+def test_an_unknown_precision_is_answered_with_the_nearest():
+    (line,) = lines_of(MINIMAL | {"precision": "float23"})
+    assert line.startswith("precision: unknown precision 'float23'")
+    assert "float32" in line
+
+
+@pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weights": "folded"}])
+def test_a_low_precision_needs_the_fused_engine(bridged: dict[str, str]):
+    assert lines_of(MINIMAL | bridged | {"precision": "bfloat16"}) == [
+        "precision: engine = 'dense' and weights = 'folded' compute in float32 or float64, got 'bfloat16'"
+    ]
+    for precision in ("auto", "float32", "float64"):
+        assert parse_scan(MINIMAL | bridged | {"precision": precision}).precision == precision
 
 
 def test_the_fingerprint_does_not_depend_on_where_the_run_is_written():

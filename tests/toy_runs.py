@@ -109,9 +109,11 @@ def write_commit(directory: RunDirectory, shard: int, span: range, files: list[D
         rows=sum(file.rows for file in files if file.table == "heads"),
         tokens=len(span) * tokens,
         seconds=1.5,
+        compute_seconds=1.25,
         host="toy",
         attempt=1,
         engine="fused",
+        precision="float32",
         bad_rows=[],
         files=files,
     )

@@ -29,22 +29,22 @@ class LoadedModel:
     blocks: list[nn.Module]
 
 
-def load_model(info: ModelInfo, weights: str, device: str) -> LoadedModel:
-    """Load weights and wrap them in a `TransformerBridge`; `weights` is raw or folded."""
+def load_model(info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """Load weights as `dtype` and wrap them in a `TransformerBridge`; `weights` is raw or folded."""
     be_quiet()
-    loaded = (_load_hf if info.layout == "huggingface" else _load_legacy)(info, device)
+    loaded = (_load_hf if info.layout == "huggingface" else _load_legacy)(info, device, dtype)
     if weights == "folded":
         loaded.bridge.enable_compatibility_mode()
     return loaded
 
 
-def _load_hf(info: ModelInfo, device: str) -> LoadedModel:
+def _load_hf(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModel:
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import AutoModelForCausalLM
 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            info.path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True,
+            info.path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
             local_files_only=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except Exception as error:
@@ -56,13 +56,16 @@ def _load_hf(info: ModelInfo, device: str) -> LoadedModel:
             f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} ({len(absent)} in all)"
         )
     model.eval().requires_grad_(False).to(device)
-    _fuse_gelu(model)
     # The bridge replaces modules in place, so the bare tree is copied first; the tensors stay shared.
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     bare = copy.deepcopy(model, memo=tensors)
+    _fuse_gelu(bare, in_place=True)
+    _fuse_gelu(model)
     try:
         with _stub_tokenizer() as tokenizer:
-            bridge = TransformerBridge.boot_transformers(info.path, hf_model=model, tokenizer=tokenizer, device=device)
+            bridge = TransformerBridge.boot_transformers(
+                info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
+            )
     except Exception as error:
         raise ModelError(f"{info.path}: TransformerLens cannot bridge this architecture ({reason(error)})") from None
     model.requires_grad_(False)
@@ -71,7 +74,7 @@ def _load_hf(info: ModelInfo, device: str) -> LoadedModel:
     return LoadedModel(info, bridge, bare, list(blocks))
 
 
-def _load_legacy(info: ModelInfo, device: str) -> LoadedModel:
+def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModel:
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge.sources.native import boot
     from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
@@ -97,10 +100,10 @@ def _load_legacy(info: ModelInfo, device: str) -> LoadedModel:
             init_weights=False,
             architecture="TransformerLensNative",
         )
-        bridge = boot(config, device=device, dtype=torch.float32)
-        converted = convert_tl_checkpoint({name: tensor.float() for name, tensor in state.items()}, config)
+        bridge = boot(config, device=device, dtype=dtype)
+        converted = convert_tl_checkpoint({name: tensor.to(dtype) for name, tensor in state.items()}, config)
         # Files of this family often leave out the unembedding's bias, which is then zero.
-        converted.setdefault("unembed.bias", torch.zeros(info.d_vocab))
+        converted.setdefault("unembed.bias", torch.zeros(info.d_vocab, dtype=dtype))
         bridge.load_state_dict(converted, strict=True)
     except Exception as error:
         raise ModelError(f"{path}: the weights do not fit config.json ({reason(error)})") from None
@@ -108,14 +111,21 @@ def _load_legacy(info: ModelInfo, device: str) -> LoadedModel:
     return LoadedModel(info, bridge, bridge.original_model, list(bridge.blocks))
 
 
-def _fuse_gelu(model: nn.Module) -> None:
-    """Put PyTorch's one-pass tanh GELU in the place of the same formula written as eight passes."""
+class _Gelu(nn.Module):
+    """PyTorch's one-pass tanh GELU, written over its input: what a linear layer made, nobody else reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.gelu_(x, approximate="tanh")
+
+
+def _fuse_gelu(model: nn.Module, in_place: bool = False) -> None:
+    """Put a one-pass tanh GELU in the place of the same formula written as eight passes."""
     from transformers.activations import NewGELUActivation
 
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
-                setattr(module, name, nn.GELU(approximate="tanh"))
+                setattr(module, name, _Gelu() if in_place else nn.GELU(approximate="tanh"))
 
 
 @contextmanager

@@ -6,12 +6,14 @@ Inside this file q, k, v are `[batch head pos d_head]`; S = scale · q·k is the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+from workers import kernel
+from workers.formats import HALVES, rounded
+from workers.pairs import Members, TokenPairs
 
 LN2 = math.log(2)
 
@@ -23,40 +25,6 @@ TILE_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 
 TILE_QUERIES = {"cpu": 64, "cuda": 1024}
 """Queries in one tile: a CPU gains from skipping the future, a GPU from large products."""
-
-
-@dataclass(frozen=True)
-class TokenPairs:
-    """(query, key) pairs chosen by the tokens, in order of batch, query and key."""
-
-    name: str
-    batch: Tensor
-    query: Tensor
-    key: Tensor
-    count: Tensor
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """Number of pairs up to and including each (batch, query), on the host."""
-        return self.count.flatten().cumsum(0).tolist()
-
-    def between(self, start: int, stop: int) -> slice:
-        """The pairs of the flat (batch, query) positions `start .. stop-1`."""
-        return slice(self.ends[start - 1] if start else 0, self.ends[stop - 1])
-
-
-def find_matches(tokens: Tensor) -> dict[str, TokenPairs]:
-    """The `copies` and `successors` of each query: earlier equal tokens, and the keys that follow them.
-
-    tokens `[batch pos]`; copies[q] = {j < q : t[j] = t[q]}, successors[q] = {j+1 : j in copies[q]}.
-    """
-    equal = (tokens[:, :, None] == tokens[:, None, :]).tril(-1)
-    count = equal.sum(-1)
-    batch, query, earlier = equal.nonzero(as_tuple=True)
-    return {
-        "copies": TokenPairs("copies", batch, query, earlier, count),
-        "successors": TokenPairs("successors", batch, query, earlier + 1, count),
-    }
 
 
 class DensePattern:
@@ -74,8 +42,7 @@ class DensePattern:
         return self.pattern.diagonal(-d, dim1=-2, dim2=-1)
 
     def mass(self, pairs: TokenPairs) -> Tensor:
-        members = torch.zeros(len(pairs.count), self.n_ctx, self.n_ctx, device=self.pattern.device)
-        members[pairs.batch, pairs.query, pairs.key] = 1
+        members = pairs.matrix(slice(0, len(self.pattern)), 0, self.n_ctx)
         return (self.pattern * members[:, None]).sum(-1)
 
     def distance(self) -> Tensor:
@@ -95,7 +62,7 @@ class DensePattern:
         return self.scores.masked_fill(~earlier, 0).sum(-1) / earlier.sum(-1)
 
     def positions(self) -> Tensor:
-        return torch.arange(self.n_ctx, dtype=torch.float32, device=self.pattern.device)
+        return torch.arange(self.n_ctx, dtype=self.pattern.dtype, device=self.pattern.device)
 
 
 class FusedPattern:
@@ -115,8 +82,11 @@ class FusedPattern:
         scale: float,
         matches: Mapping[str, TokenPairs],
         asked: set[str] | None = None,
+        factors: str = "float32",
     ) -> None:
-        self.q, self.k, self.v, self.scale, self.matches = q, k, v, scale, matches
+        """`factors` is the format in which q, k, v and A are multiplied with each other (`schemas.precision`)."""
+        self.q, self.k, self.v = (rounded(x, factors) for x in (q, k, v))
+        self.scale, self.matches, self.factors = scale, matches, factors
         self.n_ctx = q.shape[2]
         self.asked = set() if asked is None else asked
         self._answers: dict[str, Tensor] = {}
@@ -133,25 +103,23 @@ class FusedPattern:
         return self._answers["lse"]
 
     def key(self, k: int) -> Tensor:
-        mass = (self.score(k) - self.lse).exp()
-        mass[..., :k] = 0
-        return mass
+        return self._once(f"key {k}", lambda: _from(k, (self.score(k) - self.lse).exp()))
 
     def lag(self, d: int) -> Tensor:
         scores = torch.linalg.vecdot(self.q[:, :, d:], self.k[:, :, : self.n_ctx - d]) * self.scale
         return (scores - self.lse[..., d:]).exp()
 
     def mass(self, pairs: TokenPairs) -> Tensor:
-        return self._answer(pairs.name)
+        return self._swept(pairs.name)
 
     def distance(self) -> Tensor:
-        return self.positions() - self._answer("position")
+        return self._swept("distance")
 
     def entropy(self) -> Tensor:
-        return self._answer("entropy")
+        return self._swept("entropy")
 
     def score(self, k: int) -> Tensor:
-        return (self.q @ self.k[:, :, k, :, None]).squeeze(-1) * self.scale
+        return self._once(f"score {k}", lambda: (self.q @ self.k[:, :, k, :, None]).squeeze(-1) * self.scale)
 
     def earlier_score(self) -> Tensor:
         sums = self.k[:, :, 1:].cumsum(2)
@@ -161,23 +129,48 @@ class FusedPattern:
         return mean
 
     def positions(self) -> Tensor:
-        return torch.arange(self.n_ctx, dtype=torch.float32, device=self.q.device)
+        return torch.arange(self.n_ctx, dtype=self.q.dtype, device=self.q.device)
 
-    def _answer(self, question: str) -> Tensor:
+    def _once(self, question: str, answer: Callable[[], Tensor]) -> Tensor:
+        if question not in self._answers:
+            self._answers[question] = answer()
+        return self._answers[question]
+
+    def _swept(self, question: str) -> Tensor:
         if question not in self._answers:
             self.asked.add(question)
             self._sweep({question})
         return self._answers[question]
 
     def _sweep(self, asked: set[str]) -> None:
-        """Answer `asked`, `z` and `lse` in one pass over tiles of `[batch head query key]`."""
+        """Answer `asked`, `z` and `lse` in one pass over the scores."""
+        if self.factors != "float64" and kernel.available(self.q.device):
+            self._sweep_in_kernel(asked)
+        else:
+            self._sweep_in_tiles(asked)
+
+    def _sweep_in_kernel(self, asked: set[str]) -> None:
+        half = HALVES.get(self.factors, torch.float32)
+        q, k, v = (x.to(half) for x in (self.q, self.k, self.v))
+        pairs = [p for name, p in self.matches.items() if name in asked]
+        labels = [(p.query_label, p.key_label, p.lag) for p in pairs]
+        swept = kernel.sweep(q, k, v, self.scale, labels, entropy="entropy" in asked, scores=self.factors)
+        self._answers |= {"z": swept.z, "lse": swept.lse, "distance": swept.distance}
+        self._answers |= {p.name: mass for p, mass in zip(pairs, swept.masses, strict=True)}
+        if swept.entropy is not None:
+            self._answers["entropy"] = swept.entropy
+
+    def _sweep_in_tiles(self, asked: set[str]) -> None:
+        """Tiles are `[batch head query key]`, cut from the queries."""
         batch, heads, n_ctx, d_head = self.v.shape
         device = self.q.device.type
         new = self.q.new_empty
-        z, lse, entropy, position = (new(batch, heads, n_ctx, d_head), *(new(batch, heads, n_ctx) for _ in range(3)))
-        masses = {name: self.q.new_zeros(batch * n_ctx, heads) for name in self.matches if name in asked}
+        lse, entropy, position = (new(batch, heads, n_ctx) for _ in range(3))
+        # The axes of z lie in memory as the output projection wants them.
+        z = new(batch, n_ctx, heads, d_head).transpose(1, 2)
+        masses = {name: new(batch, n_ctx, heads).zero_() for name in self.matches if name in asked}
         # Two more value columns carry the sum of the weights and the mean position through the same product as z.
-        extra = torch.stack([torch.ones(n_ctx, device=self.q.device), self.positions()], dim=-1)
+        extra = torch.stack([torch.ones_like(self.positions()), self.positions()], dim=-1)
         values = torch.cat([self.v, extra.expand(batch, heads, n_ctx, 2)], dim=-1)
         # Scores are kept in base 2, as flash kernels do: exp2 is a third of exp, and exp is ten times slower on underflow.
         q, k = self.q * (self.scale / LN2), self.k.mT
@@ -185,7 +178,7 @@ class FusedPattern:
         future = torch.full((rows, rows), MASKED, device=self.q.device).triu(1)
         group = max(1, TILE_BYTES[device] // (4 * heads * rows * n_ctx))
         for b in range(0, batch, group):
-            some = slice(b, b + group)
+            some = slice(b, min(b + group, batch))
             for start in range(0, n_ctx, rows):
                 stop = min(start + rows, n_ctx)
                 tile = slice(start, stop)
@@ -194,6 +187,8 @@ class FusedPattern:
                 top = scores.amax(-1, keepdim=True)
                 weights = scores.sub_(top).exp2()
                 sums = weights @ values[some, :, :stop]
+                if (shares := rounded(weights, self.factors)) is not weights:
+                    sums[..., :d_head] = shares @ values[some, :, :stop, :d_head]
                 total = sums[..., d_head]
                 torch.div(sums[..., :d_head], total[..., None], out=z[some, :, tile])
                 log_total = total.log2()
@@ -203,25 +198,27 @@ class FusedPattern:
                     mean_score = scores.mul_(weights).sum(-1) / total
                     torch.sub(log_total, mean_score, out=entropy[some, :, tile])
                 for name, mass in masses.items():
-                    self._add_mass(mass, self.matches[name], weights, total, b, start)
-        self._answers |= {"z": z, "lse": lse.mul_(LN2), "position": position}
+                    members = self.matches[name].members(some, start, stop)
+                    mass[some, tile].index_put_(members[:2], _picked(weights, total, members), accumulate=True)
+        self._answers |= {"z": z, "lse": lse.mul_(LN2), "distance": self.positions() - position}
         if "entropy" in asked:
             self._answers["entropy"] = entropy.mul_(LN2).clamp_(min=0)
-        self._answers |= {name: m.view(batch, n_ctx, heads).transpose(1, 2) for name, m in masses.items()}
-
-    def _add_mass(
-        self, mass: Tensor, pairs: TokenPairs, weights: Tensor, total: Tensor, first: int, start: int
-    ) -> None:
-        """Add one tile's attention on `pairs` to `mass [batch·query head]`."""
-        for b in range(len(weights)):
-            flat = (first + b) * self.n_ctx + start
-            own = pairs.between(flat, flat + weights.shape[2])
-            query, key = pairs.query[own], pairs.key[own]
-            share = weights[b, :, query - start, key] / total[b, :, query - start]
-            mass.index_add_(0, query + (first + b) * self.n_ctx, share.T)
+        self._answers |= {name: mass.transpose(1, 2) for name, mass in masses.items()}
 
 
 def uniform_pattern(matches: Mapping[str, TokenPairs], tokens: Tensor) -> FusedPattern:
     """The pattern that attends to all keys alike, `A[q,k] = 1/(q+1)`: one head whose scores are all zero."""
     zeros = torch.zeros(*tokens.shape[:1], 1, tokens.shape[1], 1, device=tokens.device)
     return FusedPattern(zeros, zeros, zeros, 1.0, matches, {"entropy", *matches})
+
+
+def _from(first: int, mass: Tensor) -> Tensor:
+    """Attention to key `first` is zero for the queries before it."""
+    mass[..., :first] = 0
+    return mass
+
+
+def _picked(weights: Tensor, total: Tensor, members: Members) -> Tensor:
+    """Attention on single keys, from one tile of weights: `[pair head]`."""
+    batch, query, key = members
+    return weights[batch, :, query, key] / total[batch, :, query]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.errors import MeasureError, ModelError
+from schemas.errors import ModelError
+from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from schemas.scan import Scan
-from schemas.statistics import Statistic, evaluate, select
-from schemas.tables import chance_column
-from workers.engines import DenseEngine, FusedEngine
+from schemas.statistics import select
+from workers.batch import BatchSize, Columns, Launched, finish, launch
+from workers.dense import DenseEngine
+from workers.fused import FusedEngine
 from workers.interventions import ACTIVATIONS, edited_weights, find_intervention, needs_bridge
 from workers.loading import load_model
 from workers.models import ModelInfo
-from workers.pattern import find_matches, uniform_pattern
-
-TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65536}
-"""What `batch_size = "auto"` fills: enough to use the device, little enough to stay small."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Measured:
     chance: dict[str, np.ndarray]
     """`[sequence]`, float32, by column of the `sequences` table."""
     engine: str
+    precision: str
 
 
 class Replica:
@@ -44,90 +43,76 @@ class Replica:
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         self.scan = scan
         self.statistics = select(scan.statistics)
-        self.model = load_model(info, scan.weights, self.device)
-        self.batch_size = resolve_batch_size(scan, self.device)
+        self.precision = resolve_precision(scan, self.device)
+        dtype = torch.float64 if self.precision == "float64" else torch.float32
+        self.model = load_model(info, scan.weights, self.device, dtype)
+        self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx)
         # Folding happens in the bridge alone, so folded weights are measured there.
         fused = scan.engine == "fused" and scan.weights == "raw"
-        self.engine = FusedEngine(self.model) if fused else DenseEngine(self.model)
+        self.engine = FusedEngine(self.model, self.precision) if fused else DenseEngine(self.model)
 
     def measure(self, tokens: np.ndarray, intervention: str = "none") -> Measured:
         """Measure tokens `[sequence pos]`; a batch that does not fit the device's memory is halved."""
-        batches: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
         edit = find_intervention(intervention)
         edits = {edit.target: edit.edit} if edit.target in ACTIVATIONS else {}
-        engine = DenseEngine(self.model, edits) if needs_bridge(self.model, edit) else self.engine
-        start = 0
+        engine = self.engine
+        if needs_bridge(self.model, edit):
+            if self.precision not in BRIDGE_PRECISIONS:
+                raise ModelError(
+                    f"{intervention} is measured by the dense engine, which does not compute in {self.precision}; "
+                    "set precision = 'float32'"
+                )
+            engine = DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, edit):
-            while start < len(tokens):
-                batch = torch.from_numpy(tokens[start : start + self.batch_size]).long().to(self.device)
-                try:
-                    batches.append(measure_batch(engine, self.statistics, batch, start))
-                except torch.OutOfMemoryError:
-                    if self.batch_size == 1:
-                        raise ModelError(f"one sequence of {tokens.shape[1]} tokens does not fit the device") from None
-                    self.batch_size //= 2
-                    continue
-                start += len(batch)
-        heads, chance = zip(*batches, strict=True)
-        return Measured(_join(heads), _join(chance), engine.name)
+            heads, chance = zip(*self._batches(engine, tokens), strict=True)
+        return Measured(_join(heads), _join(chance), engine.name, self.precision)
+
+    def _batches(self, engine: FusedEngine | DenseEngine, tokens: np.ndarray) -> Iterator[tuple[Columns, Columns]]:
+        """The columns of each batch, in order; a GPU computes the next batch while one is being fetched."""
+        start = 0
+        waiting: tuple[Launched, int] | None = None
+        while start < len(tokens):
+            began = time.perf_counter()
+            try:
+                batch = self._to_device(tokens[start : start + self.batch.size])
+                launched = launch(engine, self.statistics, batch)
+            except RuntimeError as error:
+                if not _out_of_memory(error):
+                    raise
+                if self.batch.size == 1:
+                    raise ModelError(
+                        f"one sequence of {tokens.shape[1]} tokens does not fit the memory; lower n_ctx"
+                    ) from None
+                self.batch.halve()
+                continue
+            if waiting is not None:
+                yield finish(waiting[0], self.statistics, waiting[1])
+            waiting = launched, start
+            if self.batch.searching:
+                yield finish(launched, self.statistics, start)
+                waiting = None
+                self.batch.note(len(batch), time.perf_counter() - began)
+            start += len(batch)
+        if waiting is not None:
+            yield finish(waiting[0], self.statistics, waiting[1])
+
+    def _to_device(self, tokens: np.ndarray) -> Tensor:
+        batch = torch.from_numpy(tokens).long()
+        return batch if self.device == "cpu" else batch.pin_memory().to(self.device, non_blocking=True)
 
 
-def resolve_batch_size(scan: Scan, device: str) -> int:
-    """Sequences per forward pass: as the scan says, or as many as fill the device's token budget."""
-    if scan.batch_size != "auto":
-        return scan.batch_size
-    return max(1, TOKENS_PER_BATCH[device] // scan.n_ctx)
+def resolve_precision(scan: Scan, device: str) -> str:
+    """The precision of a scan on a device: as the scan says, or the fastest acceptable one that all of it can have."""
+    if scan.precision != "auto":
+        return scan.precision
+    edited = any(find_intervention(name).target in ACTIVATIONS for name in scan.interventions)
+    dense = scan.engine == "dense" or scan.weights == "folded" or edited
+    return "float32" if dense else FASTEST_ACCEPTABLE[device]
 
 
-def measure_batch(
-    engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor, first: int = 0
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """One forward pass over tokens `[batch pos]`: columns of `heads` `[batch layer head]`, of `sequences` `[batch]`.
-
-    `first` is the position of the first sequence in its shard, for messages.
-    """
-    matches = find_matches(tokens)
-    layers: list[list[Tensor]] = []
-    engine.run(tokens, matches, lambda _, seen: layers.append([evaluate(s.compute, seen) for s in statistics]))
-    by_tokens = {"pattern": uniform_pattern(matches, tokens), **matches}
-    n_heads = engine.model.info.n_heads
-    heads: dict[str, np.ndarray] = {}
-    chance: dict[str, np.ndarray] = {}
-    defined: dict[str, np.ndarray] = {}
-    for statistic, *columns in zip(statistics, *layers, strict=True):
-        # What the heads of a layer share comes as [batch].
-        values = torch.stack([c if c.dim() == 2 else c[:, None].expand(-1, n_heads) for c in columns], dim=1)
-        defined[statistic.name] = _defined(statistic, by_tokens, len(tokens))
-        heads[statistic.name] = values.cpu().numpy()
-        if statistic.chance:
-            values = evaluate(statistic.compute, by_tokens)
-            chance[chance_column(statistic.name)] = np.where(
-                defined[statistic.name], values[:, 0].cpu().numpy(), np.nan
-            )
-    _check_finite(heads, defined, first)
-    return {name: np.where(defined[name][:, None, None], values, np.nan) for name, values in heads.items()}, chance
-
-
-def _defined(statistic: Statistic, by_tokens: Mapping[str, Any], batch: int) -> np.ndarray:
-    """Whether the statistic has a value, per sequence."""
-    if statistic.defined is None:
-        return np.ones(batch, dtype=bool)
-    defined = torch.as_tensor(evaluate(statistic.defined, by_tokens)).cpu().numpy()
-    return np.broadcast_to(defined, (batch,))
-
-
-def _check_finite(heads: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int) -> None:
-    """Raise `MeasureError` for the earliest layer that has a value which is defined and not finite."""
-    bad = {name: ~np.isfinite(values) & defined[name][:, None, None] for name, values in heads.items()}
-    layers = {name: int(where.any(axis=(0, 2)).argmax()) for name, where in bad.items() if where.any()}
-    if layers:
-        name = min(layers, key=lambda n: layers[n])
-        layer = layers[name]
-        sequence, head = np.argwhere(bad[name][:, layer])[0]
-        raise MeasureError(
-            f"layer {layer}, head {head}: {name} is {heads[name][sequence, layer, head]} for sequence {first + sequence} "
-            "of the shard; expected a finite number: look at the model's weights and precision"
-        )
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed; on a CPU that has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _join(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

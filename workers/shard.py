@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,33 @@ from workers.replica import Measured, Replica
 from workers.sequences import ShardInput
 
 
+@dataclass(frozen=True)
+class MeasuredShard:
+    """A shard's statistics by intervention, and the seconds it took to compute them."""
+
+    input: ShardInput
+    measured: dict[str, Measured]
+    seconds: float
+
+
 def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
     """Measure a shard under every intervention of the scan, write its tables, commit it."""
+    return commit_shard(replica.scan, run, measure_shard(replica, shard))
+
+
+def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
+    """Measure a shard under every intervention of the scan."""
     began = time.perf_counter()
-    scan = replica.scan
+    measured = {name: replica.measure(shard.tokens, name) for name in replica.scan.interventions}
+    return MeasuredShard(shard, measured, time.perf_counter() - began)
+
+
+def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard) -> Commit:
+    """Write a measured shard's tables, then its commit."""
+    began = time.perf_counter()
+    shard = done.input
     files: list[DataFile] = []
-    engines: set[str] = set()
-    for intervention in scan.interventions:
-        measured = replica.measure(shard.tokens, intervention)
-        engines.add(measured.engine)
+    for intervention, measured in done.measured.items():
         tables = {"heads": heads_table(scan, shard, measured), "sequences": sequences_table(scan, shard, measured)}
         files += [_write_table(run, name, intervention, shard.shard, rows) for name, rows in tables.items()]
     commit = Commit(
@@ -40,10 +59,12 @@ def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
         stop=shard.start + len(shard.tokens),
         rows=sum(f.rows for f in files if f.table == "heads"),
         tokens=shard.tokens.size * len(scan.interventions),
-        seconds=round(time.perf_counter() - began, 4),
+        seconds=round(done.seconds + time.perf_counter() - began, 4),
+        compute_seconds=round(done.seconds, 4),
         host=socket.gethostname(),
         attempt=failed_attempts(run, shard.shard) + 1,
-        engine=", ".join(sorted(engines)),
+        engine=", ".join(sorted({m.engine for m in done.measured.values()})),
+        precision=", ".join(sorted({m.precision for m in done.measured.values()})),
         bad_rows=shard.bad_rows,
         files=files,
     )

@@ -1,0 +1,193 @@
+"""How far each precision drifts from float64, column by column: `make precision` writes docs/precision.md.
+
+Every drift is of a value that a row would hold: a sequence, a layer, a head. Probabilities and shares (range 0 to 1) drift
+absolutely, everything else relative to the larger of 1 and the float64 value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.machine import machine
+from schemas.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
+from schemas.scan import parse_scan
+from schemas.statistics import STATISTICS
+from workers.models import describe, find_model
+from workers.replica import Replica
+from workers.sequences import Sequences
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "precision.md"
+RESULTS = Path(__file__).parent / "results" / "precision.json"
+
+TEXT = {"family": "text", "files": ["README.md", "docs/*.md", "models/*/CARD.md", "CHANGELOG.md"], "packing": "concat"}
+BLOCKS = {"family": "repeated_random"}
+
+Drift = dict[str, dict[str, tuple[float, float, float]]]
+"""Median, 99th percentile and maximum, by precision and column."""
+
+
+def gpt2_small_sharp(path: Path, largest: float = 16.0) -> Path:
+    """GPT-2 small's shape with random weights whose pre-softmax scores have GPT-2's size.
+
+    Head h of each layer draws W_Q and W_K so that S has the standard deviation `largest^(h/11)`: 1 to 16, with single scores
+    beyond ±100. After a layer norm, std S = d_model · σ².
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config()
+    d_model, heads = config.n_embd, config.n_head
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel(config)
+    spread = (torch.logspace(0, np.log10(largest), heads) / d_model).sqrt().repeat_interleave(d_model // heads)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            query_key = block.attn.c_attn.weight[:, : 2 * d_model]
+            query_key.copy_(torch.randn_like(query_key) * spread.repeat(2))
+    model.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((find_model("bundled:gpt2-mini") / name).read_bytes())
+    return path
+
+
+def cases(sharp: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The models, each with a scan of at least 200 sequences."""
+    yield "gpt2-mini on text", {"model": "bundled:gpt2-mini", "n_ctx": 192, "input": TEXT}
+    yield "attn-only-2l-mini on repeated blocks", {"model": "bundled:attn-only-2l-mini", "n_ctx": 51, "input": BLOCKS}
+    yield "backcopy-3l-mini on repeated blocks", {"model": "bundled:backcopy-3l-mini", "n_ctx": 51, "input": BLOCKS}
+    yield "GPT-2 small's shape, scores of GPT-2's size, on text", {"model": str(sharp), "n_ctx": 128, "input": TEXT}
+
+
+def measure_drift(fields: dict[str, Any], sequences: int, wanted: list[str]) -> tuple[Drift, int]:
+    """The drift of each precision on the first sequences of a scan, and how many there were."""
+    fields = fields | {"sequences": sequences, "bos": fields.get("bos", False)}
+    info = describe(find_model(fields["model"]))
+    source = Sequences(parse_scan(fields), info)
+    source.make_index()
+    tokens = source.shard(0).tokens
+
+    def measure(precision: str) -> dict[str, np.ndarray]:
+        scan = parse_scan(fields | {"precision": precision})
+        return Replica(info, scan).measure(tokens).heads
+
+    exact = measure("float64")
+    drift: Drift = {}
+    for precision in wanted:
+        drift[precision] = {}
+        for name, values in measure(precision).items():
+            allowance = 1.0 if absolute(name) else np.maximum(1, np.abs(exact[name]))
+            error = np.abs(values - exact[name]) / allowance
+            error = error[np.isfinite(error)]
+            spread = (np.median(error), np.quantile(error, 0.99), error.max()) if error.size else (0.0, 0.0, 0.0)
+            drift[precision][name] = (float(spread[0]), float(spread[1]), float(spread[2]))
+    return drift, len(tokens)
+
+
+def absolute(column: str) -> bool:
+    """Whether a column is a probability or a share."""
+    return STATISTICS[column].range == (0, 1)
+
+
+def acceptable(drift: dict[str, tuple[float, float, float]]) -> bool:
+    """Whether the 99th percentile of every probability and of every norm is small enough."""
+    return all(drift[name][1] <= ACCEPTABLE for name in drift if _judged(name))
+
+
+def _judged(column: str) -> bool:
+    """Whether a column decides: a probability or a norm."""
+    return absolute(column) or "norm" in STATISTICS[column].unit
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page that tells how far each precision drifts."""
+    cases: dict[str, dict[str, Any]] = results["cases"]
+    machine_ = results["machine"]
+    versions = ", ".join(f"{library} {number}" for library, number in machine_["versions"].items())
+    precisions = list(next(iter(cases.values()))["drift"])
+    lines = [
+        "# Precision",
+        "",
+        "How far every column of `heads` drifts from float64 in each value of a scan's `precision`. Written by `make precision`.",
+        "",
+        f"A drift is that of one row's value. Probabilities and shares drift absolutely; everything else relative to the "
+        f"float64 value, or to 1 where that is smaller. *Acceptable*: 99 of 100 values within {ACCEPTABLE:g} for every "
+        "probability and every norm. Whatever the precision, sums, norms, softmax, the residual stream and the statistics are "
+        "float32 (float64 in `float64`); it names the format of the factors of products.",
+        "",
+        f'`precision = "auto"` means {_list(f"`{p}` on {d.upper()}" for d, p in FASTEST_ACCEPTABLE.items())}; scans that need the '
+        'bridge (`engine = "dense"`, folded weights, edits of activations) then use `float32`.',
+        "",
+        f"Measured on {machine_['cpu']}, {machine_['cores']} cores, {versions}, commit {machine_['commit']}. A format that the "
+        "device lacks is imitated: factors are rounded and multiplied in float32, as tensor cores do. On this CPU that is "
+        "float16 and TF32; bfloat16 is native, and rounds results as well.",
+        "",
+        "## Verdicts",
+        "",
+        "The largest 99th percentile among probabilities and norms, and the column that has it.",
+        "",
+        f"| precision | products with weights | q·k and A·v | {' | '.join(cases)} | acceptable |",
+        f"|---|---|---|{'---|' * len(cases)}---|",
+    ]
+    for name in precisions:
+        cells: list[str] = []
+        for case in cases.values():
+            judged = {c: d[1] for c, d in case["drift"][name].items() if _judged(c)}
+            worst = max(judged, key=lambda c: judged[c])
+            cells.append(f"{judged[worst]:.1e} `{worst}`")
+        fine = all(acceptable(case["drift"][name]) for case in cases.values())
+        kind = PRECISIONS[name]
+        lines.append(
+            f"| `{name}` | {kind.linears} | {kind.scores} | {' | '.join(cells)} | {'**yes**' if fine else 'no'} |"
+        )
+    for title, case in cases.items():
+        lines += [
+            "",
+            f"## {title[0].upper()}{title[1:]}",
+            "",
+            f"{case['sequences']} sequences of {case['n_ctx']} tokens: median / 99th percentile / maximum.",
+            "",
+            f"| column | {' | '.join(f'`{p}`' for p in precisions)} |",
+            f"|---|{'---|' * len(precisions)}",
+        ]
+        for column in case["drift"][precisions[0]]:
+            cells = [" / ".join(f"{x:.0e}" for x in case["drift"][p][column]) for p in precisions]
+            lines.append(f"| `{column}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _list(parts: Iterable[str]) -> str:
+    return " and ".join(parts)
+
+
+def main() -> None:
+    """Measure, write the results and the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sequences", type=int, default=200)
+    parser.add_argument("--precisions", nargs="*", default=[p for p in PRECISIONS if p != "float64"])
+    parser.add_argument("--only", default="", help="measure only the models whose line begins so, and write nothing")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine(), "cases": {}}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, fields in cases(gpt2_small_sharp(Path(directory) / "gpt2-small-sharp")):
+            if name.startswith(options.only):
+                drift, count = measure_drift(fields, options.sequences, options.precisions)
+                results["cases"][name] = {"sequences": count, "n_ctx": fields["n_ctx"], "drift": drift}
+                for precision, columns in drift.items():
+                    worst = max(columns, key=lambda c, d=columns: d[c][1])
+                    print(f"{name}: {precision}: {worst} {columns[worst]} {acceptable(columns)}", flush=True)
+    if not options.only:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

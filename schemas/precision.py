@@ -1,0 +1,38 @@
+"""In which number formats a forward pass multiplies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Formats of the factors of products; sums, norms, softmax, the residual stream and every statistic stay float32.
+
+    `linears` is the format of products with weights, `scores` that of q·k and A·v. In float64 everything is float64.
+    """
+
+    linears: str
+    scores: str
+
+
+PRECISIONS: dict[str, Precision] = {
+    "float64": Precision("float64", "float64"),
+    "float32": Precision("float32", "float32"),
+    "tf32": Precision("tf32", "tf32"),
+    "float16": Precision("float16", "float16"),
+    "bfloat16": Precision("bfloat16", "bfloat16"),
+    "tf32_linears": Precision("tf32", "float32"),
+    "float16_linears": Precision("float16", "float32"),
+    "bfloat16_linears": Precision("bfloat16", "float32"),
+}
+"""Every value of a scan's `precision`, besides auto."""
+
+BRIDGE_PRECISIONS = ("auto", "float32", "float64")
+"""What the dense engine accepts: its scores, softmax and edits have the format of the whole model."""
+
+ACCEPTABLE = 1e-3
+"""A precision is acceptable where 99 of 100 values are this close to float64: absolute for probabilities, else relative."""
+
+FASTEST_ACCEPTABLE = {"cpu": "float32", "cuda": "float16_linears"}
+"""What `precision = "auto"` means on each device; docs/precision.md has the measurements."""

@@ -1,0 +1,124 @@
+"""The dense engine: TransformerLens's hooks, and every pattern read whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schemas.errors import ModelError
+from schemas.statistics import ACTIVATIONS
+from workers.loading import LoadedModel
+from workers.pairs import TokenPairs
+from workers.pattern import MASKED, DensePattern
+
+Activations = dict[str, Any]
+OnLayer = Callable[[int, Activations], None]
+"""Called as `on_layer(layer, activations)`, layer by layer, with the names of `schemas.statistics.ACTIVATIONS`.
+
+The dense engine calls it once a layer, the fused one after the attention and again, with `resid_post`, at the end of the layer.
+What `keep` does not name is forgotten in between, and nothing outlives its layer.
+"""
+Edits = Mapping[str, Callable[[Tensor], Tensor | None]]
+
+
+def wide(x: Tensor) -> Tensor:
+    """What is measured is float32 at least."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class Done(Exception):
+    """Raised after the last layer: what follows (final norm, unembedding) is not needed."""
+
+
+class DenseEngine:
+    """Runs the bridge with hooks and reads the whole pattern: the reference, and the way to edit activations."""
+
+    name = "dense"
+
+    def __init__(self, model: LoadedModel, edits: Edits | None = None) -> None:
+        """`edits` maps an activation's TransformerLens name to a function that returns an edited one."""
+        self.model, self.edits = model, edits or {}
+        self._shown: dict[tuple[int, int], bool] = {}
+
+    def run(
+        self, tokens: Tensor, matches: Mapping[str, TokenPairs], on_layer: OnLayer, keep: Container[str] = ACTIVATIONS
+    ) -> None:
+        """One forward pass over tokens `[batch pos]`."""
+        info, bridge = self.model.info, self.model.bridge
+        seen: Activations = {}
+
+        def note(name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
+            edit = self.edits.get(name)
+            edited = None if edit is None else edit(value)
+            seen[name] = wide(value if edited is None else edited)
+            if name == "pattern":
+                seen["unedited"] = wide(value)
+            return edited
+
+        def rotated(name: str, value: Tensor, hook: object) -> None:
+            seen[name] = wide(value)
+
+        def finish(layer: int, value: Tensor, hook: object) -> Tensor | None:
+            edited = note("resid_post", layer, value, hook)
+            groups = info.n_heads // seen["k"].shape[2]
+            seen["k"], seen["v"] = (seen[name].repeat_interleave(groups, 2) for name in "kv")
+            seen["pattern"] = DensePattern(seen["pattern"], self._scores(layer, seen))
+            on_layer(layer, {**seen, **matches})
+            seen.clear()
+            # The bridge would keep every layer's pattern alive until the next pass.
+            bridge.blocks[layer].attn._pattern = None
+            if layer == info.n_layers - 1:
+                raise Done
+            return edited
+
+        hooks: list[tuple[str, Callable[..., Any]]] = []
+        for layer in range(info.n_layers):
+            attn = f"blocks.{layer}.attn"
+            hooks.append((f"blocks.{layer}.hook_resid_pre", partial(note, "resid_pre", layer)))
+            for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
+                hooks.append((f"{attn}.hook_{name}", partial(note, name, layer)))
+            for name in ("q", "k"):
+                if f"{attn}.hook_rot_{name}" in bridge.hook_dict:
+                    hooks.append((f"{attn}.hook_rot_{name}", partial(rotated, name)))
+            hooks.append((f"blocks.{layer}.hook_resid_post", partial(finish, layer)))
+        try:
+            with warnings.catch_warnings():
+                # The bridge only warns where an architecture gives it no way to apply an edit.
+                warnings.filterwarnings("error", message=".*edit is discarded")
+                bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
+        except UserWarning as warning:
+            raise ModelError(
+                f"{info.name}: {', '.join(self.edits)} cannot be edited in this architecture ({warning})"
+            ) from None
+        except Done:
+            pass
+
+    def _scores(self, layer: int, seen: Activations) -> Tensor:
+        """The scores behind a layer's pattern: as the bridge shows them, or else scale·q·k."""
+        q, k = (seen[name].transpose(1, 2) for name in "qk")
+        known = (layer, q.shape[2])
+        if known not in self._shown:
+            self._shown[known] = self._shows_scores(layer, q, k, seen)
+        return seen["attn_scores"] if self._shown[known] else q @ k.mT * q.shape[-1] ** -0.5
+
+    def _shows_scores(self, layer: int, q: Tensor, k: Tensor, seen: Activations) -> bool:
+        """Whether the bridge shows the scores, or q and k make them: held once against the layer's pattern."""
+        future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        # An edit of scores that the bridge does not show would be measured and have no effect.
+        for shown in (True,) if "attn_scores" in self.edits else (True, False):
+            scores = seen["attn_scores"] if shown else q @ k.mT * q.shape[-1] ** -0.5
+            implied = scores.masked_fill(future, MASKED).softmax(-1)
+            if torch.allclose(implied.tril(), seen["unedited"].tril(), atol=1e-4, equal_nan=True):
+                if (scores.masked_fill(future, 0) <= MASKED).any():
+                    raise ModelError(
+                        f"{self.model.info.name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
+                    )
+                return shown
+        raise ModelError(
+            f"{self.model.info.name}: the bridge does not show the scores behind the pattern of layer {layer}"
+        )
