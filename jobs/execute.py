@@ -85,7 +85,7 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     groups = [list(shards[i : i + SHARDS_PER_TASK]) for i in range(0, len(shards), SHARDS_PER_TASK)]
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= resources.replicas else 0
-    _check_precision(plan, "cuda" if gpus else "cpu")
+    check_precision(plan, "cuda" if gpus else "cpu")
     # The driver has listed and indexed the files; no worker does it again.
     known = ray.put((plan.sequences.index, plan.sequences.corpus))
     rows = (
@@ -111,7 +111,7 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
         ) from None
 
 
-def _check_precision(plan: Plan, device: str) -> None:
+def check_precision(plan: Plan, device: str) -> None:
     """Refuse to go on in another precision than the run was begun in."""
     precision = resolve_precision(plan.scan, device)
     begun = next(plan.run.commits(), None)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from schemas.statistics import STATISTICS
+from schemas.statistics import STATISTICS, Statistic
 from tests import toy_models as toy
-from workers.batch import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
+from workers.batch import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize, measure_batch
 
 
 def sizes_of(batch: BatchSize, seconds_of: dict[int, float], passes: int = 40) -> list[int]:
@@ -84,6 +88,43 @@ def test_rows_do_not_depend_on_the_batches(tmp_path: Path, size: int | str) -> N
         np.testing.assert_allclose(parts.heads[name], whole.heads[name], rtol=1e-5, atol=1e-6, err_msg=name)
     for name, values in whole.chance.items():
         np.testing.assert_allclose(parts.chance[name], values, rtol=1e-6, err_msg=name)
+
+
+def with_parameters(function: Callable[..., Any]) -> Statistic:
+    """A statistic that is in no registry."""
+    parameters = tuple(inspect.signature(function).parameters)
+    return Statistic(function.__name__, function, parameters, "", (0, 1), "", "", "", False, None)
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(tmp_path: Path, engine: str) -> None:
+    def added(resid_pre: Any, resid_post: Any, q: Any) -> Any:
+        return (resid_post - resid_pre).norm(dim=-1).mean(1)[:, None] + 0 * q.mean((1, 3))
+
+    def attended(z: Any) -> Any:
+        return z.norm(dim=-1).mean(1)
+
+    replica = toy.replica(toy.save_model(tmp_path / "toy", toy.gpt2()), engine=engine)
+    tokens = torch.from_numpy(toy.repeating_tokens(12, batch=2)).long()
+    streams: list[torch.Tensor] = []
+    with torch.inference_mode():
+        heads, _ = measure_batch(replica.engine, [with_parameters(added), with_parameters(attended)], tokens)
+        replica.engine.run(
+            tokens, {}, lambda _, seen: streams.append(seen["resid_post"]) if "resid_post" in seen else None
+        )
+    assert heads["added"].shape == (2, 3, 4)
+    expected = (streams[1] - streams[0]).norm(dim=-1).mean(1).numpy()
+    np.testing.assert_allclose(heads["added"][:, 1], np.tile(expected[:, None], 4), rtol=1e-5)
+    assert (heads["attended"] > 0).all()
+
+
+def test_what_nobody_reads_later_is_forgotten_after_the_attention(tmp_path: Path) -> None:
+    replica = toy.replica(toy.save_model(tmp_path / "toy", toy.gpt2()))
+    tokens = torch.from_numpy(toy.repeating_tokens(12)).long()
+    seen: list[set[str]] = []
+    with torch.inference_mode():
+        replica.engine.run(tokens, {}, lambda _, activations: seen.append(set(activations)), {"resid_post", "q"})
+    assert seen == [{"resid_pre", "pattern", "q", "k", "v", "z"}, {"q", "resid_post"}] * 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")

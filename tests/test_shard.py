@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.execute import missing_shards
+from jobs.execute import check_precision, missing_shards
 from jobs.plan import Plan, make_plan, prepare_run
 from schemas.errors import RunError
 from schemas.scan import parse_scan
@@ -32,6 +32,18 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for shard in range(2):
         run_shard(replica, made.run, made.sequences.shard(shard))
     return made
+
+
+def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
+    for commit in plan.run.commits():
+        assert (commit.engine, commit.precision) == ("fused", "float32")
+        assert 0 < commit.compute_seconds < commit.seconds
+
+
+def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
+    check_precision(plan, "cpu")
+    with pytest.raises(RunError, match=r"begun in float32, and precision = 'auto' means float16_linears on this cuda"):
+        check_precision(plan, "cuda")
 
 
 def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
