@@ -141,7 +141,7 @@ def page(results: dict[str, Any]) -> str:
         for case in cases.values():
             judged = {c: d[1] for c, d in case["drift"][name].items() if _judged(c)}
             worst = max(judged, key=lambda c: judged[c])
-            cells.append(f"{judged[worst]:.1e} `{worst}`")
+            cells.append(f"{judged[worst]:.2e} `{worst}`")
         fine = all(acceptable(case["drift"][name]) for case in cases.values())
         kind = PRECISIONS[name]
         lines.append(
@@ -150,7 +150,7 @@ def page(results: dict[str, Any]) -> str:
     for title, case in cases.items():
         lines += [
             "",
-            f"## {title[0].upper()}{title[1:]}",
+            f"## {title}",
             "",
             f"{case['sequences']} sequences of {case['n_ctx']} tokens: median / 99th percentile / maximum.",
             "",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Precision:
     """Formats of the factors of products; sums, norms, softmax, the residual stream and every statistic stay float32.
 
-    `linears` is the format of products with weights, `scores` that of q·k and A·v. In float64 everything is float64.
+    `linears` is the format of products with weights, `scores` that of q·k and A·v. float16x2 multiplies float16 activations with
+    weights that are the sum of two float16 numbers. In float64 everything is float64.
     """
 
     linears: str
@@ -24,6 +25,7 @@ PRECISIONS: dict[str, Precision] = {
     "bfloat16": Precision("bfloat16", "bfloat16"),
     "tf32_linears": Precision("tf32", "float32"),
     "float16_linears": Precision("float16", "float32"),
+    "float16x2_linears": Precision("float16x2", "float32"),
     "bfloat16_linears": Precision("bfloat16", "float32"),
 }
 """Every value of a scan's `precision`, besides auto."""
@@ -34,5 +36,5 @@ BRIDGE_PRECISIONS = ("auto", "float32", "float64")
 ACCEPTABLE = 1e-3
 """A precision is acceptable where 99 of 100 values are this close to float64: absolute for probabilities, else relative."""
 
-FASTEST_ACCEPTABLE = {"cpu": "float32", "cuda": "float16_linears"}
+FASTEST_ACCEPTABLE = {"cpu": "float32", "cuda": "float16x2_linears"}
 """What `precision = "auto"` means on each device; docs/precision.md has the measurements."""

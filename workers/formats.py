@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+TWO = "float16x2"
+"""Activations in float16, each weight as the sum of two float16 numbers."""
 
 TF32_DROPPED = 13
 """Bits of a float32's mantissa that TF32 does not have."""
@@ -50,11 +54,10 @@ class Products(TorchFunctionMode):
 
 def linears_in(factors: str, device: str) -> AbstractContextManager[Any]:
     """Within it, linear layers multiply factors of the format `factors`."""
-    if factors in HALVES:
-        dtype = HALVES[factors]
-        return Products(lambda x, w, b: _half(x, w, b, dtype) if _has(factors, device) else _imitated(x, w, b, factors))
+    if factors in HALVES or factors == TWO:
+        return Products(partial(_half if _has(factors, device) else _imitated, factors=factors))
     if factors == "tf32":
-        return _Tf32() if _has(factors, device) else Products(lambda x, w, b: _imitated(x, w, b, factors))
+        return _Tf32() if _has(factors, device) else Products(partial(_imitated, factors=factors))
     if factors == "float32" and device == "cpu" and _has_onednn():
         return Products(_onednn)
     return nullcontext()
@@ -67,16 +70,30 @@ def _has(factors: str, device: str) -> bool:
     return factors == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _half(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    x, weight = x.to(dtype), weight.to(dtype)
+def _half(x: Tensor, weight: Tensor, bias: Tensor | None, factors: str) -> Tensor:
     if x.device.type == "cpu":  # It rounds its results too.
-        return F.linear(x, weight, None if bias is None else bias.to(dtype))
+        x, weight = x.to(HALVES[factors]), weight.to(HALVES[factors])
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    if factors == TWO:  # One product, twice as deep.
+        high, low = _two(weight)
+        x, weight = x.half().repeat(*(1 for _ in x.shape[:-1]), 2), torch.cat([high, low], dim=-1)
+    else:
+        x, weight = x.to(HALVES[factors]), weight.to(HALVES[factors])
     out = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)
     return out if bias is None else out.add_(bias)
 
 
 def _imitated(x: Tensor, weight: Tensor, bias: Tensor | None, factors: str) -> Tensor:
+    if factors == TWO:
+        high, low = _two(weight)
+        return F.linear(rounded(x, "float16"), high.float() + low.float(), bias)
     return F.linear(rounded(x, factors), rounded(weight, factors), bias)
+
+
+def _two(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 number as a float16 one and the float16 remainder: 21 bits where neither is subnormal."""
+    high = weight.half()
+    return high, (weight - high).half()
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -41,7 +41,9 @@ class _Forward:
         """Attention over `[batch head pos d_head]`; returns z `[batch pos head d_head]` and notes what was seen."""
         groups = q.shape[1] // k.shape[1]
         dtype = v.dtype
-        q, k, v = wide(q), wide(k).repeat_interleave(groups, 1), wide(v).repeat_interleave(groups, 1)
+        q, k, v = wide(q), wide(k), wide(v)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         pattern = FusedPattern(q, k, v, scale, self.matches, self.asked, self.factors)
         z = pattern.z.transpose(1, 2)
         self.activations |= {
