@@ -1,0 +1,192 @@
+"""Number formats: what rounding does to single numbers, that every precision is felt, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import GPT2LMHeadModel
+
+from benchmarks.precision import PAGE, RESULTS, acceptable, page
+from schemas.errors import ModelError
+from schemas.precision import FASTEST_ACCEPTABLE, PRECISIONS
+from schemas.statistics import STATISTICS
+from tests import toy_models as toy
+from workers.formats import Products, linears_in, rounded
+from workers.replica import Measured, resolve_precision
+
+
+@pytest.mark.parametrize(
+    ("factors", "bits"), [("float16", 10), ("bfloat16", 7), ("tf32", 10), ("float32", 23), ("float64", 52)]
+)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_format_keeps_its_bits_and_rounds_to_nearest_even(factors: str, bits: int, sign: float) -> None:
+    step = 2.0**-bits
+    inside = {1.0: 1.0, 1 + step: 1 + step, 1 + 3 * step: 1 + 3 * step}
+    between = {1 + step / 2: 1.0, 1 + 3 * step / 2: 1 + 2 * step, 1 + 0.75 * step: 1 + step, 1 + 0.25 * step: 1.0}
+    for value, expected in (inside | (between if bits < 23 else {})).items():
+        found = rounded(torch.tensor([sign * value], dtype=torch.float64), factors)
+        assert found.item() == sign * expected, value
+
+
+def test_formats_have_their_range() -> None:
+    numbers = torch.tensor([0.0, 70000.0, 1e30, 1e-30])
+    assert rounded(numbers, "float16").tolist() == [0.0, torch.inf, torch.inf, 0.0]
+    for factors in ("bfloat16", "tf32"):
+        torch.testing.assert_close(rounded(numbers, factors), numbers, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (2, 5), (1, 1), (3, 64)])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("conv", [True, False])
+def test_linear_layers_in_float32_are_what_they_were(shape: tuple[int, ...], with_bias: bool, conv: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(*shape, 24), torch.randn(10, 24), torch.randn(10) if with_bias else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    with torch.inference_mode(), linears_in("float32", "cpu"):
+        if conv and bias is not None:
+            stored = weight.T.contiguous()
+            found = torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10)
+            stored.zero_()
+            assert torch.equal(torch.addmm(bias, x.view(-1, 24), stored)[0], bias)  # No copy of a weight is kept.
+        else:
+            found = F.linear(x, weight, bias)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+CONFIGS = {
+    "gpt2": toy.gpt2,
+    "llama": lambda: toy.family("LlamaConfig", num_key_value_heads=2),
+    "neox": lambda: toy.family("GPTNeoXConfig"),
+    "legacy": None,
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("precision")
+    return {
+        name: toy.save_legacy(root / name, "safetensors") if config is None else toy.save_model(root / name, config())
+        for name, config in CONFIGS.items()
+    }
+
+
+def drift(found: Measured, exact: Measured) -> float:
+    """Mean over all values of the difference, relative where values are large."""
+    differences = [
+        np.abs(found.heads[name] - exact.heads[name]) / np.maximum(1, np.abs(exact.heads[name])) for name in STATISTICS
+    ]
+    return float(np.nanmean(np.concatenate([d.ravel() for d in differences])))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_precision_drifts_as_far_as_its_bits_let_it(paths: dict[str, Path], name: str) -> None:
+    tokens = toy.repeating_tokens(30, batch=4)
+    measured = {p: toy.measure(paths[name], tokens, precision=p) for p in PRECISIONS}
+    assert {m.precision for m in measured.values()} == set(PRECISIONS)
+    found = {p: drift(m, measured["float64"]) for p, m in measured.items()}
+    assert found["float32"] < 2e-6
+    for ten_bits in ("tf32", "float16", "tf32_linears", "float16_linears"):
+        assert 10 * found["float32"] < found[ten_bits] < 2e-3, ten_bits
+    assert 10 * found["float32"] < found["float16x2_linears"] < found["float16_linears"]
+    for seven_bits in ("bfloat16", "bfloat16_linears"):
+        assert 3 * found["tf32"] < found[seven_bits] < 3e-2, seven_bits
+    # The format of the scores is felt too.
+    assert drift(measured["bfloat16"], measured["bfloat16_linears"]) > 10 * found["float32"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
+    paths: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = toy.replica(paths[name])
+    seen: list[tuple[int, ...]] = []
+
+    def noting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(tuple(weight.shape))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr("workers.fused.linears_in", lambda *_: Products(noting))
+    replica.measure(toy.repeating_tokens(8))
+    kinds = {"Linear", "Conv1D"}
+    layers = [m for block in replica.model.blocks for m in block.modules() if type(m).__name__ in kinds]
+    assert len(seen) == len(layers) > 0
+
+
+def test_float64_is_the_library_s_own_forward_pass_in_float64(paths: dict[str, Path]) -> None:
+    tokens = toy.repeating_tokens(30, batch=2)
+    model: Any = GPT2LMHeadModel.from_pretrained(paths["gpt2"], attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        out = model(torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True)
+    patterns = torch.stack(out.attentions, dim=1)
+    heads = toy.measure(paths["gpt2"], tokens, precision="float64").heads
+    lag = patterns.diagonal(-1, 3, 4).mean(-1).numpy()
+    entropy = -torch.xlogy(patterns, patterns).sum(-1).mean(-1).numpy()
+    stream = torch.stack(out.hidden_states[:-1], dim=1).norm(dim=-1).mean(-1).numpy()
+    # Columns are stored as float32, which holds seven digits.
+    np.testing.assert_allclose(heads["previous_token_score"], lag, rtol=3e-7, atol=1e-12)
+    np.testing.assert_allclose(heads["entropy"], entropy, rtol=3e-7, atol=1e-12)
+    np.testing.assert_allclose(heads["resid_pre_norm"][..., 0], stream, rtol=3e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_dense_engine_computes_in_float64_too(paths: dict[str, Path], name: str) -> None:
+    tokens = toy.repeating_tokens(20, batch=2)
+    fused, dense = (toy.measure(paths[name], tokens, precision="float64", engine=e) for e in ("fused", "dense"))
+    for column in STATISTICS:
+        # Hugging Face computes the softmax of eager attention in float32 whatever the model is in.
+        np.testing.assert_allclose(dense.heads[column], fused.heads[column], rtol=1e-6, atol=3e-7, err_msg=column)
+
+
+def test_auto_is_the_fastest_acceptable_of_the_device_unless_the_bridge_measures() -> None:
+    def resolved(device: str, **changes: Any) -> str:
+        return resolve_precision(toy.toy_scan(**changes), device)
+
+    for device, fastest in FASTEST_ACCEPTABLE.items():
+        assert resolved(device) == fastest
+        assert resolved(device, precision="bfloat16") == "bfloat16"
+        assert resolved(device, engine="dense") == "float32"
+        assert resolved(device, weights="folded") == "float32"
+        assert resolved(device, interventions=["none", "zero_first_value"]) == "float32"
+        assert resolved(device, interventions=["none", "zero_query_bias"]) == fastest
+
+
+def test_the_page_holds_the_measurements_and_they_allow_the_defaults() -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == page(results)
+    assert len(results["cases"]) == 4
+    for case in results["cases"].values():
+        assert case["sequences"] >= 200
+        assert set(case["drift"]) == set(PRECISIONS) - {"float64"}
+        for fastest in FASTEST_ACCEPTABLE.values():
+            assert set(case["drift"][fastest]) == set(STATISTICS)
+            assert acceptable(case["drift"][fastest])
+
+
+def test_acceptable_means_the_99th_percentile_of_probabilities_and_norms() -> None:
+    fine = dict.fromkeys(STATISTICS, (0.0, 0.001, 1.0))
+    assert acceptable(fine)
+    assert not acceptable(fine | {"sink_mass": (0.0, 1.1e-3, 1.0)})
+    assert not acceptable(fine | {"value_norm": (0.0, 1.1e-3, 1.0)})
+    assert acceptable(fine | {"entropy": (0.0, 1.1e-3, 1.0)})
+
+
+def test_an_edited_weight_is_felt_in_every_precision(paths: dict[str, Path]) -> None:
+    tokens = toy.repeating_tokens(20, batch=2)
+    for precision in PRECISIONS:
+        replica = toy.replica(paths["gpt2"], precision=precision)
+        before, edited, after = (replica.measure(tokens, i) for i in ("none", "zero_query_bias", "none"))
+        assert (edited.heads["query_norm"] != before.heads["query_norm"]).all(), precision
+        for name in STATISTICS:
+            assert np.array_equal(before.heads[name], after.heads[name], equal_nan=True), (precision, name)
+
+
+def test_an_edited_activation_is_refused_in_a_precision_of_the_fused_engine(paths: dict[str, Path]) -> None:
+    replica = toy.replica(paths["gpt2"], precision="bfloat16_linears")
+    with pytest.raises(ModelError, match=r"dense engine, which does not compute in bfloat16_linears; set precision"):
+        replica.measure(toy.repeating_tokens(8), "zero_first_value")
