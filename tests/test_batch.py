@@ -17,6 +17,7 @@ import torch
 from schemas.statistics import STATISTICS, Statistic
 from tests import toy_models as toy
 from workers.batch import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize, measure_batch
+from workers.formats import Products
 
 
 def sizes_of(batch: BatchSize, seconds_of: dict[int, float], passes: int = 40) -> list[int]:
@@ -125,6 +126,26 @@ def test_what_nobody_reads_later_is_forgotten_after_the_attention(tmp_path: Path
     with torch.inference_mode():
         replica.engine.run(tokens, {}, lambda _, activations: seen.append(set(activations)), {"resid_post", "q"})
     assert seen == [{"resid_pre", "pattern", "q", "k", "v", "z"}, {"q", "resid_post"}] * 3
+
+
+@pytest.mark.parametrize(("statistics", "products"), [("all", 3 * 4), (["sink_mass", "value_norm"], 2 * 4 + 1)])
+def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
+    tmp_path: Path, statistics: Any, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = toy.save_model(tmp_path / "toy", toy.gpt2())
+    replica, whole = toy.replica(path, statistics=statistics), toy.replica(path)
+    count: list[int] = []
+
+    def counting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        count.append(1)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr("workers.fused.linears_in", lambda *_: Products(counting))
+    tokens = toy.repeating_tokens(12)
+    found = replica.measure(tokens)
+    assert len(count) == products
+    for name, values in found.heads.items():
+        np.testing.assert_array_equal(values, whole.measure(tokens).heads[name])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")

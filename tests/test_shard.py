@@ -42,7 +42,9 @@ def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
 
 def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
     check_precision(plan, "cpu")
-    with pytest.raises(RunError, match=r"begun in float32, and precision = 'auto' means float16x2_linears on this cuda"):
+    with pytest.raises(
+        RunError, match=r"begun in float32, and precision = 'auto' means float16x2_linears on this cuda"
+    ):
         check_precision(plan, "cuda")
 
 

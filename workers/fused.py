@@ -30,10 +30,16 @@ class _Forward:
     """What is known of one fused forward pass while it runs."""
 
     def __init__(
-        self, matches: Mapping[str, TokenPairs], asked: set[str], factors: str, on_layer: OnLayer, keep: Container[str]
+        self,
+        matches: Mapping[str, TokenPairs],
+        asked: set[str],
+        factors: str,
+        on_layer: OnLayer,
+        keep: Container[str],
+        last: int,
     ) -> None:
         self.matches, self.asked, self.factors, self.on_layer, self.keep = matches, asked, factors, on_layer, keep
-        self.layer = 0
+        self.layer, self.last = 0, last
         self.attended = False
         self.activations: Activations = {}
 
@@ -51,6 +57,8 @@ class _Forward:
         }  # fmt: skip
         self.attended = True
         self.show()
+        if self.layer == self.last and "resid_post" not in self.keep:
+            raise Done  # Nobody reads what comes after.
         self.activations = {name: a for name, a in self.activations.items() if name in self.keep}
         return z.to(dtype)
 
@@ -87,7 +95,9 @@ class FusedEngine:
         self, tokens: Tensor, matches: Mapping[str, TokenPairs], on_layer: OnLayer, keep: Container[str] = ACTIVATIONS
     ) -> None:
         """One forward pass over tokens `[batch pos]`."""
-        token = _forward.set(_Forward(matches, self.asked, self.precision.scores, on_layer, keep))
+        token = _forward.set(
+            _Forward(matches, self.asked, self.precision.scores, on_layer, keep, len(self.model.blocks) - 1)
+        )
         try:
             with linears_in(self.precision.linears, tokens.device.type):
                 self.model.bare(tokens, **({"use_cache": False} if self.model.info.layout == "huggingface" else {}))
