@@ -89,7 +89,7 @@ def scan(
         if missing:
             resources = start_ray(Resources(replicas, cores))
             outcomes = execute(made, missing, resources)
-            failures = watch(outcomes, made.tokens, made.tokens * done // shards, replicas, console)
+            failures = watch(outcomes, made.tokens, made.tokens * done // shards, console)
             for failure in failures:
                 _say(console, f"shard {failure.shard} failed: {failure.error}")
             failed += len(failures)

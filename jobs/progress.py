@@ -14,11 +14,9 @@ from schemas.runs import Commit
 QUIET_SECONDS = 10.0
 
 
-def watch(
-    outcomes: Iterable[Commit | Failure], tokens: int, done: int, replicas: int, console: Console
-) -> list[Failure]:
+def watch(outcomes: Iterable[Commit | Failure], tokens: int, done: int, console: Console) -> list[Failure]:
     """Show progress until the outcomes end; `done` of all `tokens` were measured before. Returns the failures."""
-    state = _State(tokens, done, replicas)
+    state = _State(tokens, done)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("tokens", total=tokens, completed=done, state=state.line())
@@ -37,11 +35,11 @@ def watch(
 class _State:
     """Tokens done, and how fast."""
 
-    def __init__(self, tokens: int, done: int, replicas: int) -> None:
-        self.tokens, self.before, self.done, self.replicas = tokens, done, done, replicas
+    def __init__(self, tokens: int, done: int) -> None:
+        self.tokens, self.before, self.done = tokens, done, done
         self.failures: list[Failure] = []
         self.began: float | None = None
-        self.computed = 0.0
+        self.computed = self.idle = 0.0
 
     def add(self, outcome: Commit | Failure) -> None:
         """Count an outcome; the clock starts when the first committed shard was begun."""
@@ -51,11 +49,12 @@ class _State:
         self.began = self.began or time.monotonic() - outcome.seconds
         self.done += outcome.tokens
         self.computed += outcome.compute_seconds
+        self.idle += outcome.idle_seconds
 
     def summary(self) -> str:
         """What was measured in how much time."""
         measured, seconds = self.done - self.before, time.monotonic() - (self.began or 0)
-        busy = self.computed / (seconds * self.replicas)
+        busy = self.computed / (self.computed + self.idle)
         return (
             f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s, replicas busy {busy:.0%}"
         )

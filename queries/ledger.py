@@ -64,6 +64,7 @@ SHARDS: Columns = {
     "tokens": (pa.int64(), "Tokens that were committed."),
     "seconds": (pa.float64(), "Seconds that the shard took, from the first forward pass to the last file."),
     "compute_seconds": (pa.float64(), "Of these, forward passes and reductions."),
+    "idle_seconds": (pa.float64(), "Seconds before it in which the replica waited for work."),
     "host": (pa.string(), "Machine that made it."),
     "attempt": (pa.int64(), "Attempt that succeeded."),
     "engine": (pa.string(), "Engine that measured it."),

@@ -50,6 +50,8 @@ class Commit(BaseModel):
     """From the first forward pass to the last data file."""
     compute_seconds: float
     """Of these, forward passes and reductions; a replica computes the next shard while it writes one."""
+    idle_seconds: float
+    """How long the replica had waited for this shard, computing nothing."""
     host: str
     attempt: int
     engine: str

@@ -38,6 +38,10 @@ def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
     for commit in plan.run.commits():
         assert (commit.engine, commit.precision) == ("fused", "float32")
         assert 0 < commit.compute_seconds < commit.seconds
+    first, second = plan.run.commits()
+    # One replica, one shard after the other: it had nothing to wait for first, and then for the first one's files.
+    assert first.idle_seconds == 0
+    assert second.idle_seconds >= first.seconds - first.compute_seconds - 1e-3
 
 
 def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:

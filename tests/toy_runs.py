@@ -110,6 +110,7 @@ def write_commit(directory: RunDirectory, shard: int, span: range, files: list[D
         tokens=len(span) * tokens,
         seconds=1.5,
         compute_seconds=1.25,
+        idle_seconds=0.25,
         host="toy",
         attempt=1,
         engine="fused",

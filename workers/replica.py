@@ -46,6 +46,8 @@ class Replica:
         self.precision = resolve_precision(scan, self.device)
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weights, self.device, dtype)
+        self.free_since: float | None = None
+        """When the last shard was measured, for knowing how long the replica waited for the next."""
         self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx)
         # Folding happens in the bridge alone, so folded weights are measured there.
         fused = scan.engine == "fused" and scan.weights == "raw"

@@ -25,11 +25,13 @@ from workers.sequences import ShardInput
 
 @dataclass(frozen=True)
 class MeasuredShard:
-    """A shard's statistics by intervention, and the seconds it took to compute them."""
+    """A shard's statistics by intervention, and the time they took."""
 
     input: ShardInput
     measured: dict[str, Measured]
     seconds: float
+    idle_seconds: float
+    """How long the replica had waited for this shard."""
 
 
 def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
@@ -40,8 +42,10 @@ def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
 def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
     """Measure a shard under every intervention of the scan."""
     began = time.perf_counter()
+    idle = 0.0 if replica.free_since is None else began - replica.free_since
     measured = {name: replica.measure(shard.tokens, name) for name in replica.scan.interventions}
-    return MeasuredShard(shard, measured, time.perf_counter() - began)
+    replica.free_since = time.perf_counter()
+    return MeasuredShard(shard, measured, replica.free_since - began, idle)
 
 
 def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard) -> Commit:
@@ -61,6 +65,7 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard) -> Commit:
         tokens=shard.tokens.size * len(scan.interventions),
         seconds=round(done.seconds + time.perf_counter() - began, 4),
         compute_seconds=round(done.seconds, 4),
+        idle_seconds=round(done.idle_seconds, 4),
         host=socket.gethostname(),
         attempt=failed_attempts(run, shard.shard) + 1,
         engine=", ".join(sorted({m.engine for m in done.measured.values()})),
