@@ -54,14 +54,14 @@ def page(record: Json, plots: Iterable[str]) -> str:
         "# How fast headcount is",
         "`make bench` writes this page, its plots and a line of `history.jsonl`.",
         f"{hardware(record)}; {record['time']}, {record['rounds']} rounds in {record['seconds'] / 60:.0f} minutes.",
-        _grid(COLUMNS, ([row[column] for column in COLUMNS] for row in record["rows"])),
+        grid(COLUMNS, ([row[column] for column in COLUMNS] for row in record["rows"])),
         METHOD,
         *(f"![{Path(plot).stem}]({plot})" for plot in plots),
     ]
     for model, sizes in record["models"].items():
         if cells := [_details(cell) for cell in record["cells"] if cell["model"] == model]:
             parts.append(f"## {model}: {', '.join(f'{name} {size}' for name, size in sizes.items())}")
-            parts.append(_grid(cells[0], (cell.values() for cell in cells)))
+            parts.append(grid(cells[0], (cell.values() for cell in cells)))
     parts.append("\n".join(f"* **{name}**: {way.__doc__}" for name, way in WAYS.items()))
     return "\n\n".join(parts) + "\n"
 
@@ -122,6 +122,7 @@ def _details(cell: Json) -> dict[str, str]:
     }
 
 
-def _grid(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def grid(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
     names = list(names)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, ["---"] * len(names), *rows])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import machine
+from benchmarks.page import grid, hardware
 from schemas.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
@@ -24,8 +25,7 @@ from workers.models import describe, find_model
 from workers.replica import Replica
 from workers.sequences import Sequences
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "precision.md"
+PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
 RESULTS = Path(__file__).parent / "results" / "precision.json"
 
 TEXT = {"family": "text", "files": ["README.md", "docs/*.md", "models/*/CARD.md", "CHANGELOG.md"], "packing": "concat"}
@@ -68,7 +68,7 @@ def cases(sharp: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def measure_drift(fields: dict[str, Any], sequences: int, wanted: list[str]) -> tuple[Drift, int]:
     """The drift of each precision on the first sequences of a scan, and how many there were."""
-    fields = fields | {"sequences": sequences, "bos": fields.get("bos", False)}
+    fields = fields | {"sequences": sequences, "bos": False}
     info = describe(find_model(fields["model"]))
     source = Sequences(parse_scan(fields), info)
     source.make_index()
@@ -109,62 +109,50 @@ def _judged(column: str) -> bool:
 def page(results: dict[str, Any]) -> str:
     """The page that tells how far each precision drifts."""
     cases: dict[str, dict[str, Any]] = results["cases"]
-    machine_ = results["machine"]
-    versions = ", ".join(f"{library} {number}" for library, number in machine_["versions"].items())
     precisions = list(next(iter(cases.values()))["drift"])
-    lines = [
+    defaults = " and ".join(f"`{p}` on {d.upper()}" for d, p in FASTEST_ACCEPTABLE.items())
+    parts = [
         "# Precision",
-        "",
         "How far every column of `heads` drifts from float64 in each value of a scan's `precision`. Written by `make precision`.",
-        "",
-        f"A drift is that of one row's value. Probabilities and shares drift absolutely; everything else relative to the "
+        "A drift is that of one row's value. Probabilities and shares drift absolutely; everything else relative to the "
         f"float64 value, or to 1 where that is smaller. *Acceptable*: 99 of 100 values within {ACCEPTABLE:g} for every "
         "probability and every norm. Whatever the precision, sums, norms, softmax, the residual stream and the statistics are "
         "float32 (float64 in `float64`); it names the format of the factors of products.",
-        "",
-        f'`precision = "auto"` means {_list(f"`{p}` on {d.upper()}" for d, p in FASTEST_ACCEPTABLE.items())}; scans that need the '
+        f'`precision = "auto"` means {defaults}; scans that need the '
         'bridge (`engine = "dense"`, folded weights, edits of activations) then use `float32`.',
-        "",
-        f"Measured on {machine_['cpu']}, {machine_['cores']} cores, {versions}, commit {machine_['commit']}. A format that the "
-        "device lacks is imitated: factors are rounded and multiplied in float32, as tensor cores do. On this CPU that is "
-        "float16 and TF32; bfloat16 is native, and rounds results as well.",
-        "",
+        f"Measured on {hardware(results)}. The text is this project's own documentation at that commit, byte by byte. A format "
+        "that the device lacks is imitated: factors are rounded and multiplied in float32, as tensor cores do. On this CPU that "
+        "is float16 and TF32; bfloat16 is native, and rounds results as well.",
         "## Verdicts",
-        "",
         "The largest 99th percentile among probabilities and norms, and the column that has it.",
-        "",
-        f"| precision | products with weights | q·k and A·v | {' | '.join(cases)} | acceptable |",
-        f"|---|---|---|{'---|' * len(cases)}---|",
+        grid(
+            ["precision", "products with weights", "q·k and A·v", *cases, "acceptable"],
+            (_verdict(precision, [case["drift"][precision] for case in cases.values()]) for precision in precisions),
+        ),
     ]
-    for name in precisions:
-        cells: list[str] = []
-        for case in cases.values():
-            judged = {c: d[1] for c, d in case["drift"][name].items() if _judged(c)}
-            worst = max(judged, key=lambda c: judged[c])
-            cells.append(f"{judged[worst]:.2e} `{worst}`")
-        fine = all(acceptable(case["drift"][name]) for case in cases.values())
-        kind = PRECISIONS[name]
-        lines.append(
-            f"| `{name}` | {kind.linears} | {kind.scores} | {' | '.join(cells)} | {'**yes**' if fine else 'no'} |"
-        )
     for title, case in cases.items():
-        lines += [
-            "",
+        drift: Drift = case["drift"]
+        rows = ([f"`{c}`", *(_spread(drift[p][c]) for p in precisions)] for c in drift[precisions[0]])
+        parts += [
             f"## {title}",
-            "",
             f"{case['sequences']} sequences of {case['n_ctx']} tokens: median / 99th percentile / maximum.",
-            "",
-            f"| column | {' | '.join(f'`{p}`' for p in precisions)} |",
-            f"|---|{'---|' * len(precisions)}",
+            grid(["column", *(f"`{p}`" for p in precisions)], rows),
         ]
-        for column in case["drift"][precisions[0]]:
-            cells = [" / ".join(f"{x:.0e}" for x in case["drift"][p][column]) for p in precisions]
-            lines.append(f"| `{column}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def _list(parts: Iterable[str]) -> str:
-    return " and ".join(parts)
+def _verdict(precision: str, drifts: list[dict[str, tuple[float, float, float]]]) -> list[str]:
+    """A precision's row: its formats, what drifts most in each case, whether that is acceptable in all."""
+    cells: list[str] = []
+    for drift in drifts:
+        worst = max(filter(_judged, drift), key=lambda column, drift=drift: drift[column][1])
+        cells.append(f"{drift[worst][1]:.2e} `{worst}`")
+    kind = PRECISIONS[precision]
+    return [f"`{precision}`", kind.linears, kind.scores, *cells, "**yes**" if all(map(acceptable, drifts)) else "no"]
+
+
+def _spread(numbers: tuple[float, float, float]) -> str:
+    return " / ".join(f"{number:.0e}" for number in numbers)
 
 
 def main() -> None:

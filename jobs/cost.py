@@ -30,7 +30,7 @@ class Cost:
 def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
     """Measure a few batches of the plan's first shard with one replica, and write none of it.
 
-    A batch size that is to be found is looked for, as in a scan, for `patience` seconds at most.
+    A batch size that is to be found is looked for, as in a scan; after `patience` seconds the one being tried must do.
     """
     replica = Replica(plan.info, plan.scan)
     first = plan.sequences.shard(0)
@@ -42,8 +42,9 @@ def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
         measured = replica.measure(tokens, plan.scan.interventions[0])
         seen = speeds.setdefault(len(tokens), [])
         seen.append(tokens.size / (time.perf_counter() - began))
-        searching = replica.batch.searching and len(tokens) == replica.batch.size and time.perf_counter() < until
-        if len(seen) >= passes and not searching:
+        late = time.perf_counter() > until
+        searching = replica.batch.searching and len(tokens) == replica.batch.size and not late
+        if not searching and len(seen) >= (2 if late else passes):
             break
     speed = statistics.median(seen[1:])  # The first pass warms up.
     return Cost(

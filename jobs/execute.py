@@ -85,7 +85,8 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     groups = [list(shards[i : i + SHARDS_PER_TASK]) for i in range(0, len(shards), SHARDS_PER_TASK)]
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= resources.replicas else 0
-    check_precision(plan, "cuda" if gpus else "cpu")
+    device = "cuda" if gpus else "cpu"
+    check_precision(plan, device)
     # The driver has listed and indexed the files; no worker does it again.
     known = ray.put((plan.sequences.index, plan.sequences.corpus))
     rows = (
@@ -93,7 +94,7 @@ def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator
         .flat_map(_ReadShards(plan.scan, plan.info, known), num_cpus=1)
         .map(
             _ReplicaActor,  # pyright: ignore[reportArgumentType]  (a class with __call__ is meant)
-            fn_constructor_args=(plan.scan, plan.info, plan.run, plan.manifest.code, resources.cores),
+            fn_constructor_args=(plan.scan, plan.info, plan.run, plan.manifest.code, resources.cores, device),
             # Two calls at a time: one writes its shard while the other computes.
             compute=ray.data.ActorPoolStrategy(
                 size=resources.replicas, max_concurrent_calls_per_actor=2, enable_true_multi_threading=True
@@ -141,14 +142,14 @@ class _ReadShards:
 class _ReplicaActor:
     """A replica in an actor: turns a shard's input into its commit."""
 
-    def __init__(self, scan: Scan, info: ModelInfo, run: RunDirectory, code: str, cores: int) -> None:
+    def __init__(self, scan: Scan, info: ModelInfo, run: RunDirectory, code: str, cores: int, device: str) -> None:
         if code_fingerprint() != code:
             raise RunError(f"this node runs code {code_fingerprint()}, the driver {code}; remove the installed copy")
         self.run = run
         # One thread for everything that computes: OpenMP makes a team of threads for each thread that does, and stops
         # spinning when the teams outnumber the cores.
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.replica = self.thread.submit(Replica, info, scan, threads=cores).result()
+        self.replica = self.thread.submit(Replica, info, scan, device, threads=cores).result()
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         shard: ShardInput | Failure = pickle.loads(row["input"])

@@ -17,6 +17,7 @@ from workers.code import code_fingerprint
 from workers.corpus import Index
 from workers.interventions import find_intervention
 from workers.models import ModelInfo, describe, find_model
+from workers.replica import resolve_precision
 from workers.sequences import Sequences
 from workers.shard import write_whole
 
@@ -54,6 +55,7 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
     """Resolve a scan; `run_id` names an existing run that it must fit."""
     for intervention in scan.interventions:
         find_intervention(intervention)
+    resolve_precision(scan, "cpu")  # What no device can compute is refused here.
     info = describe(find_model(scan.model, scan.revision))
     run = RunDirectory.of(scan.out, run_id or scan.run_id(name))
     if run_id is not None and not run.manifest_file.is_file():

@@ -60,7 +60,7 @@ class Scan(BaseModel):
     sequences_per_shard: Count = 256
     """Sequences in one shard: the unit of work, of retry and of commit."""
     batch_size: Count | Literal["auto"] = "auto"
-    """Sequences in one forward pass; auto fills a token budget that suits the device."""
+    """Sequences in one forward pass; auto finds the fastest while the scan runs."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of synthetic input; sequence i depends on (seed, i) alone."""
     out: str = "runs"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from jobs.plan import make_plan
 from schemas.errors import ScanError
 from schemas.scan import Scan, load_scan, parse_scan
 
@@ -267,6 +268,16 @@ def test_an_unknown_precision_is_answered_with_the_nearest():
     (line,) = lines_of(MINIMAL | {"precision": "float23"})
     assert line.startswith("precision: unknown precision 'float23'")
     assert "float32" in line
+
+
+def test_a_low_precision_with_an_edited_activation_is_refused_before_anything_runs():
+    scan = parse_scan(MINIMAL | {"precision": "bfloat16", "interventions": ["none", "zero_first_value"]})
+    with pytest.raises(ScanError) as caught:
+        make_plan(scan, "toy")
+    assert str(caught.value) == (
+        "precision: zero_first_value is measured by the dense engine, which does not compute in bfloat16; "
+        "set precision = 'float32'"
+    )
 
 
 @pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weights": "folded"}])

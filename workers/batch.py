@@ -78,6 +78,8 @@ class Launched:
     """`[statistic batch]`, in the order of the statistics that have a chance level."""
     defined: Tensor
     """`[statistic batch]`."""
+    first: int
+    """Position of the first sequence in its shard, for messages."""
     ready: Any
     """A CUDA event, or None where the results are there."""
 
@@ -85,14 +87,13 @@ class Launched:
 def measure_batch(
     engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor, first: int = 0
 ) -> tuple[Columns, Columns]:
-    """One forward pass over tokens `[batch pos]`: columns of `heads` `[batch layer head]`, of `sequences` `[batch]`.
-
-    `first` is the position of the first sequence in its shard, for messages.
-    """
-    return finish(launch(engine, statistics, tokens), statistics, first)
+    """One forward pass over tokens `[batch pos]`: columns of `heads` `[batch layer head]`, of `sequences` `[batch]`."""
+    return finish(launch(engine, statistics, tokens, first), statistics)
 
 
-def launch(engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor) -> Launched:
+def launch(
+    engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor, first: int = 0
+) -> Launched:
     """Start a forward pass; on a GPU this returns before it is done."""
     matches = find_matches(tokens)
     n_heads = engine.model.info.n_heads
@@ -115,14 +116,14 @@ def launch(engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], t
     defined = [_defined(s, by_tokens, tokens) for s in statistics]
     parts = values, torch.stack(chance) if chance else tokens.new_empty(0), torch.stack(defined)
     if tokens.device.type == "cpu":
-        return Launched(*parts, ready=None)
+        return Launched(*parts, first=first, ready=None)
     parts = tuple(torch.empty(p.shape, dtype=p.dtype, pin_memory=True).copy_(p, non_blocking=True) for p in parts)
     ready = torch.cuda.Event()
     ready.record()
-    return Launched(*parts, ready=ready)
+    return Launched(*parts, first=first, ready=ready)
 
 
-def finish(launched: Launched, statistics: Sequence[Statistic], first: int = 0) -> tuple[Columns, Columns]:
+def finish(launched: Launched, statistics: Sequence[Statistic]) -> tuple[Columns, Columns]:
     """Wait for a forward pass and take its columns; NaN where a statistic is not defined."""
     if launched.ready is not None:
         launched.ready.synchronize()
@@ -130,7 +131,7 @@ def finish(launched: Launched, statistics: Sequence[Statistic], first: int = 0) 
     # Pinned memory is scarce, so what is kept is copied out of it.
     heads = dict(zip(names, launched.values.numpy().copy(), strict=True))
     defined = dict(zip(names, launched.defined.numpy(), strict=True))
-    _check_finite(heads, defined, first)
+    _check_finite(heads, defined, launched.first)
     for name, values in heads.items():
         values[~defined[name]] = np.nan
     with_chance = [s.name for s in statistics if s.chance]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.errors import ModelError
+from schemas.errors import ModelError, ScanError
 from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from schemas.scan import Scan
 from schemas.statistics import select
@@ -60,10 +60,7 @@ class Replica:
         engine = self.engine
         if needs_bridge(self.model, edit):
             if self.precision not in BRIDGE_PRECISIONS:
-                raise ModelError(
-                    f"{intervention} is measured by the dense engine, which does not compute in {self.precision}; "
-                    "set precision = 'float32'"
-                )
+                raise ModelError(_beyond_the_bridge(intervention, self.precision))
             engine = DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, edit):
             heads, chance = zip(*self._batches(engine, tokens), strict=True)
@@ -72,12 +69,12 @@ class Replica:
     def _batches(self, engine: FusedEngine | DenseEngine, tokens: np.ndarray) -> Iterator[tuple[Columns, Columns]]:
         """The columns of each batch, in order; a GPU computes the next batch while one is being fetched."""
         start = 0
-        waiting: tuple[Launched, int] | None = None
+        waiting: Launched | None = None
         while start < len(tokens):
             began = time.perf_counter()
             try:
                 batch = self._to_device(tokens[start : start + self.batch.size])
-                launched = launch(engine, self.statistics, batch)
+                launched = launch(engine, self.statistics, batch, start)
             except RuntimeError as error:
                 if not _out_of_memory(error):
                     raise
@@ -88,15 +85,15 @@ class Replica:
                 self.batch.halve()
                 continue
             if waiting is not None:
-                yield finish(waiting[0], self.statistics, waiting[1])
-            waiting = launched, start
+                yield finish(waiting, self.statistics)
+            waiting = launched
             if self.batch.searching:
-                yield finish(launched, self.statistics, start)
+                yield finish(launched, self.statistics)
                 waiting = None
                 self.batch.note(len(batch), time.perf_counter() - began)
             start += len(batch)
         if waiting is not None:
-            yield finish(waiting[0], self.statistics, waiting[1])
+            yield finish(waiting, self.statistics)
 
     def _to_device(self, tokens: np.ndarray) -> Tensor:
         batch = torch.from_numpy(tokens).long()
@@ -105,11 +102,20 @@ class Replica:
 
 def resolve_precision(scan: Scan, device: str) -> str:
     """The precision of a scan on a device: as the scan says, or the fastest acceptable one that all of it can have."""
-    if scan.precision != "auto":
-        return scan.precision
-    edited = any(find_intervention(name).target in ACTIVATIONS for name in scan.interventions)
-    dense = scan.engine == "dense" or scan.weights == "folded" or edited
-    return "float32" if dense else FASTEST_ACCEPTABLE[device]
+    edited = [name for name in scan.interventions if find_intervention(name).target in ACTIVATIONS]
+    if scan.precision == "auto":
+        dense = scan.engine == "dense" or scan.weights == "folded" or edited
+        return "float32" if dense else FASTEST_ACCEPTABLE[device]
+    if edited and scan.precision not in BRIDGE_PRECISIONS:
+        raise ScanError(_beyond_the_bridge(edited[0], scan.precision))
+    return scan.precision
+
+
+def _beyond_the_bridge(intervention: str, precision: str) -> str:
+    return (
+        f"precision: {intervention} is measured by the dense engine, which does not compute in {precision}; "
+        "set precision = 'float32'"
+    )
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
