@@ -30,7 +30,7 @@ check: .venv/.installed
 	$(BIN)/pyright
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.bench

@@ -15,6 +15,12 @@ from workers.pattern import DensePattern
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+# Where two tests run at a time, each has a core; threads of two that share cores wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
 def pattern(rows: list[list[float]]) -> DensePattern:
     """A pattern of one sequence and one head, from its matrix."""
     matrix = torch.tensor(rows)[None, None]

@@ -7,6 +7,7 @@ import sys
 import typer
 
 import jobs.cli
+import jobs.cluster_cli
 import queries.cli
 from schemas.errors import HeadcountError
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 jobs.cli.mount(app)
+jobs.cluster_cli.mount(app)
 queries.cli.mount(app)
 
 

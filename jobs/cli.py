@@ -1,25 +1,31 @@
-"""The subcommands `plan`, `scan` and `doctor`. Heavy imports wait until a command runs."""
+"""The subcommands `plan`, `scan`, `compact` and `doctor`. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from jobs.progress import say
 from schemas.errors import RunError
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the scan.")
 ]
+Replicas = Annotated[int, typer.Option(min=1, help="Models to load, each in an actor of its own.")]
+Cores = Annotated[int, typer.Option(min=0, help="CPU cores of each replica; 0 shares out the machine's.")]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="What replicas compute on; auto: GPUs if there.")
+]
 
 
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
-    for command in (plan, scan, doctor):
+    for command in (plan, scan, compact, doctor):
         app.command()(command)
 
 
@@ -42,7 +48,7 @@ def plan(
         values.add_row(f"input.{option}", str(value), "")
     console.print(values)
     cost = measure_cost(made)
-    done = sum(1 for _ in made.run.commits())
+    done = len(made.run.ledger([]))
     table = Table("cost", "", title="measured on this machine, extrapolated to the scan", title_justify="left")
     table.add_row("device", f"{cost.device}, {cost.precision}, {made.scan.engine} engine")
     table.add_row("batches", f"{cost.batch_size} sequences")
@@ -67,13 +73,21 @@ def scan(
     run: Annotated[
         str | None, typer.Option(help="Go on with this run (its id); refused when the scan differs.")
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Models to load, each in an actor of its own.")] = 1,
-    cores: Annotated[int, typer.Option(min=0, help="CPU cores of each replica; 0 shares out the machine's.")] = 0,
+    replicas: Replicas = 1,
+    cores: Cores = 0,
+    device: DeviceOption = "auto",
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Ray cluster that this machine belongs to; else Ray is started."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option(help="Open every file of shards that are done, and measure broken ones anew.")
+    ] = False,
 ) -> None:
     """Run scans. A run that was stopped, however it was, goes on with the same command."""
-    from jobs.execute import Resources, execute, missing_shards, start_ray
+    from jobs.cluster import Resources
+    from jobs.finish import finish
     from jobs.plan import make_plan, prepare_run
-    from jobs.progress import watch
     from schemas.scan import load_scan
 
     console = Console(highlight=False, stderr=True)
@@ -81,23 +95,43 @@ def scan(
     for scan_file in scan_files:
         made = make_plan(load_scan(scan_file, overrides or ()), scan_file.stem, run)
         prepare_run(made, scan_file.read_text(encoding="utf-8") + "".join(f"\n# --set {o}" for o in overrides or ()))
-        missing = missing_shards(made)
-        shards = made.manifest.shards
-        done = shards - len(missing)
-        _say(console, f"{made.run.run_id}: {made.tokens:,} tokens, {shards:,} shards, {done:,} of them done")
         _print_bad_rows(console, made.bad_rows)
-        if missing:
-            resources = start_ray(Resources(replicas, cores))
-            outcomes = execute(made, missing, resources)
-            failures = watch(outcomes, made.tokens, made.tokens * done // shards, console)
-            for failure in failures:
-                _say(console, f"shard {failure.shard} failed: {failure.error}")
-            failed += len(failures)
+        failed += len(finish(made, Resources(replicas, cores, device, address), console, verify))
         print(made.run.path)
     if failed:
         raise RunError(
             f"{failed} shards failed, all others are committed; mend the cause and run the same command again"
         )
+
+
+def compact(
+    path: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run directory, or one that holds runs; a path or an address.")
+    ],
+    rows: Annotated[int, typer.Option(min=1, help="Rows of heads in a merged file.")] = 2_000_000,
+) -> None:
+    """Merge the small files of a run into few large ones; stopped at any time, the same command goes on.
+
+    In a store nothing keeps others away: do not compact a run there beside a scan or another compaction of it.
+    """
+    from jobs.compact import compact
+    from jobs.progress import duration
+    from schemas.places import place
+    from schemas.runs import find_runs
+
+    console = Console(highlight=False, stderr=True)
+    where = place(path)
+    problems: list[str] = []
+    # A relative "." has no name, and the name of a run directory is its run_id.
+    for run in find_runs(where.resolve() if isinstance(where, Path) else where):
+        done = compact(run, rows, lambda line: say(console, line))
+        files = f"{done.before.files:,} files are now {done.after.files:,}"
+        size = f"{_bytes(done.before.bytes)} are now {_bytes(done.after.bytes)}"
+        say(console, f"{run.run_id}: {files}, {size}, in {duration(done.seconds)}")
+        problems += [f"{run.run_id}: {problem}" for problem in done.problems]
+        print(run.path)
+    if problems:
+        raise RunError("\n".join(problems))
 
 
 def doctor() -> None:
@@ -108,7 +142,7 @@ def doctor() -> None:
     healthy = True
     for check in examine():
         healthy &= check.ok
-        _say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
+        say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
     if not healthy:
         sys.exit(1)
 
@@ -117,12 +151,7 @@ def _print_bad_rows(console: Console, problems: dict[str, str], most: int = 5) -
     if problems:
         named = [f"{place} ({problem})" for place, problem in list(problems.items())[:most]]
         more = f" and {len(problems) - most} more" if len(problems) > most else ""
-        _say(console, f"{len(problems)} bad rows left out: {', '.join(named)}{more}")
-
-
-def _say(console: Console, line: str) -> None:
-    """Print a line as it is: not wrapped, not interpreted."""
-    console.print(line, markup=False, soft_wrap=True)
+        say(console, f"{len(problems)} bad rows left out: {', '.join(named)}{more}")
 
 
 def _bytes(count: float) -> str:

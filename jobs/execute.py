@@ -1,177 +1,237 @@
-"""Run a plan on Ray: CPU tasks read and tokenise, a pool of replicas measures and commits, commits come back.
+"""Measure shards on replicas: each reads, measures, writes and commits; the driver hands out shards and sees that all end.
 
-Ray does the placement, the backpressure and the retries; a shard is done when its commit exists, whoever wrote it.
+Ray places the replicas, replaces those that die and waits for nodes. Here is what it cannot know: which shard may be given out
+again, when a shard is to blame, and when a slow replica is not worth waiting for. A shard is done when its commit exists,
+whoever wrote it, so giving one out twice is always safe.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import pickle
-import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
+import numpy as np
 import ray
-import ray.data
 import ray.exceptions
 
+from jobs.actor import DEPTH, ReplicaActor, noted
+from jobs.cluster import Resources
 from jobs.plan import Plan
-from schemas.errors import HeadcountError, RunError
-from schemas.runs import Commit, RunDirectory
-from schemas.scan import Scan
-from workers.code import code_fingerprint
-from workers.models import ModelInfo
-from workers.replica import Replica, resolve_precision
-from workers.sequences import Sequences, ShardInput
-from workers.shard import commit_shard, measure_shard, record_failure
+from jobs.spans import Spans
+from schemas.commits import Commit, Failure
+from schemas.errors import RunError
+from schemas.places import reason
+from workers.replica import Replica
 
-SHARDS_PER_TASK = 16
-"""Shards that one reading task yields, so that a file is opened once for many."""
+ATTEMPTS = 3
+"""How often a shard is tried before it is reported."""
 
+SLOW = 3.0
+"""A shard that takes so many times the median is measured elsewhere too, once there is nothing else to do."""
 
-@dataclass(frozen=True)
-class Failure:
-    """A shard that could not be measured, and why."""
-
-    shard: int
-    error: str
+HOPELESS = 20
+"""When so many shards have failed and none has succeeded, the rest is not tried."""
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What the replicas get."""
-
-    replicas: int = 1
-    cores: int = 0
-    """Cores of each replica; 0 shares out the machine's."""
-
-
-def missing_shards(plan: Plan) -> list[int]:
-    """The shards that have no commit yet, or whose files are no longer as committed."""
-    done = {commit.shard for commit in plan.run.commits() if not any(plan.run.damaged_files(commit))}
-    return [shard for shard in range(plan.manifest.shards) if shard not in done]
-
-
-def start_ray(resources: Resources) -> Resources:
-    """Start Ray on this machine unless it runs already; returns the resources with the cores filled in."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    resources = Resources(resources.replicas, resources.cores or max(1, available // resources.replicas))
-    if not ray.is_initialized():
-        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-        # Ray's C++ core reports on stderr what Ray Data does by design (constructor arguments of a pool's actors).
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        ray.init(
-            # One logical core more than the replicas take: a reader that finds none would wait for ever.
-            num_cpus=resources.replicas * resources.cores + 1,
-            object_store_memory=min(1 << 30, psutil.virtual_memory().available // 4),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    return resources
-
-
-def execute(plan: Plan, shards: Sequence[int], resources: Resources) -> Iterator[Commit | Failure]:
+def execute(
+    plan: Plan,
+    shards: np.ndarray,
+    resources: Resources,
+    say: Callable[[str], None],
+    replica: type[Replica] = Replica,
+) -> Iterator[Commit | Failure]:
     """Measure `shards` on replicas; yields each one's commit or failure as it arrives, in no order."""
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    # Every shard is a block of its own, so that it is measured as soon as it is read and retried alone.
-    context.target_max_block_size = 1
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    groups = [list(shards[i : i + SHARDS_PER_TASK]) for i in range(0, len(shards), SHARDS_PER_TASK)]
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= resources.replicas else 0
-    device = "cuda" if gpus else "cpu"
-    check_precision(plan, device)
-    # The driver has listed and indexed the files; no worker does it again.
-    known = ray.put((plan.sequences.index, plan.sequences.corpus))
-    rows = (
-        ray.data.from_items([{"shards": group} for group in groups], override_num_blocks=len(groups))
-        .flat_map(_ReadShards(plan.scan, plan.info, known), num_cpus=1)
-        .map(
-            _ReplicaActor,  # pyright: ignore[reportArgumentType]  (a class with __call__ is meant)
-            fn_constructor_args=(plan.scan, plan.info, plan.run, plan.manifest.code, resources.cores, device),
-            # Two calls at a time: one writes its shard while the other computes.
-            compute=ray.data.ActorPoolStrategy(
-                size=resources.replicas, max_concurrent_calls_per_actor=2, enable_true_multi_threading=True
-            ),
-            num_cpus=0 if gpus else resources.cores,
-            num_gpus=gpus,
-        )
-    )
+    dispatch = _Dispatch(plan, shards, resources, say, replica)
     try:
-        for row in rows.iter_rows():
-            yield pickle.loads(row["outcome"])
+        yield from dispatch.outcomes()
     except ray.exceptions.RayError as error:
         raise RunError(
-            f"{plan.run.run_id}: Ray gave up ({_cause(error)}); the same command goes on where it stopped"
+            f"{plan.run.run_id}: Ray gave up ({_last_line(error)}); the same command goes on where it stopped"
         ) from None
+    finally:
+        dispatch.end()
 
 
-def check_precision(plan: Plan, device: str) -> None:
-    """Refuse to go on in another precision than the run was begun in."""
-    precision = resolve_precision(plan.scan, device)
-    begun = next(plan.run.commits(), None)
-    if begun is not None and begun.precision != precision:
-        raise RunError(
-            f"{plan.run.run_id}: begun in {begun.precision}, and precision = 'auto' means {precision} on this {device}; "
-            "go on where it was begun, or start a new run with that precision in the scan"
-        )
+@dataclass(eq=False)
+class _Seat:
+    """A replica as the driver sees it."""
+
+    actor: Any
+    ready: bool = False
+    waiting_for: Any = None
+    flying: dict[Any, tuple[int, float]] = field(default_factory=dict)
+    """Shard and start of each call."""
+    alone: bool = False
+    """Whether it measures a shard that may have killed a replica, and nothing else."""
 
 
-class _ReadShards:
-    """Reads and tokenises shards, one row each."""
+class _Dispatch:
+    """Who measures what, until every shard has an outcome."""
 
-    def __init__(self, scan: Scan, info: ModelInfo, known: Any) -> None:
-        self.scan, self.info, self.known = scan, info, known
+    def __init__(
+        self,
+        plan: Plan,
+        shards: np.ndarray,
+        resources: Resources,
+        say: Callable[[str], None],
+        replica: type[Replica],
+    ) -> None:
+        self.plan, self.say = plan, say
+        self.missing = len(shards)
+        self.spans = Spans(shards)
+        self.open = np.zeros(plan.manifest.shards, bool)
+        self.open[shards] = True
+        self.retries: deque[int] = deque()
+        self.suspects: deque[int] = deque()
+        self.attempts = Counter({s: f[0] for s in plan.run.failed_shards() if (f := plan.run.failure(s)) is not None})
+        self.tried: Counter[int] = Counter()
+        self.lasted: deque[float] = deque(maxlen=64)
+        self.failed = self.succeeded = self.stillborn = 0
+        # Held here, since a replica that is replaced is made from it again.
+        self.known = ray.put((plan.sequences.index, plan.sequences.corpus))
+        gpu = resources.device == "cuda"
+        options = {
+            "num_cpus": max(1, resources.cores) if gpu else resources.cores,
+            "num_gpus": int(gpu),
+            "max_concurrency": DEPTH,
+            "max_restarts": -1,  # A node that comes back, or a new one, gets the replica.
+            "max_task_retries": 0,  # Which shard is tried again is decided here.
+            "scheduling_strategy": "SPREAD",
+        }
+        make = ReplicaActor.options(**options).remote
+        self.seats = [
+            _Seat(make(plan.scan, plan.info, plan.run, plan.manifest.code, self.known, resources, replica))
+            for _ in range(min(resources.replicas, self.missing))
+        ]
 
-    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        index, corpus = ray.get(self.known)
-        sequences = Sequences(self.scan, self.info, index, corpus)
-        for shard in row["shards"]:
-            try:
-                yield {"input": pickle.dumps(sequences.shard(int(shard)))}
-            except HeadcountError as error:
-                yield {"input": pickle.dumps(Failure(int(shard), str(error)))}
+    def outcomes(self) -> Iterator[Commit | Failure]:
+        """Commits and failures as they arrive, one for each shard."""
+        for seat in self.seats:
+            self._expect(seat)
+        told = time.monotonic()
+        while self.missing:
+            for seat in self.seats:
+                self._occupy(seat)
+            calls: dict[Any, _Seat] = {call: seat for seat in self.seats for call in seat.flying}
+            waits = {seat.waiting_for: seat for seat in self.seats if not seat.ready}
+            done, _ = ray.wait([*calls, *waits], num_returns=1, timeout=1.0)
+            for call in done:
+                if call in waits:
+                    self._arrive(waits[call])
+                elif (outcome := self._outcome(calls[call], call)) is not None:
+                    yield outcome
+            if any(seat.ready for seat in self.seats):
+                told = time.monotonic()
+            elif time.monotonic() - told > 30:
+                self.say("no replica yet: the model is being loaded, or the cluster has no room for one")
+                told = time.monotonic()
 
+    def end(self) -> None:
+        """Let the replicas go, whatever they do."""
+        for seat in self.seats:
+            ray.kill(seat.actor)
 
-class _ReplicaActor:
-    """A replica in an actor: turns a shard's input into its commit."""
+    def _expect(self, seat: _Seat) -> None:
+        seat.ready, seat.waiting_for = False, seat.actor.ready.remote()
 
-    def __init__(self, scan: Scan, info: ModelInfo, run: RunDirectory, code: str, cores: int, device: str) -> None:
-        if code_fingerprint() != code:
-            raise RunError(f"this node runs code {code_fingerprint()}, the driver {code}; remove the installed copy")
-        self.run = run
-        # One thread for everything that computes: OpenMP makes a team of threads for each thread that does, and stops
-        # spinning when the teams outnumber the cores.
-        self.thread = ThreadPoolExecutor(max_workers=1)
-        self.replica = self.thread.submit(Replica, info, scan, device, threads=cores).result()
-
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        shard: ShardInput | Failure = pickle.loads(row["input"])
-        return {"outcome": pickle.dumps(self._outcome(shard))}
-
-    def _outcome(self, shard: ShardInput | Failure) -> Commit | Failure:
-        if isinstance(shard, ShardInput):
-            try:
-                done = self.thread.submit(measure_shard, self.replica, shard).result()
-                return commit_shard(self.replica.scan, self.run, done)
-            except HeadcountError as error:
-                shard = Failure(shard.shard, str(error))
-            except Exception as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                shard = Failure(shard.shard, f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})")
+    def _arrive(self, seat: _Seat) -> None:
+        """A replica is there, or can never be."""
         try:
-            record_failure(self.run, shard.shard, shard.error)
-        except HeadcountError as error:
-            return Failure(shard.shard, f"{shard.error}; {error}")
+            ray.get(seat.waiting_for)
+        except ray.exceptions.RayError as error:
+            self.stillborn += 1
+            if getattr(error, "actor_init_failed", False) or self.stillborn > HOPELESS:
+                raise RunError(f"no replica can be made: {_last_line(error)}") from None
+            self._expect(seat)
+        else:
+            seat.ready, self.stillborn = True, 0
+
+    def _occupy(self, seat: _Seat) -> None:
+        """Give a replica as many shards as it takes at once."""
+        while seat.ready and not seat.alone and len(seat.flying) < DEPTH:
+            shard = self._next(seat)
+            if shard is None:
+                return
+            call = seat.actor.measure.remote(shard, self.attempts[shard] + 1)
+            seat.flying[call] = shard, time.monotonic()
+
+    def _next(self, seat: _Seat) -> int | None:
+        shard = self.spans.take(seat)
+        if shard is None and self.retries:
+            shard = self.retries.popleft()
+        if shard is None and self.suspects and not seat.flying:
+            seat.alone = True
+            shard = self.suspects.popleft()
+        if shard is None and not seat.flying:
+            shard = self._straggler(seat)
         return shard
 
+    def _straggler(self, idle: _Seat) -> int | None:
+        """The shard that was given out longest ago, if that is far too long ago, and to others."""
+        given: dict[int, float] = {}
+        for shard, since in (call for seat in self.seats if seat is not idle for call in seat.flying.values()):
+            given[shard] = max(since, given.get(shard, since))
+        shard = min((s for s in given if self.open[s]), key=given.__getitem__, default=None)
+        if shard is None or not self.lasted:
+            return None
+        patience = max(2.0, SLOW * statistics.median(self.lasted))
+        return shard if time.monotonic() - given[shard] > patience else None
 
-def _cause(error: BaseException) -> str:
+    def _outcome(self, seat: _Seat, call: Any) -> Commit | Failure | None:
+        """What became of a shard; none where it is tried again, or was done elsewhere meanwhile."""
+        shard, since = seat.flying.pop(call)
+        seat.alone = False
+        try:
+            outcome: Any = ray.get(call)
+        except ray.exceptions.RayTaskError as error:
+            outcome = Failure(shard, _last_line(error))
+        except ray.exceptions.RayError as error:
+            if seat.ready:
+                self._expect(seat)
+            if getattr(error, "preempted", False):
+                self.retries.append(shard)
+                return None
+            outcome = Failure(shard, f"its replica died ({_last_line(error)})")
+            self.suspects.append(shard)
+        if not self.open[shard]:
+            return None
+        if isinstance(outcome, Commit):
+            self.lasted.append(time.monotonic() - since)
+            self.succeeded += 1
+        else:
+            return self._failed(outcome)
+        return self._end(outcome)
+
+    def _failed(self, failure: Failure) -> Failure | None:
+        """Try a shard again, or report it."""
+        died = failure.shard in self.suspects
+        self.tried[failure.shard] += 1
+        self.attempts[failure.shard] += 1
+        if self.tried[failure.shard] < ATTEMPTS:
+            if not died:
+                self.retries.append(failure.shard)
+            return None
+        if died:
+            self.suspects.remove(failure.shard)
+            failure = noted(self.plan.run, failure, self.attempts[failure.shard])
+        self.failed += 1
+        if self.failed >= HOPELESS and not self.succeeded:
+            raise RunError(
+                f"{self.plan.run.run_id}: {self.failed} shards failed and none succeeded, the last with: {failure.error}; "
+                "mend the cause and run the same command again"
+            )
+        return self._end(failure)
+
+    def _end(self, outcome: Any) -> Any:
+        self.open[outcome.shard] = False
+        self.missing -= 1
+        return outcome
+
+
+def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return reason(RuntimeError(lines[-1])) if lines else type(error).__name__

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from schemas.errors import RunError
+from schemas.places import Place, write_whole
 from schemas.runs import Manifest, RunDirectory, differing_keys
 from schemas.scan import Scan
 from schemas.statistics import select
@@ -19,7 +19,6 @@ from workers.interventions import find_intervention
 from workers.models import ModelInfo, describe, find_model
 from workers.replica import resolve_precision
 from workers.sequences import Sequences
-from workers.shard import write_whole
 
 LIBRARIES = ("torch", "transformers", "transformer_lens", "ray", "pyarrow", "datasets", "tokenizers")
 
@@ -100,7 +99,18 @@ def prepare_run(plan: Plan, scan_text: str) -> None:
     write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())
 
 
-def _index_file(run: RunDirectory) -> Path:
+def check_precision(plan: Plan, device: str) -> None:
+    """Refuse to go on in another precision than the run was begun in."""
+    precision = resolve_precision(plan.scan, device)
+    begun = plan.run.ledger(["precision"])["precision"].slice(0, 1).to_pylist()
+    if begun and begun != [precision]:
+        raise RunError(
+            f"{plan.run.run_id}: begun in {begun[0]}, and precision = 'auto' means {precision} on this {device}; "
+            "go on where it was begun, or start a new run with that precision in the scan"
+        )
+
+
+def _index_file(run: RunDirectory) -> Place:
     return run.index / "documents.parquet"
 
 

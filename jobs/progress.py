@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from jobs.execute import Failure
-from schemas.runs import Commit
+from schemas.commits import Commit, Failure
 
 QUIET_SECONDS = 10.0
 
@@ -30,6 +29,11 @@ def watch(outcomes: Iterable[Commit | Failure], tokens: int, done: int, console:
     if state.began is not None:
         console.print(state.summary(), highlight=False)
     return state.failures
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is: not wrapped, not interpreted."""
+    console.print(line, markup=False, soft_wrap=True)
 
 
 class _State:

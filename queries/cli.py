@@ -13,7 +13,7 @@ from schemas.errors import QueryError
 
 
 def query(
-    runs: Annotated[Path, typer.Argument(help="A run directory, or a directory of runs.")],
+    runs: Annotated[str, typer.Argument(help="A run directory, or a directory of runs; a path or a URL.")],
     question: Annotated[
         str | None, typer.Argument(help="Name of a view, or SQL; without it, the views are listed.")
     ] = None,
@@ -49,7 +49,7 @@ def query(
 
 
 def report(
-    runs: Annotated[Path, typer.Argument(help="A run directory, or a directory of runs.")],
+    runs: Annotated[str, typer.Argument(help="A run directory, or a directory of runs; a path or a URL.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file with heatmaps, rankings and norms of every run; it opens from disk, without a network."""

@@ -14,7 +14,9 @@ import pyarrow as pa
 
 from queries import ledger
 from queries.ledger import Run
+from queries.stores import register_stores
 from schemas.errors import QueryError
+from schemas.places import Place, place
 from schemas.tables import KEYS, ORIGIN, chance_column, heads_schema, sequences_schema
 
 QUERIES = Path(__file__).parent
@@ -34,13 +36,14 @@ PARTITIONS = {
 }
 
 
-def connect(path: Path, queries: Path = QUERIES) -> duckdb.DuckDBPyConnection:
+def connect(path: str | Place, queries: Path = QUERIES) -> duckdb.DuckDBPyConnection:
     """Open a run directory, or a directory of runs: views of what is committed, locked against everything else.
 
     Hand user SQL to `queries.output.run_query`, which also refuses to write.
     """
-    runs = ledger.read_runs(path)
+    runs = ledger.read_runs(place(path))
     connection = duckdb.connect()
+    register_stores(connection, [run.directory.path for run in runs])
     # DuckDB would otherwise take a misspelt view for a Python variable of whoever calls.
     connection.execute("SET python_enable_replacements = false")
     connection.execute("CREATE SCHEMA ledger")

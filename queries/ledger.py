@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from schemas.errors import QueryError
-from schemas.runs import Commit, Manifest, RunDirectory, find_runs
+from schemas.places import Place
+from schemas.runs import Manifest, RunDirectory, find_runs, pc
 
 Columns = dict[str, tuple[pa.DataType, str]]
 
@@ -65,7 +67,9 @@ SHARDS: Columns = {
     "seconds": (pa.float64(), "Seconds that the shard took, from the first forward pass to the last file."),
     "compute_seconds": (pa.float64(), "Of these, forward passes and reductions."),
     "idle_seconds": (pa.float64(), "Seconds before it in which the replica waited for work."),
+    "finished": (pa.timestamp("us", "UTC"), "When it was committed, by the clock of that machine."),
     "host": (pa.string(), "Machine that made it."),
+    "replica": (pa.string(), "Replica that made it."),
     "attempt": (pa.int64(), "Attempt that succeeded."),
     "engine": (pa.string(), "Engine that measured it."),
     "precision": (pa.string(), "Number formats it was measured in."),
@@ -87,19 +91,33 @@ STATISTICS: Columns = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """One run: its manifest, its commits, and which of them can be read."""
+    """One run: its manifest, its ledger, and what of it can be read."""
 
     directory: RunDirectory
     manifest: Manifest
-    done: list[Commit] = field(default_factory=list)
-    damaged: list[Commit] = field(default_factory=list)
+    ledger: pa.Table
+    """One row per commit, in shard order."""
+    damaged: dict[str, list[int]]
+    """Committed files that are gone or broken, and their shards."""
+
+    @cached_property
+    def whole(self) -> np.ndarray:
+        """For each commit, whether all of its files can be read."""
+        broken = [shard for shards in self.damaged.values() for shard in shards]
+        return ~np.isin(self.ledger["shard"].to_numpy(), broken)
+
+    @cached_property
+    def done(self) -> pa.Table:
+        """The commits whose files can be read."""
+        return self.ledger.filter(pa.array(self.whole))
 
     def files(self, table: str) -> list[str]:
-        """Absolute paths of a table's files that count."""
-        home = self.directory.path
-        return [f"{home}/{file.path}" for c in self.done for file in c.files if file.table == table]
+        """Paths of a table's files that count."""
+        files = pc.list_flatten(self.done["files"])
+        paths = pc.struct_field(files, "path").filter(pc.equal(pc.struct_field(files, "table"), table))
+        return [f"{self.directory.path}/{path}" for path in pc.unique(paths).to_pylist()]
 
     @property
     def scan(self) -> dict[str, Any]:
@@ -107,13 +125,13 @@ class Run:
         return self.manifest.identity.get("scan", {})
 
 
-def read_runs(path: Path) -> list[Run]:
-    """Read the manifests and commits at `path`, and warn on stderr of shards whose files are damaged."""
+def read_runs(path: Place) -> list[Run]:
+    """Read the manifests and ledgers at `path`, and warn on stderr of shards whose files are damaged."""
     # A relative "." has no name, and the name of a run directory is its run_id.
-    runs = [_read_run(directory) for directory in find_runs(path.resolve())]
+    runs = [_read_run(directory) for directory in find_runs(path.resolve() if isinstance(path, Path) else path)]
     for run in runs:
         if run.damaged:
-            names = [next(run.directory.damaged_files(commit)) for commit in run.damaged]
+            names = list(run.damaged)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             print(
                 f"warning: run {run.directory.run_id}: {names[0]}{more} is damaged (not as committed); its shard is "
@@ -125,11 +143,8 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def _read_run(directory: RunDirectory) -> Run:
-    run = Run(directory, directory.manifest())
-    for commit in directory.commits():
-        whole = next(directory.damaged_files(commit), None) is None
-        (run.done if whole else run.damaged).append(commit)
-    return run
+    ledger = directory.ledger()
+    return Run(directory, directory.manifest(), ledger, directory.damaged_files(ledger))
 
 
 def _same_formulas(runs: list[Run]) -> None:
@@ -164,7 +179,7 @@ def runs_table(runs: list[Run]) -> pa.Table:
 
 def shards_table(runs: list[Run]) -> pa.Table:
     """One row per shard, done or not."""
-    return _table(SHARDS, [row for run in runs for row in _shard_rows(run)])
+    return pa.concat_tables([_shards(run) for run in runs])
 
 
 def statistics_table(runs: list[Run]) -> pa.Table:
@@ -178,7 +193,7 @@ def statistics_table(runs: list[Run]) -> pa.Table:
 
 
 def _run_row(run: Run) -> dict[str, Any]:
-    manifest, scan = run.manifest, run.scan
+    manifest, scan, done = run.manifest, run.scan, run.done
     inputs = dict(scan.get("input", {}))
     return {
         **{key: scan.get(key) for key in ("model", "weights", "engine", "n_ctx", "bos", "seed")},
@@ -186,19 +201,19 @@ def _run_row(run: Run) -> dict[str, Any]:
         "run_id": run.directory.run_id,
         "name": manifest.run_id.rpartition("-")[0] or manifest.run_id,
         "created": manifest.created,
-        "precision": ", ".join(sorted({c.precision for c in run.done})) or scan.get("precision"),
+        "precision": ", ".join(sorted(pc.unique(done["precision"]).to_pylist())) or scan.get("precision"),
         "input_family": inputs.pop("family", None),
         "input_options": json.dumps(inputs, ensure_ascii=False),
         "interventions": list(scan.get("interventions", ["none"])),
         "statistics": list(manifest.statistics),
         "shards": manifest.shards,
-        "shards_done": len(run.done),
-        "complete": len(run.done) >= manifest.shards,
+        "shards_done": len(done),
+        "complete": len(done) >= manifest.shards,
         "sequences": manifest.sequences,
-        "sequences_done": sum(c.stop - c.start for c in run.done),
-        "rows": sum(c.rows for c in run.done),
-        "tokens": sum(c.tokens for c in run.done),
-        "seconds": sum(c.seconds for c in run.done),
+        "sequences_done": int((done["stop"].to_numpy() - done["start"].to_numpy()).sum()),
+        "rows": int(done["rows"].to_numpy().sum()),
+        "tokens": int(done["tokens"].to_numpy().sum()),
+        "seconds": float(done["seconds"].to_numpy().sum()),
         "model_fingerprint": _model_fingerprint(manifest),
         "code": manifest.code,
     }
@@ -209,18 +224,27 @@ def _model_fingerprint(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _shard_rows(run: Run) -> Iterable[dict[str, Any]]:
-    known = {c.shard: ("done", c) for c in run.done} | {c.shard: ("damaged", c) for c in run.damaged}
+def _shards(run: Run) -> pa.Table:
+    """Commits with their status, and a row for each shard that has none."""
+    own = [name for name in SHARDS if name != "status"]
+    status = pa.array(np.where(run.whole, "done", "damaged"), pa.string())
+    known = run.ledger.select(own).append_column("status", status)
     size, total = run.scan.get("sequences_per_shard"), run.manifest.sequences
-    for shard in sorted(known.keys() | set(range(run.manifest.shards))):
-        if shard in known:
-            status, commit = known[shard]
-            yield {**commit.model_dump(exclude={"files"}), "status": status}
-        else:
-            span = {"start": shard * size, "stop": min((shard + 1) * size, total)} if size else {}
-            yield {"run_id": run.directory.run_id, "shard": shard, "status": "missing", **span}
+    missing = np.setdiff1d(np.arange(run.manifest.shards), known["shard"].to_numpy())
+    rows: dict[str, Any] = {"run_id": [run.directory.run_id] * len(missing), "shard": missing}
+    rows["status"] = ["missing"] * len(missing)
+    if size:
+        rows |= {"start": missing * size, "stop": np.minimum((missing + 1) * size, total)}
+    schema = _schema(SHARDS)
+    arrays = [pa.array(rows[f.name], f.type) if f.name in rows else pa.nulls(len(missing), f.type) for f in schema]
+    both = [known.select(schema.names).cast(schema), pa.Table.from_arrays(arrays, schema=schema)]
+    return pa.concat_tables(both).sort_by("shard")
+
+
+def _schema(columns: Columns) -> pa.Schema:
+    return pa.schema([(name, type_) for name, (type_, _) in columns.items()])
 
 
 def _table(columns: Columns, rows: list[dict[str, Any]]) -> pa.Table:
-    schema = pa.schema([(name, type_) for name, (type_, _) in columns.items()])
-    return pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows], schema=schema)
+    content = [{name: row.get(name) for name in columns} for row in rows]
+    return pa.Table.from_pylist(content, schema=_schema(columns))

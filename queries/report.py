@@ -14,6 +14,7 @@ from queries.connect import QUERIES, connect
 from queries.ledger import bounds
 from queries.output import run_query
 from schemas.errors import QueryError
+from schemas.places import Place
 from schemas.statistics import STATISTICS
 
 Record = dict[str, Any]
@@ -30,7 +31,7 @@ DORMANT = ["induction_repeated", "sink_repeated", "sink_unrepeated", "sink_text"
 LAYER_LINES = {"resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink_resid_post_norm"}
 
 
-def write_report(path: Path, output: Path) -> None:
+def write_report(path: str | Place, output: Path) -> None:
     """Write the report on the runs at `path` into one HTML file."""
     from plotly.offline import get_plotlyjs
 

@@ -6,58 +6,34 @@ runs/run_id=NAME-HASH/
 ├── index/           lengths of the corpus's documents, where there is a corpus
 ├── heads/intervention=none/shard-000000.parquet …     (sequences/ alike)
 ├── failures/shard-000000.json     attempts that failed, and why
-└── commits/shard-000000.json      written last: a shard is done if and only if its commit exists
+└── commits/shard-000000.json      written last: a shard is done if and only if its commit is in the ledger (commits.py)
 """
+
+# pyarrow has no types.
+# pyright: basic
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from schemas.commits import READERS, Commit, commit_name, commits_of, read_ledger
 from schemas.errors import RunError
+from schemas.places import Place, names, place, reason
 
 TABLES = ("heads", "sequences")
-
-
-class DataFile(BaseModel):
-    """A Parquet file of a committed shard, its path relative to the run directory."""
-
-    model_config = ConfigDict(frozen=True)
-    table: str
-    intervention: str
-    path: str
-    rows: int
-    bytes: int
-
-
-class Commit(BaseModel):
-    """The record that makes a shard done."""
-
-    model_config = ConfigDict(frozen=True)
-    run_id: str
-    shard: int
-    start: int
-    stop: int
-    rows: int
-    tokens: int
-    seconds: float
-    """From the first forward pass to the last data file."""
-    compute_seconds: float
-    """Of these, forward passes and reductions; a replica computes the next shard while it writes one."""
-    idle_seconds: float
-    """How long the replica had waited for this shard, computing nothing."""
-    host: str
-    attempt: int
-    engine: str
-    precision: str
-    bad_rows: list[str]
-    files: list[DataFile]
+DATA_FILE = rf"^({'|'.join(TABLES)})/intervention=\w+/(shard|merged)-[\w-]+\.parquet$"
+pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
 
 class Manifest(BaseModel):
@@ -79,12 +55,12 @@ class Manifest(BaseModel):
 class RunDirectory:
     """The paths of one run, and its ledger."""
 
-    path: Path
+    path: Place
 
     @classmethod
-    def of(cls, out: Path | str, run_id: str) -> RunDirectory:
+    def of(cls, out: str | Place, run_id: str) -> RunDirectory:
         """The directory of a run among the runs in `out`."""
-        return cls(Path(out) / f"run_id={run_id}")
+        return cls(place(out) / f"run_id={run_id}")
 
     @property
     def run_id(self) -> str:
@@ -92,31 +68,36 @@ class RunDirectory:
         return self.path.name.removeprefix("run_id=")
 
     @property
-    def scan_file(self) -> Path:
+    def scan_file(self) -> Place:
         """The scan as submitted."""
         return self.path / "scan.toml"
 
     @property
-    def manifest_file(self) -> Path:
+    def manifest_file(self) -> Place:
         """The manifest."""
         return self.path / "manifest.json"
 
     @property
-    def index(self) -> Path:
+    def index(self) -> Place:
         """The directory of the corpus index."""
         return self.path / "index"
 
-    def data_file(self, table: str, intervention: str, shard: int) -> Path:
+    @property
+    def commits_directory(self) -> Place:
+        """The directory of the ledger."""
+        return self.path / "commits"
+
+    def data_file(self, table: str, intervention: str, shard: int) -> Place:
         """Where a shard's rows of one table lie: the same name in every attempt."""
-        return self.path / table / f"intervention={intervention}" / f"shard-{shard:06d}.parquet"
+        return self.path / data_path(table, intervention, f"shard-{shard:06d}.parquet")
 
-    def commit_file(self, shard: int) -> Path:
-        """Where a shard's commit lies."""
-        return self.path / "commits" / f"shard-{shard:06d}.json"
+    def commit_file(self, shard: int) -> Place:
+        """Where a shard's commit is written; thousands of them are folded into one file later."""
+        return self.commits_directory / commit_name(shard)
 
-    def failure_file(self, shard: int) -> Path:
+    def failure_file(self, shard: int) -> Place:
         """Where the last failed attempt at a shard is noted."""
-        return self.path / "failures" / f"shard-{shard:06d}.json"
+        return self.path / "failures" / commit_name(shard)
 
     def failure(self, shard: int) -> tuple[int, str] | None:
         """Failed attempts at a shard and the last reason; none where none was noted."""
@@ -126,48 +107,89 @@ class RunDirectory:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def failed_shards(self) -> list[int]:
+        """Shards of which a failed attempt is noted, whether or not a later one succeeded."""
+        found = (name[6:-5] for name in names(self.path / "failures") if name.startswith("shard-"))
+        return sorted(int(number) for number in found if number.isdecimal())
+
     def manifest(self) -> Manifest:
         """Read the manifest."""
         try:
             return Manifest.model_validate_json(self.manifest_file.read_bytes())
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise RunError(f"{self.path}: no manifest.json; expected the directory of a run") from None
+        except OSError as error:
+            raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
         except ValidationError as error:
             raise RunError(f"{self.manifest_file}: not a manifest ({error.error_count()} problems)") from None
 
+    def ledger(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """The commits that count, in shard order: some columns of them, and whether they are `folded`."""
+        try:
+            return read_ledger(self.commits_directory, self.run_id, columns)
+        except (OSError, pa.ArrowException) as error:
+            raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
+
     def commits(self) -> Iterator[Commit]:
-        """The commits of the run, in shard order; files that are no commit of this run are passed over."""
-        for path in sorted((self.path / "commits").glob("shard-*.json")):
-            try:
-                commit = Commit.model_validate_json(path.read_bytes())
-            except (OSError, ValidationError):
-                continue
-            if commit.run_id == self.run_id and path == self.commit_file(commit.shard):
-                yield commit
+        """The commits that count, in shard order; files that are no commit of this run are passed over."""
+        yield from commits_of(self.ledger())
 
-    def damaged_files(self, commit: Commit) -> Iterator[str]:
-        """Files of a commit that are not where they belong, or not whole: another size, or no Parquet footer."""
-        for file in commit.files:
-            path = self.path / file.path
-            belongs = file.table in TABLES and path == self.data_file(file.table, file.intervention, commit.shard)
-            if not (belongs and _is_whole(path, file.bytes)):
-                yield file.path
+    def damaged_files(self, ledger: pa.Table, thorough: bool = False) -> dict[str, list[int]]:
+        """Files of the ledger that are not there or not whole, and the shards whose rows they held.
+
+        On a disk a power cut can leave a file without its content, so files are opened as long as their commits are not
+        folded, and all of them if `thorough`; the others are looked for by name. What a store has taken is whole: there
+        nothing is looked for, unless `thorough`. A file outside the run's tables is none of its files.
+        """
+        files = pc.list_flatten(ledger["files"])
+        shards = ledger["shard"].to_numpy()[pc.list_parent_indices(ledger["files"]).to_numpy()]
+        folded = ledger["folded"].to_numpy()[pc.list_parent_indices(ledger["files"]).to_numpy()]
+        paths = pc.struct_field(files, "path").combine_chunks()
+        on_disk = isinstance(self.path, Path)
+        bad = ~pc.match_substring_regex(paths, DATA_FILE).to_numpy(zero_copy_only=False)
+        opened = ~bad & (thorough | (on_disk & ~folded))
+        if on_disk and len(named := np.flatnonzero(~bad & ~opened)):
+            bad[named] = ~pc.is_in(paths.take(named), self._present(paths.take(named))).to_numpy(zero_copy_only=False)
+        places = np.flatnonzero(opened)
+        with ThreadPoolExecutor(READERS) as pool:
+            whole = pool.map(lambda i: _is_whole(self.path / paths[i].as_py()), places.tolist())
+            bad[places] = ~np.fromiter(whole, bool, len(places))
+        found: dict[str, list[int]] = {}
+        for i in np.flatnonzero(bad):
+            found.setdefault(paths[i].as_py(), []).append(int(shards[i]))
+        return found
+
+    def _present(self, paths: pa.Array) -> pa.Array:
+        """Relative paths of all files in the directories of `paths`."""
+        directories = pc.unique(pc.replace_substring_regex(paths, "/[^/]*$", "")).to_pylist()
+        return pa.array([f"{d}/{name}" for d in directories for name in names(self.path / d)], pa.string())
 
 
-def _is_whole(path: Path, size: int) -> bool:
+def data_path(table: str, intervention: str, name: str) -> str:
+    """Where a data file lies in the run directory."""
+    return f"{table}/intervention={intervention}/{name}"
+
+
+def _is_whole(file: Place) -> bool:
+    """Whether a Parquet file begins and ends as one."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with file.open("rb", buffering=0) if isinstance(file, Path) else file.open() as content:
+            size = content.seek(0, os.SEEK_END)
             # After a power cut a file can have its size and none of its content.
-            return file.seek(0, os.SEEK_END) == size and file.seek(size - 4) >= 0 and file.read(4) == b"PAR1"
+            return size >= 12 and content.seek(size - 4) >= 0 and content.read(4) == b"PAR1"
     except (OSError, ValueError):
         return False
 
 
-def find_runs(path: Path) -> list[RunDirectory]:
+def find_runs(path: Place) -> list[RunDirectory]:
     """The runs at `path`: a run directory itself, or a directory that holds some."""
-    if (path / "manifest.json").is_file():
-        return [RunDirectory(path)]
-    found = [RunDirectory(p.parent) for p in sorted(path.glob("run_id=*/manifest.json"))]
+    try:
+        if (path / "manifest.json").is_file():
+            return [RunDirectory(path)]
+        inside = [RunDirectory(path / name) for name in sorted(names(path)) if name.startswith("run_id=")]
+        found = [run for run in inside if run.manifest_file.is_file()]
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({reason(error)})") from None
     if not found:
         raise RunError(f"{path}: no run here; expected a run directory, or a directory that holds run_id=… directories")
     return found

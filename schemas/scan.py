@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schemas.errors import ScanError, unknown
+from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
 from schemas.statistics import select
 
@@ -64,7 +65,7 @@ class Scan(BaseModel):
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of synthetic input; sequence i depends on (seed, i) alone."""
     out: str = "runs"
-    """Directory that holds the runs."""
+    """Directory that holds the runs: a path, s3://… or gs://…"""
 
     @property
     def fingerprint(self) -> str:
@@ -105,6 +106,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     except ValidationError as error:
         raise ScanError("\n".join(_explain(key, found) for key, found in by_key(error).items())) from None
     select(scan.statistics)
+    place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
     if scan.precision not in BRIDGE_PRECISIONS and (scan.engine == "dense" or scan.weights == "folded"):

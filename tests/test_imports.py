@@ -16,7 +16,7 @@ OURS = {
     "models": set[str](),
 }
 ONLY_IN = {
-    "ray": ("jobs/execute.py",),
+    "ray": ("jobs/actor.py", "jobs/cluster.py", "jobs/execute.py", "jobs/remote.py"),
     "transformer_lens": ("workers/loading.py", "workers/fused.py"),
     "datasets": ("workers/documents.py",),
     "torch": ("workers/", "models/", "jobs/doctor.py"),

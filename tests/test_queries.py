@@ -23,7 +23,7 @@ from queries.connect import QUERIES, VIEWS, connect, view_descriptions
 from queries.output import run_query, write_csv, write_json, write_parquet, write_table
 from schemas.errors import QueryError, RunError
 from schemas.statistics import STATISTICS
-from tests.toy_runs import Row, read_manifest, write_run
+from tests.toy_runs import Row, local, read_manifest, write_run
 
 NORMS = {
     # T = 5: (5·4 - 8)/4 = 3 over the others; (5·2 - 2)/4 = 2; and residuals that are the same for all heads.
@@ -236,12 +236,13 @@ def test_adding_a_query_is_one_file(tmp_path: Path) -> None:
 
 def test_only_whole_committed_files_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink}, sequences=10, commit=[0, 1, 2])
-    heads = run.path / "heads" / "intervention=none"
+    home = local(run.path)
+    heads = home / "heads" / "intervention=none"
     (heads / "shard-000003.parquet").write_bytes(b"PAR1 half a file")
     (heads / ".shard-000004.parquet.tmp").write_bytes(b"")
     (heads / "foreign.parquet").write_bytes(b"")
-    (run.path / "commits" / "shard-000003.json").write_text('{"run_id": ')
-    shutil.copy(run.commit_file(0), run.path / "commits" / "shard-000004.json")
+    (home / "commits" / "shard-000003.json").write_text('{"run_id": ')
+    shutil.copy(home / "commits" / "shard-000000.json", home / "commits" / "shard-000004.json")
     whole = (heads / "shard-000001.parquet").read_bytes()
     (heads / "shard-000001.parquet").write_bytes(whole[:-1])
     run.data_file("sequences", "none", 2).unlink()
@@ -262,7 +263,7 @@ def test_only_whole_committed_files_count(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink})
-    file = run.data_file("heads", "none", 0)
+    file = local(run.data_file("heads", "none", 0))
     file.write_bytes(bytes(file.stat().st_size))
     assert ask(connect(tmp_path), "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [(2,), (3,)]
 
@@ -271,7 +272,7 @@ def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink})
     entry = read_manifest(run)
     entry["statistics"]["entropy"] = entry["statistics"]["sink_mass"]
-    run.manifest_file.write_text(json.dumps(entry))
+    local(run.manifest_file).write_text(json.dumps(entry))
     with pytest.raises(QueryError, match=r'table heads do not fit their manifests: .*"entropy" not found'):
         connect(tmp_path)
 
@@ -279,10 +280,10 @@ def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
 def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink}, commit=[0])
     outside = tmp_path / "outside.parquet"
-    shutil.copy(run.data_file("heads", "none", 0), outside)
-    commit = json.loads(run.commit_file(0).read_text())
+    shutil.copy(local(run.data_file("heads", "none", 0)), outside)
+    commit = json.loads(run.commit_file(0).read_bytes())
     commit["files"][0]["path"] = "../outside.parquet"
-    run.commit_file(0).write_text(json.dumps(commit))
+    local(run.commit_file(0)).write_text(json.dumps(commit))
     assert ask(connect(tmp_path), "SELECT count(*) FROM heads") == [(0,)]
 
 
@@ -299,7 +300,7 @@ def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: py
     home = tmp_path / "date=2026-01-01 o'clock"
     run = write_run(home, "a-1", {"sink_mass": sink})
     write_run(home, "b-2", {"entropy": lambda row: 1.0})
-    monkeypatch.chdir(run.path)
+    monkeypatch.chdir(local(run.path))
     assert ask(connect(Path(".")), "SELECT DISTINCT run_id FROM heads") == [("a-1",)]
     question = "SELECT run_id, count(sink_mass), count(entropy), count(*) FROM heads GROUP BY 1 ORDER BY 1"
     assert ask(connect(home), question) == [("a-1", 24, 0, 24), ("b-2", 0, 24, 24)]

@@ -11,12 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.execute import check_precision, missing_shards
-from jobs.plan import Plan, make_plan, prepare_run
+from jobs.finish import missing_shards
+from jobs.plan import Plan, check_precision, make_plan, prepare_run
 from schemas.errors import RunError
+from schemas.places import write_whole
 from schemas.scan import parse_scan
+from tests.toy_runs import local
 from workers.replica import Replica
-from workers.shard import record_failure, run_shard, write_whole
+from workers.shard import record_failure, run_shard
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,9 @@ def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
 
 
 def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
-    names = sorted(p.relative_to(plan.run.path).as_posix() for p in plan.run.path.rglob("*") if p.is_file())
+    names = sorted(
+        p.relative_to(local(plan.run.path)).as_posix() for p in local(plan.run.path).rglob("*") if p.is_file()
+    )
     assert names == [
         "commits/shard-000000.json",
         "commits/shard-000001.json",
@@ -64,7 +68,7 @@ def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
         "sequences/intervention=none/shard-000000.parquet",
         "sequences/intervention=none/shard-000001.parquet",
     ]
-    assert plan.run.scan_file.read_text() == "# as submitted\n"
+    assert plan.run.scan_file.read_bytes() == b"# as submitted\n"
 
 
 def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
@@ -108,28 +112,29 @@ def test_a_commit_counts_what_was_written(plan: Plan) -> None:
     assert (first.start, first.stop, first.rows, first.tokens, first.attempt) == (0, 3, 48, 15, 1)
     assert (second.start, second.stop, second.rows, second.tokens) == (3, 5, 32, 10)
     for file in first.files:
-        assert (plan.run.path / file.path).stat().st_size == file.bytes
+        assert (local(plan.run.path) / file.path).stat().st_size == file.bytes
     assert math.isfinite(first.seconds)
 
 
 def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
-    assert missing_shards(plan) == []
-    path = plan.run.data_file("heads", "none", 1)
+    assert missing_shards(plan).tolist() == []
+    path = local(plan.run.data_file("heads", "none", 1))
     whole = path.read_bytes()
     try:
-        for damaged in (whole[:-1], whole[:-4] + b"\0\0\0\0", None):
+        for damaged in (whole[:-1], whole[:-4] + b"\0\0\0\0", b"", None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            assert missing_shards(plan) == [1]
+            assert missing_shards(plan).tolist() == [1]
     finally:
         path.write_bytes(whole)
-    assert missing_shards(plan) == []
+    assert missing_shards(plan).tolist() == []
 
 
-def test_attempts_are_counted(plan: Plan) -> None:
-    record_failure(plan.run, 7, "first reason")
-    record_failure(plan.run, 7, "second reason")
+def test_the_last_failure_is_noted(plan: Plan) -> None:
+    record_failure(plan.run, 7, 1, "first reason")
+    record_failure(plan.run, 7, 2, "second reason")
     assert plan.run.failure(7) == (2, "second reason")
     assert plan.run.failure(6) is None
+    assert plan.run.failed_shards() == [7]
     plan.run.failure_file(7).unlink()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.runs import Commit, DataFile, Manifest, RunDirectory
+from schemas.commits import Commit, DataFile
+from schemas.places import Place
+from schemas.runs import Manifest, RunDirectory
 from schemas.statistics import Statistic, select
 from schemas.tables import chance_column, heads_schema, sequences_schema
 
@@ -22,6 +25,12 @@ class Row(NamedTuple):
     sequence: int
     layer: int
     head: int
+
+
+def local(where: Place) -> Path:
+    """A place that is known to be on this disk."""
+    assert isinstance(where, Path)
+    return where
 
 
 Cell = Callable[[Row], float | None]
@@ -48,7 +57,7 @@ def write_run(
     """Write a run; `columns` gives each statistic's value per row, `commit` the shards to write (all unless told)."""
     statistics = select(list(columns))
     directory = RunDirectory.of(out, name)
-    directory.path.mkdir(parents=True)
+    local(directory.path).mkdir(parents=True)
     shards = -(-sequences // per_shard)
     manifest = Manifest(
         run_id=name,
@@ -84,7 +93,7 @@ def write_run(
         code="c0de",
         versions={},
     )
-    directory.manifest_file.write_text(manifest.model_dump_json())
+    local(directory.manifest_file).write_text(manifest.model_dump_json())
     for shard in range(shards) if commit is None else commit:
         span = range(shard * per_shard, min((shard + 1) * per_shard, sequences))
         files = []
@@ -111,14 +120,16 @@ def write_commit(directory: RunDirectory, shard: int, span: range, files: list[D
         seconds=1.5,
         compute_seconds=1.25,
         idle_seconds=0.25,
+        finished=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
         host="toy",
+        replica="toy-1",
         attempt=1,
         engine="fused",
         precision="float32",
         bad_rows=[],
         files=files,
     )
-    path = directory.commit_file(shard)
+    path = local(directory.commit_file(shard))
     path.parent.mkdir(exist_ok=True)
     path.write_text(commit.model_dump_json())
 
@@ -158,10 +169,10 @@ def _sequences(
 
 
 def _write(directory: RunDirectory, table: str, intervention: str, shard: int, content: pa.Table) -> DataFile:
-    path = directory.data_file(table, intervention, shard)
+    path = local(directory.data_file(table, intervention, shard))
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(content, path, compression="zstd")
-    relative = str(path.relative_to(directory.path))
+    relative = str(path.relative_to(local(directory.path)))
     return DataFile(
         table=table, intervention=intervention, path=relative, rows=content.num_rows, bytes=path.stat().st_size
     )
@@ -173,4 +184,4 @@ def _fingerprint(name: str, given: Mapping[str, str] | None) -> dict[str, str]:
 
 def read_manifest(directory: RunDirectory) -> dict[str, Any]:
     """The manifest as JSON, for tests that edit it."""
-    return json.loads(directory.manifest_file.read_text())
+    return json.loads(directory.manifest_file.read_bytes())

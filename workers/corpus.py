@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas.errors import CorpusError
+from schemas.places import Place
 from workers.documents import Document, Source
 
 BAD = -1
@@ -71,9 +72,9 @@ class Index:
         return sink.getvalue()
 
     @classmethod
-    def read(cls, path: Path) -> Index:
+    def read(cls, file: Place) -> Index:
         """Read an index from its Parquet file."""
-        table = pq.read_table(path)
+        table = pq.read_table(pa.BufferReader(file.read_bytes()))
         problems = json.loads((table.schema.metadata or {})[b"problems"])
         source, row, n_tokens = (table[name].to_numpy() for name in ("source", "row", "n_tokens"))
         return cls(source, row, n_tokens, problems)

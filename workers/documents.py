@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from schemas.errors import CorpusError
+from schemas.places import StorePath, place
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,15 @@ def _read_jsonl(source: Source) -> Iterator[Document]:
             yield _from_json(row, line)
 
 
+def _open(path: str) -> Any:
+    where = place(path)
+    return where.open() if isinstance(where, StorePath) else where.open("rb")
+
+
 def _lines(path: str) -> Iterator[bytes]:
     if not path.endswith(".zst"):
-        with open(path, "rb") as file:
-            yield from file
+        with _open(path) as file:
+            yield from io.BufferedReader(file) if isinstance(file, pa.NativeFile) else file
         return
     rest = b""
     for chunk in _decompressed(path):
@@ -73,7 +79,7 @@ def _decompressed(path: str) -> Iterator[bytes]:
     """The content of a .zst file of one or more frames; a file that ends inside a frame is an error, not an end."""
     frame = zstandard.ZstdDecompressor().decompressobj()
     whole = True
-    with open(path, "rb") as file:
+    with _open(path) as file:
         while compressed := file.read(1 << 18):
             while compressed:
                 whole = False
@@ -124,7 +130,7 @@ def _encodable(text: str) -> bool:
 
 
 def _read_parquet(source: Source) -> Iterator[Document]:
-    with pq.ParquetFile(source.path) as file:
+    with _open(source.path) as content, pq.ParquetFile(content) as file:
         names = file.schema_arrow.names
         if "text" not in names:
             raise CorpusError(f"{source.path}: expected a column text, found {', '.join(names)}")
@@ -149,7 +155,7 @@ def _from_row(row: int, fields: dict[str, Any]) -> Document:
 
 def _read_text(source: Source) -> Iterator[Document]:
     try:
-        yield _from_fields(0, Path(source.path).read_bytes().decode("utf-8"), None)
+        yield _from_fields(0, place(source.path).read_bytes().decode("utf-8"), None)
     except UnicodeDecodeError as error:
         yield Document(0, problem=f"not UTF-8 (byte {error.start})")
 

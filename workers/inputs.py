@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import ConfigDict, ValidationError, create_model
 
 from schemas.errors import CorpusError, ScanError, unknown
+from schemas.places import StorePath, matching, place, reason
 from schemas.scan import by_key, wrong_value
 from workers.corpus import Corpus
 from workers.documents import Source, open_hub
@@ -153,9 +154,13 @@ def _list(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
     patterns = [files] if isinstance(files, str) else files
     if not patterns:
         raise ScanError("input.files: expected at least one path or glob, got []")
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, int]] = {}
     for pattern in patterns:
-        path = os.path.expanduser(pattern)
+        where = place(pattern)
+        if isinstance(where, StorePath):
+            found |= {str(p): (str(p), size) for p, size in _in_store(where)}
+            continue
+        path = str(where)
         if os.path.isdir(path):
             raise CorpusError(
                 f"input.files: {pattern!r} is a directory; expected files, for instance {pattern.rstrip('/')}/*"
@@ -164,11 +169,21 @@ def _list(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
         if not matched:
             raise CorpusError(f"input.files: no file matches {pattern!r} (in {Path.cwd()})")
         for p in matched:
-            found.setdefault(os.path.realpath(p), p)
+            found.setdefault(os.path.realpath(p), (p, os.path.getsize(p)))
     sources: list[Source] = []
-    for path in sorted(found.values(), key=lambda p: (Path(p).name, p)):
+    for path, size in sorted(found.values(), key=lambda p: (Path(p[0]).name, p[0])):
         kind = next((kind for ending, kind in kinds.items() if path.endswith(ending)), None)
         if kind is None:
             raise CorpusError(f"{path}: expected a file that ends in {', '.join(kinds)}")
-        sources.append(Source(kind, path, Path(path).stat().st_size))
+        sources.append(Source(kind, path, size))
     return tuple(sources)
+
+
+def _in_store(pattern: StorePath) -> list[tuple[StorePath, int]]:
+    try:
+        found = matching(pattern)
+    except OSError as error:
+        raise CorpusError(f"input.files: {pattern} cannot be listed ({reason(error)})") from None
+    if not found:
+        raise CorpusError(f"input.files: no object matches {str(pattern)!r}")
+    return found

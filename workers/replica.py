@@ -118,6 +118,11 @@ def _beyond_the_bridge(intervention: str, precision: str) -> str:
     )
 
 
+def broken(error: Exception) -> bool:
+    """Whether a device has failed in a way that only a new process mends: after one such error every call raises it."""
+    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+
+
 def _out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed; on a CPU that has no type of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -7,15 +7,16 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.errors import RunError
-from schemas.runs import Commit, DataFile, RunDirectory
+from schemas.commits import Commit, DataFile
+from schemas.places import write_whole
+from schemas.runs import RunDirectory, data_path
 from schemas.scan import Scan
 from schemas.statistics import select
 from schemas.tables import heads_schema, sequences_schema
@@ -34,9 +35,9 @@ class MeasuredShard:
     """How long the replica had waited for this shard."""
 
 
-def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput) -> Commit:
+def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput, attempt: int = 1) -> Commit:
     """Measure a shard under every intervention of the scan, write its tables, commit it."""
-    return commit_shard(replica.scan, run, measure_shard(replica, shard))
+    return commit_shard(replica.scan, run, measure_shard(replica, shard), attempt)
 
 
 def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
@@ -48,7 +49,7 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
     return MeasuredShard(shard, measured, replica.free_since - began, idle)
 
 
-def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard) -> Commit:
+def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: int) -> Commit:
     """Write a measured shard's tables, then its commit."""
     began = time.perf_counter()
     shard = done.input
@@ -66,8 +67,10 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard) -> Commit:
         seconds=round(done.seconds + time.perf_counter() - began, 4),
         compute_seconds=round(done.seconds, 4),
         idle_seconds=round(done.idle_seconds, 4),
+        finished=datetime.now(UTC),
         host=socket.gethostname(),
-        attempt=failed_attempts(run, shard.shard) + 1,
+        replica=f"{socket.gethostname()}-{os.getpid()}",
+        attempt=attempt,
         engine=", ".join(sorted({m.engine for m in done.measured.values()})),
         precision=", ".join(sorted({m.precision for m in done.measured.values()})),
         bad_rows=shard.bad_rows,
@@ -78,11 +81,11 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard) -> Commit:
 
 
 def _write_table(run: RunDirectory, table: str, intervention: str, shard: int, rows: pa.Table) -> DataFile:
-    path = run.data_file(table, intervention, shard)
     content = parquet_bytes(rows.replace_schema_metadata({"run_id": run.run_id, "intervention": intervention}))
-    write_whole(path, content)
-    name = path.relative_to(run.path).as_posix()
-    return DataFile(table=table, intervention=intervention, path=name, rows=rows.num_rows, bytes=len(content))
+    file = run.data_file(table, intervention, shard)
+    write_whole(file, content)
+    path = data_path(table, intervention, file.name)
+    return DataFile(table=table, intervention=intervention, path=path, rows=rows.num_rows, bytes=len(content))
 
 
 def heads_table(scan: Scan, shard: ShardInput, measured: Measured) -> pa.Table:
@@ -104,43 +107,9 @@ def sequences_table(scan: Scan, shard: ShardInput, measured: Measured) -> pa.Tab
     return _table(columns, sequences_schema(select(scan.statistics)))
 
 
-def record_failure(run: RunDirectory, shard: int, error: str) -> None:
+def record_failure(run: RunDirectory, shard: int, attempt: int, error: str) -> None:
     """Note that an attempt at a shard failed, and why; the shard stays undone."""
-    note = {"attempts": failed_attempts(run, shard) + 1, "error": error}
-    write_whole(run.failure_file(shard), json.dumps(note, indent=1).encode())
-
-
-def failed_attempts(run: RunDirectory, shard: int) -> int:
-    """How many attempts at a shard have been noted as failed."""
-    failure = run.failure(shard)
-    return 0 if failure is None else failure[0]
-
-
-def write_whole(path: Path, content: bytes | pa.Buffer) -> None:
-    """Make a file visible with all of its content or not at all; a full or read-only disk raises `RunError`.
-
-    The temporary name does not end in .parquet or .json, so no glob takes a half-written file for a whole one.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise RunError(
-            f"{path}: cannot be written ({error.strerror}); free space or choose another out, then run the same command"
-        ) from None
+    write_whole(run.failure_file(shard), json.dumps({"attempts": attempt, "error": error}, indent=1).encode())
 
 
 def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:

@@ -1,0 +1,218 @@
+"""How the machinery around the replicas scales: `python -m benchmarks.scale`, or `make scale`.
+
+Four questions, each with its target: how fast commits are made where replicas do no work, how close a scan through Ray comes to
+the same engine in a plain loop, how two one-core replicas compare with one, and what plan, status and resume cost where a run
+has a million shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from benchmarks.machine import machine
+from jobs.cluster import Resources
+from jobs.execute import execute
+from jobs.finish import missing_shards
+from jobs.plan import Plan, make_plan, prepare_run
+from jobs.status import read_status
+from schemas.commits import COMMITS, DROPPED, FOLD
+from schemas.runs import TABLES, data_path
+from schemas.scan import parse_scan
+from schemas.statistics import select
+from schemas.tables import chance_column
+from workers.models import ModelInfo
+from workers.replica import Measured, Replica
+from workers.shard import run_shard
+
+RESULTS = Path(__file__).parent / "results" / "scale.json"
+MILLION = 1_000_000
+
+
+class Idler(Replica):
+    """A replica that does no work: every statistic is zero."""
+
+    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None) -> None:
+        self.scan, self.info, self.free_since = scan, info, None
+
+    def measure(self, tokens: np.ndarray, intervention: str = "none") -> Measured:
+        """Zeros at once."""
+        shape = len(tokens), self.info.n_layers, self.info.n_heads
+        chosen = select(self.scan.statistics)
+        heads = {s.name: np.zeros(shape, np.float32) for s in chosen}
+        chance = {chance_column(s.name): np.zeros(len(tokens), np.float32) for s in chosen if s.chance}
+        return Measured(heads, chance, "none", "float32")
+
+
+def plan_of(out: Path, name: str, **fields: Any) -> Plan:
+    """A new run of some shards."""
+    base = {"model": "bundled:gpt2-mini", "n_ctx": 256, "input": {"family": "repeated_random"}, "out": str(out)}
+    plan = make_plan(parse_scan(base | fields), name)
+    prepare_run(plan, "")
+    return plan
+
+
+def through_ray(plan: Plan, replicas: int, cores: int, replica: type[Replica] = Replica) -> tuple[float, float]:
+    """Shards per second from the first forward pass to the last commit, and seconds before that."""
+    from jobs.cluster import connect
+
+    began = time.perf_counter()
+    resources = connect(Resources(replicas, cores, "cpu"))
+    first = last = 0.0
+    for outcome in execute(plan, np.arange(plan.manifest.shards), resources, print, replica):
+        last = time.perf_counter()
+        first = first or last - getattr(outcome, "seconds", 0.0)
+    return plan.manifest.shards / (last - first), first - began
+
+
+def in_a_loop(plan: Plan, threads: int) -> float:
+    """Shards per second of the same engine without Ray."""
+    replica = Replica(plan.info, plan.scan, "cpu", threads=threads)
+    began = time.perf_counter()
+    for shard in range(plan.manifest.shards):
+        run_shard(replica, plan.run, plan.sequences.shard(shard))
+    return plan.manifest.shards / (time.perf_counter() - began)
+
+
+def no_work(out: Path) -> dict[str, float]:
+    """Commits per second where the replica computes nothing: two data files and a commit each, fsynced."""
+    plan = plan_of(out, "idle", sequences=8000, sequences_per_shard=4, n_ctx=64)
+    rate, start = through_ray(plan, 1, 1, Idler)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return {"shards_per_second": rate, "start_seconds": start, "driver_peak_mb": peak}
+
+
+def overhead(out: Path, rounds: int, shards: int = 16) -> list[dict[str, float]]:
+    """The same shards, of about a second each: in a loop, through Ray on one replica, through Ray on two."""
+    size = {"sequences_per_shard": 80, "sequences": 80 * shards}
+    found = []
+    for turn in range(rounds):
+        alone = in_a_loop(plan_of(out, f"loop{turn}", **size), 1)
+        one, _ = through_ray(plan_of(out, f"one{turn}", **size), 1, 1)
+        two, _ = through_ray(plan_of(out, f"two{turn}", **size), 2, 1)
+        found.append({"loop": alone, "one": one, "two": two})
+    return found
+
+
+def write_million(out: Path, missing: int = 1000) -> Path:
+    """A run of a million shards of one sequence, all but `missing` of them done, their commits folded."""
+    plan = plan_of(
+        out, "million", model="bundled:attn-only-2l-mini", n_ctx=32, sequences=MILLION, sequences_per_shard=1
+    )
+    home = Path(str(plan.run.path))
+    done = np.setdiff1d(np.arange(MILLION), np.random.default_rng(0).choice(MILLION, missing, replace=False))
+    for table in TABLES:
+        (home / data_path(table, "none", "")).mkdir(parents=True)
+        for shard in done:
+            os.close(os.open(str(plan.run.data_file(table, "none", int(shard))), os.O_CREAT | os.O_WRONLY))
+    (home / "commits").mkdir()
+    for number, start in enumerate(range(0, len(done), FOLD)):
+        rows = [_commit(plan, int(shard)) for shard in done[start : start + FOLD]]
+        table = pa.Table.from_pylist(rows, schema=COMMITS)
+        table = table.append_column(DROPPED, pa.array([False] * len(table)))
+        pq.write_table(table, home / "commits" / f"fold-{number:06d}-00000000.parquet", compression="zstd")
+    return home
+
+
+def _commit(plan: Plan, shard: int) -> dict[str, Any]:
+    files = [
+        {"table": t, "intervention": "none", "path": data_path(t, "none", plan.run.data_file(t, "none", shard).name)}
+        | {"rows": 16, "bytes": 20_000, "shards": 1}
+        for t in TABLES
+    ]
+    times = {
+        "seconds": 1.0 + shard % 7 / 10,
+        "compute_seconds": 1.0,
+        "idle_seconds": 0.01,
+        "finished": datetime.now(UTC),
+    }
+    who = {"host": f"node-{shard % 50}", "replica": f"node-{shard % 50}-{shard % 100}", "attempt": 1}
+    how = {"engine": "fused", "precision": "float32", "bad_rows": [], "files": files}
+    what = {"run_id": plan.run.run_id, "shard": shard, "start": shard, "stop": shard + 1, "rows": 16, "tokens": 32}
+    return what | times | who | how
+
+
+QUESTIONS: dict[str, Callable[[Plan], Any]] = {
+    "plan": lambda plan: len(plan.run.ledger([])),
+    "status": lambda plan: read_status(plan.run).done,
+    "resume": lambda plan: len(missing_shards(plan)),
+}
+
+
+def ask(question: str, run: Path) -> dict[str, float]:
+    """Seconds and memory of a new process that answers one question about a run."""
+    command = [sys.executable, "-m", "benchmarks.scale", "--ask", question, str(run)]
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - began
+    answer, peak = done.stdout.split()
+    return {"seconds": seconds, "peak_mb": float(peak), "answer": int(answer)}
+
+
+def answer(question: str, run: Path) -> None:
+    """Answer one question about a run, in this process."""
+    scan = {"model": "bundled:attn-only-2l-mini", "n_ctx": 32, "sequences": MILLION, "sequences_per_shard": 1}
+    plan = make_plan(parse_scan(scan | {"input": {"family": "repeated_random"}, "out": str(run.parent)}), "million")
+    print(QUESTIONS[question](plan), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
+
+
+def report(found: dict[str, Any], console: Console) -> None:
+    """Every figure beside its target."""
+    ratio = statistics.median(turn["one"] / turn["loop"] for turn in found["overhead"])
+    growth = statistics.median(turn["two"] / turn["one"] for turn in found["overhead"])
+    rows = [
+        ("commits where replicas do no work", f"{found['no_work']['shards_per_second']:.0f} shards/s", ">= 100"),
+        ("through Ray over a plain loop, shards of a second", f"{ratio:.3f}", ">= 0.95"),
+        ("two one-core replicas over one", f"{growth:.2f}", ">= 1.8"),
+    ]
+    for question, cost in found["million"].items():
+        rows.append(
+            (f"{question}, 1,000,000 shards", f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB", "10 s, 1000 MB")
+        )
+    for row in rows:
+        console.print("  ".join(cell.ljust(width) for cell, width in zip(row, (52, 22, 14), strict=True)))
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "RUN"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["no_work", "overhead", "million"])
+    options = parser.parse_args()
+    if options.ask:
+        answer(options.ask[0], Path(options.ask[1]))
+        return
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="headcount-scale-") as folder:
+        out = Path(folder)
+        if options.only in (None, "no_work"):
+            found["no_work"] = no_work(out)
+        if options.only in (None, "overhead"):
+            found["overhead"] = overhead(out, options.rounds)
+        if options.only in (None, "million"):
+            run = write_million(out)
+            found["million"] = {question: ask(question, run) for question in QUESTIONS}
+    found |= {"machine": machine(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    report(found, Console())
+
+
+if __name__ == "__main__":
+    main()

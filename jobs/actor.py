@@ -1,0 +1,83 @@
+"""A replica in a Ray actor: reads, measures, writes and commits the shards whose numbers it is given."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import ray
+
+from jobs.cluster import Resources
+from schemas.commits import Commit, Failure
+from schemas.errors import HeadcountError, RunError
+from schemas.runs import RunDirectory
+from schemas.scan import Scan
+from workers.code import code_fingerprint
+from workers.corpus import Corpus, Index
+from workers.models import ModelInfo, describe, find_model
+from workers.replica import Replica, broken
+from workers.sequences import Sequences
+from workers.shard import commit_shard, measure_shard, record_failure
+
+DEPTH = 3
+"""Shards in a replica at once: one is read, one measured, one written."""
+
+
+@ray.remote
+class ReplicaActor:
+    """A replica in an actor: turns a shard's number into its commit."""
+
+    def __init__(
+        self,
+        scan: Scan,
+        info: ModelInfo,
+        run: RunDirectory,
+        code: str,
+        known: tuple[Index | None, Corpus | None],
+        resources: Resources,
+        replica: type[Replica],
+    ) -> None:
+        if code_fingerprint() != code:
+            raise RunError(f"this node runs code {code_fingerprint()}, the driver {code}; remove the installed copy")
+        here = describe(find_model(scan.model, scan.revision))
+        if here.sha256 != info.sha256:
+            raise RunError(f"model {scan.model}: this node has weights {here.sha256}, the driver {info.sha256}")
+        self.run = run
+        # The driver has listed and indexed the files; nobody does it again.
+        self.sequences = Sequences(scan, here, *known)
+        self.reading = threading.Lock()
+        # One thread for everything that computes: OpenMP makes a team of threads for each thread that does, and stops
+        # spinning when the teams outnumber the cores.
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        threads = resources.cores if resources.device == "cpu" else None
+        self.replica = self.thread.submit(replica, here, scan, resources.device, threads=threads).result()
+
+    def ready(self) -> None:
+        """Answers once the replica is there."""
+
+    def measure(self, shard: int, attempt: int) -> Commit | Failure:
+        """Read, measure, write and commit one shard; several calls at a time are each in another of these."""
+        try:
+            with self.reading:
+                read = self.sequences.shard(shard)
+            done = self.thread.submit(measure_shard, self.replica, read).result()
+            return commit_shard(self.replica.scan, self.run, done, attempt)
+        except HeadcountError as error:
+            failure = Failure(shard, str(error))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            failure = Failure(shard, f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})")
+            if broken(error):
+                os._exit(1)
+        return noted(self.run, failure, attempt)
+
+
+def noted(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
+    """Leave a note of a failure for `headcount status`; returns it, with what went wrong with the note."""
+    try:
+        record_failure(run, failure.shard, attempt, failure.error)
+    except HeadcountError as error:
+        return Failure(failure.shard, f"{failure.error}; {error}")
+    return failure

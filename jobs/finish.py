@@ -1,0 +1,79 @@
+"""Bring a run to its end: find what is missing, measure it, keep the ledger small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+
+from jobs.cluster import Resources, connect
+from jobs.execute import execute
+from jobs.lock import alone
+from jobs.plan import Plan, check_precision
+from jobs.progress import say, watch
+from schemas.commits import FOLD, Commit, Failure, commits_of, drop, fold
+from schemas.runs import RunDirectory
+from workers.replica import Replica
+
+
+def finish(
+    plan: Plan, resources: Resources, console: Console, verify: bool = False, replica: type[Replica] = Replica
+) -> list[Failure]:
+    """Measure every shard that is not done; returns those that failed. `verify` opens every file there is."""
+    with alone(plan.run):
+        missing = missing_shards(plan, verify)
+        shards = plan.manifest.shards
+        done = shards - len(missing)
+        say(console, f"{plan.run.run_id}: {plan.tokens:,} tokens, {shards:,} shards, {done:,} of them done")
+        if not len(missing):
+            return []
+        resources = connect(resources)
+        check_precision(plan, resources.device)
+        outcomes = execute(plan, missing, resources, lambda line: say(console, line), replica)
+        failures = watch(folded(plan.run, outcomes), plan.tokens, plan.tokens * done // shards, console)
+    for failure in failures:
+        say(console, f"shard {failure.shard} failed: {failure.error}")
+    return failures
+
+
+def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
+    """The shards that have no commit yet, or whose files are gone or not whole; the latter are taken out of the ledger."""
+    ledger = plan.run.ledger(["shard", "files"])
+    damaged = {shard for shards in plan.run.damaged_files(ledger, verify).values() for shard in shards}
+    missing = np.ones(plan.manifest.shards, bool)
+    done = ledger["shard"].to_numpy()
+    missing[done[done < len(missing)]] = False
+    if damaged:
+        missing[list(damaged)] = True
+        taken = ledger.filter(ledger["folded"])["shard"].to_numpy()
+        if back := sorted(damaged & set(taken.tolist())):
+            drop(plan.run.commits_directory, plan.run.run_id, back)
+    if np.count_nonzero(~ledger["folded"].to_numpy()) >= FOLD:
+        _fold_files(plan.run, damaged)
+    return np.flatnonzero(missing)
+
+
+def _fold_files(run: RunDirectory, damaged: set[int]) -> None:
+    ledger = run.ledger()
+    loose = ledger.filter(pa.array(~ledger["folded"].to_numpy()))
+    fold(run.commits_directory, [c for c in commits_of(loose) if c.shard not in damaged])
+
+
+def folded(run: RunDirectory, outcomes: Iterable[Commit | Failure]) -> Iterator[Commit | Failure]:
+    """Pass outcomes on, and fold commits into one file whenever there are enough."""
+    waiting: list[Commit] = []
+    with ThreadPoolExecutor(1) as background:
+        last: Future[None] | None = None
+        for outcome in outcomes:
+            if isinstance(outcome, Commit):
+                waiting.append(outcome)
+            if len(waiting) == FOLD:
+                if last is not None:
+                    last.result()
+                last, waiting = background.submit(fold, run.commits_directory, waiting), []
+            yield outcome
+        if last is not None:
+            last.result()

@@ -1,0 +1,217 @@
+"""The ledger of a run: which shards are done, and who made them.
+
+commits/shard-000000.json           one commit, written last by whoever measured the shard
+commits/fold-000000-1a2b3c4d.parquet   thousands of commits in one file, which replaces theirs
+
+A shard is done if and only if its commit is in the ledger, as a file of its own or in a fold. Among folds the later name
+wins; a fold wins over a file of the same shard, which is what a late or doubled attempt leaves behind. A fold may also take
+shards back (`dropped`): then a file counts again. Folds are written whole before the files they replace are deleted, and no
+name is used twice, so whoever folds may die, or fold twice, at any time.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from schemas.places import Place, names, settle, write_whole
+
+FOLD = 4096
+"""Commits that are folded into one file."""
+
+READERS = 16
+"""Files read or deleted at once: a store answers slowly, but many at a time."""
+
+
+class DataFile(BaseModel):
+    """A Parquet file with rows of a committed shard, its path relative to the run directory."""
+
+    model_config = ConfigDict(frozen=True)
+    table: str
+    intervention: str
+    path: str
+    rows: int
+    """Rows of this shard."""
+    bytes: int
+    """Size of the file."""
+    shards: int = 1
+    """How many shards have rows in it; more than one after `headcount compact`."""
+
+
+class Commit(BaseModel):
+    """The record that makes a shard done."""
+
+    model_config = ConfigDict(frozen=True)
+    run_id: str
+    shard: int
+    start: int
+    stop: int
+    rows: int
+    tokens: int
+    seconds: float
+    """From the first forward pass to the last data file."""
+    compute_seconds: float
+    """Of these, forward passes and reductions; a replica computes the next shard while it writes one."""
+    idle_seconds: float
+    """How long the replica had waited for this shard, computing nothing."""
+    finished: datetime
+    """When, by the clock of the host; nothing depends on it but what `headcount status` says of speed."""
+    host: str
+    replica: str
+    """Tells the replicas of a run apart."""
+    attempt: int
+    engine: str
+    precision: str
+    bad_rows: list[str]
+    files: list[DataFile]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A shard that could not be measured, and why."""
+
+    shard: int
+    error: str
+
+
+ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), datetime: pa.timestamp("us", "UTC")}
+
+
+def _arrow(annotation: Any) -> pa.DataType:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return pa.struct([(name, _arrow(type_)) for name, type_ in _fields(annotation)])
+    if annotation in ARROW:
+        return ARROW[annotation]
+    return pa.list_(_arrow(annotation.__args__[0]))
+
+
+def _fields(model: type[BaseModel]) -> list[tuple[str, Any]]:
+    hints = get_type_hints(model)
+    return [(name, hints[name]) for name in model.model_fields]
+
+
+COMMITS = pa.schema([(name, _arrow(type_)) for name, type_ in _fields(Commit)])
+"""A fold holds these columns, and `dropped`."""
+
+DROPPED = pa.field("dropped", pa.bool_())
+
+
+def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """The commits that count, one row per done shard in shard order: `columns` of them (all unless told), and `folded`."""
+    wanted = list(dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)]))
+    schema = pa.schema([COMMITS.field(name) for name in wanted])
+    with ThreadPoolExecutor(READERS) as pool:
+        while True:
+            found = list(names(directory))
+            folds = _folds(found)
+            files = [n for n in found if n.startswith("shard-") and n.endswith(".json")]
+            try:
+                tables = list(pool.map(lambda name: _read_fold(directory / name, wanted), folds))
+                loose = _read_files(pool, directory, run_id, files, schema)
+            except FileNotFoundError:
+                continue  # Folded meanwhile: what the list named is now in a fold that it did not.
+            # A list is no snapshot: it may lack both a fold and the files that were deleted for it.
+            if _folds(names(directory)) == folds:
+                break
+    return _resolve(tables, loose)
+
+
+def _folds(found: Iterable[str]) -> list[str]:
+    return sorted(name for name in found if name.startswith("fold-") and name.endswith(".parquet"))
+
+
+def _read_fold(where: Place, columns: list[str]) -> pa.Table:
+    with where.open("rb") if isinstance(where, Path) else where.open() as file:
+        return pq.read_table(file, columns=[*columns, DROPPED.name])
+
+
+def _read_files(
+    pool: ThreadPoolExecutor, directory: Place, run_id: str, files: list[str], schema: pa.Schema
+) -> pa.Table:
+    """Commits that are files of their own; what is no commit of this run is passed over."""
+    tables = [schema.empty_table()]
+    remaining = iter(files)
+    while batch := list(islice(remaining, FOLD)):
+        commits = (c for c in pool.map(lambda name: _read_commit(directory / name, run_id), batch) if c is not None)
+        tables.append(pa.Table.from_pylist([c.model_dump(include=set(schema.names)) for c in commits], schema=schema))
+    return pa.concat_tables(tables)
+
+
+def commit_name(shard: int) -> str:
+    """Name of the file that commits a shard."""
+    return f"shard-{shard:06d}.json"
+
+
+def _read_commit(file: Place, run_id: str) -> Commit | None:
+    try:
+        commit = Commit.model_validate_json(file.read_bytes())
+    except ValidationError:
+        return None
+    return commit if commit.run_id == run_id and file.name == commit_name(commit.shard) else None
+
+
+def _resolve(folds: list[pa.Table], loose: pa.Table) -> pa.Table:
+    """One row per shard: of folds the last, unless it drops the shard; files where no fold has it."""
+    folded = pa.concat_tables(folds) if folds else loose.slice(0, 0).append_column(DROPPED, pa.array([], pa.bool_()))
+    shards = folded["shard"].to_numpy()
+    _, last = np.unique(shards[::-1], return_index=True)
+    keep = np.sort(len(shards) - 1 - last)
+    keep = keep[~folded["dropped"].to_numpy()[keep]]
+    folded = folded.take(keep).drop_columns(DROPPED.name)
+    new = ~np.isin(loose["shard"].to_numpy(), folded["shard"].to_numpy())
+    loose = loose.filter(pa.array(new))
+    both = pa.concat_tables([folded, loose])
+    origin = np.arange(len(both)) < len(folded)
+    order = np.argsort(both["shard"].to_numpy(), kind="stable")
+    return both.append_column("folded", pa.array(origin)).take(order)
+
+
+def commits_of(table: pa.Table) -> Iterator[Commit]:
+    """The rows of a ledger as commits."""
+    for batch in table.select(COMMITS.names).to_batches(FOLD):
+        yield from (Commit.model_validate(row) for row in batch.to_pylist())
+
+
+def fold(directory: Place, commits: Sequence[Commit]) -> None:
+    """Put commits into one file, then delete the files of their own."""
+    write_fold(directory, pa.Table.from_pylist([c.model_dump() for c in commits], schema=COMMITS))
+    delete(directory / commit_name(c.shard) for c in commits)
+
+
+def drop(directory: Place, run_id: str, shards: Sequence[int]) -> None:
+    """Take folded shards back: they are missing again."""
+    blank: dict[str, Any] = dict.fromkeys(COMMITS.names)
+    rows = [blank | {"run_id": run_id, "shard": shard} for shard in shards]
+    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), dropped=True)
+
+
+def write_fold(directory: Place, table: pa.Table, dropped: bool = False) -> None:
+    """Put commits into one file; what it replaces is still there."""
+    numbers = [int(n[5:11]) for n in names(directory) if n.startswith("fold-")]
+    name = f"fold-{max(numbers, default=-1) + 1:06d}-{secrets.token_hex(4)}.parquet"
+    table = table.append_column(DROPPED, pa.array([dropped] * len(table), pa.bool_()))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_whole(directory / name, sink.getvalue())
+    settle(directory)
+
+
+def delete(files: Iterable[Place]) -> None:
+    """Delete files, many at a time; those that are gone already are no problem."""
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(lambda file: file.unlink(missing_ok=True), files):
+            pass

@@ -1,0 +1,232 @@
+"""Where runs and corpora lie: a local path, or one in an object store with the few of pathlib's verbs that we need.
+
+A file is written whole or not at all: a temporary name, fsync and rename on a disk, one upload in a store.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from schemas.errors import RunError, ScanError
+
+STORES = {"s3": "Amazon S3 or a server that speaks it", "gs": "Google Cloud Storage"}
+ATTEMPTS = 6
+"""How often a request to a store is tried, with growing pauses: about ten seconds in all."""
+
+
+@dataclass(frozen=True, order=True)
+class StorePath:
+    """A path in an object store: `scheme://bucket/key`."""
+
+    url: str
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> StorePath:
+        """All but the last part."""
+        return StorePath(self.url.rpartition("/")[0])
+
+    @property
+    def key(self) -> str:
+        """The path as the file system wants it: `bucket/key`."""
+        return self.url.partition("://")[2]
+
+    @property
+    def filesystem(self) -> Any:
+        """The pyarrow file system that reaches it."""
+        scheme, _, key = self.url.partition("://")
+        return _filesystem(scheme, key.partition("/")[0])
+
+    def is_file(self) -> bool:
+        """Whether there is such an object."""
+        return self.filesystem.get_file_info(self.key).type is pafs.FileType.File
+
+    def size(self) -> int:
+        """Bytes of the object."""
+        return self.filesystem.get_file_info(self.key).size
+
+    def read_bytes(self) -> bytes:
+        """The whole content; where there is none, FileNotFoundError."""
+        with self.open() as file:
+            return file.read()
+
+    def open(self) -> Any:
+        """The object as a file that can be read anywhere."""
+        return self.filesystem.open_input_file(self.key)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object."""
+        try:
+            self.filesystem.delete_file(self.key)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+
+Place = Path | StorePath
+
+
+def place(where: str | Place) -> Place:
+    """A local path, `file://…`, `s3://bucket/…` or `gs://bucket/…`; anything else raises `ScanError`.
+
+    >>> place("s3://bucket/runs/") / "run_id=a-1"
+    StorePath(url='s3://bucket/runs/run_id=a-1')
+    >>> place("abfs://box/runs")
+    Traceback (most recent call last):
+    schemas.errors.ScanError: abfs://box/runs: expected a path, file://, s3:// or gs://
+    """
+    if isinstance(where, StorePath):
+        return where
+    text = str(where)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(os.path.expanduser(text))
+    if scheme == "file" and rest.startswith("/"):
+        return Path(rest)
+    if scheme not in STORES:
+        known = ", ".join(f"{name}://" for name in list(STORES)[:-1])
+        raise ScanError(f"{text}: expected a path, file://, {known} or {list(STORES)[-1]}://")
+    if "@" in rest.partition("/")[0]:
+        raise ScanError(
+            f"{scheme}://…@{rest.rpartition('@')[2]}: an address is kept with the run and must hold no credentials; "
+            "set them in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, an instance profile)"
+        )
+    if not rest.partition("/")[0]:
+        raise ScanError(f"{text}: expected {scheme}://BUCKET/PATH")
+    return StorePath(re.sub(r"(?<!:)/+", "/", text).rstrip("/"))
+
+
+@cache
+def _filesystem(scheme: str, bucket: str) -> Any:
+    if scheme == "gs":
+        return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    # pyarrow does not look for it by itself.
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if region is None and endpoint is None:
+        try:
+            region = pafs.resolve_s3_region(bucket)
+        except OSError:
+            region = None
+    return pafs.S3FileSystem(
+        region=region,
+        endpoint_override=endpoint,
+        connect_timeout=10,
+        request_timeout=30,
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
+        allow_delayed_open=True,  # Small objects are one PUT instead of a multipart upload.
+    )
+
+
+def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
+    """Make a file visible with all of its content or not at all; what cannot be written raises `RunError`.
+
+    On a disk the temporary name does not end in .parquet or .json, so no glob takes a half-written file for a whole one.
+    """
+    try:
+        if isinstance(where, StorePath):
+            # One call writes all there is: a stream that is closed after half of it publishes that half.
+            with where.filesystem.open_output_stream(where.key) as file:
+                file.write(content)
+        else:
+            _write_to_disk(where, content)
+    except OSError as error:
+        advice = "free space or choose another out" if isinstance(where, Path) else "mend the access or the store"
+        raise RunError(f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command") from None
+
+
+def _write_to_disk(path: Path, content: bytes | pa.Buffer) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def settle(directory: Place) -> None:
+    """Make sure that the names in a directory outlive a power cut, before what they replace is deleted.
+
+    Where nothing is deleted a name that is lost does no harm: its shard is measured again.
+    """
+    if isinstance(directory, Path):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def names(directory: Place) -> Iterator[str]:
+    """Names of what lies directly in a directory, in no order; nothing where there is no such directory."""
+    if isinstance(directory, StorePath):
+        for info in directory.filesystem.get_file_info(pafs.FileSelector(directory.key, allow_not_found=True)):
+            yield info.base_name
+        return
+    try:
+        with os.scandir(directory) as found:
+            yield from (entry.name for entry in found)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
+    """Objects of a store that match a glob, and their sizes; `*` stays within a part of the path, `**/` does not.
+
+    Everything below the part before the first wildcard is listed.
+    """
+    parts = pattern.key.split("/")
+    fixed = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
+    if fixed == len(parts):
+        info = pattern.filesystem.get_file_info(pattern.key)
+        return [(pattern, info.size)] if info.type is pafs.FileType.File else []
+    selector = pafs.FileSelector("/".join(parts[:fixed]), allow_not_found=True, recursive=True)
+    scheme = pattern.url.partition("://")[0]
+    return [
+        (StorePath(f"{scheme}://{info.path}"), info.size)
+        for info in pattern.filesystem.get_file_info(selector)
+        if info.type is pafs.FileType.File and _matches(info.path.split("/"), parts)
+    ]
+
+
+def _matches(path: list[str], pattern: list[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return _matches(path, pattern[1:]) or (bool(path) and _matches(path[1:], pattern))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, in the words of the system or the store, on one line."""
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return text if len(text) <= 240 else f"{text[:239]}…"

@@ -1,0 +1,399 @@
+"""Compaction changes where rows lie and nothing else, whenever it is killed."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app
+from jobs import compact as compacting
+from jobs.compact import check_merged, compact
+from jobs.lock import alone
+from schemas import places
+from schemas.commits import drop, fold
+from schemas.errors import RunError
+from schemas.places import StorePath, place, write_whole
+from schemas.runs import TABLES, RunDirectory
+from tests.s3_server import S3Server
+from tests.toy_runs import Row, local, write_run
+
+INTERVENTIONS = ("none", "zero_query_bias")
+SHARDS, PER_SHARD, LAYERS, HEADS = 7, 3, 2, 3
+SHARD = PER_SHARD * LAYERS * HEADS
+"""Rows of `heads` in a shard, under one intervention."""
+
+GROUPS = 3 * SHARD
+"""Rows of a merged file: shards 0 to 2, 3 to 5, and 6."""
+
+Rows = dict[str, pa.Table]
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def entropy(row: Row) -> float | None:
+    """Every third is NULL; the others need every bit."""
+    number = ((row.sequence * LAYERS + row.layer) * HEADS + row.head) * 2 + INTERVENTIONS.index(row.intervention)
+    return None if number % 3 == 0 else float(np.float32(np.sin(number) / 3))
+
+
+def sink_mass(row: Row) -> float | None:
+    """Zeros of both signs, and the smallest number there is."""
+    return (0.0, -0.0, float(np.float32(1e-45)))[(row.sequence + row.head) % 3]
+
+
+def toy(out: Path, **options: Any) -> RunDirectory:
+    """A small run whose files say what run they belong to, as the real ones do."""
+    columns = {"entropy": entropy, "sink_mass": sink_mass, "match_coverage": lambda row: None}
+    run = write_run(
+        out, "toy-1", columns, layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
+        interventions=INTERVENTIONS, pile_sets=("Github", None), **options,
+    )  # fmt: skip
+    for file in local(run.path).glob("*/intervention=*/*.parquet"):
+        intervention = file.parent.name.partition("=")[2]
+        metadata = {"run_id": run.run_id, "intervention": intervention}
+        pq.write_table(pq.ParquetFile(file).read().replace_schema_metadata(metadata), file, compression="zstd")
+    return run
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return toy(tmp_path_factory.mktemp("original"))
+
+
+@pytest.fixture(scope="module")
+def expected(original: RunDirectory) -> Rows:
+    return read(original)
+
+
+@pytest.fixture
+def run(original: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copy_of(original, tmp_path / "a")
+
+
+def copy_of(run: RunDirectory, out: Path) -> RunDirectory:
+    return RunDirectory(Path(shutil.copytree(local(run.path), out / run.path.name)))
+
+
+def opened(run: RunDirectory, path: str) -> pq.ParquetFile:
+    return pq.ParquetFile(io.BytesIO((run.path / path).read_bytes()))
+
+
+def read(run: RunDirectory) -> Rows:
+    """Every row that counts of every table, by its keys."""
+    ledger = run.ledger()
+    check_merged(ledger)
+    tables: Rows = {}
+    files = [file for files in ledger["files"].to_pylist() for file in files]
+    for table in TABLES:
+        for intervention in INTERVENTIONS:
+            mine = [f for f in files if (f["table"], f["intervention"]) == (table, intervention)]
+            joined = pa.concat_tables([opened(run, path).read() for path in dict.fromkeys(f["path"] for f in mine)])
+            assert joined.num_rows == sum(f["rows"] for f in mine)
+            keys = [(key, "ascending") for key in compacting.ORDER[table]]
+            tables[f"{table} {intervention}"] = joined.sort_by(keys).combine_chunks()
+    return tables
+
+
+def same(found: Rows, expected: Rows) -> bool:
+    """Whether all is the same to the last bit, descriptions and NULLs included."""
+    return all(
+        a.schema.equals(b.schema, check_metadata=True)
+        and a.equals(b)
+        and all(bits(a[f.name]) == bits(b[f.name]) for f in a.schema if f.type == pa.float32())
+        for a, b in ((found[name], expected[name]) for name in expected)
+    )
+
+
+def bits(column: pa.ChunkedArray) -> bytes:
+    return column.fill_null(0).to_numpy().tobytes()
+
+
+def data_files(run: RunDirectory) -> list[str]:
+    found = local(run.path).glob("*/intervention=*/*")
+    return sorted(file.relative_to(local(run.path)).as_posix() for file in found)
+
+
+def ledger_files(run: RunDirectory) -> list[str]:
+    return sorted(file.name for file in local(run.commits_directory).iterdir())
+
+
+def assert_tidy(run: RunDirectory) -> None:
+    """Every file is one that a commit refers to, and the ledger is one fold."""
+    assert data_files(run) == sorted({file.path for commit in run.commits() for file in commit.files})
+    assert [re.sub(r"[0-9a-f]{6,}", "#", name) for name in ledger_files(run)] == ["fold-#-#.parquet"]
+
+
+def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory, expected: Rows) -> None:
+    commits = list(run.commits())
+    done = compact(run, GROUPS)
+    assert (done.before.files, done.after.files, done.problems) == (SHARDS * 5, 3 * 4 + 1, [])
+    assert same(read(run), expected)
+    assert_tidy(run)
+    hidden = {"files": []}
+    assert [c.model_copy(update=hidden) for c in run.commits()] == [c.model_copy(update=hidden) for c in commits]
+    shapes = {(f.table, f.intervention, f.path[-28:-14], f.shards) for c in run.commits() for f in c.files}
+    assert len(shapes) == len(data_files(run))
+    for file in (f for c in run.commits() for f in c.files if f.shards > 1):
+        assert file.bytes == (local(run.path) / file.path).stat().st_size
+        table, keys = opened(run, file.path).read(), compacting.ORDER[file.table]
+        assert table.equals(table.sort_by([(key, "ascending") for key in keys]))
+
+
+def test_a_bare_glob_counts_each_row_once(run: RunDirectory) -> None:
+    compact(run, GROUPS)
+    sql = "SELECT intervention, count(*), count(DISTINCT (sequence, layer, head)) FROM '{}' GROUP BY 1 ORDER BY 1"
+    found = duckdb.connect().execute(sql.format(local(run.path) / "heads" / "*" / "*.parquet")).fetchall()
+    assert found == [(intervention, SHARDS * SHARD, SHARDS * SHARD) for intervention in INTERVENTIONS]
+
+
+def test_a_query_on_one_head_passes_over_the_other_row_groups(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compacting, "ROW_GROUP", SHARDS * PER_SHARD)
+    compact(run)
+    (path,) = local(run.path).glob("heads/intervention=none/*.parquet")
+    sql = f"EXPLAIN ANALYZE SELECT avg(entropy) FROM '{path}' WHERE layer = 1 AND head = 2"
+    assert "Row Groups Scanned: 1 / 6" in duckdb.connect().execute(sql).fetchall()[0][1]
+
+
+def test_compacting_again_changes_nothing(run: RunDirectory) -> None:
+    compact(run, GROUPS)
+    before = {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")}
+    compact(run, GROUPS)
+    assert {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")} == before
+
+
+def changes(monkeypatch: pytest.MonkeyPatch, allowed: int | None) -> Callable[[], int]:
+    """Count what appears and disappears on the disk; after `allowed` changes the process is dead."""
+    count = 0
+    replace, unlink = os.replace, Path.unlink
+
+    def step() -> None:
+        nonlocal count
+        if count == allowed:
+            raise Killed
+        count += 1
+
+    def counted_replace(source: Path, target: Path) -> None:
+        step()
+        replace(source, target)
+
+    def counted_unlink(path: Path, missing_ok: bool = False) -> None:
+        if count == allowed or path.exists():
+            step()
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(places.os, "replace", counted_replace)
+    monkeypatch.setattr(Path, "unlink", counted_unlink)
+    return lambda: count
+
+
+def killed(run: RunDirectory, after: int, rows: int) -> bool:
+    """Compact a run, and say whether it was killed before the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        changes(patch, after)
+        try:
+            compact(run, rows)
+        except Killed:
+            return True
+    return False
+
+
+def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_ends_it(
+    original: RunDirectory, expected: Rows, tmp_path: Path
+) -> None:
+    # The second of two compactions: it merges the first one's last file with shards that were measured later.
+    begun = copy_of(original, tmp_path / "begun")
+    for commit in list(begun.commits())[5:]:
+        local(begun.commit_file(commit.shard)).rename(tmp_path / f"{commit.shard}.json")
+    compact(begun, 4 * SHARD)
+    for number in (5, 6):
+        (tmp_path / f"{number}.json").rename(local(begun.commit_file(number)))
+    whole = copy_of(begun, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        count = changes(patch, None)
+        compact(whole, 4 * SHARD)
+    assert_tidy(whole)
+    assert count() > 20
+    for after in range(count()):
+        run = copy_of(begun, tmp_path / f"killed-{after}")
+        assert killed(run, after, 4 * SHARD)
+        assert same(read(run), expected), after
+        compact(run, 4 * SHARD)
+        assert same(read(run), expected), after
+        assert_tidy(run)
+
+
+def test_killed_again_and_again_it_comes_to_an_end(run: RunDirectory, expected: Rows) -> None:
+    # Eleven changes: to delete what another death left, and to merge a group.
+    deaths = 0
+    while killed(run, 11, GROUPS):
+        assert same(read(run), expected), deaths
+        deaths += 1
+        assert deaths < 10
+    assert deaths > 2
+    assert same(read(run), expected)
+    assert_tidy(run)
+
+
+def test_a_run_goes_on_after_it_was_compacted(run: RunDirectory, original: RunDirectory, expected: Rows) -> None:
+    for shard in (1, 2, 6):
+        local(run.commit_file(shard)).unlink()
+    compact(run, GROUPS)
+    first = data_files(run)
+    assert "heads/intervention=none/shard-000001.parquet" in first, "a shard that is not done is left alone"
+    assert [c.shard for c in run.commits()] == [0, 3, 4, 5]
+    for shard in (1, 2, 6):
+        shutil.copy(local(original.commit_file(shard)), local(run.commits_directory))
+    assert same(read(run), expected)
+    compact(run, GROUPS)
+    assert same(read(run), expected)
+    assert_tidy(run)
+    kept = set(first) & set(data_files(run))
+    assert [re.sub("-[0-9a-f]{8}[.]", ".", path) for path in sorted(kept) if "merged" in path] == [
+        f"{table}/intervention={i}/merged-000000-000004.parquet" for table in TABLES for i in INTERVENTIONS
+    ]
+
+
+def test_what_a_late_replica_leaves_is_deleted(run: RunDirectory, original: RunDirectory, expected: Rows) -> None:
+    compact(run, GROUPS)
+    shutil.copytree(local(original.path), local(run.path), dirs_exist_ok=True)
+    (local(run.path) / "heads/intervention=none/.shard-000001.parquet.1a2b.tmp").write_bytes(b"PAR1 half")
+    assert same(read(run), expected)
+    compact(run, GROUPS)
+    assert same(read(run), expected)
+    assert_tidy(run)
+
+
+def test_shards_that_were_taken_back_and_measured_again_are_merged(
+    run: RunDirectory, original: RunDirectory, expected: Rows
+) -> None:
+    compact(run, GROUPS)
+    (lost,) = local(run.path).glob("heads/intervention=none/merged-000003-*.parquet")
+    lost.unlink()
+    found = run.damaged_files(run.ledger())
+    assert list(found.values()) == [[3, 4, 5]]
+    (problem,) = compact(run, GROUPS).problems
+    assert problem.startswith("shards 3 to 5: heads/intervention=none/merged-000003-")
+    drop(run.commits_directory, run.run_id, [3, 4, 5])
+    compact(run, GROUPS)
+    assert [c.shard for c in run.commits()] == [0, 1, 2, 6]
+    assert_tidy(run)
+    for shard in (3, 4, 5):
+        paths = [file.path for c in original.commits() if c.shard == shard for file in c.files]
+        for path in [*paths, f"commits/shard-{shard:06d}.json"]:
+            shutil.copy(local(original.path) / path, local(run.path) / path)
+    compact(run, GROUPS)
+    assert same(read(run), expected)
+    assert_tidy(run)
+
+
+def damage(run: RunDirectory, how: str) -> Path:
+    file = local(run.data_file("sequences", "none", 4))
+    content = bytearray(file.read_bytes())
+    if how == "cut":
+        file.write_bytes(content[:-9])
+    elif how == "zeros":
+        content[4:-400] = bytes(len(content) - 404)
+        file.write_bytes(content)
+    else:
+        pq.write_table(pq.ParquetFile(file).read().slice(1), file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ("cut", "shard 4: {} is damaged; run the scan again, then compact"),
+        ("zeros", "shard 4: {} cannot be read [(].*[)]; delete it, run the scan again, then compact"),
+        ("short", "shard 4: {} holds 2 rows where 3 were committed; delete it, run the scan again, then compact"),
+    ],
+)
+def test_a_damaged_file_is_left_and_reported(
+    how: str, problem: str, run: RunDirectory, original: RunDirectory, expected: Rows
+) -> None:
+    file = damage(run, how)
+    left, commit = file.read_bytes(), local(run.commit_file(4)).read_bytes()
+    (found,) = compact(run, 4 * SHARD).problems
+    assert re.fullmatch(problem.format("sequences/intervention=none/shard-000004[.]parquet"), found)
+    assert file.read_bytes() == left
+    assert local(run.commit_file(4)).read_bytes() == commit
+    assert len(data_files(run)) == 4 * 3
+    shutil.copy(local(original.path) / file.relative_to(local(run.path)), file)
+    assert compact(run, 4 * SHARD).problems == []
+    assert same(read(run), expected)
+    assert_tidy(run)
+
+
+def test_two_compactions_that_overlapped_are_noticed_and_mended(
+    run: RunDirectory, expected: Rows, original: RunDirectory, tmp_path: Path
+) -> None:
+    other = copy_of(original, tmp_path / "b")
+    compact(run)
+    compact(other, GROUPS)
+    shutil.copytree(local(other.path) / "heads", local(run.path) / "heads", dirs_exist_ok=True)
+    shutil.copytree(local(other.path) / "sequences", local(run.path) / "sequences", dirs_exist_ok=True)
+    fold(run.commits_directory, list(other.commits())[:3])
+    with pytest.raises(RunError, match=r"merged-000000-000006-\w+\.parquet: holds the rows of 7 shards, and 4 commits"):
+        check_merged(run.ledger())
+    compact(run, GROUPS)
+    assert same(read(run), expected)
+    assert_tidy(run)
+
+
+def test_a_run_that_someone_is_at_work_on_is_refused(run: RunDirectory) -> None:
+    with alone(run), pytest.raises(RunError, match="another process is at work on this run"):
+        compact(run)
+
+
+def test_the_command(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(local(run.path))
+    done = CliRunner().invoke(app, ["compact", ".", "--rows", str(GROUPS)])
+    assert done.exit_code == 0
+    assert re.search(r"toy-1: 35 files are now 13, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
+
+
+def test_the_command_fails_where_a_file_is_damaged(run: RunDirectory) -> None:
+    damage(run, "cut")
+    done = CliRunner().invoke(app, ["compact", str(run.path)])
+    assert isinstance(done.exception, RunError)
+    assert str(done.exception).startswith("toy-1: shard 4: sequences/intervention=none/shard-000004.parquet is damaged")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePath]:
+    """A directory in an object store."""
+    with S3Server() as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        places._filesystem.cache_clear()
+        where = place("s3://bucket/runs")
+        assert isinstance(where, StorePath)
+        yield where
+    places._filesystem.cache_clear()
+
+
+def test_in_a_store_it_is_the_same(original: RunDirectory, expected: Rows, store: StorePath) -> None:
+    run = RunDirectory.of(store, original.run_id)
+    for file in local(original.path).rglob("*.*"):
+        if file.is_file():
+            write_whole(run.path / file.relative_to(local(original.path)).as_posix(), file.read_bytes())
+    write_whole(run.path / "heads/intervention=none/merged-000000-000002-1a2b3c4d.parquet", b"of a dead one")
+    assert compact(run, GROUPS).after.files == 13
+    assert same(read(run), expected)
+    assert len(list(places.names(run.path / "heads/intervention=none"))) == 3
+    assert len(list(places.names(run.commits_directory))) == 1

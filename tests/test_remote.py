@@ -1,0 +1,320 @@
+"""Runs as jobs of a real Ray cluster that wants a token: submitted twice, stopped, resumed; what goes wrong is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.plan import make_plan, prepare_run
+from jobs.portable import portable_scan, replan
+from jobs.remote import Cluster, _forwarded
+from schemas.errors import HeadcountError, RunError, ScanError
+from schemas.runs import RunDirectory
+from schemas.scan import load_scan
+
+ROOT = Path(__file__).parent.parent
+TOKEN = "a-token-of-this-test-and-no-other"
+SECRET = "what-nobody-may-read-in-a-log"
+SHARDS = 36
+
+SCAN = f"""
+model = "bundled:gpt2-mini"
+n_ctx = 256
+batch_size = 4
+sequences = {SHARDS * 5}
+sequences_per_shard = 5
+[input]
+family = "repeated_random"
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A Ray head of its own, with its dashboard; yields the dashboard's address."""
+    directory = tempfile.mkdtemp(prefix="hc-")  # Sockets lie in it, and their paths must be short.
+    dashboard = free_port()
+    url = f"http://127.0.0.1:{dashboard}"
+    options = {
+        "node-ip-address": "127.0.0.1",
+        "port": free_port(),
+        "dashboard-host": "127.0.0.1",
+        "dashboard-port": dashboard,
+        "dashboard-agent-listen-port": free_port(),
+        "ray-client-server-port": free_port(),
+        "include-dashboard": "true",
+        "num-cpus": 2,
+        "object-store-memory": 100_000_000,
+        "temp-dir": directory,
+    }
+    bin_directory = Path(sys.executable).parent
+    command = [str(bin_directory / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with (Path(directory) / "head.log").open("w") as log:
+        env = environment() | {"PATH": f"{bin_directory}{os.pathsep}{os.environ['PATH']}"}
+        head = psutil.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while not answers(url):
+            assert head.poll() is None, "the head died"
+            assert time.monotonic() < deadline, "no dashboard in a minute"
+            time.sleep(0.1)
+        yield url
+    finally:
+        started = [head, *head.children(recursive=True)]
+        head.terminate()
+        _, alive = psutil.wait_procs(started, timeout=1)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def answers(url: str) -> bool:
+    request = urllib.request.Request(f"{url}/api/version", headers={"Authorization": f"Bearer {TOKEN}"})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def environment(token: str | None = TOKEN) -> dict[str, str]:
+    """This one, with a token and without what points to another cluster."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return env | ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {})
+
+
+def start(*words: str, token: str | None = TOKEN, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "headcount", *words]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(token) | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def headcount(*words: str, token: str | None = TOKEN, **env: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command."""
+    with start(*words, token=token, **env) as process:
+        out, errors = process.communicate(timeout=120)
+    assert "Traceback" not in errors
+    assert SECRET not in out + errors
+    return process.returncode, out, errors
+
+
+def refused(*words: str, token: str | None = TOKEN, **env: str) -> str:
+    """The one line that a refused command says."""
+    code, out, errors = headcount(*words, token=token, **env)
+    assert (code, out, len(errors.splitlines())) == (2, "", 1), errors
+    assert errors.startswith("error: ")
+    return errors.strip()
+
+
+@pytest.fixture
+def scan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "far.toml"
+    path.write_text(SCAN)
+    return path
+
+
+def test_submitted_twice_stopped_and_resumed_is_one_complete_run(cluster: str, scan_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "my runs"
+    run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
+    name, path, at = run.run_id, str(run.path), ("--address", cluster)
+    submit = ("submit", str(scan_file), "--set", f"out={out}", "--env", "FAR_AWAY", *at)
+    both = [start(*submit, FAR_AWAY=SECRET, RAY_ADDRESS="192.0.2.1:6379") for _ in range(2)]
+    said: list[str] = []
+    for process in both:
+        with process:
+            printed, errors = process.communicate(timeout=120)
+        assert (process.returncode, printed.strip()) == (0, name), errors
+        said.append(errors)
+    assert sorted("already submitted" in line for line in said) == [False, True]
+    assert all(len(line.splitlines()) == 1 for line in said)
+
+    commits = Path(path) / "commits"
+    deadline = time.monotonic() + 60
+    while not (commits.is_dir() and any(commits.glob("shard-*.json"))):
+        assert time.monotonic() < deadline, headcount("logs", name, *at)
+        time.sleep(0.1)
+    code, _, errors = headcount("stop", name, *at)
+    assert code == 0
+    assert f"{name}: STOPPED; headcount resume {path}" in errors
+    assert 0 < len(list(run.commits())) < SHARDS
+    ended = refused(*submit, FAR_AWAY=SECRET)
+    assert f"{name}: has ended, STOPPED" in ended
+    assert f"headcount resume {path} --address {cluster} goes on" in ended
+
+    code, _, errors = headcount("resume", path, *at)
+    assert (code, errors.strip()) == (0, f"{name}-2: submitted to {cluster}")
+    code, printed, errors = headcount("logs", path, "-f", *at)
+    assert (code, errors.strip()) == (0, f"{name}-2: SUCCEEDED")
+    assert printed.splitlines()[-1] == path
+
+    done = list(run.commits())
+    assert [c.shard for c in done] == list(range(SHARDS))
+    info = replan(run).info
+    files = [f for c in done for f in c.files if f.table == "heads"]
+    assert sum(pq.read_metadata(Path(path) / f.path).num_rows for f in files) == (
+        SHARDS * 5 * info.n_layers * info.n_heads
+    )
+
+    asked = ("list",), ("list", str(out)), ("status", path, "--format", "json"), ("logs", f"{name}0")
+    with ThreadPoolExecutor() as pool:
+        jobs, runs, status, unknown = pool.map(lambda words: headcount(*words, *at), asked)
+    assert [line.split()[:2] for line in jobs[1].splitlines()[1:]] == [[name, "STOPPED"], [f"{name}-2", "SUCCEEDED"]]
+    assert runs[1].splitlines()[1].split()[1::4] == [f"{SHARDS}/{SHARDS}", "SUCCEEDED"]
+    found = json.loads(status[1])
+    assert (found["complete"], found["job"]) == (True, "SUCCEEDED")
+    assert unknown[0] == 2
+    assert f"unknown job '{name}0': did you mean '{name}'?" in unknown[2]
+    assert SECRET not in (run.path / "manifest.json").read_bytes().decode()
+
+
+def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from jobs.remote import Cluster
+from schemas.runs import RunDirectory
+cluster, run = Cluster({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
+last = cluster.last
+cluster.last = lambda run_id: None
+print(cluster.start(run, ["--help"], {{}}))
+print(cluster.start(run, ["--help"], {{}}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == f"both-1: submitted to {cluster}"
+    assert second.startswith(f"both-1: already submitted to {cluster}, ")
+
+
+@pytest.mark.parametrize("token", ["wrong", None])
+def test_a_wrong_or_missing_token_is_one_line(cluster: str, token: str | None) -> None:
+    line = refused("list", "--address", cluster, token=token)
+    assert f"{cluster}: the cluster refused the token" in line
+    assert "RAY_AUTH_TOKEN" in line
+
+
+def test_a_dead_address_is_one_line() -> None:
+    line = refused("list", "--address", f"127.0.0.1:{(port := free_port())}")
+    assert line.startswith(f"error: http://127.0.0.1:{port}: no Ray cluster answers there (Connection refused)")
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "http://127.0.0.1:99999999", "", "https://"])
+def test_an_impossible_address_is_refused(address: str) -> None:
+    with pytest.raises(
+        RunError, match=f"^{address}: expected http://HOST:8265, the address of the cluster's dashboard$"
+    ):
+        Cluster(address)
+
+
+class Old(BaseHTTPRequestHandler):
+    """A cluster of another version."""
+
+    def do_GET(self) -> None:
+        content = b'{"version": "4", "ray_version": "2.40.0"}' if self.path == "/api/version" else b"[]"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_version_of_ray_is_one_line(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Old) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        line = refused("resume", str(tmp_path / "run_id=a-1"), "--address", address)
+        server.shutdown()
+    assert "the cluster runs Ray 2.40.0, this machine 2.6" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "out: runs means another place on every node"),
+        (["out=~/runs"], "out: ~/runs means another place"),
+        (["out=/r", "input.family=pile", "input.files=a/*.jsonl"], "input.files: a/*.jsonl means another place"),
+        (["out=/r", "input.family=text", 'input.files=["/a", "b"]'], "input.files: b means another place"),
+        (["out=s3://b/r", "model=models/gpt2-mini"], "model: models/gpt2-mini is a directory of this machine"),
+        (["out=s3://b/r", "model=./gpt2-mini"], "model: ./gpt2-mini is a directory of this machine"),
+        (["out=s3://b/r", "n_ctx=100000"], "n_ctx: 100000 is beyond"),
+        (["out=s3://b/r", "input.periodd=3"], "did you mean 'period'"),
+        (["out=s3://b/r", "input.period=300"], "input.period: expected 1 to"),
+        (["out=s3://b/r", 'interventions=["nome"]'], "did you mean 'none'"),
+        (["out=ftp://b/r"], "expected a path, file://, s3:// or gs://"),
+    ],
+)
+def test_what_the_nodes_cannot_see_or_run_is_refused_here(
+    scan_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(HeadcountError) as caught:
+        portable_scan(scan_file, ["input={family = 'repeated_random'}", *overrides])
+    assert expected in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_every_node_can_see_is_taken(scan_file: Path) -> None:
+    for overrides in (
+        ["out=s3://bucket/runs"],
+        ["out=/mnt/runs", "model=openai-community/gpt2"],
+        ["out=gs://bucket/runs", "input={family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}"],
+    ):
+        portable_scan(scan_file, overrides)
+
+
+def test_a_name_that_cannot_name_a_job_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "my scan?.toml"
+    path.write_text(SCAN)
+    with pytest.raises(ScanError, match="it names the job"):
+        portable_scan(path, ["out=/r"])
+
+
+def test_a_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(RunError, match="--env NOT_SET_HERE"):
+        _forwarded(["PATH", "NOT_SET_HERE"])
+
+
+@pytest.mark.parametrize("family", ["repeated_random", "pile", "text"])
+def test_a_plan_is_made_again_from_the_manifest_alone_unless_the_run_was_renamed(
+    tmp_path: Path, scan_file: Path, family: str
+) -> None:
+    texts = tmp_path / "a.jsonl"
+    texts.write_text(json.dumps({"text": "a b " * 200, "meta": {"pile_set_name": "x"}}) + "\n")
+    files = "" if family == "repeated_random" else f", files = '{texts}'"
+    overrides = [f"out={tmp_path}/runs", f"input={{family = '{family}'{files}}}", "sequences=1"]
+    plan = make_plan(load_scan(scan_file, overrides), "far")
+    prepare_run(plan, SCAN)
+    again = replan(plan.run)
+    assert (again.manifest.identity, again.run, again.tokens) == (plan.manifest.identity, plan.run, plan.tokens)
+    assert again.sequences.shard(0).tokens.tolist() == plan.sequences.shard(0).tokens.tolist()
+    renamed = RunDirectory(Path(str(plan.run.path)).rename(tmp_path / "runs" / "run_id=other-1"))
+    with pytest.raises(RunError, match=f"this is run {plan.run.run_id}"):
+        replan(renamed)

@@ -1,0 +1,239 @@
+"""What is said of a run from its directory alone: how far, how fast, what failed; fast and small for a million shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from filelock import FileLock
+
+from jobs.status import as_lines, read_status
+from schemas.commits import COMMITS, DROPPED, FOLD
+from schemas.errors import RunError
+from schemas.runs import Manifest, RunDirectory
+
+ROOT = Path(__file__).parent.parent
+NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
+SHARDS = 10
+TOKENS = 4 * 8 * 2
+
+
+def make_run(out: Path, shards: int = SHARDS) -> RunDirectory:
+    """A run of 4 sequences of 8 tokens in each shard, under two interventions."""
+    run = RunDirectory.of(out, "toy-1a2b3c4d")
+    Path(str(run.path)).mkdir(parents=True)
+    scan = {"n_ctx": 8, "interventions": ["none", "zero_query_bias"]}
+    manifest = Manifest(
+        run_id=run.run_id,
+        created="2026-05-01T10:00:00+00:00",
+        identity={"scan": scan},
+        shards=shards,
+        sequences=4 * shards,
+        statistics={},
+        model={},
+        code="",
+        versions={},
+    )
+    Path(str(run.manifest_file)).write_bytes(manifest.model_dump_json().encode())
+    return run
+
+
+def fold_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
+    """Commit shards in one fold; a column is one value for all of them, or an array."""
+    n = len(shards)
+    values: dict[str, Any] = {
+        "run_id": run.run_id, "shard": shards, "start": shards * 4, "stop": shards * 4 + 4, "rows": 12, "tokens": TOKENS,
+        "seconds": 2.5, "compute_seconds": 1.5, "idle_seconds": 0.5, "finished": NOW - timedelta(seconds=5),
+        "host": "one", "replica": "one-7", "attempt": 1, "engine": "fused", "precision": "float32",
+    } | columns  # fmt: skip
+    empty = pa.ListArray.from_arrays(np.zeros(n + 1, np.int32), pa.array([], COMMITS.field("files").type.value_type))
+    arrays = []
+    for field in COMMITS:
+        value = values.get(field.name)
+        if field.name == "files":
+            arrays.append(empty)
+        elif field.name == "bad_rows":
+            arrays.append(pa.array([value or []] * n, field.type))
+        else:
+            arrays.append(pa.array(value if isinstance(value, np.ndarray) else [value] * n, field.type))
+    table = pa.table(arrays, schema=COMMITS).append_column(DROPPED, pa.array(np.zeros(n, bool)))
+    directory = Path(str(run.commits_directory))
+    directory.mkdir(exist_ok=True)
+    number = len(list(directory.glob("fold-*")))
+    pq.write_table(table, directory / f"fold-{number:06d}-0123abcd.parquet", compression="zstd")
+
+
+def note_failure(run: RunDirectory, shard: int, error: str) -> None:
+    file = Path(str(run.failure_file(shard)))
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"attempts": 3, "error": error}))
+
+
+def headcount(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headcount", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    status = read_status(make_run(tmp_path), NOW)
+    assert (status.done, status.missing, status.failed, status.complete) == (0, SHARDS, 0, False)
+    assert (status.tokens_done, status.tokens) == (0, TOKENS * SHARDS)
+    assert status.tokens_per_second is status.seconds_left is status.last_commit is None
+    assert "commit    none yet" in as_lines(status)
+
+
+def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(3))
+    fold_shards(run, np.array([3, 4]), host="two", replica="two-9", compute_seconds=0.5, idle_seconds=0.5)
+    # This one left an hour ago, and was slow.
+    fold_shards(run, np.array([5]), replica="one-1", compute_seconds=100.0, finished=NOW - timedelta(hours=1))
+    status = read_status(run, NOW)
+    assert [(p.replica, p.tokens_per_second, p.busy, p.shards) for p in status.replicas] == [
+        ("two-9", 64.0, 0.5, 2),
+        ("one-7", 32.0, 0.75, 3),
+    ]
+    assert status.tokens_per_second == 96.0
+    assert status.seconds_left == pytest.approx(4 * TOKENS / 96)
+    assert "speed     96 tokens/s, 2.7 s left" in as_lines(status)
+
+
+def test_only_the_recent_past_makes_the_speed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(5), compute_seconds=1000.0, finished=NOW - timedelta(minutes=30))
+    fold_shards(run, np.arange(5, 8))
+    assert read_status(run, NOW).tokens_per_second == 32.0
+
+
+def test_a_run_that_stands_still_has_no_time_left_but_a_last_commit(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(3), finished=NOW - timedelta(hours=3))
+    status = read_status(run, NOW)
+    assert status.tokens_per_second is status.seconds_left is None
+    assert "commit    the last 3 h 0 min ago, at 2026-05-01T09:00:00+00:00 by the clock of one" in as_lines(status)
+    assert not any(line.startswith("speed") for line in as_lines(status))
+
+
+@pytest.mark.parametrize("wrong", [timedelta(days=400), timedelta(seconds=90), timedelta(0), -timedelta(days=9000)])
+def test_clocks_that_are_wrong_make_no_absurd_numbers(tmp_path: Path, wrong: timedelta) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(3))
+    fold_shards(run, np.arange(3, 6), host="two", replica="two-9", finished=NOW + wrong)
+    status = read_status(run, NOW)
+    assert status.tokens_per_second == (32.0 if wrong < timedelta(0) else 64.0)
+    assert status.seconds_left is not None
+    assert 0 <= status.seconds_left < 60
+    assert (status.seconds_since or 0) >= 0
+    assert (status.seconds_ahead > 0) == (wrong > timedelta(0))
+    assert "-" not in next(line for line in as_lines(status) if line.startswith("speed"))
+
+
+@pytest.mark.parametrize("measured", [(0.0, 0.0), (-1.0, -1.0), (float("nan"), 0.0)])
+def test_a_replica_that_measured_no_time_has_no_speed(tmp_path: Path, measured: tuple[float, float]) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(3), compute_seconds=measured[0], idle_seconds=measured[1])
+    status = read_status(run, NOW)
+    assert status.replicas == []
+    assert status.seconds_left is None
+
+
+def test_failures_are_those_not_committed_since_and_ten_reasons_are_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 40)
+    fold_shards(run, np.arange(5))
+    for shard in range(3, 20):
+        note_failure(run, shard, f"out of\nmemory in {shard}")
+    Path(str(run.failure_file(6))).write_text("{")
+    status = read_status(run, NOW)
+    assert status.failed == 15
+    assert list(status.failures) == list(range(5, 15))
+    lines = as_lines(status)
+    assert "shards    5 of 40 done, 35 missing, 15 of them failed" in lines
+    assert "failed    shard 5: out of memory in 5" in lines
+    assert "failed    shard 6: its note cannot be read" in lines
+    assert "failed    and 5 more" in lines
+
+
+def test_a_complete_run_says_so_and_a_bad_row_of_two_shards_is_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(4), bad_rows=["a:1", "a:2"])
+    fold_shards(run, np.arange(4, SHARDS))
+    status = read_status(run, NOW)
+    assert status.complete
+    assert status.bad_rows == 2
+    assert status.replicas == []
+    assert "complete  every shard is committed" in as_lines(status)
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux tells who holds a lock")
+def test_a_process_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert read_status(run, NOW).at_work is None
+    with FileLock(Path(str(run.path)) / ".lock"):
+        assert read_status(run, NOW).at_work is True
+    assert not read_status(run, NOW).at_work
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no manifest\.json; expected the directory of a run"):
+        read_status(RunDirectory(tmp_path / "run_id=none-1"))
+    done = headcount("status", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {tmp_path}: expected the directory of a run, …/run_id=NAME-HASH\n"
+
+
+def test_the_command_prints_lines_or_one_object_and_exits_with_0_for_a_run_that_is_not_complete(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(3))
+    done = headcount("status", os.path.relpath(str(run.path), ROOT))
+    assert done.returncode == 0, done.stderr
+    assert "shards    3 of 10 done, 7 missing, 0 of them failed" in done.stdout
+    done = headcount("status", str(run.path), "--format", "json")
+    found = json.loads(done.stdout)
+    assert (found["complete"], found["done"], found["shards"], found["run_id"]) == (False, 3, SHARDS, "toy-1a2b3c4d")
+
+
+def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(3))
+    note_failure(run, 2, "then it succeeded")
+    note_failure(run, 9, "boom")
+    (tmp_path / "run_id=broken-1").mkdir()
+    (tmp_path / "run_id=broken-1" / "manifest.json").write_text("{}")
+    done = headcount("list", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["run", "shards", "failed", "tokens", "created"],
+        ["toy-1a2b3c4d", "3/10", "1", "192/640", "2026-05-01T10:00:00+00:00"],
+    ]
+    assert "not a manifest" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak memory of one program")
+def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_path: Path) -> None:
+    shards = 100_000
+    run = make_run(tmp_path, shards + 1)
+    for first in range(0, shards, FOLD):
+        span = np.arange(first, min(first + FOLD, shards))
+        fold_shards(run, span, finished=(NOW - timedelta(seconds=5 + (shards - first) / 1000)))
+    program = (
+        "import sys, time\n"
+        "from jobs.cluster_cli import status\n"
+        "status(sys.argv[1], None, 'json')\n"
+        "print(time.process_time(), *[l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')])"
+    )
+    command = [sys.executable, "-c", program, str(run.path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    found, measured = done.stdout.splitlines()
+    seconds, kilobytes = map(float, measured.split())
+    assert json.loads(found)["missing"] == 1
+    assert seconds < 5
+    assert kilobytes < 300_000
