@@ -8,6 +8,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import ray
+from ray import cloudpickle
 
 from jobs.cluster import Resources
 from schemas.commits import Commit, Failure
@@ -15,7 +16,6 @@ from schemas.errors import HeadcountError, RunError
 from schemas.runs import RunDirectory
 from schemas.scan import Scan
 from workers.code import code_fingerprint
-from workers.corpus import Corpus, Index
 from workers.models import ModelInfo, describe, find_model
 from workers.replica import Replica, broken
 from workers.sequences import Sequences
@@ -35,7 +35,7 @@ class ReplicaActor:
         info: ModelInfo,
         run: RunDirectory,
         code: str,
-        known: tuple[Index | None, Corpus | None],
+        known: bytes,
         resources: Resources,
         replica: type[Replica],
     ) -> None:
@@ -46,7 +46,8 @@ class ReplicaActor:
             raise RunError(f"model {scan.model}: this node has weights {here.sha256}, the driver {info.sha256}")
         self.run = run
         # The driver has listed and indexed the files; nobody does it again.
-        self.sequences = Sequences(scan, here, *known)
+        index, corpus = ray.get(cloudpickle.loads(known))
+        self.sequences = Sequences(scan, here, index, corpus)
         self.reading = threading.Lock()
         # One thread for everything that computes: OpenMP makes a team of threads for each thread that does, and stops
         # spinning when the teams outnumber the cores.

@@ -45,8 +45,8 @@ def connect(resources: Resources) -> Resources:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     cores = resources.cores or (1 if address else max(1, available // resources.replicas))
     if not ray.is_initialized():
-        # Ray's C++ core reports on stderr what happens by design.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        # Ray's C++ core reports on stderr what happens by design; that its head died it says there too, and ends us.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
         with explained(address or "Ray on this machine"):
             _join(address) if address else _start(resources.replicas * cores)
     device = resources.device

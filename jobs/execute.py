@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 import ray.exceptions
+from ray import cloudpickle
 
 from jobs.actor import DEPTH, ReplicaActor, noted
 from jobs.cluster import Resources
@@ -91,8 +92,9 @@ class _Dispatch:
         self.tried: Counter[int] = Counter()
         self.lasted: deque[float] = deque(maxlen=64)
         self.failed = self.succeeded = self.stillborn = 0
-        # Held here, since a replica that is replaced is made from it again.
+        # Sent as bytes: Ray warns of a reference, which it would not keep for a replica that is made anew; this one is kept here.
         self.known = ray.put((plan.sequences.index, plan.sequences.corpus))
+        known = cloudpickle.dumps(self.known)  # pyright: ignore[reportPrivateImportUsage]
         gpu = resources.device == "cuda"
         options = {
             "num_cpus": max(1, resources.cores) if gpu else resources.cores,
@@ -104,7 +106,7 @@ class _Dispatch:
         }
         make = ReplicaActor.options(**options).remote
         self.seats = [
-            _Seat(make(plan.scan, plan.info, plan.run, plan.manifest.code, self.known, resources, replica))
+            _Seat(make(plan.scan, plan.info, plan.run, plan.manifest.code, known, resources, replica))
             for _ in range(min(resources.replicas, self.missing))
         ]
 

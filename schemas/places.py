@@ -151,7 +151,7 @@ def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
     try:
         if isinstance(where, StorePath):
             # One call writes all there is: a stream that is closed after half of it publishes that half.
-            with where.filesystem.open_output_stream(where.key) as file:
+            with where.filesystem.open_output_stream(where.key, compression=None) as file:
                 file.write(content)
         else:
             _write_to_disk(where, content)

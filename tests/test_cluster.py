@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -74,7 +75,7 @@ class Machines:
 
     def scan(self, file: Path, out: str) -> subprocess.Popen[str]:
         """The user's command, on the head's machine."""
-        command = [sys.executable, "-m", "headcount", "scan", str(file), "--set", f"out={out}"]
+        command = [sys.executable, "-X", "faulthandler", "-m", "headcount", "scan", str(file), "--set", f"out={out}"]
         return subprocess.Popen(
             [*command, "--replicas", "2", "--address", self.head],
             env=self.environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -157,5 +158,7 @@ def wait_until(condition: Callable[[], bool], driver: subprocess.Popen[str]) -> 
     deadline = time.monotonic() + 150
     while not condition():
         assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < deadline
+        if time.monotonic() > deadline:
+            driver.send_signal(signal.SIGABRT)  # Says where it stands.
+            pytest.fail(f"no progress in 150 seconds: {driver.communicate()}")
         time.sleep(0.1)

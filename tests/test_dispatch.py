@@ -1,0 +1,237 @@
+"""Which shard is given out again, which is to blame, and who is not waited for: replicas that misbehave, on real Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from rich.console import Console
+
+from jobs.cluster import Resources
+from jobs.execute import ATTEMPTS, HOPELESS
+from jobs.finish import finish
+from jobs.plan import Plan, make_plan, prepare_run
+from schemas.errors import RunError
+from schemas.runs import find_runs
+from schemas.scan import parse_scan
+from schemas.statistics import select
+from schemas.tables import chance_column
+from tests.toy_runs import local
+from workers.models import ModelInfo
+from workers.replica import Measured, Replica
+
+QUIET = Console(quiet=True)
+ROOT = Path(__file__).parent.parent
+
+
+class Idler(Replica):
+    """A replica that is there at once and computes nothing: every statistic is zero."""
+
+    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None) -> None:
+        self.info, self.scan, self.free_since = info, scan, None
+        self.home = Path(scan.out)
+
+    def measure(self, tokens: np.ndarray, intervention: str = "none") -> Measured:
+        """Zeros, after whatever this replica does first."""
+        self.misbehave(int(tokens[0, 1]))
+        shape = len(tokens), self.info.n_layers, self.info.n_heads
+        chosen = select(self.scan.statistics)
+        heads = {s.name: np.zeros(shape, np.float32) for s in chosen}
+        chance = {chance_column(s.name): np.zeros(len(tokens), np.float32) for s in chosen if s.chance}
+        return Measured(heads, chance, "none", "float32")
+
+    def misbehave(self, token: int) -> None:
+        """Nothing; `token` tells the shards apart."""
+
+
+class Killer(Idler):
+    """Dies whenever it meets a certain token."""
+
+    def misbehave(self, token: int) -> None:
+        if token == int((self.home / "poison").read_text()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Sleeper(Idler):
+    """One of them takes a minute for every shard."""
+
+    def misbehave(self, token: int) -> None:
+        slow = self.home / "slow"
+        with contextlib.suppress(FileExistsError):
+            os.link(self._name(), slow)
+        time.sleep(60 if slow.read_text() == str(os.getpid()) else 0.05)
+
+    def _name(self) -> Path:
+        file = self.home / f"replica-{os.getpid()}"
+        file.write_text(str(os.getpid()))
+        return file
+
+
+class Hopeless(Idler):
+    """Never measures anything."""
+
+    def misbehave(self, token: int) -> None:
+        raise MemoryError("not here")
+
+
+class Forgetful(Idler):
+    """Fails at each shard once."""
+
+    def misbehave(self, token: int) -> None:
+        note = self.home / f"seen-{token}"
+        if not note.exists():
+            note.touch()
+            raise OSError("the first time")
+
+
+class Stillborn(Idler):
+    """Cannot be loaded."""
+
+    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None) -> None:
+        raise RunError("this machine has no such model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    fields = {
+        "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 60, "sequences_per_shard": 1,
+        "statistics": ["sink_mass"], "input": {"family": "uniform_random"}, "out": str(tmp_path),
+    }  # fmt: skip
+    made = make_plan(parse_scan(fields), "idle")
+    prepare_run(made, "")
+    return made
+
+
+def done(plan: Plan) -> list[int]:
+    return plan.run.ledger([])["shard"].to_pylist()
+
+
+def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(plan: Plan, tmp_path: Path) -> None:
+    poison = int(plan.sequences.shard(17).tokens[0, 1])
+    killers = [s for s in range(60) if plan.sequences.shard(s).tokens[0, 1] == poison]
+    (tmp_path / "poison").write_text(str(poison))
+    failures = finish(plan, Resources(2, 1, "cpu"), QUIET, replica=Killer)
+    assert [f.shard for f in failures] == killers
+    assert "its replica died" in failures[0].error
+    assert done(plan) == [s for s in range(60) if s not in killers]
+    assert plan.run.failure(17) == (ATTEMPTS, failures[0].error)
+    (tmp_path / "poison").write_text("-1")
+    assert finish(plan, Resources(1, 1, "cpu"), QUIET, replica=Killer) == []
+    assert done(plan) == list(range(60))
+    assert {c.attempt for c in plan.run.commits() if c.shard == 17} == {ATTEMPTS + 1}
+
+
+def test_a_slow_replica_does_not_hold_the_end_hostage(plan: Plan) -> None:
+    began = time.monotonic()
+    assert finish(plan, Resources(2, 1, "cpu"), QUIET, replica=Sleeper) == []
+    assert time.monotonic() - began < 40
+    assert done(plan) == list(range(60))
+
+
+def test_what_fails_once_is_tried_again(plan: Plan) -> None:
+    assert finish(plan, Resources(1, 1, "cpu"), QUIET, replica=Forgetful) == []
+    assert done(plan) == list(range(60))
+
+
+def test_when_nothing_succeeds_the_rest_is_not_tried(plan: Plan) -> None:
+    with pytest.raises(
+        RunError, match=rf"{HOPELESS} shards failed and none succeeded, the last with: MemoryError: not here"
+    ):
+        finish(plan, Resources(1, 1, "cpu"), QUIET, replica=Hopeless)
+    assert done(plan) == []
+
+
+def test_a_replica_that_cannot_be_made_is_one_clear_line(plan: Plan) -> None:
+    with pytest.raises(RunError, match=r"no replica can be made: .*this machine has no such model"):
+        finish(plan, Resources(1, 1, "cpu"), QUIET, replica=Stillborn)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A file system of a size that can be changed."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def resize(size: str) -> Path:
+        options = f"size={size}" + (",remount" if os.path.ismount(disk) else "")
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], capture_output=True, check=False)
+        if made.returncode:
+            pytest.skip("mounting a small file system needs root")
+        return disk
+
+    yield resize
+    subprocess.run(["umount", disk], capture_output=True, check=False)
+
+
+def test_a_full_disk_stops_the_run_whole_and_more_room_completes_it(
+    plan: Plan, small_disk: Callable[[str], Path]
+) -> None:
+    disk = small_disk("256k")
+    scan = plan.scan.model_copy(update={"out": str(disk)})
+    here = make_plan(scan, "idle")
+    prepare_run(here, "")
+    failures = finish(here, Resources(1, 1, "cpu"), QUIET, replica=Idler)
+    assert failures
+    assert all("No space left on device" in f.error for f in failures)
+    before = done(here)
+    assert sorted(before + [f.shard for f in failures]) == list(range(60))
+    assert not list(local(here.run.path).rglob("*.tmp"))
+    assert here.run.damaged_files(here.run.ledger()) == {}
+    small_disk("16m")
+    assert finish(here, Resources(1, 1, "cpu"), QUIET, replica=Idler) == []
+    assert done(here) == list(range(60))
+
+
+def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_goes_on(tmp_path: Path) -> None:
+    script = f"""
+import os, sys, threading, time, psutil
+from tests.test_dispatch import *
+class Slow(Idler):
+    def misbehave(self, token): time.sleep(0.2)
+plan = make_plan(parse_scan({{
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 60, "sequences_per_shard": 1,
+    "statistics": ["sink_mass"], "input": {{"family": "uniform_random"}}, "out": {str(tmp_path)!r}}}), "idle")
+prepare_run(plan, "")
+def strike():
+    while len(done(plan)) < 5: time.sleep(0.05)
+    for process in psutil.Process().children(recursive=True):
+        if process.name() == "gcs_server":
+            process.kill()
+threading.Thread(target=strike, daemon=True).start()
+finish(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
+"""
+    environment = os.environ | {"RAY_gcs_rpc_server_reconnect_timeout_s": "3", "PYTHONPATH": str(ROOT)}
+    died = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert died.returncode == 1
+    assert "Failed to connect to GCS" in died.stderr
+    assert "Traceback" not in died.stderr
+    (run,) = find_runs(tmp_path)
+    assert 5 <= len(run.ledger([])) < 60
+    fields = run.manifest().identity["scan"] | {"out": str(tmp_path)}
+    plan = make_plan(parse_scan(fields), "idle")
+    assert finish(plan, Resources(1, 1, "cpu"), QUIET, replica=Idler) == []
+    assert done(plan) == list(range(60))

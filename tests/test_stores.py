@@ -1,0 +1,193 @@
+"""Runs and corpora in an object store: the same rows, the same answers, and nothing else within reach."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zstandard
+from typer.testing import CliRunner
+
+from headcount import app
+from jobs.compact import compact
+from jobs.finish import missing_shards
+from jobs.plan import Plan, make_plan, prepare_run
+from jobs.status import read_status
+from queries.connect import connect
+from queries.output import run_query
+from schemas.commits import fold
+from schemas.errors import CorpusError, QueryError, RunError, ScanError
+from schemas.places import StorePath, matching, names, place, write_whole
+from schemas.scan import parse_scan
+from tests.s3_server import FaultProxy, Rule, S3Server
+from workers.replica import Replica
+from workers.shard import run_shard
+
+TEXTS = [f"{word} " * 30 for word in ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")]
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[FaultProxy]:
+    """A store behind a proxy; this process reaches it as a user's would."""
+    before = dict(os.environ)
+    with S3Server() as server, FaultProxy(server) as proxy:
+        os.environ |= proxy.env()
+        for number, half in enumerate((TEXTS[:3], TEXTS[3:])):
+            lines = "\n".join(json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in half).encode()
+            write_whole(place(f"s3://bucket/pile/part-{number}.jsonl.zst"), zstandard.compress(lines))
+        yield proxy
+    os.environ.clear()
+    os.environ |= before
+
+
+@pytest.fixture(autouse=True)
+def _no_rules(store: FaultProxy) -> None:
+    store.clear()
+
+
+def plan_of(name: str, out: str, files: str = "s3://bucket/pile/*.jsonl.zst") -> Plan:
+    fields = {
+        "model": "bundled:gpt2-mini", "n_ctx": 32, "sequences": 6, "sequences_per_shard": 2, "out": out,
+        "input": {"family": "pile", "files": files},
+    }  # fmt: skip
+    plan = make_plan(parse_scan(fields), name)
+    prepare_run(plan, "# as submitted\n")
+    return plan
+
+
+def measure(plan: Plan, shards: range = range(3)) -> None:
+    replica = Replica(plan.info, plan.scan, "cpu", threads=1)
+    for shard in shards:
+        run_shard(replica, plan.run, plan.sequences.shard(shard))
+
+
+@pytest.fixture(scope="module")
+def done(store: FaultProxy) -> Plan:
+    """A run whose corpus and rows are in the store."""
+    plan = plan_of("stored", "s3://bucket/runs")
+    measure(plan)
+    return plan
+
+
+def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Path) -> None:
+    assert place("s3://bucket/pile/part-0.jsonl.zst").is_file()
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in TEXTS))
+    local = plan_of("stored", str(tmp_path / "runs"), str(texts))
+    measure(local)
+    question = "SELECT sequence, layer, head, sink_mass, entropy, resid_post_norm FROM heads ORDER BY ALL"
+    here, there = (connect(p.scan.out).execute(question).fetchall() for p in (local, done))
+    assert here == there
+    assert len(here) == 6 * done.info.n_layers * done.info.n_heads
+    origin = "SELECT sequence, file, row, pile_set_name FROM sequences ORDER BY ALL"
+    assert connect(done.scan.out).execute(origin).fetchall()[3] == (3, "s3://bucket/pile/part-1.jsonl.zst", 0, "Greek")
+
+
+def test_the_commit_is_the_last_object_and_each_file_is_one_put(done: Plan, store: FaultProxy) -> None:
+    measure(done, range(1))
+    written = [r.path for r in store.requests() if r.method in ("PUT", "POST")]
+    assert len(written) == 3
+    assert "/heads/" in written[0]
+    assert "/commits/shard-000000.json" in written[-1]
+
+
+def test_planning_again_finds_the_run_and_its_index(done: Plan) -> None:
+    again = make_plan(done.scan, "stored")
+    assert missing_shards(again).tolist() == []
+    assert again.sequences.shard(1).tokens.tolist() == done.sequences.shard(1).tokens.tolist()
+    assert read_status(done.run).complete
+
+
+def test_queries_reach_the_run_and_nothing_else_in_the_store(done: Plan) -> None:
+    write_whole(place("s3://bucket/other/secret.parquet"), b"PAR1")
+    connection = connect(done.scan.out)
+    inside = f"{done.run.path}/heads/intervention=none/shard-000000.parquet"
+    assert len(list(run_query(connection, f"SELECT DISTINCT sequence FROM '{inside}'").rows())) == 2
+    for outside in (
+        "s3://bucket/other/secret.parquet",
+        f"{done.run.path}/../../other/secret.parquet",
+        f"{done.run.path}-2/x.parquet",
+        "/etc/passwd",
+    ):
+        with pytest.raises(QueryError, match=r"(?i)permission|not allowed|disabled"):
+            list(run_query(connection, f"SELECT * FROM read_parquet('{outside}')").rows())
+
+
+def test_the_command_line_takes_addresses(done: Plan, tmp_path: Path) -> None:
+    runner = CliRunner()
+    asked = runner.invoke(app, ["query", str(done.run.path), "SELECT count(*) AS n FROM sequences", "--format", "csv"])
+    assert asked.output.split() == ["n", "6"]
+    report = tmp_path / "report.html"
+    assert runner.invoke(app, ["report", done.scan.out, "-o", str(report)]).exit_code == 0
+    assert "stored" in report.read_text()
+
+
+def test_folding_and_compacting_in_a_store(store: FaultProxy) -> None:
+    plan = plan_of("folded", "s3://bucket/folded")
+    measure(plan)
+    question = "SELECT sequence, layer, head, sink_mass FROM heads ORDER BY ALL"
+    before = connect(plan.scan.out).execute(question).fetchall()
+    fold(plan.run.commits_directory, list(plan.run.commits())[:2])
+    assert sorted(n[:5] for n in names(plan.run.commits_directory)) == ["fold-", "shard"]
+    assert connect(plan.scan.out).execute(question).fetchall() == before
+    compact(plan.run)
+    assert len(list(names(plan.run.path / "heads" / "intervention=none"))) == 1
+    assert connect(plan.scan.out).execute(question).fetchall() == before
+    assert missing_shards(plan).tolist() == []
+
+
+def test_a_store_that_falters_loses_nothing(store: FaultProxy) -> None:
+    plan = plan_of("faltering", "s3://bucket/faltering")
+    store.set_rules(
+        Rule({"status": 503}, method="PUT", path="/heads/", count=1),
+        Rule({"status": 500}, method="PUT", path="/commits/", count=1),
+        Rule({"cut": "after"}, method="PUT", path="/sequences/", count=1),
+        Rule({"cut_body": 10}, method="GET", path="/commits/", count=1),
+    )
+    measure(plan)
+    assert missing_shards(plan).tolist() == []
+    assert len(list(plan.run.commits())) == 3
+    assert store.spent() == [1, 1, 1, 1]
+
+
+def test_a_store_that_refuses_is_one_clear_line(store: FaultProxy) -> None:
+    plan = plan_of("refused", "s3://bucket/refused")
+    store.set_rules(Rule({"status": 403}, method="PUT", count=None))
+    with pytest.raises(RunError, match=r"heads/.*shard-000000\.parquet: cannot be written .*ACCESS_DENIED"):
+        measure(plan)
+    store.set_rules(Rule({"status": 403}, count=None))
+    with pytest.raises(RunError, match="cannot be read"):
+        plan.run.ledger()
+    with pytest.raises(RunError, match="cannot be read"):
+        connect("s3://bucket/refused")
+    with pytest.raises(CorpusError, match="cannot be listed"):
+        plan_of("other", "s3://bucket/other")
+
+
+def test_what_is_not_there_is_one_clear_line(store: FaultProxy) -> None:
+    with pytest.raises(RunError, match="no run here"):
+        connect("s3://bucket/nothing")
+    with pytest.raises(CorpusError, match=r"no object matches 's3://bucket/pile/\*.txt'"):
+        plan_of("none", "s3://bucket/none", "s3://bucket/pile/*.txt")
+    with pytest.raises(ScanError, match="must hold no credentials"):
+        parse_scan(
+            {"model": "m", "n_ctx": 2, "sequences": 1, "input": {"family": "pile"}, "out": "s3://a:b@bucket/runs"}
+        )
+
+
+def test_globs_in_a_store(store: FaultProxy) -> None:
+    for key in ("g/a.jsonl", "g/b.jsonl", "g/deep/c.jsonl", "g/deep/er/d.jsonl", "g/e.txt"):
+        write_whole(StorePath(f"s3://bucket/{key}"), key.encode())
+
+    def found(pattern: str) -> list[str]:
+        return sorted(str(p).removeprefix("s3://bucket/g/") for p, _ in matching(StorePath(f"s3://bucket/{pattern}")))
+
+    assert found("g/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert found("g/**/*.jsonl") == ["a.jsonl", "b.jsonl", "deep/c.jsonl", "deep/er/d.jsonl"]
+    assert found("g/[a]*") == ["a.jsonl"]
+    assert found("g/e.txt") == ["e.txt"]
+    assert found("g/nothing") == []
+    assert [size for _, size in matching(StorePath("s3://bucket/g/e.txt"))] == [7]
