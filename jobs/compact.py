@@ -158,7 +158,7 @@ def _shards(ledger: pa.Table, unit: _Unit) -> set[int]:
 
 def _damaged(run: RunDirectory, ledger: pa.Table) -> dict[int, str]:
     """Shards with a damaged file, and what to tell the user of it."""
-    found = run.damaged_files(ledger)
+    found = run.damaged_files([ledger])
     return {shard: _problem(shards, f"{path} is damaged") for path, shards in found.items() for shard in shards}
 
 

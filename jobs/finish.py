@@ -41,17 +41,25 @@ def finish(
 
 def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
     """The shards that have no commit yet, or whose files are gone or not whole; the latter are taken out of the ledger."""
-    ledger = plan.run.ledger(["shard", "files"])
-    damaged = {shard for shards in plan.run.damaged_files(ledger, verify).values() for shard in shards}
     missing = np.ones(plan.manifest.shards, bool)
-    done = ledger["shard"].to_numpy()
-    missing[done[done < len(missing)]] = False
-    if damaged:
-        missing[list(damaged)] = True
-        taken = ledger.filter(ledger["folded"])["shard"].to_numpy()
-        if back := sorted(damaged & set(taken.tolist())):
-            drop(plan.run.commits_directory, plan.run.run_id, back)
-    if np.count_nonzero(~ledger["folded"].to_numpy()) >= FOLD:
+    folded = np.zeros(plan.manifest.shards, bool)
+    loose = 0
+
+    def noted(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+        nonlocal loose
+        for part in parts:
+            shards, in_fold = part["shard"].to_numpy(), part["folded"].to_numpy()
+            missing[shards[shards < len(missing)]] = False
+            folded[shards[in_fold & (shards < len(missing))]] = True
+            loose += np.count_nonzero(~in_fold)
+            yield part
+
+    found = plan.run.damaged_files(noted(plan.run.ledger_parts(["files"])), verify)
+    damaged = {shard for shards in found.values() for shard in shards if shard < len(missing)}
+    missing[list(damaged)] = True
+    if back := [shard for shard in sorted(damaged) if folded[shard]]:
+        drop(plan.run.commits_directory, plan.run.run_id, back)
+    if loose >= FOLD:
         _fold_files(plan.run, damaged)
     return np.flatnonzero(missing)
 

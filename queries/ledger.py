@@ -144,7 +144,7 @@ def read_runs(path: Place) -> list[Run]:
 
 def _read_run(directory: RunDirectory) -> Run:
     ledger = directory.ledger()
-    return Run(directory, directory.manifest(), ledger, directory.damaged_files(ledger))
+    return Run(directory, directory.manifest(), ledger, directory.damaged_files([ledger]))
 
 
 def _same_formulas(runs: list[Run]) -> None:

@@ -112,22 +112,52 @@ DROPPED = pa.field("dropped", pa.bool_())
 
 def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> pa.Table:
     """The commits that count, one row per done shard in shard order: `columns` of them (all unless told), and `folded`."""
+    while True:
+        folds = _folds(names(directory))
+        try:
+            table = pa.concat_tables(read_parts(directory, run_id, columns))
+        except FileNotFoundError:
+            continue  # Folded meanwhile: what the list named is now in a fold that it did not.
+        # A list is no snapshot: it may lack both a fold and the files that were deleted for it.
+        if _folds(names(directory)) == folds:
+            return table.take(np.argsort(table["shard"].to_numpy(), kind="stable"))
+
+
+def read_parts(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """The same in parts of bounded size and in no order; FileNotFoundError where somebody else folds meanwhile."""
     wanted = list(dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)]))
-    schema = pa.schema([COMMITS.field(name) for name in wanted])
+    found = list(names(directory))
+    folds = _folds(found)
+    files = [n for n in found if n.startswith("shard-") and n.endswith(".json")]
     with ThreadPoolExecutor(READERS) as pool:
-        while True:
-            found = list(names(directory))
-            folds = _folds(found)
-            files = [n for n in found if n.startswith("shard-") and n.endswith(".json")]
-            try:
-                tables = list(pool.map(lambda name: _read_fold(directory / name, wanted), folds))
-                loose = _read_files(pool, directory, run_id, files, schema)
-            except FileNotFoundError:
-                continue  # Folded meanwhile: what the list named is now in a fold that it did not.
-            # A list is no snapshot: it may lack both a fold and the files that were deleted for it.
-            if _folds(names(directory)) == folds:
-                break
-    return _resolve(tables, loose)
+        keys = list(pool.map(lambda name: _read_fold(directory / name, ["shard", DROPPED.name]), folds))
+        counts = _that_count(keys)
+        folded = [key["shard"].to_numpy()[count] for key, count in zip(keys, counts, strict=True)]
+        schema = pa.schema([COMMITS.field(name) for name in wanted])
+        loose = _read_files(pool, directory, run_id, files, schema)
+        new = ~np.isin(loose["shard"].to_numpy(), np.concatenate([*folded, np.empty(0, int)]))
+        yield _marked(loose.filter(pa.array(new)), folded=False)
+        for start in range(0, len(folds), READERS):
+            tables = pool.map(lambda name: _read_fold(directory / name, wanted), folds[start : start + READERS])
+            for table, count in zip(tables, counts[start:], strict=False):
+                yield _marked(table if count.all() else table.filter(pa.array(count)), folded=True)
+
+
+def _that_count(folds: list[pa.Table]) -> list[np.ndarray]:
+    """Of each fold, the rows that count: the last one of each shard, unless it drops the shard."""
+    if not folds:
+        return []
+    both = pa.concat_tables(folds)
+    shards = both["shard"].to_numpy()
+    _, last = np.unique(shards[::-1], return_index=True)
+    count = np.zeros(len(shards), bool)
+    count[len(shards) - 1 - last] = True
+    count &= ~both[DROPPED.name].to_numpy()
+    return np.split(count, np.cumsum([len(fold) for fold in folds])[:-1])
+
+
+def _marked(table: pa.Table, folded: bool) -> pa.Table:
+    return table.append_column("folded", pa.array(np.full(len(table), folded)))
 
 
 def _folds(found: Iterable[str]) -> list[str]:
@@ -136,7 +166,7 @@ def _folds(found: Iterable[str]) -> list[str]:
 
 def _read_fold(where: Place, columns: list[str]) -> pa.Table:
     with where.open("rb") if isinstance(where, Path) else where.open() as file:
-        return pq.read_table(file, columns=[*columns, DROPPED.name])
+        return pq.read_table(file, columns=columns)
 
 
 def _read_files(
@@ -162,22 +192,6 @@ def _read_commit(file: Place, run_id: str) -> Commit | None:
     except ValidationError:
         return None
     return commit if commit.run_id == run_id and file.name == commit_name(commit.shard) else None
-
-
-def _resolve(folds: list[pa.Table], loose: pa.Table) -> pa.Table:
-    """One row per shard: of folds the last, unless it drops the shard; files where no fold has it."""
-    folded = pa.concat_tables(folds) if folds else loose.slice(0, 0).append_column(DROPPED, pa.array([], pa.bool_()))
-    shards = folded["shard"].to_numpy()
-    _, last = np.unique(shards[::-1], return_index=True)
-    keep = np.sort(len(shards) - 1 - last)
-    keep = keep[~folded["dropped"].to_numpy()[keep]]
-    folded = folded.take(keep).drop_columns(DROPPED.name)
-    new = ~np.isin(loose["shard"].to_numpy(), folded["shard"].to_numpy())
-    loose = loose.filter(pa.array(new))
-    both = pa.concat_tables([folded, loose])
-    origin = np.arange(len(both)) < len(folded)
-    order = np.argsort(both["shard"].to_numpy(), kind="stable")
-    return both.append_column("folded", pa.array(origin)).take(order)
 
 
 def commits_of(table: pa.Table) -> Iterator[Commit]:

@@ -193,8 +193,7 @@ def names(directory: Place) -> Iterator[str]:
             yield info.base_name
         return
     try:
-        with os.scandir(directory) as found:
-            yield from (entry.name for entry in found)
+        yield from os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return
 

@@ -285,7 +285,7 @@ def test_shards_that_were_taken_back_and_measured_again_are_merged(
     compact(run, GROUPS)
     (lost,) = local(run.path).glob("heads/intervention=none/merged-000003-*.parquet")
     lost.unlink()
-    found = run.damaged_files(run.ledger())
+    found = run.damaged_files([run.ledger()])
     assert list(found.values()) == [[3, 4, 5]]
     (problem,) = compact(run, GROUPS).problems
     assert problem.startswith("shards 3 to 5: heads/intervention=none/merged-000003-")

@@ -160,8 +160,8 @@ def test_files_of_folded_commits_are_looked_for_by_name(run: RunDirectory) -> No
     local(run.data_file("heads", "none", 7)).write_bytes(b"")
     table = run.ledger()
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
-    assert run.damaged_files(table) == {heads(2): [2], heads(7): [7]}
-    assert run.damaged_files(table, thorough=True) == {heads(2): [2], heads(3): [3], heads(7): [7]}
+    assert run.damaged_files([table]) == {heads(2): [2], heads(7): [7]}
+    assert run.damaged_files([table], thorough=True) == {heads(2): [2], heads(3): [3], heads(7): [7]}
 
 
 def test_one_driver_at_a_time(run: RunDirectory) -> None:
