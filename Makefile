@@ -1,10 +1,14 @@
 # make demo: a first look.  make test: what a pull request must pass.  make bench: how fast, on this machine.
 # make precision: how far each precision drifts.  make docs: the page of the statistics.
+# make chaos SCHEDULES=200 SEED=7: runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
 PYTHON ?= python3
 BIN := .venv/bin
 RUNS ?= runs/demo
 
-.PHONY: demo test check bench precision docs clean
+SCHEDULES ?= 20
+SEED ?= 0
+
+.PHONY: demo test check bench precision scale chaos docs clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -37,6 +41,12 @@ bench: .venv/.installed
 
 precision: .venv/.installed
 	$(BIN)/python -m benchmarks.precision
+
+scale: .venv/.installed
+	$(BIN)/python -m benchmarks.scale
+
+chaos: .venv/.installed
+	@$(BIN)/python -m tests.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
 docs: .venv/.installed
 	$(BIN)/python -m schemas.statistics.page

@@ -169,9 +169,10 @@ def answer(question: str, run: Path) -> None:
     """Answer one question about a run, in this process."""
     scan = {"model": "bundled:attn-only-2l-mini", "n_ctx": 32, "sequences": MILLION, "sequences_per_shard": 1}
     plan = make_plan(parse_scan(scan | {"input": {"family": "repeated_random"}, "out": str(run.parent)}), "million")
+    found = QUESTIONS[question](plan)
     # Not ru_maxrss, which begins with that of the process that started this one.
     peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
-    print(QUESTIONS[question](plan), int(peak[1]) / 1e3 if peak else 0)
+    print(found, int(peak[1]) / 1e3 if peak else 0)
 
 
 def report(found: dict[str, Any], console: Console) -> None:
