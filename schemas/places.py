@@ -60,7 +60,10 @@ class StorePath:
     def filesystem(self) -> Any:
         """The pyarrow file system that reaches it."""
         scheme, _, key = self.url.partition("://")
-        return _filesystem(scheme, key.partition("/")[0])
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        # pyarrow does not look for it by itself.
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        return _filesystem(scheme, key.partition("/")[0], region, endpoint)
 
     def is_file(self) -> bool:
         """Whether there is such an object."""
@@ -122,12 +125,9 @@ def place(where: str | Place) -> Place:
 
 
 @cache
-def _filesystem(scheme: str, bucket: str) -> Any:
+def _filesystem(scheme: str, bucket: str, region: str | None, endpoint: str | None) -> Any:
     if scheme == "gs":
         return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    # pyarrow does not look for it by itself.
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if region is None and endpoint is None:
         try:
             region = pafs.resolve_s3_region(bucket)
