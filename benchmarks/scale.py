@@ -98,15 +98,20 @@ def no_work(out: Path) -> dict[str, float]:
     return {"shards_per_second": rate, "start_seconds": start, "driver_peak_mb": peak}
 
 
-def overhead(out: Path, rounds: int, shards: int = 16) -> list[dict[str, float]]:
-    """The same shards, of about a second each: in a loop, through Ray on one replica, through Ray on two."""
-    size = {"sequences_per_shard": 80, "sequences": 80 * shards}
+def overhead(out: Path, rounds: int, shards: int = 10) -> list[dict[str, float]]:
+    """The same shards, of about a second each: in a loop, through Ray on one replica, through Ray on two; in both orders."""
+    # Batches of one size: a search for the best one would be another in each.
+    size = {"sequences_per_shard": 80, "sequences": 80 * shards, "batch_size": 8}
+    ways: dict[str, Callable[[Plan], float]] = {
+        "loop": lambda plan: in_a_loop(plan, 1),
+        "one": lambda plan: through_ray(plan, 1, 1)[0],
+        "two": lambda plan: through_ray(plan, 2, 1)[0],
+    }
     found = []
     for turn in range(rounds):
-        alone = in_a_loop(plan_of(out, f"loop{turn}", **size), 1)
-        one, _ = through_ray(plan_of(out, f"one{turn}", **size), 1, 1)
-        two, _ = through_ray(plan_of(out, f"two{turn}", **size), 2, 1)
-        found.append({"loop": alone, "one": one, "two": two})
+        order = list(ways) if turn % 2 else list(reversed(ways))
+        rates = {way: ways[way](plan_of(out, f"{way}{turn}", **size)) for way in order}
+        found.append({way: rates[way] for way in ways})
     return found
 
 
@@ -196,7 +201,7 @@ def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "RUN"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", choices=["no_work", "overhead", "million"])
     options = parser.parse_args()
     if options.ask:

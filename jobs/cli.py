@@ -116,14 +116,12 @@ def compact(
     """
     from jobs.compact import compact
     from jobs.progress import duration
-    from schemas.places import place
+    from schemas.places import absolute
     from schemas.runs import find_runs
 
     console = Console(highlight=False, stderr=True)
-    where = place(path)
     problems: list[str] = []
-    # A relative "." has no name, and the name of a run directory is its run_id.
-    for run in find_runs(where.resolve() if isinstance(where, Path) else where):
+    for run in find_runs(absolute(path)):
         done = compact(run, rows, lambda line: say(console, line))
         files = f"{done.before.files:,} files are now {done.after.files:,}"
         size = f"{_bytes(done.before.bytes)} are now {_bytes(done.after.bytes)}"

@@ -56,6 +56,8 @@ def connect(resources: Resources) -> Resources:
 
 
 def _start(cores: int) -> None:
+    # Ray would run the replicas at nice 15, behind whatever else wants a core; a scan is what this command was started for.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",  # Whatever else runs on this machine.
         num_cpus=cores,
@@ -104,3 +106,9 @@ def explained(cluster: str) -> Iterator[None]:
         ) from None
     except (ConnectionError, TimeoutError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
         raise RunError(f"{cluster}: no cluster that can be used ({reason(error)})") from None
+
+
+def last_line(text: str) -> str:
+    """What Ray says last, which is what went wrong; above it are its stacks."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return reason(RuntimeError(lines[-1])) if lines else ""

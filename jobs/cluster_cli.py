@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -164,11 +163,10 @@ def resume(
 
 def _run_directory(where: str) -> RunDirectory:
     """A run directory by its path, made absolute, or by its address in a store."""
-    from schemas.places import StorePath, place
+    from schemas.places import absolute
     from schemas.runs import RunDirectory
 
-    path = place(where)
-    run = RunDirectory(path if isinstance(path, StorePath) else Path(os.path.abspath(path)))
+    run = RunDirectory(absolute(where))
     if not run.path.name.startswith("run_id="):
         raise RunError(f"{where}: expected the directory of a run, …/run_id=NAME-HASH")
     return run

@@ -16,19 +16,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
-import pyarrow.parquet as pq
 
 from jobs.lock import alone
 from schemas.commits import COMMITS, READERS, Commit, DataFile, commit_name, commits_of, delete, fold, write_fold
 from schemas.errors import RunError
+from schemas.parquet import parquet_bytes, read_parquet
 from schemas.places import names, reason, settle, write_whole
-from schemas.runs import TABLES, RunDirectory, data_path
+from schemas.runs import TABLES, RunDirectory, data_path, pc
 
 ROWS = 2_000_000
 """Rows of `heads` in a merged file; a file with half of them is left alone."""
@@ -37,8 +35,6 @@ ROW_GROUP = 65_536
 """Rows that are read or passed over together."""
 
 ORDER = {"heads": ("layer", "head", "sequence"), "sequences": ("sequence",)}
-
-pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
 
 @dataclass(frozen=True)
@@ -103,23 +99,6 @@ def _compact(run: RunDirectory, rows: int, tell: Callable[[str], None]) -> list[
     _fold_all(run, examined=set(ledger["shard"].to_pylist()) - damaged.keys())
     _clean(run, run.ledger())
     return list(dict.fromkeys(damaged.values()))
-
-
-def check_merged(ledger: pa.Table) -> None:
-    """Refuse a ledger that counts rows twice: every shard with rows in a merged file must be committed there.
-
-    Two compactions that were at work at once on a run in a store can leave such a ledger; a third mends it.
-    """
-    files = pc.list_flatten(ledger["files"])
-    held = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})
-    counts = held.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
-    wrong = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
-    for found in wrong.slice(0, 1).to_pylist():
-        raise RunError(
-            f"{found['path']}: holds the rows of {found['shards_max']} shards, and {found['shards_count']} commits refer "
-            "to it; expected as many, or rows would be counted twice; run headcount compact while nobody else is at "
-            "work on the run"
-        )
 
 
 def _units(ledger: pa.Table, rows: int) -> list[_Unit]:
@@ -190,7 +169,7 @@ def _merge(run: RunDirectory, commits: list[Commit]) -> None:
             tables.setdefault((file.table, file.intervention), []).append((commit.shard, file))
     changes: dict[tuple[str, str], dict[str, Any]] = {}
     for (table, intervention), files in tables.items():
-        content = _parquet(_sorted(_read(run, files), ORDER[table]))
+        content = parquet_bytes(_sorted(_read(run, files), ORDER[table]), row_group_size=ROW_GROUP)
         path = data_path(table, intervention, name)
         write_whole(run.path / path, content)
         settle((run.path / path).parent)
@@ -218,10 +197,9 @@ def _read(run: RunDirectory, files: list[tuple[int, DataFile]]) -> pa.Table:
 
 def _read_source(run: RunDirectory, path: str, files: list[tuple[int, DataFile]]) -> pa.Table:
     """The rows of a file that count."""
-    where, shards = run.path / path, [shard for shard, _ in files]
+    shards = [shard for shard, _ in files]
     try:
-        with where.open("rb") if isinstance(where, Path) else where.open() as file:
-            table = pq.ParquetFile(file).read(use_threads=False)
+        table = read_parquet(run.path / path)
     except (OSError, pa.ArrowInvalid) as error:
         raise _Damaged(set(shards), f"{path} cannot be read ({reason(error)})") from None
     if len(files) != files[0][1].shards:
@@ -234,16 +212,6 @@ def _read_source(run: RunDirectory, path: str, files: list[tuple[int, DataFile]]
 
 def _sorted(table: pa.Table, keys: Sequence[str]) -> pa.Table:
     return table.take(pa.array(np.lexsort([table[key].to_numpy() for key in reversed(keys)])))
-
-
-def _parquet(table: pa.Table) -> pa.Buffer:
-    """A Parquet file; statistics hardly repeat, and a dictionary of them would be a third of the file."""
-    repeating = [field for field in table.schema if field.type != pa.float32()]
-    leaves = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in repeating]
-    options: dict[str, Any] = {"use_dictionary": leaves, "row_group_size": ROW_GROUP, "store_schema": True}
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", **options)
-    return sink.getvalue()
 
 
 def _fold_all(run: RunDirectory, examined: set[int]) -> None:

@@ -8,10 +8,11 @@ import time
 from dataclasses import dataclass, replace
 
 from jobs.plan import Plan
+from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
 from workers.replica import Measured, Replica
 from workers.sequences import ShardInput
-from workers.shard import heads_table, parquet_bytes, sequences_table
+from workers.shard import heads_table, sequences_table
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,11 @@ import ray.exceptions
 from ray import cloudpickle
 
 from jobs.actor import DEPTH, ReplicaActor, noted
-from jobs.cluster import Resources
+from jobs.cluster import Resources, last_line
 from jobs.plan import Plan
 from jobs.spans import Spans
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
-from schemas.places import reason
 from workers.replica import Replica
 
 ATTEMPTS = 3
@@ -51,7 +50,7 @@ def execute(
         yield from dispatch.outcomes()
     except ray.exceptions.RayError as error:
         raise RunError(
-            f"{plan.run.run_id}: Ray gave up ({_last_line(error)}); the same command goes on where it stopped"
+            f"{plan.run.run_id}: Ray gave up ({last_line(str(error))}); the same command goes on where it stopped"
         ) from None
     finally:
         dispatch.end()
@@ -147,7 +146,7 @@ class _Dispatch:
         except ray.exceptions.RayError as error:
             self.stillborn += 1
             if getattr(error, "actor_init_failed", False) or self.stillborn > HOPELESS:
-                raise RunError(f"no replica can be made: {_last_line(error)}") from None
+                raise RunError(f"no replica can be made: {last_line(str(error))}") from None
             self._expect(seat)
         else:
             seat.ready, self.stillborn = True, 0
@@ -186,39 +185,35 @@ class _Dispatch:
     def _outcome(self, seat: _Seat, call: Any) -> Commit | Failure | None:
         """What became of a shard; none where it is tried again, or was done elsewhere meanwhile."""
         shard, since = seat.flying.pop(call)
-        seat.alone = False
+        seat.alone = died = False
         try:
             outcome: Any = ray.get(call)
         except ray.exceptions.RayTaskError as error:
-            outcome = Failure(shard, _last_line(error))
+            outcome = Failure(shard, last_line(str(error)))
         except ray.exceptions.RayError as error:
             if seat.ready:
                 self._expect(seat)
             if getattr(error, "preempted", False):
-                self.retries.append(shard)
+                self.retries.extend([shard] if self.open[shard] else [])
                 return None
-            outcome = Failure(shard, f"its replica died ({_last_line(error)})")
-            self.suspects.append(shard)
+            outcome = Failure(shard, f"its replica died ({last_line(str(error))})")
+            died = True
         if not self.open[shard]:
             return None
-        if isinstance(outcome, Commit):
-            self.lasted.append(time.monotonic() - since)
-            self.succeeded += 1
-        else:
-            return self._failed(outcome)
+        if not isinstance(outcome, Commit):
+            return self._failed(outcome, died)
+        self.lasted.append(time.monotonic() - since)
+        self.succeeded += 1
         return self._end(outcome)
 
-    def _failed(self, failure: Failure) -> Failure | None:
-        """Try a shard again, or report it."""
-        died = failure.shard in self.suspects
+    def _failed(self, failure: Failure, died: bool) -> Failure | None:
+        """Try a shard again, or report it; one that may have killed its replica is tried alone."""
         self.tried[failure.shard] += 1
         self.attempts[failure.shard] += 1
         if self.tried[failure.shard] < ATTEMPTS:
-            if not died:
-                self.retries.append(failure.shard)
+            (self.suspects if died else self.retries).append(failure.shard)
             return None
         if died:
-            self.suspects.remove(failure.shard)
             failure = noted(self.plan.run, failure, self.attempts[failure.shard])
         self.failed += 1
         if self.failed >= HOPELESS and not self.succeeded:
@@ -232,8 +227,3 @@ class _Dispatch:
         self.open[outcome.shard] = False
         self.missing -= 1
         return outcome
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return reason(RuntimeError(lines[-1])) if lines else type(error).__name__

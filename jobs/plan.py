@@ -15,6 +15,7 @@ from schemas.scan import Scan
 from schemas.statistics import select
 from workers.code import code_fingerprint
 from workers.corpus import Index
+from workers.inputs import find_input
 from workers.interventions import find_intervention
 from workers.models import ModelInfo, describe, find_model
 from workers.replica import resolve_precision
@@ -50,11 +51,17 @@ class Plan:
         return self.sequences.index.problems if self.sequences.index is not None else {}
 
 
-def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
-    """Resolve a scan; `run_id` names an existing run that it must fit."""
+def check_scan(scan: Scan) -> None:
+    """Refuse what is wrong with a scan whatever its model and its corpus are."""
     for intervention in scan.interventions:
         find_intervention(intervention)
-    resolve_precision(scan, "cpu")  # What no device can compute is refused here.
+    resolve_precision(scan, "cpu")  # What no device can compute.
+    find_input(scan.input.family).check(scan.input.options)
+
+
+def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
+    """Resolve a scan; `run_id` names an existing run that it must fit."""
+    check_scan(scan)
     info = describe(find_model(scan.model, scan.revision))
     run = RunDirectory.of(scan.out, run_id or scan.run_id(name))
     if run_id is not None and not run.manifest_file.is_file():

@@ -7,15 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jobs.plan import Plan, make_plan
+from jobs.plan import Plan, check_scan, make_plan
 from schemas.errors import RunError, ScanError
 from schemas.places import StorePath, place
 from schemas.runs import RunDirectory
 from schemas.scan import Scan, load_scan, parse_scan
-from workers.inputs import find_input
-from workers.interventions import find_intervention
 from workers.models import describe, find_model
-from workers.replica import resolve_precision
 from workers.sequences import Sequences
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -37,10 +34,7 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
             f"model: {scan.model} is a directory of this machine; expected bundled:NAME, a Hub id or an absolute path that "
             "every node mounts"
         )
-    for intervention in scan.interventions:
-        find_intervention(intervention)
-    resolve_precision(scan, "cpu")
-    find_input(scan.input.family).check(scan.input.options)
+    check_scan(scan)
     if scan.model.startswith("bundled:"):
         sequences = Sequences(scan, describe(find_model(scan.model)))
         if sequences.family.synthetic:

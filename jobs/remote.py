@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
-from jobs.cluster import Resources, staged_code
+from jobs.cluster import Resources, last_line, staged_code
 from schemas.errors import HeadcountError, RunError, unknown
 from schemas.places import reason
 from schemas.runs import RunDirectory
@@ -196,7 +196,7 @@ class Cluster:
             ) from None
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{self.url}: what answers there is no Ray cluster, or failed ({_last_line(str(error))})"
+                f"{self.url}: what answers there is no Ray cluster, or failed ({last_line(str(error))})"
             ) from None
 
 
@@ -269,15 +269,10 @@ def _job(details: Any) -> Job | None:
         run=metadata.get("run", ""),
         attempt=int(metadata.get("attempt", "1")),
         state=str(details.status),
-        message=_last_line(details.message or ""),
+        message=last_line(details.message or ""),
         started=(details.start_time or 0) / 1000,
     )
 
 
 def _first_sentence(text: str) -> str:
     return reason(RuntimeError(text.strip().partition("\n")[0].partition(". ")[0]))
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return reason(RuntimeError(lines[-1])) if lines else ""

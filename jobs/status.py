@@ -17,13 +17,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 
 from jobs.progress import duration
 from schemas.places import Place
-from schemas.runs import Manifest, RunDirectory
-
-pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
+from schemas.runs import Manifest, RunDirectory, pc
 
 RECENT = 600.0
 """Seconds before a replica's last commit that its speed is taken from."""

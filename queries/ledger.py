@@ -7,15 +7,14 @@ import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from schemas.errors import QueryError
-from schemas.places import Place
-from schemas.runs import Manifest, RunDirectory, find_runs, pc
+from schemas.places import Place, absolute
+from schemas.runs import Manifest, RunDirectory, check_merged, find_runs, pc
 
 Columns = dict[str, tuple[pa.DataType, str]]
 
@@ -127,8 +126,7 @@ class Run:
 
 def read_runs(path: Place) -> list[Run]:
     """Read the manifests and ledgers at `path`, and warn on stderr of shards whose files are damaged."""
-    # A relative "." has no name, and the name of a run directory is its run_id.
-    runs = [_read_run(directory) for directory in find_runs(path.resolve() if isinstance(path, Path) else path)]
+    runs = [_read_run(directory) for directory in find_runs(absolute(path))]
     for run in runs:
         if run.damaged:
             names = list(run.damaged)
@@ -144,6 +142,7 @@ def read_runs(path: Place) -> list[Run]:
 
 def _read_run(directory: RunDirectory) -> Run:
     ledger = directory.ledger()
+    check_merged(ledger)
     return Run(directory, directory.manifest(), ledger, directory.damaged_files([ledger]))
 
 

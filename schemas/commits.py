@@ -20,14 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from schemas.parquet import parquet_bytes, read_parquet
 from schemas.places import Place, names, settle, write_whole
 
 FOLD = 4096
@@ -130,7 +129,7 @@ def read_parts(directory: Place, run_id: str, columns: Sequence[str] | None = No
     folds = _folds(found)
     files = [n for n in found if n.startswith("shard-") and n.endswith(".json")]
     with ThreadPoolExecutor(READERS) as pool:
-        keys = list(pool.map(lambda name: _read_fold(directory / name, ["shard", DROPPED.name]), folds))
+        keys = list(pool.map(lambda name: read_parquet(directory / name, ["shard", DROPPED.name]), folds))
         counts = _that_count(keys)
         folded = [key["shard"].to_numpy()[count] for key, count in zip(keys, counts, strict=True)]
         schema = pa.schema([COMMITS.field(name) for name in wanted])
@@ -138,7 +137,7 @@ def read_parts(directory: Place, run_id: str, columns: Sequence[str] | None = No
         new = ~np.isin(loose["shard"].to_numpy(), np.concatenate([*folded, np.empty(0, int)]))
         yield _marked(loose.filter(pa.array(new)), folded=False)
         for start in range(0, len(folds), READERS):
-            tables = pool.map(lambda name: _read_fold(directory / name, wanted), folds[start : start + READERS])
+            tables = pool.map(lambda name: read_parquet(directory / name, wanted), folds[start : start + READERS])
             for table, count in zip(tables, counts[start:], strict=False):
                 yield _marked(table if count.all() else table.filter(pa.array(count)), folded=True)
 
@@ -162,11 +161,6 @@ def _marked(table: pa.Table, folded: bool) -> pa.Table:
 
 def _folds(found: Iterable[str]) -> list[str]:
     return sorted(name for name in found if name.startswith("fold-") and name.endswith(".parquet"))
-
-
-def _read_fold(where: Place, columns: list[str]) -> pa.Table:
-    with where.open("rb") if isinstance(where, Path) else where.open() as file:
-        return pq.read_table(file, columns=columns)
 
 
 def _read_files(
@@ -218,9 +212,7 @@ def write_fold(directory: Place, table: pa.Table, dropped: bool = False) -> None
     numbers = [int(n[5:11]) for n in names(directory) if n.startswith("fold-")]
     name = f"fold-{max(numbers, default=-1) + 1:06d}-{secrets.token_hex(4)}.parquet"
     table = table.append_column(DROPPED, pa.array([dropped] * len(table), pa.bool_()))
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_whole(directory / name, sink.getvalue())
+    write_whole(directory / name, parquet_bytes(table))
     settle(directory)
 
 

@@ -24,7 +24,7 @@ import pyarrow.fs as pafs
 
 from schemas.errors import RunError, ScanError
 
-STORES = {"s3": "Amazon S3 or a server that speaks it", "gs": "Google Cloud Storage"}
+STORES = ("s3", "gs")
 ATTEMPTS = 6
 """How often a request to a store is tried, with growing pauses: about ten seconds in all."""
 
@@ -69,10 +69,6 @@ class StorePath:
         """Whether there is such an object."""
         return self.filesystem.get_file_info(self.key).type is pafs.FileType.File
 
-    def size(self) -> int:
-        """Bytes of the object."""
-        return self.filesystem.get_file_info(self.key).size
-
     def read_bytes(self) -> bytes:
         """The whole content; where there is none, FileNotFoundError."""
         with self.open() as file:
@@ -112,8 +108,7 @@ def place(where: str | Place) -> Place:
     if scheme == "file" and rest.startswith("/"):
         return Path(rest)
     if scheme not in STORES:
-        known = ", ".join(f"{name}://" for name in list(STORES)[:-1])
-        raise ScanError(f"{text}: expected a path, file://, {known} or {list(STORES)[-1]}://")
+        raise ScanError(f"{text}: expected a path, file://, {' or '.join(f'{name}://' for name in STORES)}")
     if "@" in rest.partition("/")[0]:
         raise ScanError(
             f"{scheme}://…@{rest.rpartition('@')[2]}: an address is kept with the run and must hold no credentials; "
@@ -184,6 +179,17 @@ def settle(directory: Place) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def open_whole(where: Place) -> Any:
+    """A file that can be read anywhere; where there is none, FileNotFoundError."""
+    return where.open("rb") if isinstance(where, Path) else where.open()
+
+
+def absolute(where: str | Place) -> Place:
+    """A place that means the same in any working directory, and whose last part is its name, which "." has not."""
+    found = place(where)
+    return Path(os.path.abspath(found)) if isinstance(found, Path) else found
 
 
 def names(directory: Place) -> Iterator[str]:

@@ -15,7 +15,6 @@ runs/run_id=NAME-HASH/
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from schemas.commits import READERS, Commit, commit_name, commits_of, read_ledger, read_parts
 from schemas.errors import RunError
+from schemas.parquet import is_whole
 from schemas.places import Place, names, place, reason
 
 TABLES = ("heads", "sequences")
@@ -178,7 +178,7 @@ class RunDirectory:
         opened = ~bad & (thorough | (on_disk & ~folded))
         places = np.flatnonzero(opened)
         with ThreadPoolExecutor(READERS) as pool:
-            whole = pool.map(lambda i: _is_whole(self.path / paths[i].as_py()), places.tolist())
+            whole = pool.map(lambda i: is_whole(self.path / paths[i].as_py()), places.tolist())
             bad[places] = ~np.fromiter(whole, bool, len(places))
         return bad
 
@@ -217,15 +217,21 @@ def data_path(table: str, intervention: str, name: str) -> str:
     return f"{table}/intervention={intervention}/{name}"
 
 
-def _is_whole(file: Place) -> bool:
-    """Whether a Parquet file begins and ends as one."""
-    try:
-        with file.open("rb", buffering=0) if isinstance(file, Path) else file.open() as content:
-            size = content.seek(0, os.SEEK_END)
-            # After a power cut a file can have its size and none of its content.
-            return size >= 12 and content.seek(size - 4) >= 0 and content.read(4) == b"PAR1"
-    except (OSError, ValueError):
-        return False
+def check_merged(ledger: pa.Table) -> None:
+    """Refuse a ledger that counts rows twice: every shard with rows in a merged file must be committed there.
+
+    Two compactions that were at work at once on a run in a store can leave such a ledger; a third mends it.
+    """
+    files = pc.list_flatten(ledger["files"])
+    held = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})
+    counts = held.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
+    wrong = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
+    for found in wrong.slice(0, 1).to_pylist():
+        raise RunError(
+            f"{found['path']}: holds the rows of {found['shards_max']} shards, and {found['shards_count']} commits refer "
+            "to it; expected as many, or rows would be counted twice; run headcount compact while nobody else is at "
+            "work on the run"
+        )
 
 
 def find_runs(path: Place) -> list[RunDirectory]:

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 from headcount import app
 from jobs import compact as compacting
-from jobs.compact import check_merged, compact
+from jobs.compact import compact
 from jobs.lock import alone
 from schemas import places
 from schemas.commits import drop, fold
 from schemas.errors import RunError
 from schemas.places import StorePath, place, write_whole
-from schemas.runs import TABLES, RunDirectory
+from schemas.runs import TABLES, RunDirectory, check_merged
 from tests.s3_server import S3Server
 from tests.toy_runs import Row, local, write_run
 

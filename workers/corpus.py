@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from schemas.errors import CorpusError
+from schemas.parquet import parquet_bytes, read_parquet
 from schemas.places import Place
 from workers.documents import Document, Source
 
@@ -67,14 +67,12 @@ class Index:
     def to_parquet(self) -> pa.Buffer:
         """The index as a Parquet file."""
         table = pa.table({"source": self.source, "row": self.row, "n_tokens": self.n_tokens})
-        sink = pa.BufferOutputStream()
-        pq.write_table(table.replace_schema_metadata({"problems": json.dumps(self.problems)}), sink, compression="zstd")
-        return sink.getvalue()
+        return parquet_bytes(table.replace_schema_metadata({"problems": json.dumps(self.problems)}))
 
     @classmethod
     def read(cls, file: Place) -> Index:
         """Read an index from its Parquet file."""
-        table = pq.read_table(pa.BufferReader(file.read_bytes()))
+        table = read_parquet(file)
         problems = json.loads((table.schema.metadata or {})[b"problems"])
         source, row, n_tokens = (table[name].to_numpy() for name in ("source", "row", "n_tokens"))
         return cls(source, row, n_tokens, problems)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from schemas.errors import CorpusError
-from schemas.places import StorePath, place
+from schemas.places import open_whole, place
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,9 @@ def _read_jsonl(source: Source) -> Iterator[Document]:
             yield _from_json(row, line)
 
 
-def _open(path: str) -> Any:
-    where = place(path)
-    return where.open() if isinstance(where, StorePath) else where.open("rb")
-
-
 def _lines(path: str) -> Iterator[bytes]:
     if not path.endswith(".zst"):
-        with _open(path) as file:
+        with open_whole(place(path)) as file:
             yield from io.BufferedReader(file) if isinstance(file, pa.NativeFile) else file
         return
     rest = b""
@@ -79,7 +74,7 @@ def _decompressed(path: str) -> Iterator[bytes]:
     """The content of a .zst file of one or more frames; a file that ends inside a frame is an error, not an end."""
     frame = zstandard.ZstdDecompressor().decompressobj()
     whole = True
-    with _open(path) as file:
+    with open_whole(place(path)) as file:
         while compressed := file.read(1 << 18):
             while compressed:
                 whole = False
@@ -130,7 +125,7 @@ def _encodable(text: str) -> bool:
 
 
 def _read_parquet(source: Source) -> Iterator[Document]:
-    with _open(source.path) as content, pq.ParquetFile(content) as file:
+    with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
         names = file.schema_arrow.names
         if "text" not in names:
             raise CorpusError(f"{source.path}: expected a column text, found {', '.join(names)}")

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from schemas.errors import ModelError
-from workers.models import LEGACY_PLAIN, ModelInfo, be_quiet, reason, weight_files
+from schemas.places import reason
+from workers.models import LEGACY_PLAIN, ModelInfo, be_quiet, weight_files
 
 
 @dataclass(frozen=True)

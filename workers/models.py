@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import ModelError, unknown
+from schemas.places import reason
 
 BUNDLED = Path(__file__).parent.parent / "models"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
@@ -173,9 +174,3 @@ def _token(token: Any, d_vocab: int) -> int | None:
     """A special token's id; none where the config names none that the vocabulary has."""
     token = token[0] if isinstance(token, list) and token else token
     return token if isinstance(token, int) and 0 <= token < d_vocab else None
-
-
-def reason(error: Exception) -> str:
-    """What a library says of a failure, on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 240 else f"{text[:239]}…"

@@ -19,6 +19,7 @@ from workers.dense import DenseEngine
 from workers.fused import FusedEngine
 from workers.interventions import ACTIVATIONS, edited_weights, find_intervention, needs_bridge
 from workers.loading import load_model
+from workers.memory import keep_freed_memory
 from workers.models import ModelInfo
 
 
@@ -40,6 +41,7 @@ class Replica:
     def __init__(self, info: ModelInfo, scan: Scan, device: str = "auto", threads: int | None = None) -> None:
         if threads:
             torch.set_num_threads(threads)
+        keep_freed_memory()
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         self.scan = scan
         self.statistics = select(scan.statistics)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from schemas.commits import Commit, DataFile
+from schemas.parquet import parquet_bytes
 from schemas.places import write_whole
 from schemas.runs import RunDirectory, data_path
 from schemas.scan import Scan
@@ -131,10 +131,3 @@ def _table(columns: dict[str, Any], schema: pa.Schema) -> pa.Table:
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def parquet_bytes(table: pa.Table) -> pa.Buffer:
-    """A table as a Parquet file."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", store_schema=True)
-    return sink.getvalue()

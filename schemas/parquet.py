@@ -1,0 +1,53 @@
+"""Parquet files in memory, on disks and in stores."""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.places import Place, open_whole
+
+
+def parquet_bytes(table: pa.Table, **options: Any) -> pa.Buffer:
+    """A table as a Parquet file; statistics hardly repeat, and a dictionary of them would be a third of the file."""
+    repeating = [leaf for field in table.schema for leaf in _leaves(field.name, field.type)]
+    options |= {"compression": "zstd", "use_dictionary": repeating, "store_schema": True}
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **options)
+    return sink.getvalue()
+
+
+def _leaves(path: str, type_: pa.DataType) -> Iterator[str]:
+    """The columns of a file that hold a column of a table, but for floats."""
+    if pa.types.is_list(type_):
+        yield from _leaves(f"{path}.list.element", type_.value_type)
+    elif pa.types.is_struct(type_):
+        for i in range(type_.num_fields):
+            yield from _leaves(f"{path}.{type_.field(i).name}", type_.field(i).type)
+    elif not pa.types.is_floating(type_):
+        yield path
+
+
+def read_parquet(where: Place, columns: Sequence[str] | None = None) -> pa.Table:
+    """A whole file, or some columns of it."""
+    with open_whole(where) as file:
+        return pq.ParquetFile(file).read(columns=columns, use_threads=False)
+
+
+def is_whole(where: Place) -> bool:
+    """Whether there is a Parquet file that begins and ends as one."""
+    try:
+        with where.open("rb", buffering=0) if isinstance(where, Path) else where.open() as content:
+            size = content.seek(0, os.SEEK_END)
+            # After a power cut a file can have its size and none of its content.
+            return size >= 12 and content.seek(size - 4) >= 0 and content.read(4) == b"PAR1"
+    except (OSError, ValueError):
+        return False
