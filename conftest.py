@@ -44,6 +44,16 @@ def stream(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float32)[None]
 
 
+def nats(values: list[float]) -> torch.Tensor:
+    """One loss per position of one sequence: `[batch pos]`."""
+    return torch.tensor([values])
+
+
+def head(weight: list[float] | list[list[float]]) -> torch.Tensor:
+    """A weight of one head: `[head …]`."""
+    return torch.tensor(weight, dtype=torch.float32)[None]
+
+
 def copies(tokens: list[int]) -> TokenPairs:
     """The earlier copies of each token of one sequence."""
     return find_matches(torch.tensor([tokens]))["copies"]
@@ -56,4 +66,5 @@ def successors(tokens: list[int]) -> TokenPairs:
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
-    doctest_namespace |= {f.__name__: f for f in (pattern, scores, vectors, stream, copies, successors)}
+    doctest_namespace |= {f.__name__: f for f in (pattern, scores, vectors, stream, head, nats, copies, successors)}
+    doctest_namespace["nan"] = float("nan")

@@ -8,6 +8,7 @@ import typer
 
 import jobs.cli
 import jobs.cluster_cli
+import jobs.reproduce_cli
 import queries.cli
 from schemas.errors import HeadcountError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 jobs.cli.mount(app)
 jobs.cluster_cli.mount(app)
 queries.cli.mount(app)
+jobs.reproduce_cli.mount(app, queries.cli.open_runs)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from workers.loading import load_model
 from workers.models import be_quiet, describe
 from workers.pairs import find_matches
 from workers.pattern import DensePattern
+from workers.weights import WEIGHTS, attention_weights
 
 Run = Callable[[Tensor], object]
 """Takes tokens `[batch pos]`."""
@@ -30,7 +31,7 @@ Run = Callable[[Tensor], object]
 Way = Callable[[Path, str, str], Run]
 """Takes a model's directory, a device and a precision."""
 
-STATISTICS = select("all")
+STATISTICS = select("standard")
 
 
 def bare(path: Path, device: str, precision: str) -> Run:
@@ -52,7 +53,8 @@ def fused(path: Path, device: str, precision: str) -> Run:
 
 def run_with_cache(path: Path, device: str, precision: str) -> Run:
     """TransformerLens's run_with_cache, then the same statistics from the cache, all in float32."""
-    bridge = load_model(describe(path), "raw", device).bridge
+    model = load_model(describe(path), "raw", device)
+    bridge = model.bridge
     attention = ("q", "k", "v", "z", "pattern", "attn_scores")
     names = ("hook_resid_pre", "hook_resid_post", *(f"attn.hook_{name}" for name in attention))
 
@@ -64,6 +66,7 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
         for layer in range(bridge.cfg.n_layers):
             seen: dict[str, Any] = {n.rpartition("hook_")[2]: cache[f"blocks.{layer}.{n}"] for n in names}
             seen["pattern"] = DensePattern(seen["pattern"], seen["attn_scores"])
+            seen |= attention_weights(model, layer, WEIGHTS)
             out += [evaluate(s.compute, {**seen, **matches}) for s in STATISTICS]
         return out
 

@@ -29,12 +29,16 @@ from schemas.places import names, reason, settle, write_whole
 from schemas.runs import TABLES, RunDirectory, data_path, pc
 
 ROWS = 2_000_000
-"""Rows of `heads` in a merged file; a file with half of them is left alone."""
+"""Rows of a merged file of the largest table (`heads`, or `profiles`); a file with half of them is left alone."""
 
 ROW_GROUP = 65_536
 """Rows that are read or passed over together."""
 
-ORDER = {"heads": ("layer", "head", "sequence"), "sequences": ("sequence",)}
+ORDER = {
+    "heads": ("layer", "head", "sequence"),
+    "sequences": ("sequence",),
+    "profiles": ("profile", "layer", "head", "query", "key", "lag", "shard"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class _Unit:
     positions: list[int]
     """In the ledger."""
     rows: int
-    """Rows of `heads` under one intervention."""
+    """Rows of the largest table under one intervention."""
     torn: bool
     """Whether its files hold rows of other shards, which no longer count there."""
 
@@ -105,8 +109,8 @@ def _units(ledger: pa.Table, rows: int) -> list[_Unit]:
     """The units that are to be merged, in shard order: those with less than half the rows."""
     lists = ledger["files"].combine_chunks()
     parents, files = pc.list_parent_indices(lists).to_numpy(), pc.list_flatten(lists)
-    heads = pc.equal(pc.struct_field(files, "table"), "heads").to_numpy(zero_copy_only=False)
-    per_shard = ledger["rows"].to_numpy() // np.maximum(np.bincount(parents[heads], minlength=len(ledger)), 1)
+    per_shard = np.zeros(len(ledger), int)
+    np.maximum.at(per_shard, parents, pc.struct_field(files, "rows").to_numpy())
     _, first = np.unique(parents, return_index=True)
     paths = pc.struct_field(files, "path").take(pa.array(first)).to_pylist()
     held = pc.struct_field(files, "shards").to_numpy()[first]
@@ -211,7 +215,7 @@ def _read_source(run: RunDirectory, path: str, files: list[tuple[int, DataFile]]
 
 
 def _sorted(table: pa.Table, keys: Sequence[str]) -> pa.Table:
-    return table.take(pa.array(np.lexsort([table[key].to_numpy() for key in reversed(keys)])))
+    return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
 
 
 def _fold_all(run: RunDirectory, examined: set[int]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from jobs.plan import Plan
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
+from workers.profiles import profiles_table
 from workers.replica import Measured, Replica
 from workers.sequences import ShardInput
 from workers.shard import heads_table, sequences_table
@@ -66,8 +67,11 @@ def _bytes_on_disk(plan: Plan, shard: ShardInput, count: int, measured: Measured
         origin = {name: values[:n] for name, values in shard.origin.items()}
         heads = {name: values[:n] for name, values in measured.heads.items()}
         chance = {name: values[:n] for name, values in measured.chance.items()}
-        sample, part = ShardInput(0, 0, shard.tokens[:n], origin, []), replace(measured, heads=heads, chance=chance)
-        return sum(len(parquet_bytes(table(plan.scan, sample, part))) for table in (heads_table, sequences_table))
+        sample = ShardInput(0, 0, shard.tokens[:n], origin, [], shard.labels and shard.labels[:n])
+        part = replace(measured, heads=heads, chance=chance)
+        tables = [table(plan.scan, sample, part) for table in (heads_table, sequences_table)]
+        tables += [profiles_table(0, measured.profiles)] if measured.profiles else []
+        return sum(len(parquet_bytes(table)) for table in tables)
 
     half = count // 2
     each = (size(count) - size(half)) / (count - half) if half else size(count)
@@ -82,4 +86,4 @@ def meanings(scan: Scan) -> list[tuple[str, str, str]]:
 
 
 def _show(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -9,7 +9,9 @@ from importlib.metadata import version
 from typing import Any
 
 from schemas.errors import RunError
+from schemas.outputs import select_outputs
 from schemas.places import Place, write_whole
+from schemas.profiles import select_profiles
 from schemas.runs import Manifest, RunDirectory, differing_keys
 from schemas.scan import Scan
 from schemas.statistics import select
@@ -63,17 +65,24 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
     """Resolve a scan; `run_id` names an existing run that it must fit."""
     check_scan(scan)
     info = describe(find_model(scan.model, scan.revision))
+    for intervention in scan.interventions:
+        find_intervention(intervention).check(info)
     run = RunDirectory.of(scan.out, run_id or scan.run_id(name))
     if run_id is not None and not run.manifest_file.is_file():
         raise RunError(f"{run.path}: no such run to go on with; leave out --run to start one")
     sequences = Sequences(scan, info)
     identity = {
-        "scan": scan.model_dump(mode="json", exclude={"out"})
-        | {"input": {"family": scan.input.family, **sequences.options}},
+        "scan": scan.record | {"input": {"family": scan.input.family, **sequences.options}},
         "model": info.record,
-        "corpus": sequences.corpus.record if sequences.corpus is not None else {},
+        "corpus": sequences.record,
         "statistics": {s.name: s.fingerprint for s in select(scan.statistics)},
     }
+    profiles = select_profiles(scan.profiles, scan.n_ctx)
+    outputs = select_outputs(scan.outputs)
+    if outputs:
+        identity["outputs"] = {o.name: o.fingerprint for o in outputs}
+    if profiles:
+        identity["profiles"] = {p.name: p.fingerprint for p in profiles}
     if run.manifest_file.is_file():
         _check_same(run, identity)
         if sequences.corpus is not None:
@@ -89,6 +98,8 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
         shards=sequences.shards,
         sequences=len(sequences),
         statistics={s.name: s.record for s in select(scan.statistics)},
+        profiles={p.name: p.record for p in profiles},
+        outputs={o.name: o.record for o in outputs},
         model=info.record,
         code=code_fingerprint(),
         versions={library: version(library) for library in LIBRARIES},

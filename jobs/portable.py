@@ -25,10 +25,11 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
     if not NAME.fullmatch(scan_file.stem):
         raise ScanError(f"{scan_file}: expected a file name of letters, digits, '.', '_' and '-'; it names the job")
     _check_everywhere("out", scan.out, "--set out=s3://BUCKET/runs")
-    files = scan.input.options.get("files")
-    for file in files if isinstance(files, list) else [files]:
-        if isinstance(file, str):
-            _check_everywhere("input.files", file, "an absolute path that every node mounts, or s3://")
+    for option in ("files", "text"):
+        files = scan.input.options.get(option)
+        for file in files if isinstance(files, list) else [files]:
+            if isinstance(file, str) and not file.startswith("bundled:"):
+                _check_everywhere(f"input.{option}", file, "an absolute path that every node mounts, or s3://")
     if _is_relative_directory(scan.model):
         raise ScanError(
             f"model: {scan.model} is a directory of this machine; expected bundled:NAME, a Hub id or an absolute path that "

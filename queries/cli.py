@@ -5,11 +5,24 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from schemas.errors import QueryError
+
+
+def open_runs(runs: str, views: dict[str, str]) -> Any:
+    """A connection to runs in which some more views are made."""
+    from queries.connect import connect
+
+    connection = connect(runs)
+    for name, sql in views.items():
+        try:
+            connection.execute(f"CREATE VIEW {name} AS {sql}")
+        except Exception as error:
+            raise QueryError(f"view {name}: {str(error).partition(chr(10))[0]}") from None
+    return connection
 
 
 def query(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +17,16 @@ from queries.ledger import Run
 from queries.stores import register_stores
 from schemas.errors import QueryError
 from schemas.places import Place, place
-from schemas.tables import KEYS, ORIGIN, chance_column, heads_schema, sequences_schema
+from schemas.tables import (
+    KEYS,
+    ORIGIN,
+    PROFILE,
+    chance_column,
+    heads_schema,
+    output_type,
+    profiles_schema,
+    sequences_schema,
+)
 
 QUERIES = Path(__file__).parent
 """The folder whose `.sql` files become views: the stem is the name, the first comment the description."""
@@ -25,6 +34,7 @@ QUERIES = Path(__file__).parent
 VIEWS = {
     "heads": "One row per run, intervention, sequence, layer and head: every statistic as it was measured.",
     "sequences": "One row per run and sequence: where it came from, its tokens, what uniform attention would score.",
+    "profiles": "One row per run, intervention, shard, layer, head, profile and entry: means over the shard's sequences.",
     "runs": "One row per run: what was scanned, with which model, and how far it got.",
     "shards": "One row per shard: done, missing or damaged, and who made it.",
     "statistics": "One row per statistic: unit, range, meaning, formula and source.",
@@ -34,6 +44,24 @@ PARTITIONS = {
     "run_id": (pa.string(), "Run that the row belongs to."),
     "intervention": (pa.string(), "Edit of the model under which it was measured; none is the untouched model."),
 }
+
+SCHEMAS = {"heads": heads_schema([]), "sequences": sequences_schema([]), "profiles": profiles_schema()}
+"""Columns that a table has whatever was measured."""
+
+OWN = {
+    "runs": ledger.RUNS,
+    "shards": ledger.SHARDS,
+    "statistics": ledger.STATISTICS,
+    "profiles": PROFILE,
+    "profile_means": PROFILE
+    | {
+        "count": (pa.int64(), "Sequences, over all shards."),
+        "mean": (pa.float64(), "Mean over the sequences of all shards."),
+        "sd": (pa.float64(), "Standard deviation over the sequences; NULL for a single one."),
+        "standard_error": (pa.float64(), "Standard error of the mean, sd / √count."),
+    },
+}
+"""Columns of a view that mean something there and not elsewhere."""
 
 
 def connect(path: str | Place, queries: Path = QUERIES) -> duckdb.DuckDBPyConnection:
@@ -49,16 +77,20 @@ def connect(path: str | Place, queries: Path = QUERIES) -> duckdb.DuckDBPyConnec
     connection.execute("CREATE SCHEMA ledger")
     statistics = ledger.measured(runs)
     chance = {chance_column(name): entry for name, entry in statistics.items() if entry.get("chance")}
-    _create(connection, "heads", _empty(heads_schema([]), statistics))
-    _create(connection, "sequences", _empty(sequences_schema([]), chance))
+    predicted = {name: entry for run in runs for name, entry in run.manifest.outputs.items()}
+    types = {name: output_type(entry.get("per_token", False)) for name, entry in predicted.items()}
+    _create(connection, "heads", _empty(SCHEMAS["heads"], dict.fromkeys(statistics, pa.float32())))
+    _create(connection, "sequences", _empty(SCHEMAS["sequences"], dict.fromkeys(chance, pa.float32()) | types))
+    _create(connection, "profiles", _empty(SCHEMAS["profiles"], {}))
     _create(connection, "runs", ledger.runs_table(runs))
     _create(connection, "shards", ledger.shards_table(runs))
     _create(connection, "statistics", ledger.statistics_table(runs))
     descriptions = VIEWS | _create_queries(connection, queries)
-    _comment(connection, descriptions, statistics)
+    _comment(connection, descriptions, statistics | predicted)
     # Binding a view opens a file of every run, so the views above are made while the tables below them are empty.
     _point_at_files(connection, "heads", runs, statistics)
-    _point_at_files(connection, "sequences", runs, chance)
+    _point_at_files(connection, "sequences", runs, [*chance, *predicted])
+    _point_at_files(connection, "profiles", runs, [])
     _lock(connection, runs)
     return connection
 
@@ -70,9 +102,9 @@ def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     return {name: found[name] for name in VIEWS} | found
 
 
-def _empty(schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
+def _empty(schema: pa.Schema, columns: Mapping[str, pa.DataType]) -> pa.Table:
     partitions = [pa.field(name, type_) for name, (type_, _) in PARTITIONS.items()]
-    return pa.schema([*partitions, *schema, *(pa.field(name, pa.float32()) for name in columns)]).empty_table()
+    return pa.schema([*partitions, *schema, *(pa.field(name, type_) for name, type_ in columns.items())]).empty_table()
 
 
 def _create(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
@@ -88,10 +120,11 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, table: str, runs: lis
 
     `union_by_name` would open every file whenever a query is planned (20,000 files: 3 s); this opens one per call.
     """
-    keys = [*PARTITIONS, *(heads_schema([]) if table == "heads" else sequences_schema([])).names]
+    keys = [*PARTITIONS, *SCHEMAS[table].names]
 
     def own(run: Run) -> list[str]:
-        return [c for c in columns if c.removeprefix("chance_") in run.manifest.statistics]
+        measured = run.manifest.statistics | run.manifest.outputs
+        return [c for c in columns if c.removeprefix("chance_") in measured]
 
     selects = [f"FROM ledger.{table}_content"]
     for names, group in groupby(sorted(runs, key=own), key=own):
@@ -161,7 +194,6 @@ def _comment(
 ) -> None:
     for name, text in descriptions.items():
         connection.execute(f"COMMENT ON VIEW {_name(name)} IS {_text(text)}")
-    own = {"runs": ledger.RUNS, "shards": ledger.SHARDS, "statistics": ledger.STATISTICS}
     keys = {name: text for name, (_, text) in (PARTITIONS | KEYS | ORIGIN).items()}
     prefixes = {
         "": "",
@@ -172,7 +204,7 @@ def _comment(
     }
     sql = "SELECT table_name, column_name FROM duckdb_columns() WHERE schema_name = 'main' AND NOT internal"
     for view, column in connection.execute(sql).fetchall():
-        text = own[view][column][1] if view in own else keys.get(column)
+        text = OWN[view][column][1] if column in OWN.get(view, {}) else keys.get(column)
         for prefix, words in prefixes.items():
             entry = statistics.get(column.removeprefix(prefix)) if column.startswith(prefix) else None
             if text is None and entry:

@@ -147,15 +147,18 @@ def _read_run(directory: RunDirectory) -> Run:
 
 
 def _same_formulas(runs: list[Run]) -> None:
-    """Refuse runs that use one column name for two formulas."""
+    """Refuse runs that use one name of a column or a profile for two formulas."""
     first: dict[str, tuple[str, str]] = {}
     for run in runs:
-        for name, statistic in run.manifest.statistics.items():
-            fingerprint = statistic.get("fingerprint", "")
+        formulas = {f"column {name!r}": entry for name, entry in run.manifest.statistics.items()}
+        formulas |= {f"column {name!r}": entry for name, entry in run.manifest.outputs.items()}
+        formulas |= {f"profile {name!r}": entry for name, entry in run.manifest.profiles.items()}
+        for name, entry in formulas.items():
+            fingerprint = entry.get("fingerprint", "")
             other, known = first.setdefault(name, (run.directory.run_id, fingerprint))
             if known != fingerprint:
                 raise QueryError(
-                    f"column {name!r} has one formula in run {other} ({known}) and another in run "
+                    f"{name} has one formula in run {other} ({known}) and another in run "
                     f"{run.directory.run_id} ({fingerprint}); query one run directory at a time"
                 )
 

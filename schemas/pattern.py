@@ -1,7 +1,7 @@
 """The questions that can be put to an attention pattern without ever building it.
 
 `A[q, k]` is the softmax pattern of one head, `S[q, k]` its pre-softmax score (scaled, causal: `k <= q`), T = `n_ctx`.
-Answers have the axes `[batch head query]`. A statistic sees a pattern only through this protocol.
+Answers have the axes `[batch head query]` unless told. Statistics and profiles see a pattern only through this protocol.
 """
 
 from __future__ import annotations
@@ -55,6 +55,30 @@ class Pattern(Protocol):
 
     def earlier_score(self) -> Tensor:
         """Mean of `S[q, k]` over the keys `1 <= k < q`; only queries `q >= 2` mean anything: `[batch head query]`."""
+        ...
+
+    def received(self) -> Tensor:
+        """`1/(T-k) Σ_{q>=k} A[q, k]`: `[batch head key]`."""
+        ...
+
+    def by_lag(self) -> Tensor:
+        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d: `[batch head lag]`."""
+        ...
+
+    def row(self, q: int) -> Tensor:
+        """`A[q, k]` for one query, 0 where `k > q`: `[batch head key]`."""
+        ...
+
+    def row_scores(self, q: int) -> Tensor:
+        """`S[q, k]` for one query; only keys `k <= q` mean anything: `[batch head key]`."""
+        ...
+
+    def dense(self) -> Tensor:
+        """The matrix `A` itself, of T² numbers: only where T is small: `[batch head query key]`."""
+        ...
+
+    def dense_scores(self) -> Tensor:
+        """The matrix `S` likewise; only `k <= q` means anything: `[batch head query key]`."""
         ...
 
     def positions(self) -> Tensor:

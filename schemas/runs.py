@@ -4,7 +4,7 @@ runs/run_id=NAME-HASH/
 ├── scan.toml        as submitted
 ├── manifest.json    everything resolved: what is measured, with what, by which code
 ├── index/           lengths of the corpus's documents, where there is a corpus
-├── heads/intervention=none/shard-000000.parquet …     (sequences/ alike)
+├── heads/intervention=none/shard-000000.parquet …     (sequences/ and profiles/ alike)
 ├── failures/shard-000000.json     attempts that failed, and why
 └── commits/shard-000000.json      written last: a shard is done if and only if its commit is in the ledger (commits.py)
 """
@@ -32,8 +32,10 @@ from schemas.errors import RunError
 from schemas.parquet import is_whole
 from schemas.places import Place, names, place, reason
 
-TABLES = ("heads", "sequences")
-DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=\w+"
+TABLES = ("heads", "sequences", "profiles")
+"""Every shard writes the first two, and `profiles` where the scan asks for some."""
+
+DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
@@ -48,6 +50,8 @@ class Manifest(BaseModel):
     shards: int
     sequences: int
     statistics: dict[str, dict[str, Any]]
+    profiles: dict[str, dict[str, Any]] = {}
+    outputs: dict[str, dict[str, Any]] = {}
     model: dict[str, Any]
     code: str
     versions: dict[str, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import tomllib
@@ -12,8 +13,10 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schemas.errors import ScanError, unknown
+from schemas.outputs import select_outputs
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
+from schemas.profiles import select_profiles
 from schemas.statistics import select
 
 Count = Annotated[int, Field(ge=1)]
@@ -54,8 +57,12 @@ class Scan(BaseModel):
     """Where sequences come from: a family and its options."""
     interventions: tuple[str, ...] = ("none",)
     """Edits of the model, each measured on the same sequences; none is the untouched model."""
-    statistics: Literal["all"] | tuple[str, ...] = "all"
-    """Columns of the heads table: all, or a list of names."""
+    statistics: Literal["standard", "all"] | tuple[str, ...] = "standard"
+    """Columns of the heads table: standard, all, or a list of names."""
+    profiles: tuple[str, ...] = ()
+    """Profiles (means by key, query, lag or pair) of the profiles table: a list of names, none unless told."""
+    outputs: tuple[str, ...] = ()
+    """What the model predicts, columns of the sequences table: a list of names, none unless told."""
     sequences: Count | Literal["all"]
     """How many sequences; all means as many as the corpus holds."""
     sequences_per_shard: Count = 256
@@ -68,9 +75,15 @@ class Scan(BaseModel):
     """Directory that holds the runs: a path, s3://… or gs://…"""
 
     @property
+    def record(self) -> dict[str, Any]:
+        """What is measured, as a run's manifest keeps it; profiles and outputs that are not asked for leave no trace."""
+        unused = {name for name in ("profiles", "outputs") if not getattr(self, name)}
+        return self.model_dump(mode="json", exclude={"out", *unused})
+
+    @property
     def fingerprint(self) -> str:
         """Identifies what is measured, wherever it is written."""
-        content = json.dumps(self.model_dump(mode="json", exclude={"out"}), sort_keys=True)
+        content = json.dumps(self.record, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:8]
 
     def run_id(self, name: str) -> str:
@@ -86,8 +99,7 @@ def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
         raise ScanError(f"{path}: cannot be read ({error.strerror}); expected a TOML scan file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScanError(f"{path}: not valid TOML: {error}") from None
-    for override in overrides:
-        _override(fields, override)
+    fields = override_fields(fields, overrides)
     try:
         return parse_scan(fields)
     except ScanError as error:
@@ -106,6 +118,8 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     except ValidationError as error:
         raise ScanError("\n".join(_explain(key, found) for key, found in by_key(error).items())) from None
     select(scan.statistics)
+    select_profiles(scan.profiles, scan.n_ctx)
+    select_outputs(scan.outputs)
     place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
@@ -116,9 +130,20 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         )
     for name in ("statistics", "interventions"):
         values = getattr(scan, name)
-        if not values or (len(set(values)) < len(values) and values != "all"):
+        if not values or (len(set(values)) < len(values) and values not in ("standard", "all")):
             raise ScanError(f"{name}: expected at least one name, each once, got {list(values)!r}")
+    for name in ("profiles", "outputs"):
+        if len(set(getattr(scan, name))) < len(getattr(scan, name)):
+            raise ScanError(f"{name}: expected each name once, got {list(getattr(scan, name))!r}")
     return scan
+
+
+def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of a scan's fields with `key=value` put in: a dotted key and a TOML value."""
+    changed = copy.deepcopy(fields)
+    for override in overrides:
+        _override(changed, override)
+    return changed
 
 
 def _override(fields: dict[str, Any], override: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
+from schemas.outputs import Output
 from schemas.statistics import Statistic
 
 KEYS: dict[str, tuple[pa.DataType, str]] = {
@@ -31,8 +32,24 @@ ORIGIN: dict[str, tuple[pa.DataType, str]] = {
     "pile_set_name": (pa.string(), "Part of the Pile that the row belongs to, where the corpus says so."),
     "n_tokens": (pa.int32(), "Tokens in the sequence, the beginning-of-sequence token included."),
     "tokens": (pa.list_(pa.int32()), "Token ids, as the model saw them."),
+    "labels": (
+        pa.list_(pa.string()),
+        "What each token is in the layout of the input family, '' where nothing; NULL where the family has no labels.",
+    ),
 }
 """Columns of `sequences` that say where a sequence came from and what it was."""
+
+PROFILE: dict[str, tuple[pa.DataType, str]] = {
+    "head": (pa.int16(), "Head within the layer, from 0; NULL where the heads of a layer share the values."),
+    "profile": (pa.string(), "Profile: what was averaged over the sequences of the shard."),
+    "query": (pa.int32(), "Query, from 0, of profiles along queries or pairs; NULL along keys or lags."),
+    "key": (pa.int32(), "Key, from 0, of profiles along keys or pairs; NULL along queries or lags."),
+    "lag": (pa.int32(), "Lag, query - key, of profiles along lags; NULL along the others."),
+    "count": (pa.int64(), "Sequences."),
+    "mean": (pa.float64(), "Mean over the sequences."),
+    "m2": (pa.float64(), "Sum over the sequences of the squared deviation from the mean."),
+}
+"""Columns of `profiles` after `shard` and `layer`: which entry of which profile, and its mergeable aggregate."""
 
 
 def heads_schema(statistics: Iterable[Statistic]) -> pa.Schema:
@@ -41,8 +58,8 @@ def heads_schema(statistics: Iterable[Statistic]) -> pa.Schema:
     return pa.schema([_key(name) for name in KEYS] + columns)
 
 
-def sequences_schema(statistics: Iterable[Statistic]) -> pa.Schema:
-    """One row per sequence: its origin, its tokens, and what uniform attention would have scored on it."""
+def sequences_schema(statistics: Iterable[Statistic], outputs: Iterable[Output] = ()) -> pa.Schema:
+    """One row per sequence: its origin, its tokens, what uniform attention would have scored, what the model predicts."""
     keys = [_key(name) for name in ("input_family", "shard", "sequence")]
     origin = [_field(name, type_, text) for name, (type_, text) in ORIGIN.items()]
     chance = [
@@ -50,7 +67,19 @@ def sequences_schema(statistics: Iterable[Statistic]) -> pa.Schema:
         for s in statistics
         if s.chance
     ]
-    return pa.schema(keys + origin + chance)
+    predicted = [_field(o.name, output_type(o.per_token), o.description, o) for o in outputs]
+    return pa.schema(keys + origin + chance + predicted)
+
+
+def output_type(per_token: bool) -> pa.DataType:
+    """The type of an output's column."""
+    return pa.list_(pa.float32()) if per_token else pa.float32()
+
+
+def profiles_schema() -> pa.Schema:
+    """One row per shard × layer × head × profile × entry, an entry being a query, a key, a lag, or a query and a key."""
+    columns = [_field(name, type_, text) for name, (type_, text) in PROFILE.items()]
+    return pa.schema([_key("shard"), _key("layer"), *columns])
 
 
 def chance_column(statistic: str) -> str:
@@ -63,7 +92,7 @@ def _key(name: str) -> pa.Field:
     return pa.field(name, type_, nullable=False, metadata={"description": text})
 
 
-def _field(name: str, type_: pa.DataType, description: str, statistic: Statistic | None = None) -> pa.Field:
+def _field(name: str, type_: pa.DataType, description: str, statistic: Statistic | Output | None = None) -> pa.Field:
     metadata = {"description": description}
     if statistic is not None:
         metadata |= {"unit": statistic.unit, "range": json.dumps(statistic.range), "source": statistic.source}

@@ -94,7 +94,7 @@ def test_rows_do_not_depend_on_the_batches(tmp_path: Path, size: int | str) -> N
 def with_parameters(function: Callable[..., Any]) -> Statistic:
     """A statistic that is in no registry."""
     parameters = tuple(inspect.signature(function).parameters)
-    return Statistic(function.__name__, function, parameters, "", (0, 1), "", "", "", False, None)
+    return Statistic(function.__name__, function, parameters, "", (0, 1), "", "", "", False, None, True)
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])

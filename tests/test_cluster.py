@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -120,13 +121,34 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
             f"--port={made.head.rpartition(':')[2]}",
             "--num-cpus=0",
         ]
-        head += ["--include-dashboard=false", f"--temp-dir={tmp_path / 'r'}", "--block"]
-        stack.callback(_kill, made.start("head", [*RAY, *head]))
-        time.sleep(3)
+        head += [
+            "--ray-client-server-port=10041",
+            "--include-dashboard=false",
+            f"--temp-dir={tmp_path / 'r'}",
+            "--block",
+        ]
+        started = made.start("head", [*RAY, *head])
+        stack.callback(_kill, started)
+        _answers(made, started)
         for number in (1, 2):
             made.start_node(number)
             stack.callback(_kill, made.nodes[f"hcnode{number}"])
         yield made
+
+
+def _answers(machines: Machines, head: subprocess.Popen[bytes]) -> None:
+    """Wait until the head takes connections."""
+    host, _, port = machines.head.partition(":")
+    until = time.monotonic() + 90
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+            return
+        except OSError:
+            log = (machines.folder / "head.log").read_text()
+            assert head.poll() is None, f"the head ended: {log}"
+            assert time.monotonic() < until, f"no head in 90 seconds: {log}"
+        time.sleep(0.2)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -144,7 +166,7 @@ def test_machines_that_share_only_the_store(machines: Machines, tmp_path: Path) 
     out = "s3://bucket/runs"
     run = RunDirectory.of(out, load_scan(scan_file).run_id("chaos"))
     driver = machines.scan(scan_file, out)
-    wait_until(lambda: {c.host for c in run.commits()} == {"hcnode1", "hcnode2"}, driver)
+    wait_until(lambda: {c.host for c in run.commits()} == {"hcnode1", "hcnode2"}, driver, tmp_path)
     machines.kill_node("hcnode1")
     _, errors = driver.communicate(timeout=200)
     assert driver.returncode == 0, errors
@@ -154,11 +176,12 @@ def test_machines_that_share_only_the_store(machines: Machines, tmp_path: Path) 
     assert counted == (len(expected), SEQUENCES)
 
 
-def wait_until(condition: Callable[[], bool], driver: subprocess.Popen[str]) -> None:
+def wait_until(condition: Callable[[], bool], driver: subprocess.Popen[str], folder: Path) -> None:
     deadline = time.monotonic() + 150
     while not condition():
         assert driver.poll() is None, driver.communicate()
         if time.monotonic() > deadline:
             driver.send_signal(signal.SIGABRT)  # Says where it stands.
-            pytest.fail(f"no progress in 150 seconds: {driver.communicate()}")
+            logs = {f.name: f.read_text()[-2000:] for f in folder.glob("*.log")}
+            pytest.fail(f"no progress in 150 seconds: {driver.communicate()}, {logs}")
         time.sleep(0.1)

@@ -27,7 +27,7 @@ from schemas.errors import RunError
 from schemas.places import StorePath, place, write_whole
 from schemas.runs import TABLES, RunDirectory, check_merged
 from tests.s3_server import S3Server
-from tests.toy_runs import Row, local, write_run
+from tests.toy_runs import Entry, Row, local, write_run
 
 INTERVENTIONS = ("none", "zero_query_bias")
 SHARDS, PER_SHARD, LAYERS, HEADS = 7, 3, 2, 3
@@ -55,12 +55,20 @@ def sink_mass(row: Row) -> float | None:
     return (0.0, -0.0, float(np.float32(1e-45)))[(row.sequence + row.head) % 3]
 
 
+def profiles(shard: int) -> list[Entry]:
+    """A profile along lags, one along pairs, and one that the heads of a layer share."""
+    entry = {"layer": 1, "head": 2, "count": PER_SHARD, "mean": np.sin(shard) / 3, "m2": np.cos(shard) ** 2}
+    lags = [entry | {"profile": "attention_by_lag", "lag": lag} for lag in range(2)]
+    pairs = [entry | {"profile": "score_by_pair", "query": q, "key": k} for q in range(2) for k in range(q + 1)]
+    return [*lags, *pairs, entry | {"profile": "resid_pre_norm_by_key", "head": None, "key": 0}]
+
+
 def toy(out: Path, **options: Any) -> RunDirectory:
     """A small run whose files say what run they belong to, as the real ones do."""
     columns = {"entropy": entropy, "sink_mass": sink_mass, "match_coverage": lambda row: None}
     run = write_run(
         out, "toy-1", columns, layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
-        interventions=INTERVENTIONS, pile_sets=("Github", None), **options,
+        interventions=INTERVENTIONS, pile_sets=("Github", None), profiles=profiles, **options,
     )  # fmt: skip
     for file in local(run.path).glob("*/intervention=*/*.parquet"):
         intervention = file.parent.name.partition("=")[2]
@@ -113,7 +121,7 @@ def same(found: Rows, expected: Rows) -> bool:
     return all(
         a.schema.equals(b.schema, check_metadata=True)
         and a.equals(b)
-        and all(bits(a[f.name]) == bits(b[f.name]) for f in a.schema if f.type == pa.float32())
+        and all(bits(a[f.name]) == bits(b[f.name]) for f in a.schema if pa.types.is_floating(f.type))
         for a, b in ((found[name], expected[name]) for name in expected)
     )
 
@@ -140,7 +148,7 @@ def assert_tidy(run: RunDirectory) -> None:
 def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory, expected: Rows) -> None:
     commits = list(run.commits())
     done = compact(run, GROUPS)
-    assert (done.before.files, done.after.files, done.problems) == (SHARDS * 5, 3 * 4 + 1, [])
+    assert (done.before.files, done.after.files, done.problems) == (SHARDS * 7, 3 * 6 + 1, [])
     assert same(read(run), expected)
     assert_tidy(run)
     hidden = {"files": []}
@@ -239,9 +247,9 @@ def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_end
 
 
 def test_killed_again_and_again_it_comes_to_an_end(run: RunDirectory, expected: Rows) -> None:
-    # Eleven changes: to delete what another death left, and to merge a group.
+    # Fifteen changes: to delete what another death left, and to merge a group.
     deaths = 0
-    while killed(run, 11, GROUPS):
+    while killed(run, 15, GROUPS):
         assert same(read(run), expected), deaths
         deaths += 1
         assert deaths < 10
@@ -265,7 +273,7 @@ def test_a_run_goes_on_after_it_was_compacted(run: RunDirectory, original: RunDi
     assert_tidy(run)
     kept = set(first) & set(data_files(run))
     assert [re.sub("-[0-9a-f]{8}[.]", ".", path) for path in sorted(kept) if "merged" in path] == [
-        f"{table}/intervention={i}/merged-000000-000004.parquet" for table in TABLES for i in INTERVENTIONS
+        f"{table}/intervention={i}/merged-000000-000004.parquet" for table in sorted(TABLES) for i in INTERVENTIONS
     ]
 
 
@@ -332,7 +340,7 @@ def test_a_damaged_file_is_left_and_reported(
     assert re.fullmatch(problem.format("sequences/intervention=none/shard-000004[.]parquet"), found)
     assert file.read_bytes() == left
     assert local(run.commit_file(4)).read_bytes() == commit
-    assert len(data_files(run)) == 4 * 3
+    assert len(data_files(run)) == 6 * 3
     shutil.copy(local(original.path) / file.relative_to(local(run.path)), file)
     assert compact(run, 4 * SHARD).problems == []
     assert same(read(run), expected)
@@ -345,8 +353,8 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
     other = copy_of(original, tmp_path / "b")
     compact(run)
     compact(other, GROUPS)
-    shutil.copytree(local(other.path) / "heads", local(run.path) / "heads", dirs_exist_ok=True)
-    shutil.copytree(local(other.path) / "sequences", local(run.path) / "sequences", dirs_exist_ok=True)
+    for table in TABLES:
+        shutil.copytree(local(other.path) / table, local(run.path) / table, dirs_exist_ok=True)
     fold(run.commits_directory, list(other.commits())[:3])
     with pytest.raises(RunError, match=r"merged-000000-000006-\w+\.parquet: holds the rows of 7 shards, and 4 commits"):
         check_merged(run.ledger())
@@ -364,7 +372,7 @@ def test_the_command(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(local(run.path))
     done = CliRunner().invoke(app, ["compact", ".", "--rows", str(GROUPS)])
     assert done.exit_code == 0
-    assert re.search(r"toy-1: 35 files are now 13, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
+    assert re.search(r"toy-1: 49 files are now 19, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
 
 
 def test_the_command_fails_where_a_file_is_damaged(run: RunDirectory) -> None:
@@ -393,7 +401,7 @@ def test_in_a_store_it_is_the_same(original: RunDirectory, expected: Rows, store
         if file.is_file():
             write_whole(run.path / file.relative_to(local(original.path)).as_posix(), file.read_bytes())
     write_whole(run.path / "heads/intervention=none/merged-000000-000002-1a2b3c4d.parquet", b"of a dead one")
-    assert compact(run, GROUPS).after.files == 13
+    assert compact(run, GROUPS).after.files == 19
     assert same(read(run), expected)
     assert len(list(places.names(run.path / "heads/intervention=none"))) == 3
     assert len(list(places.names(run.commits_directory))) == 1

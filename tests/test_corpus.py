@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -687,3 +688,116 @@ def test_packing_by_concat_needs_a_token_to_join_with(three_files: list[Path], i
     with pytest.raises(ModelError) as caught:
         len(open_corpus(nameless, three_files, "concat"))
     assert str(caught.value) == "toy names no end-of-text token to join documents with; pack by document"
+
+
+SINK_TEXTS = PILE_MINI.parent / "published" / "sink_circuit_300_texts.csv"
+GPT2_TOKENIZER = PILE_MINI.parent / "gpt2-tokenizer"
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[str]], encoding: str = "utf-8") -> Path:
+    with path.open("w", encoding=encoding, newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def test_a_csv_file_has_a_text_and_perhaps_a_data_set_in_each_row(tmp_path: Path, info: ModelInfo):
+    texts = ['one, "two"', "line\nbreak in it", "short", "ärgerlich", "long" * 50_000]
+    rows = [["kind", "dataset", "text"], *(["k", "abc"[i % 3], text] for i, text in enumerate(texts))]
+    rows[-1][1] = ""
+    sequences = open_corpus(info, write_csv(tmp_path / "a.csv", rows), family="csv_texts")
+    assert all_tokens(sequences) == cut([[(text, None) for text in texts]], "document")
+    origins = all_origins(sequences)
+    assert origins["pile_set_name"] == ["a", "b", "a", None]
+    assert origins["row"] == [0, 1, 3, 4]
+
+
+def test_a_csv_file_of_texts_alone_may_start_with_a_byte_order_mark(tmp_path: Path, info: ModelInfo):
+    file = write_csv(tmp_path / "a.csv", [["text"], ["abcdefgh"]], "utf-8-sig")
+    sequences = open_corpus(info, file, family="csv_texts")
+    assert all_tokens(sequences) == [list(b"abcdef")]
+    assert all_origins(sequences)["pile_set_name"] == [None]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"abc\xff\xfedef,a", "not UTF-8"),
+        (b"", None),
+        (b",a", "text is empty"),
+        (b"abcdefgh,a,b", "more fields than the header names"),
+        (b"abcdefgh", None),
+    ],
+)
+def test_a_bad_row_of_a_csv_file_is_left_out(tmp_path: Path, info: ModelInfo, line: bytes, problem: str | None):
+    file = write_lines(tmp_path / "a.csv", [b"text,dataset", *[b"abcdefgh,a"] * 200, line])
+    sequences = open_corpus(info, file, family="csv_texts")
+    assert len(sequences) == 200 + (line == b"abcdefgh")
+    shards = [sequences.shard(i) for i in range(sequences.shards)]
+    assert [bad for shard in shards for bad in shard.bad_rows] == ([f"{file}:200 ({problem})"] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"body,dataset\nabcdefgh,a\n", "FILE: expected a column text, found body, dataset"),
+        (b"", "FILE: expected a column text, found nothing"),
+        (b'text\n"abcdefgh\n', "FILE, line 2: not CSV (unexpected end of data)"),
+    ],
+)
+def test_a_csv_file_that_is_none_is_one_line(tmp_path: Path, info: ModelInfo, content: bytes, message: str):
+    (tmp_path / "a.csv").write_bytes(content)
+    assert problem_of(info, tmp_path / "a.csv", family="csv_texts") == message.replace("FILE", str(tmp_path / "a.csv"))
+
+
+def test_csv_texts_are_csv_files(tmp_path: Path, info: ModelInfo):
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    expected = f"{tmp_path / 'a.txt'}: expected a file that ends in .csv"
+    assert problem_of(info, tmp_path / "a.txt", family="csv_texts") == expected
+
+
+@pytest.mark.skipif(not SINK_TEXTS.is_file(), reason=f"needs {SINK_TEXTS}")
+def test_the_published_texts_are_300_sequences_of_40_tokens():
+    info = toy_info(path=str(GPT2_TOKENIZER), n_ctx=1024, d_vocab=50257, bos_token_id=50256, eos_token_id=50256)
+    sequences = open_corpus(info, SINK_TEXTS, family="csv_texts", n_ctx=40)
+    assert len(sequences) == 300
+    assert set(sequences.index.n_tokens.tolist() if sequences.index else []) == {40}
+    names = all_origins(sequences)["pile_set_name"]
+    assert {name: names.count(name) for name in names} == {"sst2": 100, "gsm8k": 100, "humaneval": 100}
+    first = next(csv.DictReader(SINK_TEXTS.read_text(encoding="utf-8").splitlines()))["text"]
+    assert sequences.tokenizer.encode(first) == all_tokens(sequences)[0]
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_shuffled_text_has_the_tokens_of_the_text_in_another_order(
+    three_files: list[Path], info: ModelInfo, packing: str
+):
+    plain = open_corpus(info, three_files, packing, n_ctx=20)
+    shuffled = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text")
+    assert [sorted(ids) for ids in all_tokens(shuffled)] == [sorted(ids) for ids in all_tokens(plain)]
+    assert all(a != b for a, b in zip(all_tokens(shuffled), all_tokens(plain), strict=True))
+    assert all_origins(shuffled) == all_origins(plain)
+    parts = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text", sequences_per_shard=2)
+    assert all_tokens(parts) == all_tokens(shuffled)
+    other = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text", seed=1)
+    assert all_tokens(other) != all_tokens(shuffled)
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("bos", [True, False])
+def test_repeated_text_is_a_chunk_over_and_over(three_files: list[Path], info: ModelInfo, packing: str, bos: bool):
+    options = {"family": "repeated_text", "files": [str(f) for f in three_files], "packing": packing, "chunk": 6}
+    sequences = open_corpus(info, three_files, n_ctx=15 + bos, bos=bos, input=options)
+    expected = [[*[BYTE_BOS] * bos, *ids, *ids, *ids[:3]] for ids in cut(THREE_FILES, packing, 6)]
+    assert all_tokens(sequences) == expected
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (0, "input.chunk: expected 1 or more tokens, got 0"),
+        (7, "input.chunk: expected 1 to 6, the tokens in a sequence, got 7"),
+    ],
+)
+def test_a_chunk_that_does_not_fit_is_refused(three_files: list[Path], info: ModelInfo, chunk: int, message: str):
+    options = {"family": "repeated_text", "files": str(three_files[0]), "chunk": chunk}
+    assert problem_of(info, three_files, input=options) == message

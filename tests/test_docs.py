@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from headcount import app
 from schemas.scan import Scan
 from schemas.statistics.page import PAGE, page
+from workers.page import PAGES
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,6 +61,11 @@ def test_following_adding_md_adds_a_statistic_an_input_an_intervention_and_a_que
 
 def test_statistics_md_is_what_the_registry_says() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: make docs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_are_what_the_registries_say(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == PAGES[name](), "run: make docs"
 
 
 def test_the_readme_names_every_command_and_every_field_of_a_scan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.errors import ModelError, ScanError
+from schemas.errors import HeadcountError, ModelError, ScanError
 from schemas.scan import Scan
-from tests.toy_models import BOS, D_VOCAB, EOS, toy_info, toy_scan
+from tests.toy_models import BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
+from workers.inputs import InputFamily, Labelled
 from workers.sequences import Sequences
 
 ROOT = Path(__file__).parent.parent
@@ -132,6 +134,95 @@ def test_distinct_tokens_occur_once():
     assert [sorted(row) for row in tokens[:, 1:].tolist()] == [list(range(2, 61))] * 3
 
 
+def test_one_token_over_and_over():
+    tokens = all_tokens(sequences_of("single_token_repeat", sequences=30))[:, 1:]
+    assert (tokens == tokens[:, :1]).all()
+    assert len(set(tokens[:, 0].tolist())) > 10
+    fixed = all_tokens(sequences_of("single_token_repeat", options={"token": 7}, bos=False))
+    assert (fixed == 7).all()
+
+
+def test_a_corrupted_repeat_replaces_tokens_of_the_copies_at_the_given_rate():
+    whole = all_tokens(sequences_of("repeated_random", 61, {"period": 20}, sequences=50))
+    options = {"period": 20, "rate": 0.25, "replacement": 60}
+    sequences = sequences_of("corrupted_repeat", 61, options, sequences=50)
+    tokens, labels = sequences.shard(0).tokens, sequences.shard(0).labels
+    replaced = np.array(labels) == "replaced"
+    assert (tokens[~replaced] == whole[~replaced]).all()
+    assert (tokens[replaced] == 60).all()
+    assert not replaced[:, :21].any()
+    assert replaced[:, 21:].mean() == pytest.approx(0.25, abs=0.03)
+
+
+@pytest.mark.parametrize(("rate", "same"), [(0, True), (0.0, True), (1.0, False)])
+def test_a_rate_of_nothing_leaves_the_repeat_alone(rate: float, same: bool):
+    whole = all_tokens(sequences_of("repeated_random", 41))
+    sequences = sequences_of("corrupted_repeat", 41, {"rate": rate})
+    assert (all_tokens(sequences).tolist() == whole.tolist()) == same
+    assert [row.count("replaced") for row in sequences.shard(0).labels or []] == [0 if same else 20] * 4
+
+
+def test_zipf_draws_ids_by_their_rank():
+    tokens = all_tokens(sequences_of("unigram_random", 64, {"low": 10, "high": 14}, bos=False, sequences=400))
+    shares = np.bincount(tokens.ravel(), minlength=14)[10:] / tokens.size
+    assert shares == pytest.approx(np.array([12, 6, 4, 3]) / 25, abs=0.012)
+    flat = all_tokens(sequences_of("unigram_random", 64, {"exponent": 0.0, "high": 4}, bos=False, sequences=100))
+    assert np.bincount(flat.ravel()) / flat.size == pytest.approx([0, 0, 0.5, 0.5], abs=0.02)
+
+
+def test_unigrams_of_a_text_are_as_frequent_as_in_it(tmp_path: Path):
+    text = byte_tokenizer(tmp_path) / "text.txt"
+    text.write_text("aaabbc" * 10)
+    info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=256, eos_token_id=256)
+    scan = toy_scan(n_ctx=64, sequences=200, bos=False, input={"family": "unigram_random", "text": str(text)})
+    sequences = Sequences(scan, info)
+    tokens = all_tokens(sequences)
+    assert np.bincount(tokens.ravel())[97:] / tokens.size == pytest.approx([1 / 2, 1 / 3, 1 / 6], abs=0.01)
+    assert sequences.record == {
+        "text": {"name": "text.txt", "sha256": hashlib.sha256(text.read_bytes()).hexdigest()[:16]}
+    }
+
+
+def labels_of(family: str, returned: object, n_ctx: int = 5) -> list[list[str]] | None:
+    """The labels of a scan whose family returns that."""
+    sequences = sequences_of(n_ctx=n_ctx, sequences=1)
+    sequences.family = InputFamily(family, lambda draw, **_: returned, "", True, family)
+    return sequences.shard(0).labels
+
+
+def test_labels_count_bos():
+    labelled = Labelled(np.array([9, 8, 9, 7]), {"A": (0, 2), "B": 3, "C": [], "D": np.array([1])})
+    assert labels_of("toy", labelled) == [["", "A", "D", "A", "B"]]
+    assert labels_of("toy", np.array([9, 8, 9, 7])) is None
+    assert labels_of("toy", Labelled(np.array([9, 8, 9, 7]), {})) == [[""] * 5]
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"A": 0, "B": [1, 0]}, "position 0 has two labels, 'A' and 'B'; expected one"),
+        ({"A": [1, 1]}, "position 1 has two labels, 'A' and 'A'; expected one"),
+        ({"A": 4}, "label 'A' at position 4, expected 0 to 3"),
+        ({"A": [0, -1]}, "label 'A' at position -1, expected 0 to 3"),
+        ({"A": "0"}, "label 'A' needs whole positions, got '0'"),
+        ({"A": [1.0]}, "label 'A' needs whole positions, got 1.0"),
+        ({"A": True}, "label 'A' needs whole positions, got True"),
+        ({"A": [[0, 1]]}, "label 'A' needs whole positions, got [0, 1]"),
+        ({"": 1}, "a label is a string with something in it, got ''"),
+        ({3: 1}, "a label is a string with something in it, got 3"),
+    ],
+)
+def test_wrong_labels_are_one_line(labels: dict[Any, Any], message: str):
+    with pytest.raises(ScanError) as caught:
+        labels_of("toy", Labelled(np.array([9, 8, 9, 7]), labels))
+    assert str(caught.value) == f"input family toy: {message}"
+
+
+def test_a_family_that_returns_too_little_is_named():
+    with pytest.raises(ScanError, match=r"input family toy: returned shape \(2,\), expected \(4,\)"):
+        labels_of("toy", Labelled(np.array([9, 8]), {"A": 0}))
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
@@ -154,12 +245,22 @@ def test_distinct_tokens_occur_once():
         ("text", {"files": 3}, "input.files: input should be a valid string or a valid list, got 3"),
         ("text", {"files": ["a", 3]}, "input.files.1: input should be a valid string, got 3"),
         ("pile", {"files": "a", "packing": "x"}, "input.packing: input should be 'document' or 'concat', got 'x'"),
+        ("abac", {}, "input.second: missing; the family abac needs it"),
+        ("corrupted_repeat", {"rate": "1"}, "input.rate: input should be a valid number, got '1'"),
+        ("backcopy", {}, "input.text: missing; the family backcopy needs it"),
+        (
+            "backcopy",
+            {"text": "a", "variant": "icl"},
+            "input.variant: input should be 'backcopy', 'markov', 'dormant_markov' or 'interpolate', got 'icl'",
+        ),
         ("pile", {"files": "a", "split": None}, "input.split: input should be a valid string, got None"),
         (
             "uniform_randon",
             {},
             "input.family: unknown input family 'uniform_randon': did you mean 'uniform_random'? "
-            "Known: pile, repeated_random, text, uniform_random",
+            "Known: abac, backcopy, backcopy_test, corrupted_repeat, csv_texts, induction_pos0, ngram_corrupt, "
+            "ngram_order, ngram_overlap, ngram_reversed, pile, repeated_random, repeated_text, shuffled_text, "
+            "single_token_repeat, text, uniform_random, unigram_random",
         ),
     ],
 )
@@ -175,6 +276,28 @@ def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], messag
         ("repeated_random", {"period": 9}, "input.period: expected 1 to 8, the tokens in a sequence, got 9"),
         ("repeated_random", {"period": 0}, "input.period: expected 1 to 8, the tokens in a sequence, got 0"),
         ("repeated_random", {"period": -1}, "input.period: expected 1 to 8, the tokens in a sequence, got -1"),
+        ("corrupted_repeat", {"rate": 1.5}, "input.rate: expected a probability, 0 to 1, got 1.5"),
+        (
+            "corrupted_repeat",
+            {"rate": 0.5, "replacement": 1},
+            "input.replacement: expected an ordinary token id of the model (2 to 60), got 1",
+        ),
+        (
+            "single_token_repeat",
+            {"token": 61},
+            "input.token: expected an ordinary token id of the model (2 to 60), got 61",
+        ),
+        (
+            "unigram_random",
+            {"text": "a", "exponent": 1.0},
+            "input: unigram_random takes text or exponent, got both; leave out one",
+        ),
+        (
+            "unigram_random",
+            {"text": "/nowhere/a.txt"},
+            "/nowhere/toy: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)",
+        ),
+        ("unigram_random", {"low": 61}, "input: no token to draw from low = 61 on; widen low and high"),
         (
             "uniform_random",
             {"low": 61},
@@ -203,7 +326,7 @@ def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], messag
     ],
 )
 def test_an_impossible_option_is_refused_by_the_first_draw(family: str, options: dict[str, Any], message: str):
-    with pytest.raises(ScanError) as caught:
+    with pytest.raises(HeadcountError) as caught:
         sequences_of(family, options=options).shard(0)
     assert str(caught.value) == message
 

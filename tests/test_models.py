@@ -696,10 +696,12 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
     for name in ("gpt2", "llama-gqa", "legacy-pth"):
         replica = shelf.replica(name)
         plain, edited = replica.measure(tokens), replica.measure(tokens, "zero_first_value")
-        assert (plain.engine, edited.engine) == ("fused", "dense")
+        assert (plain.engine, edited.engine) == ("fused", "fused")
         assert (edited.heads["sink_value_norm"] == 0).all()
         found = {s: np.abs(edited.heads[s] - plain.heads[s]) for s in STATISTICS}
         changed = {"sink_value_norm", "value_norm", "head_output_norm", "resid_post_norm", "sink_resid_post_norm"}
+        changed |= {"sink_value_result_norm", "value_result_norm", "head_result_norm", "sink_resid_post_top3"}
+        changed |= {"head_result_norm_last", "head_output_norm_last"}
         unsure = {"sink_logit_margin"} if name == "legacy-pth" else set()
         for statistic in STATISTICS.keys() - unsure:
             first_layer = found[statistic][:, 0].max()

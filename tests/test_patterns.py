@@ -36,6 +36,8 @@ def ask_all(pattern: FusedPattern | DensePattern, matches: dict[str, TokenPairs]
     answers |= {f"lag {d}": pattern.lag(d) for d in range(min(3, pattern.n_ctx))}
     answers |= {name: pattern.mass(pairs) for name, pairs in matches.items()}
     answers |= {"entropy": pattern.entropy(), "distance": pattern.distance(), "score 0": pattern.score(0)}
+    answers |= {"received": pattern.received(), "by lag": pattern.by_lag(), "row": pattern.row(pattern.n_ctx // 2)}
+    answers |= {"row scores": pattern.row_scores(pattern.n_ctx - 1)}
     return answers | {"earlier score": pattern.earlier_score()[..., 2:]}
 
 
@@ -52,6 +54,22 @@ def test_fused_equals_dense(n_ctx: int, batch: int) -> None:
             answer.double(), expected[name].double(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
     torch.testing.assert_close(fused.z.double(), dense.pattern @ v.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_fused_equals_dense_where_the_matrix_itself_is_asked_for() -> None:
+    q, k, v, tokens = drawn(3, 2, 11, 7)
+    fused, dense = both(q, k, v, tokens)
+    torch.testing.assert_close(fused.dense().double(), dense.dense(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(fused.dense_scores().double().tril(), dense.dense_scores().tril(), rtol=1e-5, atol=2e-6)
+
+
+def test_a_score_of_the_future_may_be_huge() -> None:
+    q = torch.ones(1, 1, 3, 1)
+    k = torch.tensor([0.0, 0.0, 400.0])[None, None, :, None]
+    pattern = FusedPattern(q, k, k, 1.0, {})
+    assert pattern.dense()[0, 0].tolist() == [[1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]]
+    assert pattern.received()[0, 0].tolist() == [0.5, 0.25, 1]
+    assert pattern.row(1)[0, 0].tolist() == [0.5, 0.5, 0]
 
 
 def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,10 @@ def trace(page: webdriver.Chrome, card: WebElement) -> dict[str, Any]:
 
 def test_every_head_statistic_has_a_drawn_heatmap(page: webdriver.Chrome) -> None:
     shown = section(page, 0)
-    same = {name for name in STATISTICS if "resid" in name} | {"match_coverage", "duplicate_score"}
+    same = {name for name in STATISTICS if "resid" in name and name.endswith("norm")} | {
+        "match_coverage",
+        "duplicate_score",
+    }
     titles = [heading.text for heading in shown.find_elements(By.CSS_SELECTOR, "figure h4")]
     assert titles.count("sink_mass") == 2  # by head, and by part of the Pile
     assert set(titles) == STATISTICS.keys() - same | {"Residual stream", "Residual peak"}
@@ -114,9 +117,10 @@ def test_every_head_statistic_has_a_drawn_heatmap(page: webdriver.Chrome) -> Non
         }))""",
         shown,
     )
-    assert len(pixels) == len(STATISTICS) - len(same) + 2
+    per_layer = {name for name in STATISTICS if "resid" in name} - same
+    assert len(pixels) == len(STATISTICS) - len(same) - len(per_layer) + 2
     assert min(pixels) >= 3  # Two colours and the gaps between cells.
-    assert len(shown.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace")) == 6
+    assert len(shown.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace")) == 6 + len(per_layer)
 
 
 def test_a_heatmap_says_which_head_is_which(page: webdriver.Chrome) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from jobs.plan import make_plan, prepare_run
 from schemas.errors import RunError
-from schemas.runs import TABLES, RunDirectory
+from schemas.runs import RunDirectory
 from schemas.scan import Scan, load_scan
 from tests.processes import MARK, kill
 from tests.toy_runs import local
@@ -65,7 +65,7 @@ def rows(run: RunDirectory) -> dict[str, pa.Table]:
     """Every committed row of every table and intervention, in the order of its keys."""
     keys = {"heads": ("sequence", "layer", "head"), "sequences": ("sequence",)}
     tables: dict[str, pa.Table] = {}
-    for table in TABLES:
+    for table in keys:
         for intervention in ("none", "zero_query_bias"):
             files = [f for c in run.commits() for f in c.files if (f.table, f.intervention) == (table, intervention)]
             joined = pa.concat_tables(

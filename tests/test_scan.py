@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from jobs.plan import make_plan
 from schemas.errors import ScanError
 from schemas.scan import Scan, load_scan, parse_scan
 
@@ -50,7 +49,9 @@ def test_a_minimal_scan_has_these_defaults():
         "bos": True,
         "input": {"family": "pile"},
         "interventions": ("none",),
-        "statistics": "all",
+        "statistics": "standard",
+        "profiles": (),
+        "outputs": (),
         "sequences": 3,
         "sequences_per_shard": 256,
         "batch_size": "auto",
@@ -76,8 +77,8 @@ def test_a_minimal_scan_has_these_defaults():
         ("bos", "true", "input should be a valid boolean"),
         ("input", "pile", "input should be an object"),
         ("interventions", "none", "input should be a valid array"),
-        ("statistics", "al", "input should be 'all' or a valid array"),
-        ("statistics", 5, "input should be 'all' or a valid array"),
+        ("statistics", "al", "input should be 'standard' or 'all' or a valid array"),
+        ("statistics", 5, "input should be 'standard' or 'all' or a valid array"),
         ("sequences", "al", "input should be a valid integer or 'all'"),
         ("sequences", 0, "input should be greater than or equal to 1 or 'all'"),
         ("sequences", 1.5, "input should be a valid integer or 'all'"),
@@ -110,6 +111,16 @@ def test_a_wrong_value_is_one_line_with_key_expectation_and_value(key: str, valu
             {"interventions": ["none", "none"]},
             "interventions: expected at least one name, each once, got ['none', 'none']",
         ),
+        ({"profiles": "all"}, "profiles: input should be a valid array, got 'all'"),
+        (
+            {"profiles": ["attention_by_lag", "attention_by_lag"]},
+            "profiles: expected each name once, got ['attention_by_lag', 'attention_by_lag']",
+        ),
+        (
+            {"profiles": ["score_by_pair"], "n_ctx": 65},
+            "profiles: score_by_pair keeps every pair of a query and a key, so it expects n_ctx <= 64, got 65; "
+            "lower n_ctx or leave it out",
+        ),
         ({"n_ctxt": 8}, f"unknown key 'n_ctxt': did you mean 'n_ctx'? Known: {KNOWN}"),
         ({"zzz": 8}, f"unknown key 'zzz': Known: {KNOWN}"),
     ],
@@ -121,6 +132,21 @@ def test_a_wrong_place_is_named(changes: dict[str, Any], line: str):
 def test_an_unknown_statistic_is_answered_with_the_nearest_name():
     (line,) = lines_of(MINIMAL | {"statistics": ["sink_mas"]})
     assert line.startswith("statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: ")
+
+
+def test_an_unknown_profile_is_answered_with_the_nearest_name():
+    (line,) = lines_of(MINIMAL | {"profiles": ["attention_by_lags"]})
+    assert line.startswith("profiles: unknown profile 'attention_by_lags': did you mean 'attention_by_lag'? Known: ")
+
+
+def test_no_profiles_are_asked_for_unless_told_and_pairs_up_to_64_tokens():
+    assert parse_scan(MINIMAL | {"profiles": []}).profiles == ()
+    assert parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 64}).profiles == ("score_by_pair",)
+
+
+def test_a_scan_without_profiles_is_recorded_as_before_there_were_any():
+    assert "profiles" not in parse_scan(MINIMAL).record
+    assert parse_scan(MINIMAL | {"profiles": ["attention_by_lag"]}).record["profiles"] == ["attention_by_lag"]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +274,8 @@ CHANGES: dict[str, Any] = {
     "input": {"family": "pile", "packing": "concat"},
     "interventions": ["none", "zero_first_value"],
     "statistics": ["entropy"],
+    "profiles": ["attention_by_lag"],
+    "outputs": ["loss"],
     "sequences": 4,
     "sequences_per_shard": 8,
     "batch_size": 2,
@@ -268,16 +296,6 @@ def test_an_unknown_precision_is_answered_with_the_nearest():
     (line,) = lines_of(MINIMAL | {"precision": "float23"})
     assert line.startswith("precision: unknown precision 'float23'")
     assert "float32" in line
-
-
-def test_a_low_precision_with_an_edited_activation_is_refused_before_anything_runs():
-    scan = parse_scan(MINIMAL | {"precision": "bfloat16", "interventions": ["none", "zero_first_value"]})
-    with pytest.raises(ScanError) as caught:
-        make_plan(scan, "toy")
-    assert str(caught.value) == (
-        "precision: zero_first_value is measured by the dense engine, which does not compute in bfloat16; "
-        "set precision = 'float32'"
-    )
 
 
 @pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weights": "folded"}])

@@ -156,7 +156,7 @@ def change_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]
 
 def toy_scan(**changes: Any) -> Scan:
     """A scan with little in it."""
-    fields = {"model": "toy", "n_ctx": 8, "input": {"family": "uniform_random"}, "sequences": 4}
+    fields = {"model": "toy", "n_ctx": 8, "input": {"family": "uniform_random"}, "sequences": 4, "statistics": "all"}
     return parse_scan(fields | changes)
 
 

@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 
 from schemas.commits import Commit, DataFile
 from schemas.places import Place
+from schemas.profiles import PROFILES
 from schemas.runs import Manifest, RunDirectory
 from schemas.statistics import Statistic, select
-from schemas.tables import chance_column, heads_schema, sequences_schema
+from schemas.tables import chance_column, heads_schema, profiles_schema, sequences_schema
 
 
 class Row(NamedTuple):
@@ -34,6 +35,8 @@ def local(where: Place) -> Path:
 
 
 Cell = Callable[[Row], float | None]
+Entry = dict[str, Any]
+"""A row of `profiles`, but for its shard."""
 
 
 def write_run(
@@ -53,8 +56,12 @@ def write_run(
     pile_sets: Sequence[str | None] = (None,),
     model: str = "toy",
     fingerprints: Mapping[str, str] | None = None,
+    profiles: Callable[[int], list[Entry]] | None = None,
 ) -> RunDirectory:
-    """Write a run; `columns` gives each statistic's value per row, `commit` the shards to write (all unless told)."""
+    """Write a run; `columns` gives each statistic's value per row, `commit` the shards to write (all unless told).
+
+    `profiles` gives the rows of `profiles` of each shard.
+    """
     statistics = select(list(columns))
     directory = RunDirectory.of(out, name)
     local(directory.path).mkdir(parents=True)
@@ -81,6 +88,7 @@ def write_run(
         shards=shards,
         sequences=sequences,
         statistics={s.name: s.record | _fingerprint(s.name, fingerprints) for s in statistics},
+        profiles={p: PROFILES[p].record for p in {row["profile"] for row in profiles(0)}} if profiles else {},
         model={
             "name": model,
             "n_layers": layers,
@@ -104,6 +112,10 @@ def write_run(
             origins = [pile_sets[s % len(pile_sets)] for s in span]
             table = _sequences(span, statistics, family, shard, n_ctx, origins, chance)
             files.append(_write(directory, "sequences", intervention, shard, table))
+            if profiles:
+                content = [{**entry, "shard": shard} for entry in profiles(shard)]
+                table = pa.Table.from_pylist(content, schema=profiles_schema())
+                files.append(_write(directory, "profiles", intervention, shard, table))
         write_commit(directory, shard, span, files, n_ctx * len(interventions))
     return directory
 
@@ -163,6 +175,7 @@ def _sequences(
         "pile_set_name": origins,
         "n_tokens": [n_ctx] * n,
         "tokens": [list(range(n_ctx))] * n,
+        "labels": [None] * n,
     }
     content |= {chance_column(s.name): [chance] * n for s in statistics if s.chance}
     return pa.table(content, schema=sequences_schema(statistics))

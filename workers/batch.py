@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,17 @@ import torch
 from torch import Tensor
 
 from schemas.errors import MeasureError
+from schemas.outputs import Output, compute_outputs
+from schemas.profiles import Profile
 from schemas.statistics import Statistic, evaluate
 from schemas.tables import chance_column
 from workers.dense import DenseEngine
 from workers.fused import FusedEngine
+from workers.outputs import predictions
 from workers.pairs import find_matches
 from workers.pattern import uniform_pattern
+from workers.profiles import Profiles, aggregates, reduced
+from workers.weights import WEIGHTS, attention_weights, has_rotary_positions
 
 FIRST_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens in the first forward pass when the batch size is to be found."""
@@ -78,6 +84,10 @@ class Launched:
     """`[statistic batch]`, in the order of the statistics that have a chance level."""
     defined: Tensor
     """`[statistic batch]`."""
+    profiles: dict[str, Tensor]
+    """Mean and M2 over the batch, by profile: `[2 layer head entry]`, or `[2 layer entry]`."""
+    outputs: dict[str, Tensor]
+    """`[batch]` or `[batch pos]`, by column of `sequences`."""
     first: int
     """Position of the first sequence in its shard, for messages."""
     ready: Any
@@ -88,43 +98,71 @@ def measure_batch(
     engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor, first: int = 0
 ) -> tuple[Columns, Columns]:
     """One forward pass over tokens `[batch pos]`: columns of `heads` `[batch layer head]`, of `sequences` `[batch]`."""
-    return finish(launch(engine, statistics, tokens, first), statistics)
+    heads, chance, _ = finish(launch(engine, statistics, tokens, first), statistics)
+    return heads, chance
 
 
 def launch(
-    engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor, first: int = 0
+    engine: FusedEngine | DenseEngine,
+    statistics: Sequence[Statistic],
+    tokens: Tensor,
+    first: int = 0,
+    profiles: Sequence[Profile] = (),
+    outputs: Sequence[Output] = (),
 ) -> Launched:
     """Start a forward pass; on a GPU this returns before it is done."""
     matches = find_matches(tokens)
     n_heads = engine.model.info.n_heads
     shape = (len(statistics), len(tokens), engine.model.info.n_layers, n_heads)
     values = torch.full(shape, torch.nan, device=tokens.device)
-    late = {name for s in statistics if "resid_post" in s.parameters for name in s.parameters}
+    asked = (*statistics, *profiles)
+    late = {name for a in asked if "resid_post" in a.parameters for name in a.parameters}
     done: set[tuple[int, str]] = set()
+    by_layer: dict[str, list[Tensor]] = {p.name: [] for p in profiles}
+
+    given = {**matches, "tokens": tokens, "rotary": has_rotary_positions(engine.model)}
+    read = {name for a in asked for name in a.parameters}.intersection(WEIGHTS)
+
+    @cache
+    def weights(layer: int) -> dict[str, Tensor]:
+        return attention_weights(engine.model, layer, read)
 
     def reduce(layer: int, seen: Mapping[str, Any]) -> None:
+        seen = {**seen, **given, **weights(layer)}
         for row, s in zip(values, statistics, strict=True):
             if (layer, s.name) not in done and all(name in seen for name in s.parameters):
                 value = evaluate(s.compute, seen)
                 # What the heads of a layer share comes as [batch].
                 row[:, layer] = value if value.dim() == 2 else value[:, None]
                 done.add((layer, s.name))
+        for p in profiles:
+            if len(by_layer[p.name]) == layer and all(name in seen for name in p.parameters):
+                by_layer[p.name].append(reduced(p, evaluate(p.compute, seen)))
 
-    engine.run(tokens, matches, reduce, late)
-    by_tokens = {"pattern": uniform_pattern(matches, tokens), **matches}
+    final: list[Tensor] = []
+    engine.run(tokens, matches, reduce, late, final.append if outputs else None)
+    predicted = compute_outputs(outputs, predictions(engine.model, final.pop(), tokens)) if outputs else {}
+    by_tokens = {"pattern": uniform_pattern(matches, tokens), **given}
     chance = [evaluate(s.compute, by_tokens)[:, 0] for s in statistics if s.chance]
     defined = [_defined(s, by_tokens, tokens) for s in statistics]
     parts = values, torch.stack(chance) if chance else tokens.new_empty(0), torch.stack(defined)
+    means = {name: torch.stack(layers, dim=1) for name, layers in by_layer.items()}
     if tokens.device.type == "cpu":
-        return Launched(*parts, first=first, ready=None)
-    parts = tuple(torch.empty(p.shape, dtype=p.dtype, pin_memory=True).copy_(p, non_blocking=True) for p in parts)
+        return Launched(*parts, profiles=means, outputs=predicted, first=first, ready=None)
+    parts = tuple(map(_fetched, parts))
+    fetched = [{name: _fetched(part) for name, part in found.items()} for found in (means, predicted)]
     ready = torch.cuda.Event()
     ready.record()
-    return Launched(*parts, first=first, ready=ready)
+    return Launched(*parts, profiles=fetched[0], outputs=fetched[1], first=first, ready=ready)
 
 
-def finish(launched: Launched, statistics: Sequence[Statistic]) -> tuple[Columns, Columns]:
-    """Wait for a forward pass and take its columns; NaN where a statistic is not defined."""
+def _fetched(part: Tensor) -> Tensor:
+    """A copy in pinned memory, on its way from the device."""
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+
+
+def finish(launched: Launched, statistics: Sequence[Statistic]) -> tuple[Columns, Columns, Profiles]:
+    """Wait for a forward pass and take its columns, NaN where a statistic is not defined, and its profiles."""
     if launched.ready is not None:
         launched.ready.synchronize()
     names = [s.name for s in statistics]
@@ -139,7 +177,8 @@ def finish(launched: Launched, statistics: Sequence[Statistic]) -> tuple[Columns
         chance_column(name): np.where(defined[name], values, np.float32(np.nan))
         for name, values in zip(with_chance, launched.chance.numpy(), strict=True)
     }
-    return heads, chance
+    predicted = {name: values.numpy().astype(np.float32) for name, values in launched.outputs.items()}
+    return heads, chance | predicted, aggregates(launched.profiles, launched.first, launched.values.shape[1])
 
 
 def _defined(statistic: Statistic, by_tokens: Mapping[str, Any], tokens: Tensor) -> Tensor:

@@ -46,6 +46,10 @@ class Corpus:
 
     sources: tuple[Source, ...]
     packing: str
+    shuffled: bool = False
+    """Whether the tokens of every sequence are permuted."""
+    chunk: int | None = None
+    """How many tokens of text are repeated to make a sequence; none means that all of them are text."""
 
     @property
     def record(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from schemas.errors import ModelError
 from schemas.statistics import ACTIVATIONS
+from workers.edits import Edits
 from workers.loading import LoadedModel
 from workers.pairs import TokenPairs
 from workers.pattern import MASKED, DensePattern
@@ -23,7 +24,9 @@ OnLayer = Callable[[int, Activations], None]
 The dense engine calls it once a layer, the fused one after the attention and again, with `resid_post`, at the end of the layer.
 What `keep` does not name is forgotten in between, and nothing outlives its layer.
 """
-Edits = Mapping[str, Callable[[Tensor], Tensor | None]]
+
+OnFinal = Callable[[Tensor], None]
+"""Called with the stream after the last norm `[batch pos d_model]`, where somebody wants to know what is predicted."""
 
 
 def wide(x: Tensor) -> Tensor:
@@ -41,20 +44,31 @@ class DenseEngine:
     name = "dense"
 
     def __init__(self, model: LoadedModel, edits: Edits | None = None) -> None:
-        """`edits` maps an activation's TransformerLens name to a function that returns an edited one."""
-        self.model, self.edits = model, edits or {}
+        self.model, self.edits = model, edits or Edits()
         self._shown: dict[tuple[int, int], bool] = {}
 
+    def edited(self, edits: Edits) -> DenseEngine:
+        """The same engine with edits of activations."""
+        return DenseEngine(self.model, edits)
+
     def run(
-        self, tokens: Tensor, matches: Mapping[str, TokenPairs], on_layer: OnLayer, keep: Container[str] = ACTIVATIONS
+        self,
+        tokens: Tensor,
+        matches: Mapping[str, TokenPairs],
+        on_layer: OnLayer,
+        keep: Container[str] = ACTIVATIONS,
+        on_final: OnFinal | None = None,
     ) -> None:
-        """One forward pass over tokens `[batch pos]`."""
+        """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the unembedding if `on_final`."""
         info, bridge = self.model.info, self.model.bridge
         seen: Activations = {}
 
+        def change(name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
+            edited = self.edits.apply(name, layer, value)
+            return None if edited is value else edited
+
         def note(name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
-            edit = self.edits.get(name)
-            edited = None if edit is None else edit(value)
+            edited = change(name, layer, value, hook)
             seen[name] = wide(value if edited is None else edited)
             if name == "pattern":
                 seen["unedited"] = wide(value)
@@ -72,13 +86,23 @@ class DenseEngine:
             seen.clear()
             # The bridge would keep every layer's pattern alive until the next pass.
             bridge.blocks[layer].attn._pattern = None
-            if layer == info.n_layers - 1:
+            if layer == info.n_layers - 1 and on_final is None:
                 raise Done
             return edited
 
-        hooks: list[tuple[str, Callable[..., Any]]] = []
+        def predict(value: Tensor, hook: object) -> None:
+            if on_final is not None:
+                on_final(wide(value))
+            raise Done
+
+        hooks: list[tuple[str, Callable[..., Any]]] = [
+            (f"hook_{name}", partial(change, name, None)) for name in ("embed", "pos_embed") if self.edits.touch(name)
+        ]
         for layer in range(info.n_layers):
             attn = f"blocks.{layer}.attn"
+            for name in ("attn_out", "mlp_out"):
+                if self.edits.touch(name, layer):
+                    hooks.append((f"blocks.{layer}.hook_{name}", partial(change, name, layer)))
             hooks.append((f"blocks.{layer}.hook_resid_pre", partial(note, "resid_pre", layer)))
             for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
                 hooks.append((f"{attn}.hook_{name}", partial(note, name, layer)))
@@ -86,6 +110,8 @@ class DenseEngine:
                 if f"{attn}.hook_rot_{name}" in bridge.hook_dict:
                     hooks.append((f"{attn}.hook_rot_{name}", partial(rotated, name)))
             hooks.append((f"blocks.{layer}.hook_resid_post", partial(finish, layer)))
+        if on_final is not None:
+            hooks.append(("unembed.hook_in", predict))
         try:
             with warnings.catch_warnings():
                 # The bridge only warns where an architecture gives it no way to apply an edit.
@@ -93,7 +119,7 @@ class DenseEngine:
                 bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
         except UserWarning as warning:
             raise ModelError(
-                f"{info.name}: {', '.join(self.edits)} cannot be edited in this architecture ({warning})"
+                f"{info.name}: {', '.join(e.target for e in self.edits.edits)} cannot be edited in this architecture ({warning})"
             ) from None
         except Done:
             pass
@@ -110,7 +136,7 @@ class DenseEngine:
         """Whether the bridge shows the scores, or q and k make them: held once against the layer's pattern."""
         future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
         # An edit of scores that the bridge does not show would be measured and have no effect.
-        for shown in (True,) if "attn_scores" in self.edits else (True, False):
+        for shown in (True,) if self.edits.touch("attn_scores", layer) else (True, False):
             scores = seen["attn_scores"] if shown else q @ k.mT * q.shape[-1] ** -0.5
             implied = scores.masked_fill(future, MASKED).softmax(-1)
             if torch.allclose(implied.tril(), seen["unedited"].tril(), atol=1e-4, equal_nan=True):

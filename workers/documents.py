@@ -1,7 +1,8 @@
-"""Documents out of files: .jsonl, .jsonl.zst, .parquet, plain text, and data sets on the Hub."""
+"""Documents out of files: .jsonl, .jsonl.zst, .parquet, .csv, plain text, and data sets on the Hub."""
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from collections.abc import Iterator
@@ -44,7 +45,9 @@ class Source:
 
     def documents(self) -> Iterator[Document]:
         """The documents in order; a problem of the whole file raises `CorpusError`."""
-        readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "text": _read_text, "hub": _read_hub}
+        readers = {
+            "jsonl": _read_jsonl, "parquet": _read_parquet, "csv": _read_csv, "text": _read_text, "hub": _read_hub,
+        }  # fmt: skip
         try:
             yield from readers[self.kind](self)
         except (OSError, zstandard.ZstdError, pa.ArrowException) as error:
@@ -146,6 +149,32 @@ def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | None]:
 
 def _from_row(row: int, fields: dict[str, Any]) -> Document:
     return _from_fields(row, fields["text"], fields.get("meta"))
+
+
+def _read_csv(source: Source) -> Iterator[Document]:
+    csv.field_size_limit(1 << 30)  # A text may be longer than the 128 KiB that Python allows a field.
+    with open_whole(place(source.path)) as content:
+        buffer = io.BufferedReader(content) if isinstance(content, pa.NativeFile) else content
+        # A row that is not UTF-8 is a bad row, not a bad file.
+        lines = io.TextIOWrapper(buffer, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.DictReader(lines, strict=True)
+        try:
+            if "text" not in (rows.fieldnames or ()):
+                raise CorpusError(
+                    f"{source.path}: expected a column text, found {', '.join(rows.fieldnames or ()) or 'nothing'}"
+                )
+            for row, fields in enumerate(rows):
+                yield _from_csv(row, fields)
+        except csv.Error as error:
+            raise CorpusError(f"{source.path}, line {rows.reader.line_num}: not CSV ({error})") from None
+
+
+def _from_csv(row: int, fields: dict[str, Any]) -> Document:
+    if None in fields:
+        return Document(row, problem="more fields than the header names")
+    if not _encodable(fields["text"] or ""):
+        return Document(row, problem="not UTF-8")
+    return _from_fields(row, fields["text"], {"pile_set_name": fields.get("dataset") or None})
 
 
 def _read_text(source: Source) -> Iterator[Document]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from schemas.errors import ModelError
 from schemas.precision import PRECISIONS
 from schemas.statistics import ACTIVATIONS
-from workers.dense import Activations, DenseEngine, Done, OnLayer, wide
+from workers.dense import Activations, DenseEngine, Done, OnFinal, OnLayer, wide
+from workers.edits import Edits
 from workers.formats import linears_in
 from workers.loading import LoadedModel
 from workers.pairs import TokenPairs
-from workers.pattern import FusedPattern
+from workers.pattern import MASKED, DensePattern, FusedPattern
 
 IMPLEMENTATION = "headcount"
 """The name under which Hugging Face models find our attention."""
@@ -37,9 +39,12 @@ class _Forward:
         on_layer: OnLayer,
         keep: Container[str],
         last: int,
+        edits: Edits,
+        on_final: OnFinal | None,
     ) -> None:
         self.matches, self.asked, self.factors, self.on_layer, self.keep = matches, asked, factors, on_layer, keep
-        self.layer, self.last = 0, last
+        self.layer, self.last, self.edits, self.on_final = 0, last, edits, on_final
+        self.dense_layers = edits.dense_layers(last + 1)
         self.attended = False
         self.activations: Activations = {}
 
@@ -47,20 +52,38 @@ class _Forward:
         """Attention over `[batch head pos d_head]`; returns z `[batch pos head d_head]` and notes what was seen."""
         groups = q.shape[1] // k.shape[1]
         dtype = v.dtype
-        q, k, v = wide(q), wide(k), wide(v)
+        q, k, v = (self._edited(name, wide(x)) for name, x in (("q", q), ("k", k), ("v", v)))
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        pattern = FusedPattern(q, k, v, scale, self.matches, self.asked, self.factors)
-        z = pattern.z.transpose(1, 2)
+        if self.layer in self.dense_layers:
+            pattern = self._built(q, k, scale)
+            z = (pattern.pattern @ v).transpose(1, 2)
+        else:
+            pattern = FusedPattern(q, k, v, scale, self.matches, self.asked, self.factors)
+            z = pattern.z.transpose(1, 2)
+        z = self.edits.apply("z", self.layer, z)
         self.activations |= {
             "pattern": pattern, "q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2), "z": z,
         }  # fmt: skip
         self.attended = True
         self.show()
-        if self.layer == self.last and "resid_post" not in self.keep:
+        if self.layer == self.last and "resid_post" not in self.keep and self.on_final is None:
             raise Done  # Nobody reads what comes after.
         self.activations = {name: a for name, a in self.activations.items() if name in self.keep}
         return z.to(dtype)
+
+    def _edited(self, name: str, x: Tensor) -> Tensor:
+        """Queries, keys or values `[batch head pos d_head]`, as edits leave them, whose axes are `[batch pos head d_head]`."""
+        if not self.edits.touch(name, self.layer):
+            return x
+        return self.edits.apply(name, self.layer, x.transpose(1, 2)).transpose(1, 2)
+
+    def _built(self, q: Tensor, k: Tensor, scale: float) -> DensePattern:
+        """The pattern of a layer whose scores or pattern are edited."""
+        future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ k.mT * scale).masked_fill_(future, MASKED)
+        scores = self.edits.apply("attn_scores", self.layer, scores).masked_fill(future, MASKED)
+        return DensePattern(self.edits.apply("pattern", self.layer, scores.softmax(-1)), scores)
 
     def show(self) -> None:
         """Hand over what is known of the layer."""
@@ -80,6 +103,7 @@ class FusedEngine:
         # The check is about the model's attention, so it runs in the format of the bridge.
         self.precision = PRECISIONS["float64" if precision == "float64" else "float32"]
         self.asked: set[str] = set()
+        self.edits = Edits()
         if model.info.layout == "huggingface":
             _use_our_attention(model.bare)
         else:
@@ -88,16 +112,26 @@ class FusedEngine:
         for layer, block in enumerate(model.blocks):
             block.register_forward_pre_hook(partial(self._before, layer), with_kwargs=True)
             block.register_forward_hook(partial(self._after, layer))
+        for name in ("embed", "pos_embed", "attn_out", "mlp_out"):
+            for layer, module in enumerate(model.parts[name]):
+                module.register_forward_hook(partial(self._edit_output, name, layer))
+        for module in model.parts["unembed"]:
+            module.register_forward_pre_hook(self._before_unembedding)
         self._check_against_bridge()
         self.precision = PRECISIONS[precision]
 
     def run(
-        self, tokens: Tensor, matches: Mapping[str, TokenPairs], on_layer: OnLayer, keep: Container[str] = ACTIVATIONS
+        self,
+        tokens: Tensor,
+        matches: Mapping[str, TokenPairs],
+        on_layer: OnLayer,
+        keep: Container[str] = ACTIVATIONS,
+        on_final: OnFinal | None = None,
     ) -> None:
-        """One forward pass over tokens `[batch pos]`."""
-        token = _forward.set(
-            _Forward(matches, self.asked, self.precision.scores, on_layer, keep, len(self.model.blocks) - 1)
-        )
+        """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the unembedding if `on_final`."""
+        last = len(self.model.blocks) - 1
+        forward = _Forward(matches, self.asked, self.precision.scores, on_layer, keep, last, self.edits, on_final)
+        token = _forward.set(forward)
         try:
             with linears_in(self.precision.linears, tokens.device.type):
                 self.model.bare(tokens, **({"use_cache": False} if self.model.info.layout == "huggingface" else {}))
@@ -106,22 +140,56 @@ class FusedEngine:
         finally:
             _forward.reset(token)
 
-    def _before(self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if forward := _forward.get():
-            forward.layer, forward.attended = layer, False
-            forward.activations = {"resid_pre": wide(args[0] if args else kwargs["hidden_states"])}
+    def edited(self, edits: Edits) -> FusedEngine:
+        """The same engine with edits of activations."""
+        other = copy.copy(self)
+        other.edits = edits
+        if layers := edits.dense_layers(self.model.info.n_layers):
+            other.name = f"{self.name}, with built patterns in layers {' '.join(map(str, layers))}"
+        return other
 
-    def _after(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _edit_output(self, name: str, layer: int, _module: nn.Module, _args: Any, output: Any) -> Any:
+        forward = _forward.get()
+        if forward is None or not forward.edits.touch(name, layer):
+            return None
+        if isinstance(output, tuple):
+            return (forward.edits.apply(name, layer, output[0]), *output[1:])
+        return forward.edits.apply(name, layer, output)
+
+    def _before(self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = _forward.get()
+        if forward is None:
+            return None
+        forward.layer, forward.attended = layer, False
+        before = args[0] if args else kwargs["hidden_states"]
+        stream = forward.edits.apply("resid_pre", layer, before)
+        forward.activations = {"resid_pre": wide(stream)}
+        if stream is before:
+            return None
+        return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
+
+    def _after(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> Any:
         if forward := _forward.get():
             if not forward.attended:
                 raise ModelError(
                     f"{self.model.info.name}: layer {layer} has no attention that can be seen; use engine = 'dense'"
                 )
-            forward.activations["resid_post"] = wide(output[0] if isinstance(output, tuple) else output)
+            after = output[0] if isinstance(output, tuple) else output
+            stream = forward.edits.apply("resid_post", layer, after)
+            forward.activations["resid_post"] = wide(stream)
             forward.show()
             forward.activations = {}
-            if layer == len(self.model.blocks) - 1:
+            if layer == forward.last and forward.on_final is None:
                 raise Done
+            if stream is not after:
+                return (stream, *output[1:]) if isinstance(output, tuple) else stream
+        return None
+
+    def _before_unembedding(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        forward = _forward.get()
+        if forward is not None and forward.on_final is not None:
+            forward.on_final(wide(args[0]))
+            raise Done
 
     def _check_against_bridge(self) -> None:
         """Refuse a model whose attention is not the plain causal softmax: the bridge must see the same activations."""

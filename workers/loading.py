@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
+from workers.circuit import Circuit
 from workers.models import LEGACY_PLAIN, ModelInfo, be_quiet, weight_files
 
 
@@ -28,6 +30,14 @@ class LoadedModel:
     bridge: Any
     bare: nn.Module
     blocks: list[nn.Module]
+    parts: dict[str, list[nn.Module]]
+    """Modules of the bare tree whose outputs are activations, one for each layer or one for all: `embed`, `mlp_out`, …"""
+
+    @cached_property
+    def circuit(self) -> Circuit:
+        """What the weights say of positions; asked for while nothing is edited."""
+        mlps = self.parts["mlp_out"]
+        return Circuit.of(self.info.name, self.bridge, mlps[0] if mlps else None)
 
 
 def load_model(info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
@@ -72,7 +82,7 @@ def _load_hf(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModel:
     model.requires_grad_(False)
     mapping: Any = bridge.adapter.component_mapping
     blocks: Any = bare.get_submodule(mapping["blocks"].name)
-    return LoadedModel(info, bridge, bare, list(blocks))
+    return LoadedModel(info, bridge, bare, list(blocks), _parts(bridge, bare, list(blocks)))
 
 
 def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModel:
@@ -109,7 +119,24 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedMode
     except Exception as error:
         raise ModelError(f"{path}: the weights do not fit config.json ({reason(error)})") from None
     bridge.original_model.eval().requires_grad_(False)
-    return LoadedModel(info, bridge, bridge.original_model, list(bridge.blocks))
+    blocks: Any = list(bridge.blocks)
+    return LoadedModel(info, bridge, bridge.original_model, blocks, _parts(bridge, bridge.original_model, blocks))
+
+
+def _parts(bridge: Any, bare: nn.Module, blocks: list[nn.Module]) -> dict[str, list[nn.Module]]:
+    """The bare modules of the activations that are some module's output."""
+    mapping = bridge.adapter.component_mapping
+    parts = {
+        name: [bare.get_submodule(mapping[name].name)] if name in mapping else []
+        for name in ("embed", "pos_embed", "unembed")
+    }
+    inside = mapping["blocks"].submodules
+    for activation, name in (("attn_out", "attn"), ("mlp_out", "mlp")):
+        names = [inside[name].name] * len(blocks) if name in inside and inside[name].name else []
+        parts[activation] = [
+            getattr(block, own) for block, own in zip(blocks, names, strict=False) if hasattr(block, own)
+        ]
+    return parts
 
 
 class _Gelu(nn.Module):

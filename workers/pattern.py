@@ -20,6 +20,9 @@ LN2 = math.log(2)
 MASKED = -1e30
 """Score of a key in the future: finite, so that 0 · MASKED is 0 and not NaN."""
 
+FIRST_KEYS = 8
+"""Scores of the first keys, which are asked for again and again, come from one product."""
+
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 """Size of one tile of scores: about what a CPU core's caches hold, and enough to fill a GPU."""
 
@@ -60,6 +63,24 @@ class DensePattern:
         earlier = ones.tril(-1)
         earlier[:, 0] = False
         return self.scores.masked_fill(~earlier, 0).sum(-1) / earlier.sum(-1)
+
+    def received(self) -> Tensor:
+        return self.pattern.sum(-2) / (self.n_ctx - self.positions())
+
+    def by_lag(self) -> Tensor:
+        return torch.stack([self.lag(d).mean(-1) for d in range(self.n_ctx)], dim=-1)
+
+    def row(self, q: int) -> Tensor:
+        return self.pattern[..., q, :]
+
+    def row_scores(self, q: int) -> Tensor:
+        return self.scores[..., q, :]
+
+    def dense(self) -> Tensor:
+        return self.pattern
+
+    def dense_scores(self) -> Tensor:
+        return self.scores
 
     def positions(self) -> Tensor:
         return torch.arange(self.n_ctx, dtype=self.pattern.dtype, device=self.pattern.device)
@@ -119,7 +140,10 @@ class FusedPattern:
         return self._swept("entropy")
 
     def score(self, k: int) -> Tensor:
-        return self._once(f"score {k}", lambda: (self.q @ self.k[:, :, k, :, None]).squeeze(-1) * self.scale)
+        if k >= FIRST_KEYS:
+            return self._once(f"score {k}", lambda: (self.q @ self.k[:, :, k, :, None]).squeeze(-1) * self.scale)
+        first = self._once("first scores", lambda: self.q @ self.k[:, :, :FIRST_KEYS].mT * self.scale)
+        return first[..., k]
 
     def earlier_score(self) -> Tensor:
         sums = self.k[:, :, 1:].cumsum(2)
@@ -127,6 +151,38 @@ class FusedPattern:
         lead = torch.linalg.vecdot(self.q[:, :, 2:], sums[:, :, :-1]) * self.scale
         mean[..., 2:] = lead / self.positions()[1:-1]
         return mean
+
+    def received(self) -> Tensor:
+        batch, heads, n_ctx, _ = self.q.shape
+        received = self.lse.new_zeros(batch, heads, n_ctx)
+        rows = min(TILE_QUERIES[self.q.device.type], n_ctx)
+        group = max(1, TILE_BYTES[self.q.device.type] // (4 * heads * rows * n_ctx))
+        for b in range(0, batch, group):
+            some = slice(b, b + group)
+            for start in range(0, n_ctx, rows):
+                stop = min(start + rows, n_ctx)
+                scores = self.q[some, :, start:stop] @ self.k[some, :, :stop].mT * self.scale
+                tile = (scores - self.lse[some, :, start:stop, None]).exp()
+                # Above the diagonal a score can exceed the log-sum-exp by any amount, so it is replaced, not multiplied.
+                received[some, :, :stop] += tile.tril_(start).sum(-2)
+        return received / (n_ctx - self.positions())
+
+    def by_lag(self) -> Tensor:
+        return torch.stack([self.lag(d).mean(-1) for d in range(self.n_ctx)], dim=-1)
+
+    def row(self, q: int) -> Tensor:
+        row = (self.row_scores(q) - self.lse[..., q, None]).exp()
+        row[..., q + 1 :] = 0
+        return row
+
+    def row_scores(self, q: int) -> Tensor:
+        return (self.k @ self.q[:, :, q, :, None]).squeeze(-1) * self.scale
+
+    def dense(self) -> Tensor:
+        return (self.dense_scores() - self.lse[..., None]).exp().tril()
+
+    def dense_scores(self) -> Tensor:
+        return self.q @ self.k.mT * self.scale
 
     def positions(self) -> Tensor:
         return torch.arange(self.n_ctx, dtype=self.q.dtype, device=self.q.device)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.errors import ModelError, ScanError
+from schemas.errors import ModelError
+from schemas.outputs import select_outputs
 from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
+from schemas.profiles import select_profiles
 from schemas.scan import Scan
 from schemas.statistics import select
 from workers.batch import BatchSize, Columns, Launched, finish, launch
 from workers.dense import DenseEngine
 from workers.fused import FusedEngine
-from workers.interventions import ACTIVATIONS, edited_weights, find_intervention, needs_bridge
+from workers.interventions import edited_weights, find_intervention, needs_bridge
 from workers.loading import load_model
 from workers.memory import keep_freed_memory
 from workers.models import ModelInfo
+from workers.outputs import check_unembedding
+from workers.profiles import Profiles, merge
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,11 @@ class Measured:
     heads: dict[str, np.ndarray]
     """`[sequence layer head]`, float32, by statistic."""
     chance: dict[str, np.ndarray]
-    """`[sequence]`, float32, by column of the `sequences` table."""
+    """`[sequence]` or `[sequence pos]`, float32, by column of the `sequences` table: chance levels and outputs."""
     engine: str
     precision: str
+    profiles: Profiles = field(default_factory=dict)
+    """Aggregates over all sequences, by profile."""
 
 
 class Replica:
@@ -45,9 +51,13 @@ class Replica:
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         self.scan = scan
         self.statistics = select(scan.statistics)
+        self.profiles = select_profiles(scan.profiles, scan.n_ctx)
         self.precision = resolve_precision(scan, self.device)
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weights, self.device, dtype)
+        self.outputs = select_outputs(scan.outputs)
+        if self.outputs:
+            check_unembedding(self.model)
         self.free_since: float | None = None
         """When the last shard was measured, for knowing how long the replica waited for the next."""
         self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx)
@@ -58,25 +68,27 @@ class Replica:
     def measure(self, tokens: np.ndarray, intervention: str = "none") -> Measured:
         """Measure tokens `[sequence pos]`; a batch that does not fit the device's memory is halved."""
         edit = find_intervention(intervention)
-        edits = {edit.target: edit.edit} if edit.target in ACTIVATIONS else {}
-        engine = self.engine
-        if needs_bridge(self.model, edit):
+        edits = edit.edits(self.model)
+        engine = self.engine.edited(edits)
+        if engine.name != "dense" and needs_bridge(self.model, edit):
             if self.precision not in BRIDGE_PRECISIONS:
                 raise ModelError(_beyond_the_bridge(intervention, self.precision))
             engine = DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, edit):
-            heads, chance = zip(*self._batches(engine, tokens), strict=True)
-        return Measured(_join(heads), _join(chance), engine.name, self.precision)
+            heads, chance, profiles = zip(*self._batches(engine, tokens), strict=True)
+        return Measured(_join(heads), _join(chance), engine.name, self.precision, merge(profiles))
 
-    def _batches(self, engine: FusedEngine | DenseEngine, tokens: np.ndarray) -> Iterator[tuple[Columns, Columns]]:
-        """The columns of each batch, in order; a GPU computes the next batch while one is being fetched."""
+    def _batches(
+        self, engine: FusedEngine | DenseEngine, tokens: np.ndarray
+    ) -> Iterator[tuple[Columns, Columns, Profiles]]:
+        """The columns and profiles of each batch, in order; a GPU computes the next batch while one is being fetched."""
         start = 0
         waiting: Launched | None = None
         while start < len(tokens):
             began = time.perf_counter()
             try:
                 batch = self._to_device(tokens[start : start + self.batch.size])
-                launched = launch(engine, self.statistics, batch, start)
+                launched = launch(engine, self.statistics, batch, start, self.profiles, self.outputs)
             except RuntimeError as error:
                 if not _out_of_memory(error):
                     raise
@@ -104,13 +116,10 @@ class Replica:
 
 def resolve_precision(scan: Scan, device: str) -> str:
     """The precision of a scan on a device: as the scan says, or the fastest acceptable one that all of it can have."""
-    edited = [name for name in scan.interventions if find_intervention(name).target in ACTIVATIONS]
-    if scan.precision == "auto":
-        dense = scan.engine == "dense" or scan.weights == "folded" or edited
-        return "float32" if dense else FASTEST_ACCEPTABLE[device]
-    if edited and scan.precision not in BRIDGE_PRECISIONS:
-        raise ScanError(_beyond_the_bridge(edited[0], scan.precision))
-    return scan.precision
+    if scan.precision != "auto":
+        return scan.precision
+    dense = scan.engine == "dense" or scan.weights == "folded"
+    return "float32" if dense else FASTEST_ACCEPTABLE[device]
 
 
 def _beyond_the_bridge(intervention: str, precision: str) -> str:

@@ -12,7 +12,9 @@ import numpy as np
 from schemas.errors import CorpusError, ModelError, ScanError
 from schemas.scan import Scan
 from workers.corpus import Corpus, Index, SequenceReader, build_index
-from workers.inputs import Draw, find_input
+from workers.inputs import Draw, Labelled, find_input
+from workers.inputs.backcopy import BUNDLED
+from workers.inputs.source import text_record
 from workers.models import ModelInfo
 from workers.tokens import TextTokenizer
 
@@ -28,6 +30,8 @@ class ShardInput:
     origin: dict[str, list[Any]]
     """Columns of the `sequences` table by name."""
     bad_rows: list[str]
+    labels: list[list[str]] | None = None
+    """The label of every token, "" where it has none; none where the family has no labels."""
 
 
 class Sequences:
@@ -61,6 +65,14 @@ class Sequences:
         """The corpus, its files listed; none where the family is synthetic."""
         return None if self.family.synthetic else self.family.function(**self.options)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """Identifies the files that the sequences depend on."""
+        if self.corpus is not None:
+            return self.corpus.record
+        text = self.options.get("text")
+        return {} if text is None or text == BUNDLED else {"text": text_record(text)}
+
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         """The model's tokenizer."""
@@ -70,7 +82,7 @@ class Sequences:
         """Index the corpus as far as the scan needs it; nothing to do for a synthetic family."""
         if self.corpus is not None and self.index is None:
             enough = None if self.scan.sequences == "all" else self.scan.sequences
-            self.index = build_index(self.corpus, self.tokenizer, self.length, enough)
+            self.index = build_index(self.corpus, self.tokenizer, self._text_length, enough)
 
     def __len__(self) -> int:
         """How many sequences the scan has; a corpus that holds fewer than asked for is an error."""
@@ -81,7 +93,7 @@ class Sequences:
             assert self.index is not None
             bad = [f"{place} ({problem})" for place, problem in self.index.problems.items()]
             raise CorpusError(
-                f"input: the corpus holds {held} sequences of {self.length} tokens ({self.corpus.packing} packing), "
+                f"input: the corpus holds {held} sequences of {self._text_length} tokens ({self.corpus.packing} packing), "
                 f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or pack with concat"
                 f"{f'; {len(bad)} bad rows were left out, the first is {bad[0]}' if bad else ''}"
             )
@@ -97,11 +109,28 @@ class Sequences:
         start = number * self.scan.sequences_per_shard
         stop = min(start + self.scan.sequences_per_shard, len(self))
         if self.corpus is None:
-            drawn = [self._draw(i) for i in range(start, stop)]
-            return ShardInput(number, start, self._with_bos(np.array(drawn, np.int32)), {}, [])
+            return self._drawn(number, start, stop)
         bad_rows = self._reader.bad_rows(start, stop)
         tokens, origin = self._reader.read(start, stop)
-        return ShardInput(number, start, self._with_bos(tokens), origin, bad_rows)
+        return ShardInput(number, start, self._with_bos(self._arranged(start, tokens)), origin, bad_rows)
+
+    @property
+    def _text_length(self) -> int:
+        """Tokens of text in a sequence of the corpus; the rest repeats them."""
+        assert self.corpus is not None
+        chunk = self.corpus.chunk or self.length
+        if chunk > self.length:
+            raise ScanError(f"input.chunk: expected 1 to {self.length}, the tokens in a sequence, got {chunk}")
+        return chunk
+
+    def _arranged(self, start: int, text: np.ndarray) -> np.ndarray:
+        """Sequences of a corpus out of their text: repeated or shuffled where the family says so."""
+        assert self.corpus is not None
+        if self.corpus.chunk is not None:
+            return text[:, np.arange(self.length) % self.corpus.chunk]
+        if self.corpus.shuffled:
+            return np.array([self._draw_of(start + i).rng.permutation(row) for i, row in enumerate(text)])
+        return text
 
     @cached_property
     def _reader(self) -> SequenceReader:
@@ -111,21 +140,33 @@ class Sequences:
         separator = self.info.eos_token_id if self.info.eos_token_id is not None else self.info.bos_token_id
         if self.corpus.packing == "concat" and separator is None:
             raise ModelError(f"{self.info.name} names no end-of-text token to join documents with; pack by document")
-        return SequenceReader(self.corpus, self.index, self.tokenizer, self.length, separator)
+        return SequenceReader(self.corpus, self.index, self.tokenizer, self._text_length, separator)
 
     @cached_property
     def _ordinary(self) -> np.ndarray:
         special = [t for t in (self.info.bos_token_id, self.info.eos_token_id) if t is not None]
         return np.setdiff1d(np.arange(self.info.d_vocab), special)
 
-    def _draw(self, sequence: int) -> np.ndarray:
-        draw = Draw.of(self.scan.seed, sequence, self.family.name, self.length, self._ordinary)
-        tokens = np.asarray(self.family.function(draw, **self.options))
+    def _draw_of(self, sequence: int) -> Draw:
+        stream = self.family.stream
+        return Draw.of(self.scan.seed, sequence, stream, self.length, self._ordinary, lambda: self.tokenizer)
+
+    def _drawn(self, number: int, start: int, stop: int) -> ShardInput:
+        drawn = [self._labelled(i) for i in range(start, stop)]
+        tokens = self._with_bos(np.array([tokens for tokens, _ in drawn], np.int32))
+        bos = [""] * self.scan.bos
+        labels = [bos + names for _, names in drawn if names is not None]
+        return ShardInput(number, start, tokens, {}, [], labels or None)
+
+    def _labelled(self, sequence: int) -> tuple[np.ndarray, list[str] | None]:
+        """One sequence of a synthetic family, and the label of every token where the family has labels."""
+        returned = self.family.function(self._draw_of(sequence), **self.options)
+        tokens = np.asarray(returned.tokens if isinstance(returned, Labelled) else returned)
         if tokens.shape != (self.length,):
             raise ScanError(
                 f"input family {self.family.name}: returned shape {tokens.shape}, expected ({self.length},)"
             )
-        return tokens
+        return tokens, returned.names(self.family.name) if isinstance(returned, Labelled) else None
 
     def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
         if not self.scan.bos:

@@ -14,12 +14,14 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.commits import Commit, DataFile
+from schemas.outputs import select_outputs
 from schemas.parquet import parquet_bytes
 from schemas.places import write_whole
 from schemas.runs import RunDirectory, data_path
 from schemas.scan import Scan
 from schemas.statistics import select
 from schemas.tables import heads_schema, sequences_schema
+from workers.profiles import profiles_table
 from workers.replica import Measured, Replica
 from workers.sequences import ShardInput
 
@@ -56,6 +58,8 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: in
     files: list[DataFile] = []
     for intervention, measured in done.measured.items():
         tables = {"heads": heads_table(scan, shard, measured), "sequences": sequences_table(scan, shard, measured)}
+        if measured.profiles:
+            tables["profiles"] = profiles_table(shard.shard, measured.profiles)
         files += [_write_table(run, name, intervention, shard.shard, rows) for name, rows in tables.items()]
     commit = Commit(
         run_id=run.run_id,
@@ -100,11 +104,11 @@ def heads_table(scan: Scan, shard: ShardInput, measured: Measured) -> pa.Table:
 def sequences_table(scan: Scan, shard: ShardInput, measured: Measured) -> pa.Table:
     """One row per sequence."""
     sequences, n_ctx = shard.tokens.shape
-    offsets = np.arange(0, shard.tokens.size + 1, n_ctx, dtype=np.int32)
-    tokens = pa.ListArray.from_arrays(offsets, shard.tokens.ravel())
     columns: dict[str, Any] = _keys(scan, shard, np.arange(sequences)) | measured.chance
-    columns |= {"n_tokens": np.full(sequences, n_ctx), "tokens": tokens, **shard.origin}
-    return _table(columns, sequences_schema(select(scan.statistics)))
+    columns |= {"n_tokens": np.full(sequences, n_ctx), "tokens": shard.tokens, **shard.origin}
+    if shard.labels is not None:
+        columns["labels"] = shard.labels
+    return _table(columns, sequences_schema(select(scan.statistics), select_outputs(scan.outputs)))
 
 
 def record_failure(run: RunDirectory, shard: int, attempt: int, error: str) -> None:
@@ -121,13 +125,18 @@ def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]
     }
 
 
+def _array(values: Any) -> pa.Array:
+    if not isinstance(values, np.ndarray) or values.ndim == 1:
+        return pa.array(values, from_pandas=True)
+    offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(values.ravel(), from_pandas=True))
+
+
 def _table(columns: dict[str, Any], schema: pa.Schema) -> pa.Table:
     """A table of `schema`; NaN is written as NULL, and so is a column that is not given."""
     rows = len(columns["sequence"])
     arrays = [
-        pa.array(columns[field.name], from_pandas=True).cast(field.type)
-        if field.name in columns
-        else pa.nulls(rows, field.type)
+        _array(columns[field.name]).cast(field.type) if field.name in columns else pa.nulls(rows, field.type)
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)

@@ -95,3 +95,15 @@ def match_coverage(copies: Pairs) -> Tensor:
     0.5
     """
     return (copies.count > 0).float().mean(-1)
+
+
+@statistic(unit="keys", source="headcount", standard=False)
+def match_count(copies: Pairs) -> Tensor:
+    """Mean number of earlier copies of the query's token.
+
+    1/T Σ_q #{j<q : t[j]=t[q]}
+
+    >>> match_count(copies([7, 8, 7, 7])).item()
+    0.75
+    """
+    return copies.count.float().mean(-1)

@@ -38,6 +38,7 @@ def _entry(statistic: Statistic) -> str:
     low, high = (f"{bound:g}" if math.isfinite(bound) else ("∞" if bound > 0 else "-∞") for bound in statistic.range)
     facts = [f"unit: {statistic.unit}", f"range: {low} to {high}"]
     facts += [f"chance level: `chance_{statistic.name}`"] if statistic.chance else []
+    facts += [] if statistic.standard else ["not standard: a scan asks for it by name, or for all"]
     facts += [statistic.undefined_when] if statistic.undefined_when else []
     facts += [f"reads: {', '.join(f'`{p}`' for p in statistic.parameters)}", f"source: {statistic.source}"]
     lines = [

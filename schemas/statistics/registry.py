@@ -26,6 +26,11 @@ ACTIVATIONS: dict[str, str] = {
     "z": "Σ_k A[q,k] v[k], before W_O [batch pos head d_head]",
     "resid_pre": "residual stream before the layer [batch pos d_model]",
     "resid_post": "residual stream after the layer [batch pos d_model]",
+    "b_Q": "query bias [head d_head], zero where the model has none",
+    "b_K": "key bias [head d_head], likewise, repeated where query heads share it",
+    "W_O": "output projection [head d_head d_model]",
+    "rotary": "whether the model rotates q and k by their positions",
+    "tokens": "token ids [batch pos]",
     "copies": "for every query, the earlier keys that hold the same token",
     "successors": "for every query, the keys that follow an earlier copy of its token",
 }
@@ -46,6 +51,8 @@ class Statistic:
     formula: str
     chance: bool
     defined: Callable[..., Tensor] | None
+    standard: bool
+    """Whether a scan measures it unless told otherwise."""
 
     @property
     def undefined_when(self) -> str:
@@ -75,8 +82,7 @@ class Statistic:
     @property
     def fingerprint(self) -> str:
         """Changes if and only if the formula's code changes; comments, layout and prose do not count."""
-        parts = [_code(self.compute), *([_code(self.defined)] if self.defined else [])]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+        return fingerprint_of(self.compute, *([self.defined] if self.defined else []))
 
 
 STATISTICS: dict[str, Statistic] = {}
@@ -91,27 +97,23 @@ def statistic(
     source: str,
     chance: bool = False,
     defined: Callable[..., Tensor] | None = None,
+    standard: bool = True,
 ) -> Callable[[F], F]:
     """Register a function as a statistic of the `heads` table.
 
     It returns `[batch head]`, or `[batch]` where all heads of a layer share the value. `chance` also records what
     uniform attention would score (table `sequences`, column `chance_<name>`). `defined` takes activations too and says,
-    per sequence, where the statistic has a value; elsewhere the column is NULL.
+    per sequence, where the statistic has a value; elsewhere the column is NULL. What few scans need is not `standard`.
     """
 
     def register(function: F) -> F:
         name = function.__name__
         if name in STATISTICS:
             raise ValueError(f"statistic {name!r} is defined twice")
-        parameters = tuple(inspect.signature(function).parameters)
-        for parameter in parameters:
-            if parameter not in ACTIVATIONS:
-                raise ValueError(f"statistic {name!r}: {unknown('activation', parameter, ACTIVATIONS)}")
-        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        if len(paragraphs) < 2:
-            raise ValueError(f"statistic {name!r}: its docstring needs a first line (meaning) and a formula paragraph")
+        parameters = activations_of(function, f"statistic {name!r}")
+        meaning, formula = documentation_of(function, f"statistic {name!r}")
         STATISTICS[name] = Statistic(
-            name, function, parameters, unit, range, source, paragraphs[0], paragraphs[1], chance, defined
+            name, function, parameters, unit, range, source, meaning, formula, chance, defined, standard
         )
         return function
 
@@ -119,8 +121,9 @@ def statistic(
 
 
 def select(wanted: str | Iterable[str]) -> tuple[Statistic, ...]:
-    """The statistics of a scan, in registry order: `"all"`, or names."""
-    names = list(STATISTICS) if wanted == "all" else list(wanted)
+    """The statistics of a scan, in registry order: `"standard"`, `"all"`, or names."""
+    names = [s.name for s in STATISTICS.values() if wanted == "all" or (wanted == "standard" and s.standard)]
+    names = names or list(wanted)
     for name in names:
         if name not in STATISTICS:
             raise ScanError(f"statistics: {unknown('statistic', name, STATISTICS)}")
@@ -130,6 +133,28 @@ def select(wanted: str | Iterable[str]) -> tuple[Statistic, ...]:
 def evaluate(function: Callable[..., Tensor], activations: Mapping[str, Any]) -> Tensor:
     """Call a statistic, or its `defined` rule, with the activations it names."""
     return function(*(activations[name] for name in inspect.signature(function).parameters))
+
+
+def activations_of(function: Callable[..., Any], what: str) -> tuple[str, ...]:
+    """The activations that a function names as its parameters; `what` it is, for messages."""
+    parameters = tuple(inspect.signature(function).parameters)
+    for parameter in parameters:
+        if parameter not in ACTIVATIONS:
+            raise ValueError(f"{what}: {unknown('activation', parameter, ACTIVATIONS)}")
+    return parameters
+
+
+def documentation_of(function: Callable[..., Any], what: str) -> tuple[str, str]:
+    """Meaning and formula: the first two paragraphs of a function's docstring."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    if len(paragraphs) < 2:
+        raise ValueError(f"{what}: its docstring needs a first line (meaning) and a formula paragraph")
+    return paragraphs[0], paragraphs[1]
+
+
+def fingerprint_of(*functions: Callable[..., Any]) -> str:
+    """Changes if and only if the functions' code changes; comments, layout and prose do not count."""
+    return hashlib.sha256("\n".join(map(_code, functions)).encode()).hexdigest()[:12]
 
 
 def _first_line(function: Callable[..., Any]) -> str:

@@ -1,10 +1,12 @@
-"""Pre-softmax scores."""
+"""Pre-softmax scores, and the angles behind them."""
 
 import math
 
 from schemas.pattern import Pattern, Tensor
+from schemas.statistics.decomposition import has_fixed_positions
 from schemas.statistics.matching import has_three_positions
 from schemas.statistics.registry import statistic
+from schemas.statistics.sink import has_two_positions
 
 
 @statistic(
@@ -20,3 +22,61 @@ def sink_logit_margin(pattern: Pattern) -> Tensor:
     2.0
     """
     return (pattern.score(0) - pattern.earlier_score())[..., 2:].mean(-1)
+
+
+@statistic(unit="logits", source="Guo et al. 2024, arXiv 2410.13835", defined=has_two_positions, standard=False)
+def sink_logit_spread(pattern: Pattern) -> Tensor:
+    """Standard deviation over the queries of the score of key 0.
+
+    √(1/(T-1) Σ_{q≥1} (S[q,0] - m)²), m = 1/(T-1) Σ_{q≥1} S[q,0]
+
+    Query 0 is left out: it has no other key, and its score decides nothing.
+
+    >>> sink_logit_spread(scores([[9, 0, 0], [1, 0, 0], [5, 3, 9]])).item()
+    2.0
+    """
+    scores = pattern.score(0)[..., 1:]
+    return (scores - scores.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+
+
+def lengths(x: Tensor) -> Tensor:
+    """‖x‖₂, never zero, so that a vector of zeros has cosine 0 with everything."""
+    return x.norm(dim=-1).clamp(min=1e-30)
+
+
+def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
+    """the model's queries and keys are not rotated by their positions and the sequence has at least three tokens."""
+    return not rotary and has_three_positions(pattern)
+
+
+@statistic(
+    unit="cosine", range=(-1, 1), source="Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions,
+    standard=False,
+)  # fmt: skip
+def sink_key_cosine(q: Tensor, k: Tensor) -> Tensor:
+    """Mean cosine of the angle between the queries and key 0.
+
+    1/T Σ_q q[q]·k[0] / (‖q[q]‖₂ ‖k[0]‖₂)
+
+    >>> sink_key_cosine(vectors([1, 0], [0, 2]), vectors([0, 5], [1, 0])).item()
+    0.5
+    """
+    first = k[:, :1]
+    return ((q * (first / lengths(first)[..., None])).sum(-1) / lengths(q)).mean(1)
+
+
+@statistic(
+    unit="cosine", range=(-1, 1), source="Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions_and_three,
+    standard=False,
+)  # fmt: skip
+def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
+    """Mean cosine of the angle between the queries and the earlier keys other than key 0.
+
+    1/(T-2) Σ_{q≥2} 1/(q-1) Σ_{1≤k<q} q[q]·k[k] / (‖q[q]‖₂ ‖k[k]‖₂)
+
+    >>> earlier_key_cosine(pattern([[1, 0, 0]] * 3), vectors([9], [9], [2]), vectors([1], [-3], [1])).item()
+    -1.0
+    """
+    q, k = q.transpose(1, 2)[:, :, 2:], k.transpose(1, 2)[:, :, 1:-1]
+    sums = (k / lengths(k)[..., None]).cumsum(2)[:, :, : q.shape[2]]
+    return ((q * sums).sum(-1) / (lengths(q) * pattern.positions()[1:-1])).mean(-1)

@@ -58,3 +58,55 @@ def sink_mass_first4(pattern: Pattern) -> Tensor:
     """
     first: Tensor = sum(pattern.key(k) for k in range(min(4, pattern.n_ctx)))
     return first[..., pattern.n_ctx // 2 :].mean(-1)
+
+
+def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
+    """Mean attention to the keys `first .. last` together, over the second half of the queries."""
+    total = 0 * pattern.key(0)
+    for k in range(first, min(last + 1, pattern.n_ctx)):
+        total = total + pattern.key(k)
+    return total[..., pattern.n_ctx // 2 :].mean(-1)
+
+
+@statistic(unit="probability", range=(0, 1), source="Xiao et al. 2023, arXiv 2309.17453", chance=True, standard=False)
+def sink_mass_first8(pattern: Pattern) -> Tensor:
+    """Mean attention to the first eight keys together, over the second half of the queries.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} Σ_{k<8} A[q,k]
+
+    >>> sink_mass_first8(pattern([[1, 0], [0.25, 0.75]])).item()
+    1.0
+    """
+    return late_mass(pattern, 0, 7)
+
+
+@statistic(
+    unit="probability", range=(0, 1), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    chance=True, defined=has_two_positions,
+    standard=False,
+)  # fmt: skip
+def next4_mass_late(pattern: Pattern) -> Tensor:
+    """Mean attention to the keys 1 to 4 together, over the second half of the queries.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} Σ_{1≤k≤4} A[q,k]
+
+    >>> next4_mass_late(pattern([[1, 0], [0.25, 0.75]])).item()
+    0.75
+    """
+    return late_mass(pattern, 1, 4)
+
+
+@statistic(
+    unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    chance=True, defined=has_two_positions,
+    standard=False,
+)  # fmt: skip
+def second_key_mass_late(pattern: Pattern) -> Tensor:
+    """Mean attention to key 1 over the second half of the queries: where the sink goes when positions 0 and 1 are swapped.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} A[q,1]
+
+    >>> second_key_mass_late(pattern([[1, 0], [0.25, 0.75]])).item()
+    0.75
+    """
+    return late_mass(pattern, 1, 1)

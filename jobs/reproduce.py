@@ -1,0 +1,197 @@
+"""Reproduce a system of the literature: scan, ask, compare with what was published.
+
+A system is a file `jobs/systems/NAME.toml`. Its checks compare numbers with published ones, where the model is the published
+one; its phenomena (signs, orders, thresholds) must hold in any model it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jobs.finish import missing_shards
+from jobs.lock import alone
+from jobs.plan import Plan, make_plan, prepare_run
+from schemas.errors import RunError, ScanError, unknown
+from schemas.places import place, reason
+from schemas.scan import override_fields, parse_scan
+from workers.models import ModelInfo, describe, find_model
+from workers.replica import Replica
+from workers.shard import run_shard
+
+SYSTEMS = Path(__file__).parent / "systems"
+
+Verdict = Literal["pass", "fail", "not comparable"]
+Ask = Callable[[str], list[tuple[Any, ...]]]
+"""Puts SQL to the runs of a system; the rows of the answer."""
+
+
+class Check(BaseModel):
+    """Numbers that were published: `sql` gives rows (name, value), and `published` a value for each name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    sql: str
+    published: dict[str, float]
+    tolerance: float
+    relative: bool = False
+    """Whether the tolerance is a part of the published value."""
+
+
+class Phenomenon(BaseModel):
+    """Something that must hold: `sql` gives rows (name, value, whether it holds)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    sql: str
+    models: tuple[str, ...] = ()
+    """Models that it is claimed of; none means all."""
+
+
+class Figure(BaseModel):
+    """A picture: `sql` gives rows (series, x, y), or (x, y, value) for a heat map."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    title: str
+    sql: str
+    kind: Literal["line", "bar", "heat"] = "line"
+    x: str = ""
+    y: str = ""
+
+
+class System(BaseModel):
+    """One system of the literature."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    title: str
+    source: str
+    published_model: str
+    """The model whose figures were published, as a scan names it."""
+    published_sizes: dict[str, int]
+    """What tells that model: fields of its description."""
+    bundled_model: str
+    """The miniature that shows the phenomena offline."""
+    scan: dict[str, dict[str, Any]]
+    """Scans by name; what they share is in `defaults`, and what differs for the miniature in a table `bundled`."""
+    defaults: dict[str, Any] = {}
+    bundled: dict[str, Any] = {}
+    """Fields of every scan that differ for the miniature."""
+    view: dict[str, str] = {}
+    """Views that checks and figures may ask, by name."""
+    check: tuple[Check, ...] = ()
+    phenomenon: tuple[Phenomenon, ...] = ()
+    figure: tuple[Figure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the verdict."""
+
+    system: str
+    name: str
+    published: float | str | None
+    """A number, or what must hold."""
+    measured: float | None
+    tolerance: float | None
+    verdict: Verdict
+    model: str
+
+
+def systems() -> dict[str, System]:
+    """Every system we ship, by name."""
+    return {file.stem: read_system(file) for file in sorted(SYSTEMS.glob("*.toml"))}
+
+
+def read_system(file: Path) -> System:
+    """Read one system's file."""
+    try:
+        return System.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ScanError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+
+
+def find_systems(names: Iterable[str]) -> dict[str, System]:
+    """Some systems by name."""
+    known = systems()
+    for name in names:
+        if name not in known:
+            raise ScanError(unknown("system", name, known))
+    return {name: known[name] for name in names}
+
+
+def plans(system: System, model: str, out: str, overrides: Iterable[str] = ()) -> list[Plan]:
+    """The runs of a system, in a directory of their own: other models and other options lie elsewhere."""
+    scans = {
+        name: parse_scan(override_fields(_fields(system, own, model) | {"model": model, "out": out}, overrides))
+        for name, own in system.scan.items()
+    }
+    same = hashlib.sha256("".join(scan.run_id(name) for name, scan in scans.items()).encode()).hexdigest()[:8]
+    home = str(place(out) / same)
+    return [make_plan(scan.model_copy(update={"out": home}), name) for name, scan in scans.items()]
+
+
+def _fields(system: System, own: dict[str, Any], model: str) -> dict[str, Any]:
+    """Fields of a scan: what all share, what is its own, and what differs for the miniature."""
+    fields = system.defaults | {key: value for key, value in own.items() if key != "bundled"}
+    return fields | system.bundled | own.get("bundled", {}) if model == system.bundled_model else fields
+
+
+def measure(plan: Plan, device: str, tell: Callable[[str], None]) -> None:
+    """Bring a run to its end in this process: these runs are small, and one replica is soon loaded."""
+    prepare_run(plan, "")
+    with alone(plan.run):
+        missing = missing_shards(plan)
+        if not len(missing):
+            return
+        tell(f"{plan.run.run_id}: {plan.tokens:,} tokens")
+        replica = Replica(plan.info, plan.scan, device)
+        for shard in np.asarray(missing).tolist():
+            run_shard(replica, plan.run, plan.sequences.shard(shard))
+
+
+def judge(name: str, system: System, model: str, ask: Ask) -> list[Finding]:
+    """Hold what was measured against what was published, and against what must hold."""
+    info = describe(find_model(model))
+    comparable = is_published(system, info)
+    found: list[Finding] = []
+    for check in system.check:
+        measured = _values(name, check.sql, ask)
+        for key, published in check.published.items():
+            value = measured.get(key)
+            if value is None and comparable:
+                raise RunError(f"{name}: the check of {key!r} found no such row, only {', '.join(measured)}")
+            tolerance = check.tolerance * abs(published) if check.relative else check.tolerance
+            near = value is not None and abs(value - published) <= tolerance
+            verdict: Verdict = ("pass" if near else "fail") if comparable else "not comparable"
+            found.append(Finding(name, key, published, value, tolerance, verdict, model))
+    for phenomenon in system.phenomenon:
+        if phenomenon.models and model not in phenomenon.models:
+            continue
+        for what, value, holds in ask(phenomenon.sql):
+            verdict = "pass" if holds else "fail"
+            number = None if value is None else float(value)
+            found.append(Finding(name, str(what), "holds", number, None, verdict, model))
+    return found
+
+
+def is_published(system: System, info: ModelInfo) -> bool:
+    """Whether a model has the sizes of the one whose figures were published."""
+    sizes = asdict(info)
+    return all(sizes.get(key) == value for key, value in system.published_sizes.items())
+
+
+def _values(name: str, sql: str, ask: Ask) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for key, value in ask(sql):
+        if str(key) in values:
+            raise RunError(f"{name}: a check names {key!r} twice")
+        values[str(key)] = float("nan") if value is None else float(value)
+    return values

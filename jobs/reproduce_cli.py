@@ -1,0 +1,116 @@
+"""The subcommand `reproduce`. Heavy imports wait until it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jobs.cli import DeviceOption, Overrides
+from jobs.progress import say
+from schemas.errors import RunError, ScanError
+
+if TYPE_CHECKING:
+    from jobs.reproduce import Finding, System
+
+Open = Callable[[str, dict[str, str]], Any]
+"""Opens the runs of a directory, with some views: a connection that answers SQL."""
+
+VIEWS = {
+    "system_heads": "SELECT name AS scan, heads.* FROM heads JOIN runs USING (run_id)",
+    "system_sequences": "SELECT name AS scan, sequences.* FROM sequences JOIN runs USING (run_id)",
+    "system_profiles": "SELECT name AS scan, profile_means.* FROM profile_means JOIN runs USING (run_id)",
+}
+"""What every system may ask: the tables, and which of its scans a row is of."""
+
+
+def mount(app: typer.Typer, open_runs: Open) -> None:
+    """Add the subcommand to the front door, which knows how runs are asked."""
+
+    @app.command()
+    def reproduce(
+        names: Annotated[
+            list[str] | None, typer.Argument(metavar="NAME...", help="Systems, as --list shows them.")
+        ] = None,
+        model: Annotated[
+            str | None, typer.Option(help="A Hub id, a local directory, or bundled:NAME; the miniature unless told.")
+        ] = None,
+        every: Annotated[bool, typer.Option("--all", help="Every system.")] = False,
+        listed: Annotated[
+            bool, typer.Option("--list", help="Name the systems, and the models they were published for.")
+        ] = False,
+        out: Annotated[str, typer.Option(help="Directory for the runs.")] = "runs/reproduce",
+        file: Annotated[
+            Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict there, too.")
+        ] = None,
+        overrides: Overrides = None,
+        device: DeviceOption = "auto",
+    ) -> None:
+        """Measure a system of the literature again: scan, query, and a verdict beside every published figure.
+
+        A miniature is another model, so its numbers are not compared; what must hold in any model is.
+        """
+        from jobs.reproduce import find_systems, systems
+
+        if listed:
+            _list(systems())
+            return
+        if not names and not every:
+            raise ScanError("expected the name of a system, or --all; --list names them")
+        found: list[Finding] = []
+        for name, system in (systems() if every else find_systems(names or [])).items():
+            found += _reproduce(name, system, model or system.bundled_model, out, overrides or [], device, open_runs)
+        if file is not None:
+            _write(found, file)
+        failed = sum(finding.verdict == "fail" for finding in found)
+        if failed:
+            raise RunError(f"{failed} of {len(found)} findings differ from what was published or must hold")
+
+
+def _reproduce(
+    name: str, system: System, model: str, out: str, overrides: list[str], device: str, open_runs: Open
+) -> list[Finding]:
+    from jobs.reproduce import judge, measure, plans
+
+    console = Console(highlight=False, stderr=True)
+    made = plans(system, model, f"{out.rstrip('/')}/{name}", overrides)
+    for plan in made:
+        measure(plan, device, lambda line: say(console, line))
+    home = made[0].scan.out
+    connection = open_runs(home, VIEWS | system.view)
+    found = judge(name, system, model, lambda sql: connection.execute(sql).fetchall())
+    _show(name, system, model, home, found)
+    return found
+
+
+def _show(name: str, system: System, model: str, home: str, found: list[Finding]) -> None:
+    title = f"{name}: {system.title} ({system.source})\nmodel {model}, runs in {home}"
+    table = Table("name", "published", "measured", "tolerance", "verdict", title=title, title_justify="left")
+    for finding in found:
+        cells = (finding.published, finding.measured, finding.tolerance)
+        table.add_row(finding.name, *map(_cell, cells), finding.verdict)
+    Console(highlight=False).print(table)
+
+
+def _cell(value: float | str | None) -> str:
+    return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _list(found: dict[str, System]) -> None:
+    table = Table("name", "what", "published for", "offline")
+    for name, system in found.items():
+        table.add_row(name, f"{system.title} ({system.source})", system.published_model, system.bundled_model)
+    Console(highlight=False).print(table)
+
+
+def _write(found: list[Finding], file: Path) -> None:
+    try:
+        file.write_text(json.dumps([asdict(finding) for finding in found], indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{file}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,25 @@
+-- Every entry of every profile over all sequences of a run: the aggregates of its shards, merged.
+-- n = Σ n_s, mean = Σ n_s mean_s / n, M2 = Σ M2_s + Σ n_s (mean_s - mean)²; head is NULL for what a layer's heads share.
+WITH
+    centred AS (
+        SELECT
+            *,
+            sum(count * mean) OVER entry / sum(count) OVER entry AS pooled
+        FROM profiles
+        WINDOW entry AS (PARTITION BY run_id, intervention, profile, layer, head, query, key, lag)
+    ),
+    merged AS (
+        SELECT
+            run_id, intervention, profile, layer, head, query, key, lag,
+            sum(count)::BIGINT AS count,
+            any_value(pooled) AS mean,
+            sum(m2) + sum(count * (mean - pooled) ** 2) AS m2
+        FROM centred
+        GROUP BY ALL
+    )
+SELECT
+    run_id, model, intervention, profile, layer, head, query, key, lag, count, mean,
+    sqrt(m2 / nullif(count - 1, 0)) AS sd,
+    sqrt(m2 / nullif(count - 1, 0) / count) AS standard_error
+FROM merged JOIN (SELECT run_id, model FROM runs) USING (run_id)
+ORDER BY run_id, intervention, profile, layer, head, query, key, lag

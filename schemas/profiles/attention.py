@@ -1,0 +1,66 @@
+"""Where attention goes, by lag, by key, by query and by pair."""
+
+from schemas.pattern import Pattern, Tensor
+from schemas.profiles.registry import profile
+
+
+@profile(axis="lag", unit="probability", source="Farrell 2023, look-back-two heads; TransformerLens head_detector")
+def attention_by_lag(pattern: Pattern) -> Tensor:
+    """Attention to the key d positions back, mean over the queries that have one.
+
+    lag[d] = 1/(T-d) Σ_{q≥d} A[q,q-d]
+
+    A query's attention adds up to 1, so Σ_d (T-d) lag[d] = T.
+
+    >>> attention_by_lag(pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])).tolist()
+    [[[0.5, 0.625, 0.25]]]
+    """
+    return pattern.by_lag()
+
+
+@profile(axis="key", unit="probability", source="headcount")
+def attention_received_by_key(pattern: Pattern) -> Tensor:
+    """Attention that a key receives, mean over the queries that can see it.
+
+    1/(T-k) Σ_{q≥k} A[q,k]
+
+    >>> attention_received_by_key(pattern([[1, 0, 0], [0.75, 0.25, 0], [0.5, 0.25, 0.25]])).tolist()
+    [[[0.75, 0.25, 0.25]]]
+    """
+    return pattern.received()
+
+
+@profile(axis="query", unit="probability", source="headcount")
+def sink_attention_by_query(pattern: Pattern) -> Tensor:
+    """Attention to key 0.
+
+    A[q,0]
+
+    >>> sink_attention_by_query(pattern([[1, 0], [0.75, 0.25]])).tolist()
+    [[[1.0, 0.75]]]
+    """
+    return pattern.key(0)
+
+
+@profile(axis="key", unit="probability", source="Farrell 2023, recency bias in attn-only-2l")
+def last_attention_by_key(pattern: Pattern) -> Tensor:
+    """Attention of the last query.
+
+    A[T-1,k]
+
+    >>> last_attention_by_key(pattern([[1, 0], [0.75, 0.25]])).tolist()
+    [[[0.75, 0.25]]]
+    """
+    return pattern.row(pattern.n_ctx - 1)
+
+
+@profile(axis="pair", unit="probability", source="Farrell 2023, previous-token and look-back-two heads")
+def attention_by_pair(pattern: Pattern) -> Tensor:
+    """The attention pattern itself.
+
+    A[q,k], k ≤ q
+
+    >>> attention_by_pair(pattern([[1, 0], [0.75, 0.25]])).tolist()
+    [[[[1.0, 0.0], [0.75, 0.25]]]]
+    """
+    return pattern.dense()

@@ -1,0 +1,133 @@
+"""What the query bias adds to the scores: Δ[k] = b_Q·(k[k] - b_K), before the division by √d_head.
+
+A score falls into four parts, q·k = T1 + T2 + T3 + T4. T3 = Δ[k] is the same for every query, T1 is the content of the query
+times the content of the key; T2 and T4 do not depend on the key, and the softmax cancels them. Weights should be raw: folding
+moves a part of T1 into b_Q.
+"""
+
+import math
+
+from schemas.pattern import Pattern, Tensor
+from schemas.statistics.registry import statistic
+from schemas.statistics.sink import has_two_positions
+
+
+def has_fixed_positions(rotary: bool) -> bool:
+    """the model's queries and keys are not rotated by their positions."""
+    return not rotary
+
+
+def has_fixed_positions_and_two(rotary: bool, pattern: Pattern) -> bool:
+    """the model's queries and keys are not rotated by their positions and the sequence has at least two tokens."""
+    return not rotary and has_two_positions(pattern)
+
+
+def shifts(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+    """Δ of every key, `[batch key head]`."""
+    return (k * b_Q).sum(-1) - (b_Q * b_K).sum(-1)
+
+
+@statistic(
+    unit="logits times √d_head", range=(-math.inf, math.inf), source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_fixed_positions,
+    standard=False,
+)  # fmt: skip
+def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+    """Mean over the keys of what the query bias adds to the score of a key.
+
+    1/T Σ_k Δ[k], Δ[k] = b_Q·(k[k] - b_K)
+
+    >>> score_shift(head([2, 0]), vectors([3, 9], [1, 9]), head([1, 4])).item()
+    2.0
+    """
+    return shifts(b_Q, k.mean(1, keepdim=True), b_K)[:, 0]
+
+
+@statistic(
+    unit="logits times √d_head", range=(-math.inf, math.inf), source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_fixed_positions,
+    standard=False,
+)  # fmt: skip
+def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+    """What the query bias adds to the score of key 0.
+
+    Δ[0], Δ[k] = b_Q·(k[k] - b_K)
+
+    >>> sink_score_shift(head([2, 0]), vectors([3, 9], [1, 9]), head([1, 4])).item()
+    4.0
+    """
+    return shifts(b_Q, k[:, :1], b_K)[:, 0]
+
+
+@statistic(
+    unit="logits times √d_head", source="Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions,
+    standard=False,
+)  # fmt: skip
+def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+    """Lead of key 0 over the key to whose score the query bias adds least.
+
+    Δ[0] - min_k Δ[k], Δ[k] = b_Q·(k[k] - b_K)
+
+    >>> sink_score_shift_lead(head([2, 0]), vectors([3, 9], [1, 9], [2, 9]), head([1, 4])).item()
+    4.0
+    """
+    shift = shifts(b_Q, k, b_K)
+    return shift[:, 0] - shift.amin(1)
+
+
+@statistic(
+    unit="logits times √d_head", range=(-math.inf, math.inf), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_fixed_positions,
+    standard=False,
+)  # fmt: skip
+def sink_shift_advantage(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+    """Mean lead of key 0 over the mean key in what the query bias adds, over the second half of the queries.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} (Δ[0] - 1/(q+1) Σ_{k≤q} Δ[k]), Δ[k] = b_Q·(k[k] - b_K)
+
+    Divided by `sink_score_advantage` it is the share of the sink's advantage that comes from the query bias.
+
+    >>> sink_shift_advantage(head([2, 0]), vectors([3, 9], [1, 9]), head([1, 4])).item()
+    2.0
+    """
+    shift = shifts(b_Q, k, b_K)
+    lead = shift[:, :1] - shift.cumsum(1) / (shift * 0 + 1).cumsum(1)
+    return lead[:, shift.shape[1] // 2 :].mean(1)
+
+
+@statistic(
+    unit="logits times √d_head", range=(-math.inf, math.inf), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_fixed_positions,
+    standard=False,
+)  # fmt: skip
+def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
+    """Mean lead of key 0 over the mean key in q·k, over the second half of the queries.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} q[q]·(k[0] - 1/(q+1) Σ_{k≤q} k[k])
+
+    >>> sink_score_advantage(scores([[0, 0], [0, 0]]), vectors([7], [2]), vectors([3], [1])).item()
+    2.0
+    """
+    half = pattern.n_ctx // 2
+    q, k = q.transpose(1, 2)[:, :, half:], k.transpose(1, 2)
+    sums = k[:, :, half:].cumsum(2) + k[:, :, :half].sum(2, keepdim=True)
+    mean = sums / (pattern.positions()[half:, None] + 1)
+    return (q * (k[:, :, :1] - mean)).sum(-1).mean(-1)
+
+
+@statistic(
+    unit="probability", range=(0, 1), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_fixed_positions_and_two,
+    standard=False,
+)  # fmt: skip
+def sink_mass_shift_only(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+    """Mean attention to key 0 over the second half of the queries, were scores only what the query bias adds.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(Δ[0]/√d) / Σ_{k≤q} exp(Δ[k]/√d), Δ[k] = b_Q·(k[k] - b_K), d = d_head
+
+    >>> round(sink_mass_shift_only(head([math.log(3)]), vectors([1], [0]), head([0])).item(), 6)
+    0.75
+    """
+    scores = shifts(b_Q, k, b_K) * k.shape[-1] ** -0.5
+    mass = (scores[:, :1] - scores.logcumsumexp(1)).exp()
+    return mass[:, k.shape[1] // 2 :].mean(1)

@@ -1,0 +1,79 @@
+"""Attention along fixed diagonals, on a block of ⌊T/2⌋ tokens that is repeated, with or without a first token before it."""
+
+from schemas.pattern import Pattern, Tensor
+from schemas.statistics.registry import statistic
+
+
+def has_repeated_half(tokens: Tensor) -> Tensor:
+    """the last ⌊T/2⌋ tokens repeat the ⌊T/2⌋ tokens before them, and these are at least two."""
+    n_ctx = tokens.shape[1]
+    n = n_ctx // 2
+    return (tokens[:, n_ctx - n :] == tokens[:, n_ctx - 2 * n : n_ctx - n]).all(-1) & (n >= 2)
+
+
+def after_copy(pattern: Pattern) -> Tensor:
+    """A[q,q-N+1], N = ⌊T/2⌋, for the queries `q >= N-1`."""
+    return pattern.lag(max(pattern.n_ctx // 2 - 1, 0))
+
+
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="TransformerLens demos",
+    chance=True,
+    defined=has_repeated_half,
+    standard=False,
+)
+def induction_diagonal(pattern: Pattern) -> Tensor:
+    """Mean attention along the whole induction diagonal of a repeated block, as the TransformerLens demos compute it.
+
+    1/(T-N+1) Σ_{q≥N-1} A[q,q-N+1], N = ⌊T/2⌋
+
+    It also counts the one or two queries at the end of the first copy, which look at the sequence's first keys.
+
+    >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 1, 0]]
+    >>> induction_diagonal(pattern(rows)).item()
+    0.75
+    """
+    return after_copy(pattern).mean(-1)
+
+
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="Olsson et al. 2022",
+    chance=True,
+    defined=has_repeated_half,
+    standard=False,
+)
+def induction_diagonal_strict(pattern: Pattern) -> Tensor:
+    """Mean attention of the second copy of a block to the token after the same place in the first copy.
+
+    1/N Σ_{q≥T-N} A[q,q-N+1], N = ⌊T/2⌋
+
+    >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 1, 0]]
+    >>> induction_diagonal_strict(pattern(rows)).item()
+    0.875
+    """
+    return after_copy(pattern)[..., -(pattern.n_ctx // 2) :].mean(-1)
+
+
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="TransformerLens demos",
+    chance=True,
+    defined=has_repeated_half,
+    standard=False,
+)
+def duplicate_diagonal(pattern: Pattern) -> Tensor:
+    """Mean attention of the second copy of a block to the same place in the first copy.
+
+    1/N Σ_{q≥T-N} A[q,q-N], N = ⌊T/2⌋
+
+    >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.75, 0, 0], [0, 0.75, 0.25, 0]]
+    >>> duplicate_diagonal(pattern(rows)).item()
+    0.5
+    """
+    n = pattern.n_ctx // 2
+    return pattern.lag(n)[..., -n:].mean(-1)

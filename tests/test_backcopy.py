@@ -1,0 +1,280 @@
+"""Bigram-Backcopy against its oracle: what follows a token, and what follows a trigger."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schemas.errors import HeadcountError
+from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
+from workers.inputs import Draw
+from workers.inputs.backcopy import BUNDLED, Bigrams, backcopy, bigrams_of
+from workers.models import describe, find_model
+from workers.sequences import Sequences, ShardInput
+
+ROOT = Path(__file__).parent.parent
+SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+TINY = "abacabad b"
+"""a 4, b 3, and ' ', c, d once; after a: b twice, c, d once; after b: a twice; 'd' is followed by ' ', ' ' by b."""
+
+shakespeare = pytest.mark.skipif(not SHAKESPEARE.is_file(), reason=f"needs {SHAKESPEARE}")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    file = tmp_path / "tiny.txt"
+    file.write_text(TINY)
+    return str(file)
+
+
+def sequences_of(
+    text: str, n_ctx: int = 33, family: str = "backcopy", info: dict[str, Any] | None = None, **options: Any
+):
+    """Sequences of a model of 67 tokens whose BOS is 65, as in the source."""
+    fields = {"d_vocab": 67, "n_ctx": 4096, "bos_token_id": 65, "eos_token_id": 66} | (info or {})
+    sequences = options.pop("sequences", 50)
+    input_ = {"family": family, "text": text} | options
+    return Sequences(
+        toy_scan(n_ctx=n_ctx, sequences=sequences, sequences_per_shard=1000, input=input_), toy_info(**fields)
+    )
+
+
+def shard_of(text: str, n_ctx: int = 33, **options: Any) -> ShardInput:
+    return sequences_of(text, n_ctx, **options).shard(0)
+
+
+def followers(tokens: np.ndarray, after: np.ndarray, size: int) -> np.ndarray:
+    """Shares `[token next]` of what follows, where `after` chooses the tokens that count."""
+    counts = np.zeros((size, size))
+    np.add.at(counts, (tokens[:, :-1][after[:, :-1]], tokens[:, 1:][after[:, :-1]]), 1)
+    return counts / np.maximum(counts.sum(1, keepdims=True), 1)
+
+
+def test_the_table_counts_the_text(tiny: str):
+    table = bigrams_of(tiny, 1)
+    assert table.symbols == (" ", "a", "b", "c", "d")
+    assert table.unigram.tolist() == [0.1, 0.4, 0.3, 0.1, 0.1]
+    assert table.rows.tolist() == [
+        [0, 0, 1, 0, 0],
+        [0, 0, 0.5, 0.25, 0.25],
+        [0, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [1, 0, 0, 0, 0],
+    ]
+    assert table.triggers == {1}
+    assert table.start.tolist() == pytest.approx([1 / 6, 0, 1 / 2, 1 / 6, 1 / 6])
+    assert bigrams_of(tiny, 2).triggers == {1, 2}
+
+
+def test_a_character_that_nothing_follows_is_followed_by_any(tmp_path: Path):
+    file = tmp_path / "text.txt"
+    file.write_text("aab")
+    assert bigrams_of(str(file), 1).rows.tolist() == [[0.5, 0.5], pytest.approx([2 / 3, 1 / 3])]
+
+
+def test_a_trigger_is_followed_by_the_token_before_it(tiny: str):
+    shard = shard_of(tiny, triggers=2)
+    tokens, labels = shard.tokens, np.array(shard.labels)
+    triggered = labels == "trigger"
+    assert (triggered == np.isin(tokens, [1, 2])).all()
+    assert not triggered[:, :2].any()
+    assert set(labels.ravel()) == {"", "trigger"}
+    rows, at = np.nonzero(triggered[:, :-1])
+    assert len(rows) > 500
+    assert (tokens[rows, at + 1] == tokens[rows, at - 1]).all()
+
+
+def test_the_first_draws_never_change():
+    assert shard_of(BUNDLED, 13, sequences=2).tokens.tolist() == [
+        [65, 18, 44, 42, 58, 14, 50, 41, 12, 61, 49, 42, 14],
+        [65, 54, 57, 41, 27, 9, 6, 26, 8, 53, 1, 53, 1],
+    ]
+
+
+@pytest.mark.parametrize("n_ctx", [33, 65])
+def test_the_first_token_is_a_unigram_and_no_trigger(tiny: str, n_ctx: int):
+    first = shard_of(tiny, n_ctx, triggers=1, sequences=3000).tokens[:, 1]
+    assert np.bincount(first) / len(first) == pytest.approx([1 / 6, 0, 1 / 2, 1 / 6, 1 / 6], abs=0.03)
+
+
+@pytest.mark.parametrize("variant", ["backcopy", "markov", "dormant_markov", "interpolate"])
+@shakespeare
+def test_every_variant_follows_its_oracle(variant: str):
+    mix = {"mix": 0.3} if variant == "interpolate" else {}
+    shard = shard_of(str(SHAKESPEARE), 257, variant=variant, sequences=400, **mix)
+    tokens = shard.tokens[:, 1:]
+    triggered = np.array(shard.labels)[:, 1:] == "trigger"
+    table = bigrams_of(str(SHAKESPEARE), 3)
+    assert (triggered == np.isin(tokens, [1, 43, 58])).all()
+    common = [t for t in np.argsort(-table.unigram)[:12].tolist() if t not in table.triggers]
+    seen = followers(tokens, ~triggered, 65)
+    assert seen[common] == pytest.approx(table.rows[common], abs=0.03)
+    assert not seen[table.rows == 0].any()
+    before, here, then = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
+    asked = triggered[:, 1:-1]
+    copied = (before == then)[asked].mean()
+    chance = table.rows[here, before][asked].mean()
+    expected = {"backcopy": 1, "markov": chance, "interpolate": 0.3 + 0.7 * chance}
+    if variant == "dormant_markov":
+        assert then[asked & (before == 46)].size > 300
+        assert (table.rows[before[asked], then[asked]] > 0).all()
+    else:
+        assert copied == pytest.approx(expected[variant], abs=0 if variant == "backcopy" else 0.01)
+
+
+@shakespeare
+def test_the_shakespeare_table_is_the_source_s():
+    table = bigrams_of(str(SHAKESPEARE), 3)
+    assert (len(table.symbols), table.triggers) == (65, {1, 43, 58})
+    assert table.unigram[[1, 43, 58]] == pytest.approx([0.1523, 0.0848, 0.0601], abs=5e-5)
+    shard = shard_of(str(SHAKESPEARE), 257, sequences=300)
+    tokens, triggered = shard.tokens[:, 1:], np.array(shard.labels)[:, 1:] == "trigger"
+    entropy = -(table.rows * np.log(np.where(table.rows > 0, table.rows, 1))).sum(1)
+    # The source's oracle has a cross-entropy of 2.2299 where no trigger asks for a copy.
+    assert entropy[tokens[~triggered]].mean() == pytest.approx(2.2299, abs=0.02)
+
+
+@shakespeare
+def test_five_triggers_are_the_five_most_frequent():
+    symbols = bigrams_of(str(SHAKESPEARE), 5)
+    assert sorted(symbols.symbols[t] for t in symbols.triggers) == [" ", "a", "e", "o", "t"]
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_the_token_test_ends_with_every_token(tiny: str, bos: bool):
+    sequences = sequences_of(tiny, 5, "backcopy_test", triggers=2, sequences=7)
+    sequences.scan = sequences.scan.model_copy(update={"bos": bos, "n_ctx": 4 + bos})
+    shard = sequences.shard(0)
+    assert shard.tokens[:, bos:].tolist() == [[0, 3, 4, i] for i in (0, 1, 2, 3, 4, 0, 1)]
+    assert [row[-1] for row in shard.labels or []] == ["", "trigger", "trigger", "", "", "", "trigger"]
+    assert not any(any(row[:-1]) for row in shard.labels or [])
+
+
+def test_characters_are_the_tokens_of_the_tokenizer(tiny: str, tmp_path: Path):
+    info = {"path": str(byte_tokenizer(tmp_path)), "d_vocab": 257, "bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
+    here, there = shard_of(tiny, alphabet="tokenizer", info=info), shard_of(tiny)
+    letters = np.array([ord(c) for c in " abcd"])
+    assert (here.tokens[:, 1:] == letters[there.tokens[:, 1:]]).all()
+    assert here.labels == there.labels
+
+
+@cache
+def recipe() -> Any:
+    """The recipe of backcopy-3l-mini."""
+    spec = importlib.util.spec_from_file_location("train", ROOT / "models" / "backcopy-3l-mini" / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Places:
+    """In the place of a generator: gives the numbers that our own chain was drawn with."""
+
+    def __init__(self, places: np.ndarray) -> None:
+        self.places = iter(places)
+
+    def random(self, size: tuple[int, int]) -> np.ndarray:
+        return np.full(size, next(self.places))
+
+
+def test_the_bundled_table_is_the_recipe_s():
+    rows = recipe().bigram_rows()
+    table: Bigrams = bigrams_of(BUNDLED, 3)
+    assert (table.rows == rows[1:, 1:]).all()
+    assert (table.start == rows[0, 1:]).all()
+    assert tuple(sorted(t + table.first_id for t in table.triggers)) == recipe().TRIGGERS
+
+
+@pytest.mark.parametrize("sequence", range(5))
+def test_the_same_numbers_make_the_recipe_s_sequence(sequence: int):
+    def draw() -> Draw:
+        return Draw.of(0, sequence, "backcopy", 127, np.arange(1, 192))
+
+    places = draw().rng.random(127)
+    expected = recipe().backcopy_tokens(Places(places), 1, 128, recipe().bigram_rows())
+    assert backcopy(draw(), text=BUNDLED).tokens.tolist() == expected[0, 1:].tolist()
+
+
+def test_the_bundled_model_takes_its_table():
+    info = describe(find_model("bundled:backcopy-3l-mini"))
+    scan = toy_scan(n_ctx=128, sequences=20, input={"family": "backcopy", "text": BUNDLED})
+    sequences = Sequences(scan, info)
+    tokens = sequences.shard(0).tokens
+    assert sequences.record == {}
+    assert (tokens[:, 0] == 0).all()
+    assert (tokens[:, 1:].min(), tokens.max()) == (1, 64)
+    assert tokens[:, 1].min() >= 4
+    assert (np.array(sequences.shard(0).labels) == "trigger").mean() == pytest.approx(0.13, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"info": {"bos_token_id": 0}},
+            "input.text: TEXT needs the token ids 0 to 4, and 0 of them are no ordinary tokens of the model: its vocabulary "
+            "is too small, or they are special; take the model that the task was made for, or another alphabet",
+        ),
+        (
+            {"info": {"d_vocab": 3, "bos_token_id": 0, "eos_token_id": 0}},
+            "input.text: TEXT needs the token ids 0 to 4, and 0, 3, 4 of them are no ordinary tokens of the model: its "
+            "vocabulary is too small, or they are special; take the model that the task was made for, or another alphabet",
+        ),
+        ({"triggers": 5}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 5"),
+        ({"triggers": 0}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 0"),
+        (
+            {"mix": 0.5},
+            "input.mix: expected with variant = 'interpolate' only, got mix = 0.5 and variant = 'backcopy'",
+        ),
+        (
+            {"variant": "interpolate"},
+            "input.mix: expected with variant = 'interpolate' only, got mix = None and variant = 'interpolate'",
+        ),
+        ({"variant": "interpolate", "mix": 1.1}, "input.mix: expected a probability, 0 to 1, got 1.1"),
+        (
+            {"family": "backcopy_test"},
+            "n_ctx: backcopy_test has 3 tokens besides the beginning-of-sequence token, the sequence has room for 32; "
+            "change n_ctx by -29",
+        ),
+        (
+            {"text": "/nowhere/a.txt"},
+            "input.text: /nowhere/a.txt cannot be read (No such file or directory); expected a UTF-8 text file",
+        ),
+        ({"text": BUNDLED, "triggers": 2}, f"input.triggers: {BUNDLED} has 3, got 2; leave it out"),
+        ({"text": BUNDLED, "alphabet": "tokenizer"}, f"input.alphabet: {BUNDLED} has tokens and no characters; leave it out"),
+    ],
+)  # fmt: skip
+def test_a_task_that_does_not_fit_is_refused(tiny: str, options: dict[str, Any], message: str):
+    with pytest.raises(HeadcountError) as caught:
+        shard_of(options.get("text", tiny), **{key: value for key, value in options.items() if key != "text"})
+    assert str(caught.value) == message.replace("TEXT", tiny)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty"), (b"ab\xff", "is not UTF-8 (byte 2)")],
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, message: str):
+    file = tmp_path / "text.txt"
+    file.write_bytes(content)
+    with pytest.raises(HeadcountError) as caught:
+        shard_of(str(file))
+    assert str(caught.value) == f"input.text: {file} {message}; expected a UTF-8 text file"
+
+
+def test_a_character_of_two_tokens_is_refused(tmp_path: Path):
+    file = tmp_path / "text.txt"
+    file.write_text("aäaäa")
+    info = {"path": str(byte_tokenizer(tmp_path)), "d_vocab": 257, "bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
+    with pytest.raises(HeadcountError) as caught:
+        shard_of(str(file), triggers=1, alphabet="tokenizer", info=info)
+    assert str(caught.value) == (
+        f"input.alphabet: the character 'ä' of {file} is 2 tokens to the model's tokenizer, expected 1"
+    )

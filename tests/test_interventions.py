@@ -1,0 +1,200 @@
+"""Interventions: both engines see the same edit, each edit does what it says, and none does nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.errors import ModelError, ScanError
+from schemas.statistics import STATISTICS
+from tests import toy_models as toy
+from workers.edits import Edit, Edits
+from workers.interventions import INTERVENTIONS, find_intervention, registry
+from workers.loading import load_model
+from workers.models import describe
+from workers.replica import Measured, Replica
+
+WITH_OPTIONS = {
+    "scale_query_bias": "(2)", "blend_first_position": "(0.25)", "scale_first_position": "(3)", "zero_mlp": "(1)",
+    "zero_attention": "(1)", "zero_head": "(1,2)", "keep_head": "(0,1)", "head_to_first": "(1,3)", "keep_window": "(1,3)",
+}  # fmt: skip
+EVERY = [name + WITH_OPTIONS.get(name, "") for name in INTERVENTIONS]
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.save_model(tmp_path_factory.mktemp("gpt2"), toy.gpt2())
+
+
+@pytest.fixture(scope="module")
+def replicas(gpt2: Path) -> tuple[Replica, Replica]:
+    return toy.replica(gpt2), toy.replica(gpt2, engine="dense")
+
+
+def difference(a: Measured, b: Measured) -> float:
+    assert a.heads.keys() == b.heads.keys()
+    apart = [np.nan_to_num(np.abs(a.heads[s] - b.heads[s]) / (1 + np.abs(b.heads[s]))).max() for s in a.heads]
+    return float(max(apart))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_both_engines_see_the_same_edit(replicas: tuple[Replica, Replica], name: str) -> None:
+    fused, dense = replicas
+    tokens = toy.repeating_tokens(17, batch=3)
+    plain, edited = fused.measure(tokens), fused.measure(tokens, name)
+    assert edited.engine.startswith("fused")
+    assert difference(edited, dense.measure(tokens, name)) < 1e-5
+    assert (difference(edited, plain) > 1e-4) == (name != "none")
+    after = fused.measure(tokens)
+    for statistic in STATISTICS:
+        np.testing.assert_array_equal(after.heads[statistic], plain.heads[statistic])
+
+
+def test_only_the_layers_whose_pattern_is_edited_are_built(replicas: tuple[Replica, Replica]) -> None:
+    tokens = toy.repeating_tokens(17)
+    names = {
+        name: replicas[0].measure(tokens, name).engine
+        for name in ("zero_head(1,2)", "head_to_first(1,3)", "mask_first_keys")
+    }
+    assert names == {
+        "zero_head(1,2)": "fused",
+        "head_to_first(1,3)": "fused, with built patterns in layers 1",
+        "mask_first_keys": "fused, with built patterns in layers 0 1 2",
+    }
+
+
+def test_combinations_are_applied_in_order(replicas: tuple[Replica, Replica]) -> None:
+    fused, dense = replicas
+    tokens = toy.repeating_tokens(17)
+    both = "zero_query_bias+first_position_second+zero_head(0,1)"
+    assert difference(fused.measure(tokens, both), dense.measure(tokens, both)) < 1e-5
+    half = fused.measure(tokens, "scale_query_bias(0.5)")
+    assert difference(fused.measure(tokens, "scale_query_bias(0.25)+scale_query_bias(2)"), half) == 0
+    assert difference(fused.measure(tokens, "scale_query_bias(1)"), fused.measure(tokens)) == 0
+
+
+def test_edits_do_what_they_say(replicas: tuple[Replica, Replica]) -> None:
+    fused, _ = replicas
+    tokens = toy.repeating_tokens(17, batch=2)
+    first = fused.measure(tokens, "head_to_first(1,3)").heads
+    assert (first["sink_mass"][:, 1, 3] == 1).all()
+    assert (fused.measure(tokens, "zero_head(1,2)").heads["head_output_norm"][:, 1, 2] == 0).all()
+    kept = fused.measure(tokens, "keep_head(0,1)").heads["head_output_norm"][:, 0]
+    assert (kept[:, [0, 2, 3]] == 0).all()
+    assert (kept[:, 1] > 0).all()
+    masked = fused.measure(tokens, "mask_first_keys").heads
+    assert np.abs(masked["sink_mass"]).max() == 0
+    window = fused.measure(tokens, "keep_window(0,1)").heads
+    np.testing.assert_allclose(window["self_attention"], 1, atol=1e-6)
+    tokens_alone = fused.measure(np.full((1, 9), 7, np.int32), "zero_positions").heads
+    # Without positions equal tokens cannot be told apart.
+    np.testing.assert_allclose(tokens_alone["entropy"][0], np.log(np.arange(9) + 1).mean(), rtol=1e-5)
+
+
+def test_positions_alone_ignore_the_tokens(replicas: tuple[Replica, Replica]) -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.permuted(np.tile(np.arange(2, 19, dtype=np.int32), (4, 1)), axis=1)
+    heads = replicas[0].measure(tokens, "zero_tokens").heads
+    assert np.ptp(heads["sink_mass"], axis=0).max() < 1e-6
+
+
+def test_effective_positions_and_their_swap_follow_the_definition(gpt2: Path) -> None:
+    model = load_model(describe(gpt2), "raw", "cpu", torch.float64)
+    block: Any = model.bare.get_submodule("transformer.h.0")
+    positions = model.bare.get_parameter("transformer.wpe.weight")
+    mlp = block.mlp
+    hidden = torch.nn.functional.gelu(positions @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh")
+    effective = positions + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
+    torch.testing.assert_close(model.circuit.effective, effective)
+    order = effective[0].abs().argsort(descending=True)[:3].tolist()
+    assert model.circuit.massive_coordinates(3) == order
+    out = torch.randn(2, 5, 32, dtype=torch.float64)
+    for name, rows in (("swap_effective_positions", effective), ("swap_raw_positions", positions)):
+        edited = find_intervention(name).edits(model).apply("mlp_out", 0, out)
+        u0, u1 = (row / row.norm() for row in rows[:2])
+        alpha = out[:, 0] @ u0
+        torch.testing.assert_close(edited[:, 0], out[:, 0] + alpha[:, None] * (u1 - u0))
+        torch.testing.assert_close(edited[:, 1], out[:, 1] + alpha[:, None] * (u0 - u1))
+        assert torch.equal(edited[:, 2:], out[:, 2:])
+        assert find_intervention(name).edits(model).apply("mlp_out", 1, out) is out
+
+
+def test_random_keys_avoid_the_massive_ones_and_depend_on_the_draw(gpt2: Path) -> None:
+    model = load_model(describe(gpt2), "raw", "cpu")
+    weight: Any = model.bridge.blocks[0].attn.W_K
+
+    def zeroed(text: str) -> set[int]:
+        edited = find_intervention(text).parts[0].bind(model)(weight)
+        return set(np.flatnonzero((edited == 0).all(dim=(0, 2)).numpy()).tolist())
+
+    massive = zeroed("scale_massive_keys")
+    assert massive == set(model.circuit.massive_coordinates(3))
+    draws = [zeroed(f"scale_random_keys({draw})") for draw in range(4)]
+    assert all(len(draw) == 3 and not draw & massive for draw in draws)
+    assert len({frozenset(draw) for draw in draws}) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("zero_head", r"'zero_head' needs layer; expected zero_head\(layer,head\)"),
+        ("zero_head(1,2,3)", r"'zero_head\(1,2,3\)' has 3 options; expected zero_head\(layer,head\)"),
+        ("zero_head(1,x)", r"head is 'x', expected a whole number"),
+        ("scale_query_bias(much)", r"alpha is 'much', expected a number"),
+        ("none+", r"expected NAME, NAME\(1,0.5\) or A\+B, got 'none\+'"),
+        ("zero_hed(1,2)", r"did you mean 'zero_head'"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ScanError, match=problem):
+        find_intervention(text)
+
+
+def test_heads_and_layers_that_are_not_there_are_refused(gpt2: Path) -> None:
+    for text, key in (("zero_head(3,0)", "layer 3"), ("zero_head(0,4)", "head 4")):
+        with pytest.raises(ScanError, match=f"{key} of "):
+            find_intervention(text).check(describe(gpt2))
+
+
+def test_a_model_without_position_embeddings_is_refused(tmp_path: Path) -> None:
+    path = toy.save_model(tmp_path, toy.family("LlamaConfig"))
+    replica = toy.replica(path)
+    for name in ("first_position_second", "swap_effective_positions"):
+        with pytest.raises(ModelError, match=r"W_pos|position embeddings"):
+            replica.measure(toy.repeating_tokens(9), name)
+
+
+def test_rotated_keys_are_edited_where_the_bridge_edits_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def double_keys(k: torch.Tensor) -> torch.Tensor:
+        """Keys are twice as long."""
+        return 2 * k
+
+    monkeypatch.setattr(registry, "INTERVENTIONS", dict(INTERVENTIONS))
+    registry.intervention(double_keys)
+    path = toy.save_model(tmp_path, toy.family("LlamaConfig"))
+    replica, tokens = toy.replica(path), toy.repeating_tokens(9)
+    assert replica.measure(tokens, "zero_first_value").engine == "fused"
+    assert replica.measure(tokens, "double_keys").engine == "dense"
+    low = toy.replica(path, precision="bfloat16")
+    with pytest.raises(
+        ModelError, match="double_keys is measured by the dense engine, which does not compute in bfloat16"
+    ):
+        low.measure(tokens, "double_keys")
+
+
+def test_activations_are_edited_in_every_precision(gpt2: Path) -> None:
+    tokens = toy.repeating_tokens(17, batch=3)
+    exact, low = (toy.replica(gpt2, precision=p).measure(tokens, "zero_head(1,2)") for p in ("float32", "bfloat16"))
+    assert (low.engine, low.precision) == ("fused", "bfloat16")
+    assert (low.heads["head_output_norm"][:, 1, 2] == 0).all()
+    apart = np.abs(low.heads["sink_mass"] - exact.heads["sink_mass"]).max()
+    assert 0 < apart < 0.05
+
+
+def test_an_edit_of_one_layer_touches_that_layer() -> None:
+    edits = Edits([Edit("attn_out", torch.zeros_like, layer=0)])
+    assert [edits.touch("attn_out", layer) for layer in (0, 1, None)] == [True, False, True]

@@ -1,0 +1,375 @@
+"""Profiles: exact numbers, the merge law, both engines, and the way through a shard into the views."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from jobs.compact import compact
+from jobs.cost import measure_cost
+from jobs.finish import missing_shards
+from jobs.plan import Plan, make_plan, prepare_run
+from queries.connect import connect
+from queries.output import run_query
+from schemas.errors import MeasureError, QueryError, RunError
+from schemas.profiles import PROFILES, select_profiles
+from schemas.scan import parse_scan
+from schemas.tables import profiles_schema
+from tests import toy_models as toy
+from tests.toy_runs import local, read_manifest, write_run
+from workers.pattern import DensePattern
+from workers.profiles import Aggregate, Profiles, aggregates, merge, profiles_table, reduced
+from workers.replica import Measured, Replica
+from workers.shard import run_shard
+
+T, SHARDS, PER_SHARD = 7, 3, 5
+ALL = list(PROFILES)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.save_model(tmp_path_factory.mktemp("models") / "gpt2", toy.gpt2())
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return toy.repeating_tokens(T, batch=11)
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path, tokens: np.ndarray) -> Measured:
+    return measure(model, tokens)
+
+
+def measure(model: Path, tokens: np.ndarray, **changes: Any) -> Measured:
+    return toy.measure(model, tokens, **{"profiles": ALL, "statistics": ["sink_alpha", "value_norm"]} | changes)
+
+
+def by_hand(values: np.ndarray) -> Aggregate:
+    """The aggregate of all rows at once."""
+    return Aggregate(len(values), values.mean(0), ((values - values.mean(0)) ** 2).sum(0))
+
+
+def assert_same(found: Aggregate, expected: Aggregate) -> None:
+    """The count exactly, the mean to 1e-9, M2 to 1e-6 of its size."""
+    assert found.count == expected.count
+    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.m2, expected.m2, rtol=1e-6, atol=1e-15)
+
+
+# Aggregates
+
+
+def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
+    rows = np.random.default_rng(0).normal(1e4, 1e-2, (101, 2, 3))
+    parts = np.split(rows, [1, 3, 40, 100])
+    assert_same(merge([{"p": by_hand(part)} for part in parts])["p"], by_hand(rows))
+
+
+def test_merging_knows_no_order() -> None:
+    rows = np.random.default_rng(1).normal(0, 1, (31, 4))
+    a, b, c = (by_hand(part) for part in np.split(rows, [2, 20]))
+    for merged in (a.merged(b).merged(c), c.merged(a.merged(b)), b.merged(c).merged(a)):
+        assert_same(merged, by_hand(rows))
+
+
+def test_exact_aggregates_of_two_toy_sequences() -> None:
+    rows = torch.tensor([[[1, 0], [0.75, 0.25]], [[1, 0], [0.25, 0.75]]])[:, None]
+    pattern = DensePattern(rows, rows)
+    expected = {
+        # Mean over queries of A[q, q-d]: (1 + 0.25)/2 and (1 + 0.75)/2 at lag 0; 0.75 and 0.25 at lag 1.
+        "attention_by_lag": ([[0.75, 0.5]], [[0.03125, 0.125]]),
+        "attention_received_by_key": ([[0.75, 0.5]], [[0.03125, 0.125]]),
+        "sink_attention_by_query": ([[1, 0.5]], [[0, 0.125]]),
+        "last_attention_by_key": ([[0.5, 0.5]], [[0.125, 0.125]]),
+        # The pairs (0, 0), (1, 0) and (1, 1).
+        "attention_by_pair": ([[1, 0.5, 0.5]], [[0, 0.125, 0.125]]),
+    }
+    for name, wanted in expected.items():
+        assert reduced(PROFILES[name], PROFILES[name].compute(pattern)).tolist() == list(wanted), name
+
+
+def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
+    mean = torch.zeros(2, 3, 4, 10, dtype=torch.float64)
+    mean[0, 1, 2, 4] = math.nan
+    message = (
+        r"layer 1, head 2: profile score_by_pair is not finite at query 2, key 1 for one of the sequences 8 to 10 of the "
+        "shard; expected finite numbers"
+    )
+    with pytest.raises(MeasureError, match=message):
+        aggregates({"score_by_pair": mean}, first=8, count=3)
+    shared = torch.zeros(2, 3, 10, dtype=torch.float64)
+    shared[0, 2, 9] = math.inf
+    with pytest.raises(MeasureError, match=r"layer 2: profile resid_pre_norm_by_key is not finite at key 9 "):
+        aggregates({"resid_pre_norm_by_key": shared}, first=0, count=1)
+
+
+def test_weights_that_are_not_numbers_are_an_error(model: Path, tmp_path: Path, tokens: np.ndarray) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["transformer.h.2.mlp.c_proj.bias"][:] = math.inf
+
+    spoilt = toy.copy_of(model, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil))
+    fields = {"profiles": ["resid_post_norm_by_key"], "statistics": ["sink_alpha"]}
+    with pytest.raises(MeasureError, match="layer 2: profile resid_post_norm_by_key is not finite at key 0"):
+        toy.measure(spoilt, tokens, **fields)
+
+
+# Measured on a model
+
+
+def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(measured: Measured) -> None:
+    for name, aggregate in measured.profiles.items():
+        axis = PROFILES[name].axis
+        entries = T * (T + 1) // 2 if axis == "pair" else T
+        heads = () if name.startswith("resid") else (4,)
+        assert name.endswith(f"_by_{axis}")
+        assert aggregate.mean.shape == aggregate.m2.shape == (3, *heads, entries)
+        assert aggregate.mean.dtype == aggregate.m2.dtype == np.float64
+        assert aggregate.count == 11
+        assert (aggregate.m2 >= 0).all()
+    assert list(measured.profiles) == ALL
+
+
+def test_a_query_attends_with_one(measured: Measured) -> None:
+    lags = measured.profiles["attention_by_lag"].mean
+    np.testing.assert_allclose(lags @ (T - np.arange(T)), T, rtol=1e-6)
+    received = measured.profiles["attention_received_by_key"].mean
+    np.testing.assert_allclose(received @ (T - np.arange(T)), T, rtol=1e-6)
+    np.testing.assert_allclose(measured.profiles["last_attention_by_key"].mean.sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(measured.profiles["attention_by_pair"].mean[..., 0], 1, rtol=1e-6)
+
+
+def test_profiles_agree_with_one_another_and_with_the_statistics(measured: Measured) -> None:
+    mean = {name: aggregate.mean for name, aggregate in measured.profiles.items()}
+    query, key = np.tril_indices(T)
+    pairs = np.zeros((3, 4, T, T))
+    pairs[..., query, key] = mean["attention_by_pair"]
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
+    np.testing.assert_allclose(pairs[..., 0], mean["sink_attention_by_query"], **close)
+    np.testing.assert_allclose(pairs[..., -1, :], mean["last_attention_by_key"], **close)
+    np.testing.assert_allclose(pairs.sum(-2) / (T - np.arange(T)), mean["attention_received_by_key"], **close)
+    for lag in range(T):
+        diagonal = pairs.diagonal(-lag, -2, -1).mean(-1)
+        np.testing.assert_allclose(diagonal, mean["attention_by_lag"][..., lag], **close)
+    np.testing.assert_allclose(mean["score_by_pair"][..., query == T - 1], mean["last_score_by_key"], **close)
+    np.testing.assert_allclose(mean["sink_attention_by_query"].mean(-1), measured.heads["sink_alpha"].mean(0), **close)
+    np.testing.assert_allclose(mean["value_norm_by_key"].mean(-1), measured.heads["value_norm"].mean(0), **close)
+
+
+def test_the_dense_engine_measures_the_same(model: Path, tokens: np.ndarray, measured: Measured) -> None:
+    dense = measure(model, tokens, engine="dense")
+    assert (dense.engine, measured.engine) == ("dense", "fused")
+    for name, aggregate in dense.profiles.items():
+        found = measured.profiles[name]
+        np.testing.assert_allclose(found.mean, aggregate.mean, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found.m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_batch_size_changes_nothing(model: Path, tokens: np.ndarray, measured: Measured, size: int) -> None:
+    found = measure(model, tokens, batch_size=size).profiles
+    for name, aggregate in measured.profiles.items():
+        assert found[name].count == aggregate.count
+        np.testing.assert_allclose(found[name].mean, aggregate.mean, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found[name].m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_one_token_has_one_entry_of_each(model: Path) -> None:
+    profiles = measure(model, np.array([[5], [6]], np.int32)).profiles
+    assert {a.mean.shape[-1] for a in profiles.values()} == {1}
+    assert profiles_table(0, profiles).num_rows == (len(ALL) - 2) * 3 * 4 + 2 * 3
+
+
+def test_a_scan_without_profiles_measures_none(model: Path, tokens: np.ndarray) -> None:
+    assert measure(model, tokens, profiles=[]).profiles == {}
+
+
+# Written and read
+
+
+def begin(out: Path, model: Path, **changes: Any) -> Plan:
+    fields = {
+        "model": str(model), "n_ctx": T, "sequences": SHARDS * PER_SHARD - 2, "sequences_per_shard": PER_SHARD,
+        "input": {"family": "uniform_random"}, "interventions": ["none", "zero_query_bias"], "profiles": ALL,
+        "statistics": ["sink_alpha"], "out": str(out),
+    }  # fmt: skip
+    made = make_plan(parse_scan(fields | changes), "toy")
+    prepare_run(made, "")
+    return made
+
+
+def measure_shards(plan: Plan) -> Plan:
+    replica = Replica(plan.info, plan.scan, "cpu", threads=1)
+    for shard in missing_shards(plan).tolist():
+        run_shard(replica, plan.run, plan.sequences.shard(shard))
+    return plan
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Plan:
+    return measure_shards(begin(tmp_path_factory.mktemp("runs"), model))
+
+
+def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any, ...]]:
+    return list(run_query(connection, question).rows())
+
+
+def whole(plan: Plan) -> Profiles:
+    """The profiles of all sequences of a run, in one batch."""
+    replica = Replica(plan.info, plan.scan, "cpu", threads=1)
+    replica.batch.size = len(plan.sequences)
+    tokens = np.concatenate([plan.sequences.shard(shard).tokens for shard in range(SHARDS)])
+    return replica.measure(tokens).profiles
+
+
+def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
+    table = pq.ParquetFile(plan.run.data_file("profiles", "none", 1)).read()
+    assert table.schema.metadata == {b"run_id": plan.run.run_id.encode(), b"intervention": b"none"}
+    assert table.schema.equals(profiles_schema())
+    assert table.column_names == [
+        "shard", "layer", "head", "profile", "query", "key", "lag", "count", "mean", "m2"
+    ]  # fmt: skip
+    assert table.schema.field("m2").metadata[b"description"].startswith(b"Sum over the sequences")
+    assert table["profile"].unique().to_pylist() == ALL
+    assert set(table["shard"].to_pylist()) == {1}
+
+
+def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
+    table = pq.ParquetFile(plan.run.data_file("profiles", "none", 0)).read()
+    for name, profile in PROFILES.items():
+        rows = table.filter(pc.equal(table["profile"], name))  # pyright: ignore[reportAttributeAccessIssue]
+        axes = {"pair": ["query", "key"]}.get(profile.axis, [profile.axis])
+        assert [a for a in ("query", "key", "lag") if rows[a].null_count == 0] == axes
+        assert all(rows[a].null_count == len(rows) for a in {"query", "key", "lag"} - set(axes))
+        assert rows["head"].null_count == (len(rows) if name.startswith("resid") else 0)
+    pairs = table.filter(pc.equal(table["profile"], "score_by_pair"))  # pyright: ignore[reportAttributeAccessIssue]
+    first = pairs.slice(0, 4).select(["query", "key"]).to_pylist()
+    assert first == [{"query": q, "key": k} for q, k in ((0, 0), (1, 0), (1, 1), (2, 0))]
+
+
+def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None:
+    commit = next(plan.run.commits())
+    assert [f.table for f in commit.files] == ["heads", "sequences", "profiles"] * 2
+    assert commit.rows == 2 * PER_SHARD * 3 * 4
+    assert plan.manifest.profiles["score_by_pair"]["axis"] == "pair"
+    assert set(plan.manifest.identity["profiles"]) == set(ALL)
+
+
+def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> None:
+    connection = connect(plan.run.path)
+    columns = "layer, head, count, mean, sd, standard_error"
+    for name, expected in whole(plan).items():
+        question = f"SELECT {columns} FROM profile_means WHERE profile = '{name}' AND intervention = 'none'"
+        rows = ask(connection, f"{question} ORDER BY layer, head, query, key, lag")
+        n = expected.count
+        assert [row[2] for row in rows] == [n] * expected.mean.size
+        np.testing.assert_allclose([row[3] for row in rows], expected.mean.ravel(), rtol=1e-5, atol=1e-6)
+        sd = np.sqrt(expected.m2.ravel() / (n - 1))
+        np.testing.assert_allclose([row[4] for row in rows], sd, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose([row[5] for row in rows], sd / n**0.5, rtol=1e-3, atol=1e-5)
+
+
+def test_sql_merges_exactly(tmp_path: Path) -> None:
+    # Shard 0: 1, 3 (mean 2, M2 2). Shard 1: 5, 5, 8 (mean 6, M2 6). Together: mean 4.4, M2 = 124 - 5·4.4² = 27.2.
+    entry = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
+    shards = [entry | {"count": 2, "mean": 2.0, "m2": 2.0}, entry | {"count": 3, "mean": 6.0, "m2": 6.0}]
+    shared = {"layer": 0, "profile": "resid_pre_norm_by_key", "key": 0, "count": 1, "mean": 7.0, "m2": 0.0}
+    run = write_run(
+        tmp_path, "a-1", {"sink_mass": lambda row: 0.5},
+        profiles=lambda shard: [shards[shard], *[shared][: 1 - shard]],
+    )  # fmt: skip
+    assert ask(connect(run.path), "profile_means") == [
+        ("a-1", "toy", "none", "attention_by_lag", 0, 1, None, None, 2, 5, pytest.approx(4.4, rel=1e-12),
+         pytest.approx(math.sqrt(27.2 / 4)), pytest.approx(math.sqrt(27.2 / 20))),
+        ("a-1", "toy", "none", "resid_pre_norm_by_key", 0, None, None, 0, None, 1, 7.0, None, None),
+    ]  # fmt: skip
+
+
+def test_where_no_run_has_profiles_the_views_are_empty(tmp_path: Path) -> None:
+    connection = connect(write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5}).path)
+    assert ask(connection, "profiles") == ask(connection, "profile_means") == []
+
+
+def test_runs_with_and_without_profiles_are_read_together(tmp_path: Path) -> None:
+    entry = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2, "count": 2, "mean": 2.0, "m2": 2.0}
+    write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5})
+    write_run(tmp_path, "b-1", {"sink_mass": lambda row: 0.5}, profiles=lambda shard: [entry])
+    connection = connect(tmp_path)
+    assert ask(connection, "SELECT run_id, shard, mean FROM profiles ORDER BY shard") == [("b-1", 0, 2), ("b-1", 1, 2)]
+    assert ask(connection, "SELECT count(*) FROM heads") == [(2 * 4 * 2 * 3,)]
+
+
+def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
+    entry = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2, "count": 2, "mean": 2.0, "m2": 2.0}
+    runs = [write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [entry]) for n in ("a", "b")]
+    manifest = local(runs[1].manifest_file)
+    fingerprint = read_manifest(runs[1])["profiles"]["attention_by_lag"]["fingerprint"]
+    manifest.write_text(manifest.read_text().replace(fingerprint, "other"))
+    with pytest.raises(
+        QueryError, match=r"profile 'attention_by_lag' has one formula in run a \(\w+\) and another in run b"
+    ):
+        connect(tmp_path)
+
+
+def test_every_column_of_both_views_is_described(plan: Plan) -> None:
+    sql = "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = '{}' AND schema_name = 'main'"
+    for view in ("profiles", "profile_means"):
+        described = dict(connect(plan.run.path).execute(sql.format(view)).fetchall())
+        assert [name for name, comment in described.items() if not comment and name != "model"] == []
+        assert described["head"].endswith("NULL where the heads of a layer share the values.")
+
+
+def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_the_same_rows(
+    tmp_path: Path, model: Path, plan: Plan
+) -> None:
+    again = measure_shards(begin(tmp_path, model))
+    local(again.run.data_file("profiles", "zero_query_bias", 1)).unlink()
+    assert missing_shards(again).tolist() == [1]
+    measure_shards(again)
+    assert missing_shards(again).tolist() == []
+    for shard in range(SHARDS):
+        a, b = (pq.ParquetFile(p.run.data_file("profiles", "zero_query_bias", shard)).read() for p in (again, plan))
+        assert a.drop_columns(["mean", "m2"]).equals(b.drop_columns(["mean", "m2"]))
+        np.testing.assert_allclose(a["mean"], b["mean"], rtol=1e-5, atol=1e-6)
+
+
+def test_compacting_keeps_every_row(tmp_path: Path, model: Path) -> None:
+    run = measure_shards(begin(tmp_path, model)).run
+
+    def rows(view: str) -> list[tuple[Any, ...]]:
+        return sorted(ask(connect(run.path), view), key=str)
+
+    before = {view: rows(view) for view in ("profiles", "profile_means")}
+    assert compact(run).problems == []
+    assert len(list(local(run.path).glob("profiles/intervention=*/*.parquet"))) == 2
+    assert before["profiles"] == rows("profiles")
+    means = [pytest.approx(row[10]) for row in before["profile_means"]]
+    assert [row[10] for row in rows("profile_means")] == means
+
+
+def test_a_run_that_measured_other_profiles_is_not_gone_on_with(tmp_path: Path, model: Path) -> None:
+    first = begin(tmp_path, model, profiles=["attention_by_lag"])
+    assert begin(tmp_path, model, profiles=["attention_by_lag"]).run.run_id == first.run.run_id
+    other = parse_scan(first.scan.model_dump(mode="json") | {"profiles": []})
+    assert other.fingerprint != first.scan.fingerprint
+    with pytest.raises(RunError, match=r"differing keys: profiles\.attention_by_lag .*scan\.profiles"):
+        make_plan(other, "toy", first.run.run_id)
+
+
+def test_what_a_plan_costs_counts_the_files(plan: Plan) -> None:
+    without = make_plan(plan.scan.model_copy(update={"profiles": ()}), "toy")
+    bytes_ = [measure_cost(p, passes=2, patience=0).bytes_on_disk for p in (plan, without)]
+    size = local(plan.run.data_file("profiles", "none", 0)).stat().st_size
+    assert bytes_[0] - bytes_[1] == pytest.approx(2 * SHARDS * size, rel=0.2)
+
+
+def test_profiles_come_in_registry_order() -> None:
+    assert [p.name for p in select_profiles(reversed(ALL), 64)] == ALL

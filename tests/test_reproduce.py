@@ -1,0 +1,158 @@
+"""`headcount reproduce`: every system runs on its miniature, shows its phenomena, and is not mistaken for the published model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from headcount import app
+from jobs.reproduce import Check, Finding, Phenomenon, System, judge, systems
+from schemas.errors import ScanError
+from schemas.outputs import OUTPUTS
+from tests import toy_models as toy
+from workers.models import find_model
+
+SYSTEMS = systems()
+FEW = ("sequences=40", "sequences_per_shard=40")
+"""Enough to see that a system runs; phenomena need the system's own numbers."""
+
+
+def reproduce(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["reproduce", *words])
+    return done.exit_code, done.output + ("" if done.exception is None else str(done.exception))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_runs_on_its_miniature_and_shows_its_phenomena(name: str, tmp_path: Path) -> None:
+    words = [name, "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json")]
+    code, output = reproduce(*words)
+    found: list[dict[str, Any]] = json.loads((tmp_path / "found.json").read_text())
+    assert [f["name"] for f in found if f["verdict"] == "fail"] == []
+    assert code == 0, output
+    system = SYSTEMS[name]
+    published = [f for f in found if f["published"] != "holds"]
+    assert {f["verdict"] for f in published} == {"not comparable"}
+    assert sorted(f["name"] for f in published) == sorted(key for check in system.check for key in check.published)
+    assert len(found) - len(published) >= len(system.phenomenon)
+    assert all(math.isfinite(f["measured"]) for f in found if f["measured"] is not None)
+    # Run again, nothing is measured twice.
+    before = sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.parquet"))
+    assert reproduce(*words)[0] == 0
+    assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.parquet")) == before
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_of_the_published_model_runs_where_its_weights_are(name: str, tmp_path: Path) -> None:
+    model = SYSTEMS[name].published_model
+    try:
+        find_model(model)
+    except Exception:
+        pytest.skip(f"the weights of {model} are not on this machine")
+    code, output = reproduce(name, "--model", model, "--out", str(tmp_path))
+    assert code == 0, output
+
+
+def toy_system(**fields: Any) -> System:
+    sizes = {"n_layers": 1, "n_heads": 2}
+    base = {
+        "title": "",
+        "source": "",
+        "published_model": "m",
+        "published_sizes": sizes,
+        "bundled_model": "b",
+        "scan": {},
+    }
+    return System.model_validate(base | fields)
+
+
+def verdicts(
+    system: System, answers: dict[str, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> list[Finding]:
+    monkeypatch.setattr("jobs.reproduce.find_model", lambda model: Path(model))
+    monkeypatch.setattr("jobs.reproduce.describe", lambda path: toy.toy_info(n_layers=1 if str(path) == "m" else 2))
+    return judge("toy", system, "m", answers.__getitem__) + judge("toy", system, "other", answers.__getitem__)
+
+
+def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [
+        Check(sql="q", published={"near": 1.0, "far": 1.0}, tolerance=0.1),
+        Check(sql="r", published={"part": 200.0}, tolerance=0.1, relative=True),
+    ]
+    phenomena = [Phenomenon(sql="s"), Phenomenon(sql="t", models=("m",))]
+    system = toy_system(check=checks, phenomenon=phenomena)
+    answers = {
+        "q": [("near", 1.05), ("far", 1.2)],
+        "r": [("part", 215)],
+        "s": [("it is so", 3, True)],
+        "t": [("not so", None, False)],
+    }
+    found = verdicts(system, answers, monkeypatch)
+    assert [(f.name, f.verdict, f.model) for f in found] == [
+        ("near", "pass", "m"), ("far", "fail", "m"), ("part", "pass", "m"), ("it is so", "pass", "m"), ("not so", "fail", "m"),
+        ("near", "not comparable", "other"), ("far", "not comparable", "other"), ("part", "not comparable", "other"),
+        ("it is so", "pass", "other"),
+    ]  # fmt: skip
+    assert [f.tolerance for f in found[:4]] == [0.1, 0.1, 20.0, None]
+
+
+def test_an_unknown_system_and_a_wrong_field_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, output = reproduce("recency")
+    assert code == 1
+    assert "unknown system 'recency': did you mean 'recency_bias'?" in output
+    assert "--list names them" in reproduce()[1]
+    (tmp_path / "odd.toml").write_text('title = "odd"\nchek = []')
+    monkeypatch.setattr("jobs.reproduce.SYSTEMS", tmp_path)
+    with pytest.raises(ScanError, match=r"odd.toml: source: Field required"):
+        systems()
+
+
+def test_overrides_reach_every_scan(tmp_path: Path) -> None:
+    sets = [word for few in FEW for word in ("--set", few)]
+    reproduce("previous_token", "--out", str(tmp_path), *sets)
+    manifests = [json.loads(file.read_text()) for file in tmp_path.rglob("manifest.json")]
+    assert [m["sequences"] for m in manifests] == [40] * len(SYSTEMS["previous_token"].scan)
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+@pytest.mark.parametrize("name", ["gpt2-mini", "attn-only-2l-mini"])
+def test_outputs_are_what_the_whole_model_predicts(name: str, engine: str) -> None:
+    tokens = np.random.default_rng(0).integers(1, 200, size=(5, 21)).astype(np.int32)
+    replica = toy.replica(find_model(f"bundled:{name}"), outputs=list(OUTPUTS), engine=engine, batch_size=2)
+    found = replica.measure(tokens).chance
+    with torch.inference_mode():
+        logits = replica.model.bridge(torch.from_numpy(tokens).long(), return_type="logits").double()
+    logprobs, ids = logits.log_softmax(-1), torch.from_numpy(tokens).long()
+    losses = -logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    expected = {
+        "loss": losses.mean(-1), "loss_early": losses[:, :10].mean(-1), "loss_late": losses[:, 10:].mean(-1),
+        "final_probabilities": logprobs[:, -1].exp().gather(-1, ids), "final_logits": logits[:, -1].gather(-1, ids),
+    }  # fmt: skip
+    for column, values in expected.items():
+        np.testing.assert_allclose(found[column], values.numpy(), atol=2e-5, rtol=1e-5)
+    assert np.isnan(found["losses"][:, 0]).all()
+    np.testing.assert_allclose(found["losses"][:, 1:], losses.numpy(), atol=2e-5)
+
+
+def test_logits_in_small_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.random.default_rng(0).integers(1, 200, size=(3, 9)).astype(np.int32)
+    replica = toy.replica(find_model("bundled:gpt2-mini"), outputs=["losses", "final_logits"])
+    whole = replica.measure(tokens).chance
+    monkeypatch.setattr("workers.outputs.CHUNK_BYTES", 1)
+    pieces = replica.measure(tokens).chance
+    for column in ("losses", "final_logits"):
+        np.testing.assert_allclose(pieces[column], whole[column], atol=1e-5)
+
+
+def test_no_outputs_leave_the_unembedding_alone() -> None:
+    replica = toy.replica(find_model("bundled:gpt2-mini"))
+    called: list[int] = []
+    replica.model.parts["unembed"][0].register_forward_pre_hook(lambda *_: called.append(1))
+    replica.measure(toy.repeating_tokens(9))
+    assert called == []

@@ -1,0 +1,9 @@
+"""Input families: where the sequences of a scan come from. Importing the package registers all of them."""
+
+from workers.inputs import backcopy, corpora, layouts, synthetic
+from workers.inputs.registry import INPUTS, Draw, InputFamily, Labelled, find_input, input_family
+
+__all__ = [
+    "INPUTS", "Draw", "InputFamily", "Labelled", "find_input", "input_family",
+    "backcopy", "corpora", "layouts", "synthetic",
+]  # fmt: skip

@@ -1,0 +1,104 @@
+"""Random tokens: drawn alike, repeated, corrupted, or drawn by how often they occur."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from schemas.errors import ScanError
+from workers.corpus import Tokenizer
+from workers.inputs.registry import Draw, Labelled, input_family
+from workers.inputs.source import read_text
+
+
+@input_family
+def uniform_random(draw: Draw, *, low: int = 0, high: int | None = None, distinct: bool = False) -> np.ndarray:
+    """Tokens drawn uniformly from `low .. high-1` (or the vocabulary); with `distinct`, none occurs twice."""
+    return draw.tokens(draw.length, low, high, distinct)
+
+
+@input_family
+def repeated_random(
+    draw: Draw, *, period: int | None = None, low: int = 0, high: int | None = None, distinct: bool = False
+) -> np.ndarray:
+    """A block of `period` random tokens, repeated to the end; twice where no period is given."""
+    return np.resize(draw.tokens(_period(draw, period), low, high, distinct), draw.length)
+
+
+@input_family(stream="repeated_random")
+def corrupted_repeat(
+    draw: Draw,
+    *,
+    rate: float,
+    replacement: int | None = None,
+    period: int | None = None,
+    low: int = 0,
+    high: int | None = None,
+    distinct: bool = False,
+) -> Labelled:
+    """A repeated block in whose copies each token is replaced with probability `rate` (after induction-under-erasures).
+
+    The block is the one of `repeated_random` for the same seed and sequence. A replaced token becomes `replacement`, or
+    a random one where none is given, which may be the same again; its position is labelled "replaced".
+    """
+    if not 0 <= rate <= 1:
+        raise ScanError(f"input.rate: expected a probability, 0 to 1, got {rate}")
+    period = _period(draw, period)
+    tokens = np.resize(draw.tokens(period, low, high, distinct), draw.length)
+    replaced = np.flatnonzero(draw.rng.random(draw.length) < rate)
+    replaced = replaced[replaced >= period]
+    if replacement is None:
+        tokens[replaced] = draw.tokens(draw.length, low, high)[replaced]
+    else:
+        tokens[replaced] = _ordinary(draw, "replacement", replacement)
+    return Labelled(tokens, {"replaced": replaced})
+
+
+@input_family
+def single_token_repeat(draw: Draw, *, token: int | None = None, low: int = 0, high: int | None = None) -> np.ndarray:
+    """One token, over and over: `token`, or another random one in every sequence (Gu et al. 2024)."""
+    one = draw.tokens(1, low, high)[0] if token is None else _ordinary(draw, "token", token)
+    return np.full(draw.length, one)
+
+
+@input_family
+def unigram_random(
+    draw: Draw, *, text: str | None = None, exponent: float | None = None, low: int = 0, high: int | None = None
+) -> np.ndarray:
+    """Independent tokens, as frequent as in a `text`; without one, by Zipf's law in the order of their ids.
+
+    p(id) ∝ occurrences of id in the text; else p(id) ∝ rank(id)^-exponent, with rank 1 for the lowest id and exponent 1.
+    After Mahmood's reproduction of Ran-Milo et al. 2026.
+    """
+    if text is not None and exponent is not None:
+        raise ScanError("input: unigram_random takes text or exponent, got both; leave out one")
+    ids = draw.ids(low, high)
+    if text is None:
+        weights = np.arange(1, len(ids) + 1, dtype=float) ** -(1.0 if exponent is None else exponent)
+    else:
+        weights = _occurrences(text, draw.load_tokenizer(), int(draw.ordinary.max()) + 1)[ids]
+    if not weights.sum() > 0:
+        end = "" if high is None else f" and below high = {high}"
+        raise ScanError(f"input: no token to draw from low = {low} on{end}; widen low and high")
+    return draw.rng.choice(ids, size=draw.length, p=weights / weights.sum())
+
+
+@lru_cache(maxsize=4)
+def _occurrences(text: str, tokenizer: Tokenizer, size: int) -> np.ndarray:
+    return np.bincount(tokenizer.encode(read_text(text)), minlength=size).astype(float)
+
+
+def _period(draw: Draw, period: int | None) -> int:
+    period = (draw.length + 1) // 2 if period is None else period
+    if not 1 <= period <= draw.length:
+        raise ScanError(f"input.period: expected 1 to {draw.length}, the tokens in a sequence, got {period}")
+    return period
+
+
+def _ordinary(draw: Draw, option: str, token: int) -> int:
+    if token not in draw.ordinary:
+        raise ScanError(
+            f"input.{option}: expected an ordinary token id of the model ({draw.ordinary[0]} to {draw.ordinary[-1]}), got {token}"
+        )
+    return token

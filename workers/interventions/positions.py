@@ -1,0 +1,102 @@
+"""Edits of embeddings and of what the first MLP makes of positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.circuit import Circuit
+from workers.interventions.registry import intervention
+
+
+@intervention
+def first_position_second(W_pos: Tensor) -> Tensor:
+    """Position 0 gets the embedding of position 1 (Ran-Milo et al. 2026, intervention c)."""
+    return _first_row(W_pos, W_pos[1])
+
+
+@intervention
+def blend_first_position(W_pos: Tensor, *, alpha: float) -> Tensor:
+    """Position 0 gets alpha times its own embedding and 1 - alpha times that of position 1."""
+    return _first_row(W_pos, alpha * W_pos[0] + (1 - alpha) * W_pos[1])
+
+
+@intervention
+def scale_first_position(W_pos: Tensor, *, alpha: float) -> Tensor:
+    """The embedding of position 0 is multiplied by alpha."""
+    return _first_row(W_pos, alpha * W_pos[0])
+
+
+@intervention
+def swap_first_positions(W_pos: Tensor) -> Tensor:
+    """Positions 0 and 1 exchange their embeddings."""
+    edited = W_pos.clone()
+    edited[[0, 1]] = W_pos[[1, 0]]
+    return edited
+
+
+def _first_row(W_pos: Tensor, row: Tensor) -> Tensor:
+    edited = W_pos.clone()
+    edited[0] = row
+    return edited
+
+
+@intervention
+def zero_positions(pos_embed: Tensor) -> Tensor:
+    """No position is embedded: tokens alone (Ran-Milo et al. 2026, intervention h; Farrell 2023)."""
+    return torch.zeros_like(pos_embed)
+
+
+@intervention
+def zero_tokens(embed: Tensor) -> Tensor:
+    """No token is embedded: positions alone (Farrell 2023)."""
+    return torch.zeros_like(embed)
+
+
+@intervention
+def zero_first_token(embed: Tensor) -> Tensor:
+    """The embedding of the first token is set to zero, its position is kept (Ran-Milo et al. 2026, intervention f)."""
+    edited = embed.clone()
+    edited[:, 0] = 0
+    return edited
+
+
+@intervention
+def swap_effective_positions(mlp_out: Tensor, circuit: Circuit, *, layer: int = 0) -> Tensor:
+    """The first MLP writes the direction of effective position 0 at position 1, and that of 1 at 0 (Ran-Milo et al. 2026, d)."""
+    return _swapped(mlp_out, circuit.effective[:2])
+
+
+@intervention
+def swap_raw_positions(mlp_out: Tensor, circuit: Circuit, *, layer: int = 0) -> Tensor:
+    """The control of swap_effective_positions: the same with raw position embeddings (Ran-Milo et al. 2026, e)."""
+    return _swapped(mlp_out, circuit.positions[:2])
+
+
+def _swapped(mlp_out: Tensor, rows: Tensor) -> Tensor:
+    """Move the part of position 0 along the first of two directions to the second, and the same length back at position 1."""
+    first, second = (rows / rows.norm(dim=-1, keepdim=True)).to(mlp_out.dtype)
+    along = mlp_out[:, 0] @ first
+    step = along[:, None] * (second - first)
+    edited = mlp_out.clone()
+    edited[:, 0] += step
+    edited[:, 1] -= step
+    return edited
+
+
+@intervention
+def zero_mlps(mlp_out: Tensor) -> Tensor:
+    """No MLP adds anything (Ran-Milo et al. 2026, intervention g)."""
+    return torch.zeros_like(mlp_out)
+
+
+@intervention
+def zero_mlp(mlp_out: Tensor, *, layer: int) -> Tensor:
+    """The MLP of one layer adds nothing."""
+    return torch.zeros_like(mlp_out)
+
+
+@intervention
+def zero_attention(attn_out: Tensor, *, layer: int) -> Tensor:
+    """The attention of one layer adds nothing."""
+    return torch.zeros_like(attn_out)

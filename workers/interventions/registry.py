@@ -1,0 +1,147 @@
+"""Interventions by name: a function whose first parameter names what it edits.
+
+That parameter is a weight of the attention layers (`W_Q [head d_model d_head]`, `b_Q [head d_head]`, …), `W_pos [pos d_model]`,
+or an activation (`workers.edits.ACTIVATIONS`). The function returns the edited tensor and leaves its argument alone. A second
+parameter `circuit` is what the untouched weights say of positions. Keyword-only parameters are options, written in a scan as
+`name(1,0.5)` in their order; one named `layer` says where the edit is made, otherwise it is made in every layer. `a+b` is a,
+then b.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from schemas.errors import ScanError, unknown
+from workers.edits import ACTIVATIONS, Edit, Edits
+from workers.loading import LoadedModel
+from workers.models import ModelInfo
+
+WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
+TABLES = ("W_pos",)
+"""Weights that are not a layer's."""
+
+CALL = re.compile(r"(\w+)(?:\(([^()]*)\))?")
+
+
+@dataclass(frozen=True)
+class Registered:
+    """An intervention as it is written; `target` is empty where nothing is edited."""
+
+    name: str
+    function: Callable[..., Any]
+    target: str
+    needs_circuit: bool
+    options: dict[str, inspect.Parameter]
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """An intervention with its options."""
+
+    registered: Registered
+    options: dict[str, int | float]
+
+    @property
+    def target(self) -> str:
+        """What is edited."""
+        return self.registered.target
+
+    @property
+    def layer(self) -> int | None:
+        """The layer in which it is edited; none means every one."""
+        layer = self.options.get("layer")
+        return None if layer is None else int(layer)
+
+    def bind(self, model: LoadedModel) -> Callable[[Tensor], Tensor]:
+        """The edit for a model."""
+        function = partial(self.registered.function, **self.options)
+        if not self.registered.needs_circuit:
+            return function
+        circuit = model.circuit
+        return lambda value: function(value, circuit)
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """What a scan names: one intervention, or several in order."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    def check(self, info: ModelInfo) -> None:
+        """Refuse layers and heads that a model does not have."""
+        for part in self.parts:
+            for key, count in (("layer", info.n_layers), ("head", info.n_heads)):
+                if not 0 <= (number := part.options.get(key, 0)) < count:
+                    raise ScanError(f"interventions: {self.name!r}: {key} {number} of {info.name}, which has {count}")
+
+    def weights(self) -> tuple[Part, ...]:
+        """The parts that edit weights."""
+        return tuple(p for p in self.parts if p.target in WEIGHTS + TABLES)
+
+    def edits(self, model: LoadedModel) -> Edits:
+        """The parts that edit activations."""
+        return Edits(Edit(p.target, p.bind(model), p.layer) for p in self.parts if p.target in ACTIVATIONS)
+
+
+INTERVENTIONS: dict[str, Registered] = {}
+
+
+def intervention(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a function as an intervention."""
+    parameters = inspect.signature(function, eval_str=True).parameters
+    options = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    target, *rest = [name for name in parameters if name not in options] or [""]
+    known = ("", *WEIGHTS, *TABLES, *ACTIVATIONS)
+    if target not in known or rest not in ([], ["circuit"]):
+        raise ValueError(f"intervention {function.__name__!r}: {unknown('target', target, known)}")
+    if function.__name__ in INTERVENTIONS:
+        raise ValueError(f"intervention {function.__name__!r} is defined twice")
+    meaning = inspect.cleandoc(function.__doc__ or "").split("\n")[0]
+    INTERVENTIONS[function.__name__] = Registered(function.__name__, function, target, bool(rest), options, meaning)
+    return function
+
+
+def find_intervention(text: str) -> Intervention:
+    """The intervention that a scan names.
+
+    >>> [(part.registered.name, part.options) for part in find_intervention("zero_query_bias+scale_query_bias(0.5)").parts]
+    [('zero_query_bias', {}), ('scale_query_bias', {'alpha': 0.5})]
+    """
+    return Intervention(text, tuple(_part(text, piece) for piece in text.split("+")))
+
+
+def _part(text: str, piece: str) -> Part:
+    match = CALL.fullmatch(piece)
+    if match is None:
+        raise ScanError(f"interventions: expected NAME, NAME(1,0.5) or A+B, got {text!r}")
+    name, values = match[1], [v for v in (match[2] or "").split(",") if v]
+    if name not in INTERVENTIONS:
+        raise ScanError(f"interventions: {unknown('intervention', name, INTERVENTIONS)}")
+    found = INTERVENTIONS[name]
+    if len(values) > len(found.options):
+        raise ScanError(f"interventions: {piece!r} has {len(values)} options; expected {_signature(found)}")
+    options: dict[str, int | float] = {}
+    for (key, parameter), value in zip(found.options.items(), values, strict=False):
+        try:
+            options[key] = parameter.annotation(value)
+        except ValueError:
+            wanted = "a whole number" if parameter.annotation is int else "a number"
+            raise ScanError(f"interventions: {piece!r}: {key} is {value!r}, expected {wanted}") from None
+    for key, parameter in found.options.items():
+        if key not in options and parameter.default is parameter.empty:
+            raise ScanError(f"interventions: {piece!r} needs {key}; expected {_signature(found)}")
+    defaults = {key: p.default for key, p in found.options.items() if key not in options}
+    return Part(found, options | defaults)
+
+
+def _signature(found: Registered) -> str:
+    return f"{found.name}({','.join(found.options)})" if found.options else found.name

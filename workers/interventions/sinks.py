@@ -1,0 +1,93 @@
+"""Edits of what may make a sink: query biases, keys, values, and who may look where."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.circuit import Circuit
+from workers.interventions.registry import intervention
+
+HIDDEN = -1e4
+"""Score of a key that must not be attended to: exp of it is 0, and averages of scores stay numbers."""
+
+
+@intervention
+def none() -> None:
+    """The untouched model."""
+
+
+@intervention
+def zero_query_bias(b_Q: Tensor) -> Tensor:
+    """The query bias is set to zero (Ran-Milo et al. 2026, intervention b)."""
+    return torch.zeros_like(b_Q)
+
+
+@intervention
+def scale_query_bias(b_Q: Tensor, *, alpha: float) -> Tensor:
+    """The query bias is multiplied by alpha."""
+    return b_Q * alpha
+
+
+@intervention
+def scale_massive_keys(W_K: Tensor, circuit: Circuit, *, alpha: float = 0.0, count: int = 3) -> Tensor:
+    """Keys read the largest coordinates of the first effective position alpha times (Ran-Milo et al. 2026, intervention i)."""
+    return _scaled(W_K, circuit.massive_coordinates(count), alpha)
+
+
+@intervention
+def scale_random_keys(W_K: Tensor, circuit: Circuit, *, draw: int = 0, alpha: float = 0.0, count: int = 3) -> Tensor:
+    """The control of scale_massive_keys: as many coordinates, drawn from the others (Ran-Milo et al. 2026, intervention j)."""
+    generator = torch.Generator().manual_seed(draw)
+    order = torch.randperm(W_K.shape[1], generator=generator).tolist()
+    massive = set(circuit.massive_coordinates(count))
+    return _scaled(W_K, [d for d in order if d not in massive][:count], alpha)
+
+
+def _scaled(W_K: Tensor, coordinates: list[int], alpha: float) -> Tensor:
+    edited = W_K.clone()
+    edited[:, coordinates] *= alpha
+    return edited
+
+
+@intervention
+def zero_first_value(v: Tensor) -> Tensor:
+    """The value vector at position 0 is set to zero, so that attention to the sink moves nothing."""
+    edited = v.clone()
+    edited[:, 0] = 0
+    return edited
+
+
+@intervention
+def zero_first_mlp_out(mlp_out: Tensor, *, layer: int = 0) -> Tensor:
+    """One layer's MLP adds nothing to position 0."""
+    edited = mlp_out.clone()
+    edited[:, 0] = 0
+    return edited
+
+
+@intervention
+def mask_first_keys(attn_scores: Tensor, *, count: int = 1) -> Tensor:
+    """The first keys cannot be attended to; the queries among them keep themselves (Xiao et al. 2023)."""
+    queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
+    return _masked(attn_scores, (queries[None] < count) & (queries[None] != queries[:, None]))
+
+
+@intervention
+def mask_recent_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
+    """The keys just before a query cannot be attended to; the query keeps itself."""
+    queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
+    distance = queries[:, None] - queries[None]
+    return _masked(attn_scores, (distance >= 1) & (distance <= count))
+
+
+@intervention
+def keep_window(attn_scores: Tensor, *, sinks: int, window: int) -> Tensor:
+    """A query sees the last `window` keys and the first `sinks` alone (Xiao et al. 2023)."""
+    queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
+    distance = queries[:, None] - queries[None]
+    return _masked(attn_scores, (distance >= window) & (queries[None] >= sinks))
+
+
+def _masked(scores: Tensor, hidden: Tensor) -> Tensor:
+    return scores.masked_fill(hidden, HIDDEN)
