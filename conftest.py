@@ -44,6 +44,11 @@ def stream(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float32)[None]
 
 
+def triggers(marks: list[int]) -> dict[str, torch.Tensor]:
+    """Which positions of one sequence are labelled "trigger"."""
+    return {"trigger": torch.tensor([marks]).bool()}
+
+
 def nats(values: list[float]) -> torch.Tensor:
     """One loss per position of one sequence: `[batch pos]`."""
     return torch.tensor([values])
@@ -66,5 +71,6 @@ def successors(tokens: list[int]) -> TokenPairs:
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
-    doctest_namespace |= {f.__name__: f for f in (pattern, scores, vectors, stream, head, nats, copies, successors)}
+    names = (pattern, scores, vectors, stream, head, nats, triggers, copies, successors)
+    doctest_namespace |= {f.__name__: f for f in names}
     doctest_namespace["nan"] = float("nan")

@@ -22,7 +22,7 @@ app = typer.Typer(
 jobs.cli.mount(app)
 jobs.cluster_cli.mount(app)
 queries.cli.mount(app)
-jobs.reproduce_cli.mount(app, queries.cli.open_runs)
+jobs.reproduce_cli.mount(app, queries.cli.open_runs, queries.cli.write_page)
 
 
 def main() -> None:

@@ -113,13 +113,14 @@ def page(results: dict[str, Any]) -> str:
     defaults = " and ".join(f"`{p}` on {d.upper()}" for d, p in FASTEST_ACCEPTABLE.items())
     parts = [
         "# Precision",
-        "How far every column of `heads` drifts from float64 in each value of a scan's `precision`. Written by `make precision`.",
+        "How far every standard column of `heads` drifts from float64 in each value of a scan's `precision`. "
+        "Written by `make precision`.",
         "A drift is that of one row's value. Probabilities and shares drift absolutely; everything else relative to the "
         f"float64 value, or to 1 where that is smaller. *Acceptable*: 99 of 100 values within {ACCEPTABLE:g} for every "
         "probability and every norm. Whatever the precision, sums, norms, softmax, the residual stream and the statistics are "
         "float32 (float64 in `float64`); it names the format of the factors of products.",
         f'`precision = "auto"` means {defaults}; scans that need the '
-        'bridge (`engine = "dense"`, folded weights, edits of activations) then use `float32`.',
+        'bridge (`engine = "dense"`, folded weights) then use `float32`.',
         f"Measured on {hardware(results)}. The text is this project's own documentation at that commit, byte by byte. A format "
         "that the device lacks is imitated: factors are rounded and multiplied in float32, as tensor cores do. On this CPU that "
         "is float16 and TF32; bfloat16 is native, and rounds results as well.",

@@ -54,7 +54,9 @@ class Idler(Replica):
     def __init__(self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None) -> None:
         self.scan, self.info, self.free_since = scan, info, None
 
-    def measure(self, tokens: np.ndarray, intervention: str = "none") -> Measured:
+    def measure(
+        self, tokens: np.ndarray, intervention: str = "none", labels: list[list[str]] | None = None
+    ) -> Measured:
         """Zeros at once."""
         shape = len(tokens), self.info.n_layers, self.info.n_heads
         chosen = select(self.scan.statistics)

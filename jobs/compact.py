@@ -38,6 +38,7 @@ ORDER = {
     "heads": ("layer", "head", "sequence"),
     "sequences": ("sequence",),
     "profiles": ("profile", "layer", "head", "query", "key", "lag", "shard"),
+    "weights": ("weight", "layer", "head", "position", "dimension"),
 }
 
 
@@ -173,6 +174,9 @@ def _merge(run: RunDirectory, commits: list[Commit]) -> None:
             tables.setdefault((file.table, file.intervention), []).append((commit.shard, file))
     changes: dict[tuple[str, str], dict[str, Any]] = {}
     for (table, intervention), files in tables.items():
+        if len(files) == 1 and files[0][1].shards == 1:
+            changes[table, intervention] = {}  # A lone file, of weights, stays.
+            continue
         content = parquet_bytes(_sorted(_read(run, files), ORDER[table]), row_group_size=ROW_GROUP)
         path = data_path(table, intervention, name)
         write_whole(run.path / path, content)
@@ -183,7 +187,8 @@ def _merge(run: RunDirectory, commits: list[Commit]) -> None:
         for c in commits
     ]
     fold(run.commits_directory, moved)
-    delete(run.path / path for path in sorted({file.path for commit in commits for file in commit.files}))
+    moved_from = {f.path for c in commits for f in c.files if changes[f.table, f.intervention]}
+    delete(run.path / path for path in sorted(moved_from))
 
 
 def _read(run: RunDirectory, files: list[tuple[int, DataFile]]) -> pa.Table:

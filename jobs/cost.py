@@ -54,7 +54,7 @@ def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
         batch_size=len(tokens),
         precision=replica.precision,
         tokens_per_second=speed,
-        bytes_on_disk=_bytes_on_disk(plan, first, len(tokens), measured),
+        bytes_on_disk=_bytes_on_disk(plan, first, len(tokens), measured) + _bytes_of_weights(replica),
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         seconds=plan.tokens / speed,
     )
@@ -77,6 +77,11 @@ def _bytes_on_disk(plan: Plan, shard: ShardInput, count: int, measured: Measured
     each = (size(count) - size(half)) / (count - half) if half else size(count)
     file = max(0.0, size(count) - each * count)
     return round((each * len(plan.sequences) + file * plan.manifest.shards) * len(plan.scan.interventions))
+
+
+def _bytes_of_weights(replica: Replica) -> int:
+    """Size of the file of `weights`, of which a run has at most one."""
+    return len(parquet_bytes(replica.weights())) if replica.scan.weight_statistics else 0
 
 
 def meanings(scan: Scan) -> list[tuple[str, str, str]]:

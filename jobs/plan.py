@@ -15,6 +15,7 @@ from schemas.profiles import select_profiles
 from schemas.runs import Manifest, RunDirectory, differing_keys
 from schemas.scan import Scan
 from schemas.statistics import select
+from schemas.weights import select_weight_statistics
 from workers.code import code_fingerprint
 from workers.corpus import Index
 from workers.inputs import find_input
@@ -78,11 +79,14 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
         "statistics": {s.name: s.fingerprint for s in select(scan.statistics)},
     }
     profiles = select_profiles(scan.profiles, scan.n_ctx)
+    weights = select_weight_statistics(scan.weight_statistics)
     outputs = select_outputs(scan.outputs)
     if outputs:
         identity["outputs"] = {o.name: o.fingerprint for o in outputs}
     if profiles:
         identity["profiles"] = {p.name: p.fingerprint for p in profiles}
+    if weights:
+        identity["weight_statistics"] = {w.name: w.fingerprint for w in weights}
     if run.manifest_file.is_file():
         _check_same(run, identity)
         if sequences.corpus is not None:
@@ -99,6 +103,7 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
         sequences=len(sequences),
         statistics={s.name: s.record for s in select(scan.statistics)},
         profiles={p.name: p.record for p in profiles},
+        weight_statistics={w.name: w.record for w in weights},
         outputs={o.name: o.record for o in outputs},
         model=info.record,
         code=code_fingerprint(),

@@ -188,6 +188,18 @@ def is_published(system: System, info: ModelInfo) -> bool:
     return all(sizes.get(key) == value for key, value in system.published_sizes.items())
 
 
+def warning(system: System, model: str) -> str:
+    """What a reader of the findings must know where the model is not the published one; else nothing."""
+    incomparable = "its numbers are not comparable with the published ones"
+    if model == system.published_model:
+        return ""
+    if model == system.bundled_model:
+        return f"a miniature: {incomparable}"
+    if is_published(system, describe(find_model(model))):
+        return f"another model of the sizes of {system.published_model}: its numbers are compared, and may differ"
+    return f"another model: {incomparable}"
+
+
 def _values(name: str, sql: str, ask: Ask) -> dict[str, float]:
     values: dict[str, float] = {}
     for key, value in ask(sql):

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Open = Callable[[str, dict[str, str]], Any]
 """Opens the runs of a directory, with some views: a connection that answers SQL."""
 
+WritePage = Callable[[Path, dict[str, str], str, list[dict[str, Any]], list[dict[str, Any]], Any], None]
+"""Writes a page: the file, a heading, a warning or none, findings, figures, and what puts SQL to the runs."""
+
 VIEWS = {
     "system_heads": "SELECT name AS scan, heads.* FROM heads JOIN runs USING (run_id)",
     "system_sequences": "SELECT name AS scan, sequences.* FROM sequences JOIN runs USING (run_id)",
@@ -30,8 +33,8 @@ VIEWS = {
 """What every system may ask: the tables, and which of its scans a row is of."""
 
 
-def mount(app: typer.Typer, open_runs: Open) -> None:
-    """Add the subcommand to the front door, which knows how runs are asked."""
+def mount(app: typer.Typer, open_runs: Open, write_page: WritePage) -> None:
+    """Add the subcommand to the front door, which knows how runs are asked and shown."""
 
     @app.command()
     def reproduce(
@@ -65,7 +68,9 @@ def mount(app: typer.Typer, open_runs: Open) -> None:
             raise ScanError("expected the name of a system, or --all; --list names them")
         found: list[Finding] = []
         for name, system in (systems() if every else find_systems(names or [])).items():
-            found += _reproduce(name, system, model or system.bundled_model, out, overrides or [], device, open_runs)
+            chosen = model or system.bundled_model
+            home = _measure(name, system, chosen, out, overrides or [], device)
+            found += _judge(name, system, chosen, home, open_runs, write_page)
         if file is not None:
             _write(found, file)
         failed = sum(finding.verdict == "fail" for finding in found)
@@ -73,19 +78,35 @@ def mount(app: typer.Typer, open_runs: Open) -> None:
             raise RunError(f"{failed} of {len(found)} findings differ from what was published or must hold")
 
 
-def _reproduce(
-    name: str, system: System, model: str, out: str, overrides: list[str], device: str, open_runs: Open
-) -> list[Finding]:
-    from jobs.reproduce import judge, measure, plans
+def _measure(name: str, system: System, model: str, out: str, overrides: list[str], device: str) -> str:
+    """Bring the runs of a system to their end; the directory they lie in."""
+    from jobs.reproduce import measure, plans
 
     console = Console(highlight=False, stderr=True)
     made = plans(system, model, f"{out.rstrip('/')}/{name}", overrides)
     for plan in made:
         measure(plan, device, lambda line: say(console, line))
-    home = made[0].scan.out
+    return made[0].scan.out
+
+
+def _judge(name: str, system: System, model: str, home: str, open_runs: Open, write_page: WritePage) -> list[Finding]:
+    """The verdict on the runs of a system, printed, and on a page beside them where they lie on this machine's disks."""
+    from jobs.reproduce import judge, warning
+    from schemas.places import place
+
     connection = open_runs(home, VIEWS | system.view)
-    found = judge(name, system, model, lambda sql: connection.execute(sql).fetchall())
+
+    def ask(sql: str) -> list[tuple[Any, ...]]:
+        return connection.execute(sql).fetchall()
+
+    found = judge(name, system, model, ask)
     _show(name, system, model, home, found)
+    page = place(f"{home}.html")
+    if isinstance(page, Path):
+        heading = {"title": f"{name}: {system.title}", "source": system.source, "model": model, "runs": page.stem}
+        figures = [figure.model_dump() for figure in system.figure]
+        write_page(page, heading, warning(system, model), [asdict(finding) for finding in found], figures, ask)
+        typer.echo(f"figures in {page}")
     return found
 
 

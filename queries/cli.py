@@ -25,6 +25,13 @@ def open_runs(runs: str, views: dict[str, str]) -> Any:
     return connection
 
 
+def write_page(output: Path, heading: dict[str, str], banner: str, *content: Any) -> None:
+    """Write the page of a system of the literature: its findings and its figures, from a way to ask its runs."""
+    from queries.figures import write_page as write
+
+    write(output, heading, banner, *content)
+
+
 def query(
     runs: Annotated[str, typer.Argument(help="A run directory, or a directory of runs; a path or a URL.")],
     question: Annotated[

@@ -21,11 +21,13 @@ from schemas.tables import (
     KEYS,
     ORIGIN,
     PROFILE,
+    WEIGHT,
     chance_column,
     heads_schema,
     output_type,
     profiles_schema,
     sequences_schema,
+    weights_schema,
 )
 
 QUERIES = Path(__file__).parent
@@ -35,6 +37,7 @@ VIEWS = {
     "heads": "One row per run, intervention, sequence, layer and head: every statistic as it was measured.",
     "sequences": "One row per run and sequence: where it came from, its tokens, what uniform attention would score.",
     "profiles": "One row per run, intervention, shard, layer, head, profile and entry: means over the shard's sequences.",
+    "weights": "One row per run, layer, head, weight statistic and index: what the weights say without any input.",
     "runs": "One row per run: what was scanned, with which model, and how far it got.",
     "shards": "One row per shard: done, missing or damaged, and who made it.",
     "statistics": "One row per statistic: unit, range, meaning, formula and source.",
@@ -45,7 +48,12 @@ PARTITIONS = {
     "intervention": (pa.string(), "Edit of the model under which it was measured; none is the untouched model."),
 }
 
-SCHEMAS = {"heads": heads_schema([]), "sequences": sequences_schema([]), "profiles": profiles_schema()}
+SCHEMAS = {
+    "heads": heads_schema([]),
+    "sequences": sequences_schema([]),
+    "profiles": profiles_schema(),
+    "weights": weights_schema(),
+}
 """Columns that a table has whatever was measured."""
 
 OWN = {
@@ -53,6 +61,7 @@ OWN = {
     "shards": ledger.SHARDS,
     "statistics": ledger.STATISTICS,
     "profiles": PROFILE,
+    "weights": WEIGHT,
     "profile_means": PROFILE
     | {
         "count": (pa.int64(), "Sequences, over all shards."),
@@ -82,6 +91,7 @@ def connect(path: str | Place, queries: Path = QUERIES) -> duckdb.DuckDBPyConnec
     _create(connection, "heads", _empty(SCHEMAS["heads"], dict.fromkeys(statistics, pa.float32())))
     _create(connection, "sequences", _empty(SCHEMAS["sequences"], dict.fromkeys(chance, pa.float32()) | types))
     _create(connection, "profiles", _empty(SCHEMAS["profiles"], {}))
+    _create(connection, "weights", _empty(SCHEMAS["weights"], {}))
     _create(connection, "runs", ledger.runs_table(runs))
     _create(connection, "shards", ledger.shards_table(runs))
     _create(connection, "statistics", ledger.statistics_table(runs))
@@ -91,6 +101,7 @@ def connect(path: str | Place, queries: Path = QUERIES) -> duckdb.DuckDBPyConnec
     _point_at_files(connection, "heads", runs, statistics)
     _point_at_files(connection, "sequences", runs, [*chance, *predicted])
     _point_at_files(connection, "profiles", runs, [])
+    _point_at_files(connection, "weights", runs, [])
     _lock(connection, runs)
     return connection
 

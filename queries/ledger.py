@@ -147,12 +147,13 @@ def _read_run(directory: RunDirectory) -> Run:
 
 
 def _same_formulas(runs: list[Run]) -> None:
-    """Refuse runs that use one name of a column or a profile for two formulas."""
+    """Refuse runs that use one name of a column, a profile or a weight statistic for two formulas."""
     first: dict[str, tuple[str, str]] = {}
     for run in runs:
         formulas = {f"column {name!r}": entry for name, entry in run.manifest.statistics.items()}
         formulas |= {f"column {name!r}": entry for name, entry in run.manifest.outputs.items()}
         formulas |= {f"profile {name!r}": entry for name, entry in run.manifest.profiles.items()}
+        formulas |= {f"weight statistic {name!r}": entry for name, entry in run.manifest.weight_statistics.items()}
         for name, entry in formulas.items():
             fingerprint = entry.get("fingerprint", "")
             other, known = first.setdefault(name, (run.directory.run_id, fingerprint))

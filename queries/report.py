@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import jinja2
 
-from queries.connect import QUERIES, connect
+from queries.connect import connect
+from queries.html import Record, add_figure, write_html
 from queries.ledger import bounds
 from queries.output import run_query
 from schemas.errors import QueryError
 from schemas.places import Place
 from schemas.statistics import STATISTICS
-
-Record = dict[str, Any]
 
 TOP = 10
 """Heads in a ranking."""
@@ -33,29 +31,13 @@ LAYER_LINES = {"resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink
 
 def write_report(path: str | Place, output: Path) -> None:
     """Write the report on the runs at `path` into one HTML file."""
-    from plotly.offline import get_plotlyjs
-
     figures: list[Record] = []
     connection = connect(path)
     runs = _records(connection, "runs")
     statistics = {row["name"]: row for row in _records(connection, "statistics")}
     sections = [section for run in runs for section in _sections(connection, run, statistics, figures)]
-    content = {
-        "sections": sections,
-        "dormant": _dormant(connection, figures),
-        "plotly": get_plotlyjs(),
-        # "</script>" inside data would end the script element.
-        "figures": json.dumps(_plain(figures), allow_nan=False).replace("<", "\\u003c"),
-        "script": (QUERIES / "report.js").read_text(encoding="utf-8"),
-    }
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(QUERIES), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = _number
-    try:
-        environment.get_template("report.html.j2").stream(content).dump(str(output), encoding="utf-8")
-    except OSError as error:
-        raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
+    content = {"sections": sections, "dormant": _dormant(connection, figures)}
+    write_html("report", output, content, figures)
 
 
 def _records(connection: duckdb.DuckDBPyConnection, question: str) -> list[Record]:
@@ -123,10 +105,10 @@ def _statistics(
                 constants.append({**card, "value": by_layer[0]})
             elif not (lines and name in LAYER_LINES):
                 series = [{"name": name, "y": by_layer}]
-                layers.append(card | _figure(figures, kind="lines", series=series, y=entry["unit"]))
+                layers.append(card | add_figure(figures, kind="lines", series=series, y=entry["unit"]))
         else:
             low, high, scale = _scale(entry, values)
-            figure = _figure(
+            figure = add_figure(
                 figures, kind="heatmap", z=z, low=low, high=high, scale=scale, x="head", y="layer (0 at top)"
             )
             families.setdefault(_family(name), []).append(card | figure)
@@ -183,7 +165,7 @@ def _norm_lines(lines: list[Record], figures: list[Record]) -> list[Record]:
     cards = []
     for title, meaning, columns, unit in charts:
         series = [{"name": name, "y": [line[column] for line in lines]} for name, column in columns.items()]
-        figure = _figure(figures, kind="lines", series=series, y=unit, log=True)
+        figure = add_figure(figures, kind="lines", series=series, y=unit, log=True)
         cards.append({"title": title, "meaning": meaning} | figure)
     return cards
 
@@ -204,7 +186,7 @@ def _pile_sets(connection: duckdb.DuckDBPyConnection, run: Record, where: str, f
         for row in rows:
             z[names.index(f"{row['pile_set_name']} ({row['sequences']})")][row["layer"]] = row["mean"]
         if names:
-            figure = _figure(
+            figure = add_figure(
                 figures, kind="heatmap", z=z, low=0, high=1, scale="sequential", x="layer", y="", rows=names
             )
             meaning = "Mean over the heads of a layer, per part of the Pile (number of sequences)."
@@ -236,35 +218,7 @@ def _dormant_block(rows: list[Record], figures: list[Record]) -> Record:
     axes = {"x": "induction score where the input repeats", "y": "sink mass where nothing repeats"}
     count = sum(bool(row["is_dormant"]) for row in rows)
     block = {"first": rows[0], "columns": DORMANT, "rows": rows[:TOP], "count": count}
-    return block | _figure(figures, kind="points", points=points, **axes)
-
-
-def _figure(figures: list[Record], **content: Any) -> Record:
-    figures.append(content)
-    return {"figure": len(figures) - 1}
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON has it: no NaN, no infinities, four to six digits."""
-    match value:
-        case float():
-            return float(f"{value:.6g}") if math.isfinite(value) else None
-        case dict():
-            return {key: _plain(item) for key, item in value.items()}
-        case list():
-            return [_plain(item) for item in value]
-    return value
-
-
-def _number(value: Any) -> str:
-    """A number for people: four digits, a dash where it is undefined."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return block | add_figure(figures, kind="points", points=points, **axes)
 
 
 def _text(value: str) -> str:

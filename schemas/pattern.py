@@ -6,10 +6,15 @@ Answers have the axes `[batch head query]` unless told. Statistics and profiles 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 Tensor: TypeAlias = Any
 """An array with the methods that torch and numpy share; `schemas` imports neither."""
+
+
+Labels: TypeAlias = Mapping[str, Any]
+"""Which positions an input family has labelled: a mask `[batch pos]` by label."""
 
 
 class Pairs(Protocol):

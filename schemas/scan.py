@@ -18,8 +18,12 @@ from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
 from schemas.profiles import select_profiles
 from schemas.statistics import select
+from schemas.weights import select_weight_statistics
 
 Count = Annotated[int, Field(ge=1)]
+
+EMPTY_UNLESS_TOLD = ("profiles", "weight_statistics", "outputs")
+"""Lists of names that a scan need not have."""
 
 
 class Input(BaseModel):
@@ -61,6 +65,8 @@ class Scan(BaseModel):
     """Columns of the heads table: standard, all, or a list of names."""
     profiles: tuple[str, ...] = ()
     """Profiles (means by key, query, lag or pair) of the profiles table: a list of names, none unless told."""
+    weight_statistics: tuple[str, ...] = ()
+    """Statistics of the weights alone, in the weights table: a list of names, none unless told."""
     outputs: tuple[str, ...] = ()
     """What the model predicts, columns of the sequences table: a list of names, none unless told."""
     sequences: Count | Literal["all"]
@@ -76,8 +82,8 @@ class Scan(BaseModel):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What is measured, as a run's manifest keeps it; profiles and outputs that are not asked for leave no trace."""
-        unused = {name for name in ("profiles", "outputs") if not getattr(self, name)}
+        """What is measured, as a run's manifest keeps it; lists that are empty unless told leave no trace."""
+        unused = {name for name in EMPTY_UNLESS_TOLD if not getattr(self, name)}
         return self.model_dump(mode="json", exclude={"out", *unused})
 
     @property
@@ -119,6 +125,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         raise ScanError("\n".join(_explain(key, found) for key, found in by_key(error).items())) from None
     select(scan.statistics)
     select_profiles(scan.profiles, scan.n_ctx)
+    select_weight_statistics(scan.weight_statistics)
     select_outputs(scan.outputs)
     place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):
@@ -128,11 +135,16 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
             f"precision: engine = 'dense' and weights = 'folded' compute in {' or '.join(BRIDGE_PRECISIONS[1:])}, "
             f"got {scan.precision!r}"
         )
+    if scan.weight_statistics and scan.weights != "raw":
+        raise ScanError(
+            f"weight_statistics: these are of the weights as trained, so they expect weights = 'raw', got {scan.weights!r}; "
+            "leave them out or set weights = 'raw'"
+        )
     for name in ("statistics", "interventions"):
         values = getattr(scan, name)
         if not values or (len(set(values)) < len(values) and values not in ("standard", "all")):
             raise ScanError(f"{name}: expected at least one name, each once, got {list(values)!r}")
-    for name in ("profiles", "outputs"):
+    for name in EMPTY_UNLESS_TOLD:
         if len(set(getattr(scan, name))) < len(getattr(scan, name)):
             raise ScanError(f"{name}: expected each name once, got {list(getattr(scan, name))!r}")
     return scan

@@ -51,6 +51,19 @@ PROFILE: dict[str, tuple[pa.DataType, str]] = {
 }
 """Columns of `profiles` after `shard` and `layer`: which entry of which profile, and its mergeable aggregate."""
 
+WEIGHT: dict[str, tuple[pa.DataType, str]] = {
+    "layer": (pa.int16(), "Layer, from 0; NULL for what a model has once."),
+    "head": (pa.int16(), "Head within the layer, from 0; NULL where heads share the values."),
+    "weight": (pa.string(), "Weight statistic: what was computed from the weights alone."),
+    "position": (pa.int32(), "Position, from 0, of statistics along positions; NULL for the others."),
+    "dimension": (
+        pa.int32(),
+        "Coordinate of the residual stream, from 0, of statistics along them; NULL for the others.",
+    ),
+    "value": (pa.float64(), "Value; NULL where it is not defined."),
+}
+"""Columns of `weights`, which says the same of every shard."""
+
 
 def heads_schema(statistics: Iterable[Statistic]) -> pa.Schema:
     """One row per sequence × layer × head, one float32 column per statistic."""
@@ -80,6 +93,11 @@ def profiles_schema() -> pa.Schema:
     """One row per shard × layer × head × profile × entry, an entry being a query, a key, a lag, or a query and a key."""
     columns = [_field(name, type_, text) for name, (type_, text) in PROFILE.items()]
     return pa.schema([_key("shard"), _key("layer"), *columns])
+
+
+def weights_schema() -> pa.Schema:
+    """One row per layer × head × weight statistic × index, an index being a position or a dimension."""
+    return pa.schema([_field(name, type_, text) for name, (type_, text) in WEIGHT.items()])
 
 
 def chance_column(statistic: str) -> str:

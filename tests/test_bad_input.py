@@ -140,7 +140,7 @@ def test_a_wrong_scan_is_explained(
             {"statistics": ["sink_mas"]},
             "TMP/toy.toml: statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'?",
         ),
-        ({"interventions": ["non"]}, "interventions: unknown intervention 'non': did you mean 'none'? Known: none, "),
+        ({"interventions": ["non"]}, "interventions: unknown intervention 'non': did you mean 'none'? Known: "),
         ({"model": "bundled:gpt2-mimi"}, "model: unknown bundled model 'gpt2-mimi': did you mean 'gpt2-mini'?"),
         (
             {"model": "nobody/nothing"},

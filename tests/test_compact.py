@@ -63,12 +63,19 @@ def profiles(shard: int) -> list[Entry]:
     return [*lags, *pairs, entry | {"profile": "resid_pre_norm_by_key", "head": None, "key": 0}]
 
 
+WEIGHTS: list[Entry] = [
+    {"weight": "query_bias_norm", "layer": 0, "head": 1, "value": np.sin(1)},
+    {"weight": "position_norm", "position": 2, "value": None},
+]
+
+
 def toy(out: Path, **options: Any) -> RunDirectory:
     """A small run whose files say what run they belong to, as the real ones do."""
     columns = {"entropy": entropy, "sink_mass": sink_mass, "match_coverage": lambda row: None}
     run = write_run(
         out, "toy-1", columns, layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
-        interventions=INTERVENTIONS, pile_sets=("Github", None), profiles=profiles, **options,
+        interventions=INTERVENTIONS, pile_sets=("Github", None), profiles=profiles, weights=WEIGHTS,
+        **options,
     )  # fmt: skip
     for file in local(run.path).glob("*/intervention=*/*.parquet"):
         intervention = file.parent.name.partition("=")[2]
@@ -109,6 +116,8 @@ def read(run: RunDirectory) -> Rows:
     for table in TABLES:
         for intervention in INTERVENTIONS:
             mine = [f for f in files if (f["table"], f["intervention"]) == (table, intervention)]
+            if not mine:
+                continue
             joined = pa.concat_tables([opened(run, path).read() for path in dict.fromkeys(f["path"] for f in mine)])
             assert joined.num_rows == sum(f["rows"] for f in mine)
             keys = [(key, "ascending") for key in compacting.ORDER[table]]
@@ -148,7 +157,7 @@ def assert_tidy(run: RunDirectory) -> None:
 def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory, expected: Rows) -> None:
     commits = list(run.commits())
     done = compact(run, GROUPS)
-    assert (done.before.files, done.after.files, done.problems) == (SHARDS * 7, 3 * 6 + 1, [])
+    assert (done.before.files, done.after.files, done.problems) == (SHARDS * 7 + 1, 3 * 6 + 2, [])
     assert same(read(run), expected)
     assert_tidy(run)
     hidden = {"files": []}
@@ -273,7 +282,9 @@ def test_a_run_goes_on_after_it_was_compacted(run: RunDirectory, original: RunDi
     assert_tidy(run)
     kept = set(first) & set(data_files(run))
     assert [re.sub("-[0-9a-f]{8}[.]", ".", path) for path in sorted(kept) if "merged" in path] == [
-        f"{table}/intervention={i}/merged-000000-000004.parquet" for table in sorted(TABLES) for i in INTERVENTIONS
+        f"{table}/intervention={i}/merged-000000-000004.parquet"
+        for table in sorted(set(TABLES) - {"weights"})
+        for i in INTERVENTIONS
     ]
 
 
@@ -340,7 +351,7 @@ def test_a_damaged_file_is_left_and_reported(
     assert re.fullmatch(problem.format("sequences/intervention=none/shard-000004[.]parquet"), found)
     assert file.read_bytes() == left
     assert local(run.commit_file(4)).read_bytes() == commit
-    assert len(data_files(run)) == 6 * 3
+    assert len(data_files(run)) == 6 * 3 + 1
     shutil.copy(local(original.path) / file.relative_to(local(run.path)), file)
     assert compact(run, 4 * SHARD).problems == []
     assert same(read(run), expected)
@@ -372,7 +383,7 @@ def test_the_command(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(local(run.path))
     done = CliRunner().invoke(app, ["compact", ".", "--rows", str(GROUPS)])
     assert done.exit_code == 0
-    assert re.search(r"toy-1: 49 files are now 19, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
+    assert re.search(r"toy-1: 50 files are now 20, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
 
 
 def test_the_command_fails_where_a_file_is_damaged(run: RunDirectory) -> None:
@@ -401,7 +412,7 @@ def test_in_a_store_it_is_the_same(original: RunDirectory, expected: Rows, store
         if file.is_file():
             write_whole(run.path / file.relative_to(local(original.path)).as_posix(), file.read_bytes())
     write_whole(run.path / "heads/intervention=none/merged-000000-000002-1a2b3c4d.parquet", b"of a dead one")
-    assert compact(run, GROUPS).after.files == 19
+    assert compact(run, GROUPS).after.files == 20
     assert same(read(run), expected)
     assert len(list(places.names(run.path / "heads/intervention=none"))) == 3
     assert len(list(places.names(run.commits_directory))) == 1

@@ -41,7 +41,9 @@ class Idler(Replica):
         self.info, self.scan, self.free_since = info, scan, None
         self.home = Path(scan.out)
 
-    def measure(self, tokens: np.ndarray, intervention: str = "none") -> Measured:
+    def measure(
+        self, tokens: np.ndarray, intervention: str = "none", labels: list[list[str]] | None = None
+    ) -> Measured:
         """Zeros, after whatever this replica does first."""
         self.misbehave(int(tokens[0, 1]))
         shape = len(tokens), self.info.n_layers, self.info.n_heads

@@ -139,6 +139,21 @@ def test_folding_and_compacting_in_a_store(store: FaultProxy) -> None:
     assert missing_shards(plan).tolist() == []
 
 
+def test_names_of_interventions_are_names_of_objects(store: FaultProxy) -> None:
+    names = ("none", "scale_query_bias(0.5)+zero_head(1,2)")
+    fields = {
+        "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 2, "interventions": names, "out": "s3://bucket/edited",
+        "input": {"family": "uniform_random"}, "statistics": ["sink_mass"], "profiles": ["attention_by_lag"], "outputs": ["losses"],
+    }  # fmt: skip
+    plan = make_plan(parse_scan(fields), "edited")
+    prepare_run(plan, "")
+    measure(plan, range(1))
+    assert missing_shards(plan, verify=True).tolist() == []
+    for view in ("heads", "profiles", "sequences"):
+        rows = connect("s3://bucket/edited").execute(f"SELECT DISTINCT intervention FROM {view} ORDER BY 1").fetchall()
+        assert [name for (name,) in rows] == list(names)
+
+
 def test_a_store_that_falters_loses_nothing(store: FaultProxy) -> None:
     plan = plan_of("faltering", "s3://bucket/faltering")
     store.set_rules(

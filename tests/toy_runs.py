@@ -16,7 +16,8 @@ from schemas.places import Place
 from schemas.profiles import PROFILES
 from schemas.runs import Manifest, RunDirectory
 from schemas.statistics import Statistic, select
-from schemas.tables import chance_column, heads_schema, profiles_schema, sequences_schema
+from schemas.tables import chance_column, heads_schema, profiles_schema, sequences_schema, weights_schema
+from schemas.weights import WEIGHT_STATISTICS
 
 
 class Row(NamedTuple):
@@ -36,7 +37,7 @@ def local(where: Place) -> Path:
 
 Cell = Callable[[Row], float | None]
 Entry = dict[str, Any]
-"""A row of `profiles`, but for its shard."""
+"""A row of `profiles`, but for its shard, or a row of `weights`."""
 
 
 def write_run(
@@ -57,10 +58,11 @@ def write_run(
     model: str = "toy",
     fingerprints: Mapping[str, str] | None = None,
     profiles: Callable[[int], list[Entry]] | None = None,
+    weights: Sequence[Entry] = (),
 ) -> RunDirectory:
     """Write a run; `columns` gives each statistic's value per row, `commit` the shards to write (all unless told).
 
-    `profiles` gives the rows of `profiles` of each shard.
+    `profiles` gives the rows of `profiles` of each shard, `weights` those of `weights`, which lie with shard 0.
     """
     statistics = select(list(columns))
     directory = RunDirectory.of(out, name)
@@ -89,6 +91,7 @@ def write_run(
         sequences=sequences,
         statistics={s.name: s.record | _fingerprint(s.name, fingerprints) for s in statistics},
         profiles={p: PROFILES[p].record for p in {row["profile"] for row in profiles(0)}} if profiles else {},
+        weight_statistics={w: WEIGHT_STATISTICS[w].record for w in {row["weight"] for row in weights}},
         model={
             "name": model,
             "n_layers": layers,
@@ -116,6 +119,9 @@ def write_run(
                 content = [{**entry, "shard": shard} for entry in profiles(shard)]
                 table = pa.Table.from_pylist(content, schema=profiles_schema())
                 files.append(_write(directory, "profiles", intervention, shard, table))
+        if weights and shard == 0:
+            table = pa.Table.from_pylist(list(weights), schema=weights_schema())
+            files.append(_write(directory, "weights", "none", shard, table))
         write_commit(directory, shard, span, files, n_ctx * len(interventions))
     return directory
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from schemas.errors import MeasureError
 from schemas.outputs import Output, compute_outputs
+from schemas.pattern import Labels
 from schemas.profiles import Profile
 from schemas.statistics import Statistic, evaluate
 from schemas.tables import chance_column
@@ -109,6 +110,7 @@ def launch(
     first: int = 0,
     profiles: Sequence[Profile] = (),
     outputs: Sequence[Output] = (),
+    labels: Labels | None = None,
 ) -> Launched:
     """Start a forward pass; on a GPU this returns before it is done."""
     matches = find_matches(tokens)
@@ -120,7 +122,7 @@ def launch(
     done: set[tuple[int, str]] = set()
     by_layer: dict[str, list[Tensor]] = {p.name: [] for p in profiles}
 
-    given = {**matches, "tokens": tokens, "rotary": has_rotary_positions(engine.model)}
+    given = {**matches, "tokens": tokens, "labels": labels or {}, "rotary": has_rotary_positions(engine.model)}
     read = {name for a in asked for name in a.parameters}.intersection(WEIGHTS)
 
     @cache

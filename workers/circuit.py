@@ -27,8 +27,13 @@ class Circuit:
         if not isinstance(found, Tensor):
             raise ModelError(f"{name}: no position embeddings are added in this model; choose another intervention")
         positions = found.detach().clone()
-        return cls(positions, positions if mlp is None else positions + mlp(positions[None])[0])
+        return cls(positions, effective_positions(positions, mlp))
 
     def massive_coordinates(self, count: int) -> list[int]:
         """The coordinates of the first effective position that are largest in size, largest first."""
         return torch.topk(self.effective[0].abs(), count).indices.tolist()
+
+
+def effective_positions(positions: Tensor, mlp: nn.Module | None) -> Tensor:
+    """`EPE[j]` of embeddings of positions and the first layer's MLP."""
+    return positions if mlp is None else positions + mlp(positions[None])[0]

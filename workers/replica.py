@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from schemas.profiles import select_profiles
 from schemas.scan import Scan
 from schemas.statistics import select
+from schemas.weights import select_weight_statistics
 from workers.batch import BatchSize, Columns, Launched, finish, launch
 from workers.dense import DenseEngine
 from workers.fused import FusedEngine
@@ -25,6 +27,8 @@ from workers.memory import keep_freed_memory
 from workers.models import ModelInfo
 from workers.outputs import check_unembedding
 from workers.profiles import Profiles, merge
+from workers.weight_statistics import weights_table
+from workers.weights import has_rotary_positions
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,12 @@ class Replica:
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         self.scan = scan
         self.statistics = select(scan.statistics)
-        self.profiles = select_profiles(scan.profiles, scan.n_ctx)
         self.precision = resolve_precision(scan, self.device)
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weights, self.device, dtype)
+        rotary = has_rotary_positions(self.model)
+        profiles = select_profiles(scan.profiles, scan.n_ctx)
+        self.profiles = [p for p in profiles if p.defined is None or p.defined(rotary)]
         self.outputs = select_outputs(scan.outputs)
         if self.outputs:
             check_unembedding(self.model)
@@ -65,8 +71,10 @@ class Replica:
         fused = scan.engine == "fused" and scan.weights == "raw"
         self.engine = FusedEngine(self.model, self.precision) if fused else DenseEngine(self.model)
 
-    def measure(self, tokens: np.ndarray, intervention: str = "none") -> Measured:
-        """Measure tokens `[sequence pos]`; a batch that does not fit the device's memory is halved."""
+    def measure(
+        self, tokens: np.ndarray, intervention: str = "none", labels: list[list[str]] | None = None
+    ) -> Measured:
+        """Measure tokens `[sequence pos]`, labelled or not; a batch that does not fit the device's memory is halved."""
         edit = find_intervention(intervention)
         edits = edit.edits(self.model)
         engine = self.engine.edited(edits)
@@ -75,11 +83,15 @@ class Replica:
                 raise ModelError(_beyond_the_bridge(intervention, self.precision))
             engine = DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, edit):
-            heads, chance, profiles = zip(*self._batches(engine, tokens), strict=True)
+            heads, chance, profiles = zip(*self._batches(engine, tokens, _masks(labels or [])), strict=True)
         return Measured(_join(heads), _join(chance), engine.name, self.precision, merge(profiles))
 
+    def weights(self) -> pa.Table:
+        """The rows of the scan's `weights`, of the untouched model."""
+        return weights_table(self.model, select_weight_statistics(self.scan.weight_statistics))
+
     def _batches(
-        self, engine: FusedEngine | DenseEngine, tokens: np.ndarray
+        self, engine: FusedEngine | DenseEngine, tokens: np.ndarray, masks: dict[str, np.ndarray]
     ) -> Iterator[tuple[Columns, Columns, Profiles]]:
         """The columns and profiles of each batch, in order; a GPU computes the next batch while one is being fetched."""
         start = 0
@@ -87,8 +99,10 @@ class Replica:
         while start < len(tokens):
             began = time.perf_counter()
             try:
-                batch = self._to_device(tokens[start : start + self.batch.size])
-                launched = launch(engine, self.statistics, batch, start, self.profiles, self.outputs)
+                some = slice(start, start + self.batch.size)
+                batch = self._to_device(torch.from_numpy(tokens[some]).long())
+                labels = {name: self._to_device(torch.from_numpy(mask[some])) for name, mask in masks.items()}
+                launched = launch(engine, self.statistics, batch, start, self.profiles, self.outputs, labels)
             except RuntimeError as error:
                 if not _out_of_memory(error):
                     raise
@@ -109,8 +123,7 @@ class Replica:
         if waiting is not None:
             yield finish(waiting, self.statistics)
 
-    def _to_device(self, tokens: np.ndarray) -> Tensor:
-        batch = torch.from_numpy(tokens).long()
+    def _to_device(self, batch: Tensor) -> Tensor:
         return batch if self.device == "cpu" else batch.pin_memory().to(self.device, non_blocking=True)
 
 
@@ -137,6 +150,12 @@ def broken(error: Exception) -> bool:
 def _out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed; on a CPU that has no type of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _masks(labels: list[list[str]]) -> dict[str, np.ndarray]:
+    """Where each label stands: `[sequence pos]` by label."""
+    every = np.array(labels)
+    return {str(name): every == name for name in np.unique(every) if name}
 
 
 def _join(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -35,6 +35,8 @@ class MeasuredShard:
     seconds: float
     idle_seconds: float
     """How long the replica had waited for this shard."""
+    weights: pa.Table | None = None
+    """The rows of `weights`, which are written with shard 0."""
 
 
 def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput, attempt: int = 1) -> Commit:
@@ -46,9 +48,10 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
     """Measure a shard under every intervention of the scan."""
     began = time.perf_counter()
     idle = 0.0 if replica.free_since is None else began - replica.free_since
-    measured = {name: replica.measure(shard.tokens, name) for name in replica.scan.interventions}
+    measured = {name: replica.measure(shard.tokens, name, shard.labels) for name in replica.scan.interventions}
+    weights = replica.weights() if shard.shard == 0 and replica.scan.weight_statistics else None
     replica.free_since = time.perf_counter()
-    return MeasuredShard(shard, measured, replica.free_since - began, idle)
+    return MeasuredShard(shard, measured, replica.free_since - began, idle, weights)
 
 
 def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: int) -> Commit:
@@ -61,6 +64,8 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: in
         if measured.profiles:
             tables["profiles"] = profiles_table(shard.shard, measured.profiles)
         files += [_write_table(run, name, intervention, shard.shard, rows) for name, rows in tables.items()]
+    if done.weights is not None:
+        files.append(_write_table(run, "weights", "none", shard.shard, done.weights))
     commit = Commit(
         run_id=run.run_id,
         shard=shard.shard,

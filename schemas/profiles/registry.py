@@ -6,6 +6,7 @@ formula.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -33,11 +34,13 @@ class Profile:
     source: str
     meaning: str
     formula: str
+    defined: Callable[..., bool] | None
 
     @property
     def description(self) -> str:
-        """Meaning and formula on one line."""
-        return f"{self.meaning} {' '.join(self.formula.split())}"
+        """Meaning, formula and when there are no rows on one line."""
+        text = f"{self.meaning} {' '.join(self.formula.split())}"
+        return text if self.defined is None else f"{text}; no rows unless {rule_of(self.defined)}"
 
     @property
     def record(self) -> dict[str, Any]:
@@ -55,7 +58,7 @@ class Profile:
     @property
     def fingerprint(self) -> str:
         """Changes if and only if the formula's code changes."""
-        return fingerprint_of(self.compute)
+        return fingerprint_of(self.compute, *([self.defined] if self.defined else []))
 
 
 PROFILES: dict[str, Profile] = {}
@@ -63,12 +66,12 @@ PROFILES: dict[str, Profile] = {}
 F = TypeVar("F", bound=Callable[..., Tensor])
 
 
-def profile(*, axis: Axis, unit: str, source: str) -> Callable[[F], F]:
+def profile(*, axis: Axis, unit: str, source: str, defined: Callable[..., bool] | None = None) -> Callable[[F], F]:
     """Register a function as a profile of the `profiles` table.
 
     It returns `[batch head index]`, or `[batch index]` where all heads of a layer share the values; along axis "pair",
     `[batch head query key]`, of which the keys k ≤ q are kept. Every entry of every sequence must be a number: what has no
-    value (a query with no such lag) is no entry.
+    value (a query with no such lag) is no entry. `defined` takes `rotary` and says whether a model has the profile at all.
     """
 
     def register(function: F) -> F:
@@ -79,10 +82,15 @@ def profile(*, axis: Axis, unit: str, source: str) -> Callable[[F], F]:
             raise ValueError(f"profile {name!r}: {unknown('axis', axis, get_args(Axis))}")
         parameters = activations_of(function, f"profile {name!r}")
         meaning, formula = documentation_of(function, f"profile {name!r}")
-        PROFILES[name] = Profile(name, function, parameters, axis, unit, source, meaning, formula)
+        PROFILES[name] = Profile(name, function, parameters, axis, unit, source, meaning, formula, defined)
         return function
 
     return register
+
+
+def rule_of(defined: Callable[..., Any]) -> str:
+    """What a `defined` rule says, in words."""
+    return inspect.cleandoc(defined.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def select_profiles(wanted: Iterable[str], n_ctx: int) -> tuple[Profile, ...]:

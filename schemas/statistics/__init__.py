@@ -1,6 +1,6 @@
 """The statistics of the `heads` table, a file per family; importing this package registers them all."""
 
-from schemas.statistics import decomposition, diagonals, matching, norms, outputs, residual, scores, shape, sink
+from schemas.statistics import decomposition, diagonals, labels, matching, norms, outputs, residual, scores, shape, sink
 from schemas.statistics.registry import ACTIVATIONS, STATISTICS, Statistic, evaluate, select, statistic
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "decomposition",
     "diagonals",
     "evaluate",
+    "labels",
     "matching",
     "norms",
     "outputs",

@@ -31,6 +31,7 @@ ACTIVATIONS: dict[str, str] = {
     "W_O": "output projection [head d_head d_model]",
     "rotary": "whether the model rotates q and k by their positions",
     "tokens": "token ids [batch pos]",
+    "labels": "positions that the input family labels, a mask [batch pos] by label",
     "copies": "for every query, the earlier keys that hold the same token",
     "successors": "for every query, the keys that follow an earlier copy of its token",
 }

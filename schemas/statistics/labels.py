@@ -1,0 +1,71 @@
+"""Attention of the queries that an input family labels "trigger", and of the others."""
+
+import math
+
+from schemas.pattern import Labels, Pattern, Tensor
+from schemas.statistics.registry import statistic
+
+
+def has_triggers(pattern: Pattern, labels: Labels) -> Tensor | bool:
+    """some query is labelled "trigger", and some other than the first is not."""
+    if "trigger" not in labels:
+        return False
+    queries = labels["trigger"][:, 1:]
+    return queries.any(-1) & ~queries.all(-1)
+
+
+def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tensor:
+    """Mean of `mass [batch head query-1]` over the triggers among the queries from 1 on, or over the others."""
+    if "trigger" not in labels:
+        return mass.sum(-1) * math.nan
+    at = labels["trigger"][:, None, 1:]
+    at = ~at if others else at
+    return (mass * at).sum(-1) / at.sum(-1)
+
+
+@statistic(
+    unit="probability", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835", chance=True, defined=has_triggers,
+    standard=False,
+)  # fmt: skip
+def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Tensor:
+    """Mean attention to key 0 of the queries that are labelled "trigger".
+
+    1/|Q| Σ_{q∈Q} A[q,0], Q = triggers from query 1 on
+
+    >>> a = pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])
+    >>> sink_mass_triggers(a, triggers([0, 0, 1])).item()
+    0.25
+    """
+    return mean_at_triggers(pattern.key(0)[..., 1:], labels)
+
+
+@statistic(
+    unit="probability", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835", chance=True, defined=has_triggers,
+    standard=False,
+)  # fmt: skip
+def sink_mass_others(pattern: Pattern, labels: Labels) -> Tensor:
+    """Mean attention to key 0 of the queries that are not labelled "trigger".
+
+    1/|Q| Σ_{q∈Q} A[q,0], Q = queries from 1 on that are no triggers
+
+    >>> a = pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])
+    >>> sink_mass_others(a, triggers([0, 0, 1])).item()
+    0.75
+    """
+    return mean_at_triggers(pattern.key(0)[..., 1:], labels, others=True)
+
+
+@statistic(
+    unit="probability", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835", chance=True, defined=has_triggers,
+    standard=False,
+)  # fmt: skip
+def previous_token_triggers(pattern: Pattern, labels: Labels) -> Tensor:
+    """Mean attention to the token just before of the queries that are labelled "trigger".
+
+    1/|Q| Σ_{q∈Q} A[q,q-1], Q = triggers from query 1 on
+
+    >>> a = pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])
+    >>> previous_token_triggers(a, triggers([0, 0, 1])).item()
+    0.5
+    """
+    return mean_at_triggers(pattern.lag(1), labels)

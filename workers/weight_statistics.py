@@ -1,0 +1,87 @@
+"""The `weights` table: statistics of untouched weights, which need no input."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from schemas.errors import MeasureError
+from schemas.statistics import evaluate
+from schemas.tables import weights_schema
+from schemas.weights import WeightStatistic
+from schemas.weights.registry import LAYER_WEIGHTS, MODEL_WEIGHTS
+from workers.circuit import effective_positions
+from workers.loading import LoadedModel
+from workers.weights import has_rotary_positions
+
+
+def weights_table(model: LoadedModel, statistics: Sequence[WeightStatistic]) -> pa.Table:
+    """One row per statistic × layer × head × index, in that order; none where the model has no such weights."""
+    rotary = has_rotary_positions(model)
+    defined = [s for s in statistics if s.defined is None or s.defined(rotary)]
+    read = {name for s in defined for name in s.parameters}
+    with torch.inference_mode():
+        shared = _finite(_model_weights(model, read.intersection(MODEL_WEIGHTS)), model.info.name)
+        found: dict[str, list[Tensor]] = {s.name: [] for s in defined}
+        for layer in range(model.info.n_layers):
+            own = _layer_weights(model, layer, read.intersection(LAYER_WEIGHTS))
+            seen = shared | _finite(own, f"{model.info.name}: layer {layer}")
+            for s in defined:
+                if all(name in seen for name in s.parameters) and (s.layered or layer == 0):
+                    found[s.name].append(evaluate(s.compute, seen).cpu())
+    rows = [_rows(s, torch.stack(found[s.name]).numpy()) for s in defined if found[s.name]]
+    return pa.concat_tables(rows or [weights_schema().empty_table()]).combine_chunks()
+
+
+def _layer_weights(model: LoadedModel, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
+    """Those of a layer's weights that it has, repeated where query heads share them."""
+    attn = model.bridge.blocks[layer].attn
+    found = {name: getattr(attn, name, None) for name in names}
+    n_heads = model.info.n_heads
+    return {
+        name: w.double().repeat_interleave(n_heads // len(w), 0) for name, w in found.items() if isinstance(w, Tensor)
+    }
+
+
+def _model_weights(model: LoadedModel, names: set[str]) -> dict[str, Tensor]:
+    """Those of the weights outside the layers that the model has."""
+    positions = getattr(model.bridge, "W_pos", None)
+    if not names or not isinstance(positions, Tensor):
+        return {}
+    found = {"W_pos": positions.double()}
+    mlps = model.parts["mlp_out"]
+    hidden = not mlps and "mlp" in model.bridge.adapter.component_mapping["blocks"].submodules
+    if "effective" in names and not hidden:  # OPT has an MLP that is no module of its own.
+        found["effective"] = effective_positions(found["W_pos"], copy.deepcopy(mlps[0]).double() if mlps else None)
+    return {name: found[name] for name in names if name in found}
+
+
+def _finite(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise MeasureError(
+                f"{where}: {name} is not finite; expected finite numbers: look at the weights, or leave out weight_statistics"
+            )
+    return weights
+
+
+def _rows(statistic: WeightStatistic, values: np.ndarray) -> pa.Table:
+    """The rows of a statistic whose values are `[layer head index]`, one layer standing for all if it is not layered."""
+    axes = ["layer", *(["head"] if values.ndim == 2 + (statistic.axis != "none") else [])]
+    axes += [] if statistic.axis == "none" else [statistic.axis]
+    at: Mapping[str, Any] = dict(zip(axes, (a.ravel() for a in np.indices(values.shape)), strict=True))
+    columns: dict[str, Any] = {**at, "weight": [statistic.name] * values.size, "value": values.ravel()}
+    if not statistic.layered:
+        del columns["layer"]
+    schema = weights_schema()
+    arrays = [
+        pa.array(columns[f.name], from_pandas=True).cast(f.type) if f.name in columns else pa.nulls(values.size, f.type)
+        for f in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
