@@ -49,6 +49,14 @@ def tokens_of(n_ctx: int) -> np.ndarray:
     return np.array([[256, *text[start : start + n_ctx - 1]] for start in (0, 40, 97)], np.int32)
 
 
+def is_trigger(token: int) -> bool:
+    return token % 3 == 0
+
+
+def labels_of(tokens: np.ndarray) -> list[list[str]]:
+    return [["trigger" if is_trigger(token) else "" for token in row] for row in tokens.tolist()]
+
+
 def reference(tokens: np.ndarray) -> dict[str, np.ndarray]:
     """The statistics `[sequence layer head]` by their formulas, one query at a time, in float64."""
     path = find_model("bundled:gpt2-mini")
@@ -102,7 +110,12 @@ def one_head(a: np.ndarray, t: list[int]) -> dict[str, float]:
     def mean(values: Sequence[float]) -> float:
         return float(np.mean(values)) if values else math.nan
 
+    triggers, others = ([i for i in queries if i >= 1 and is_trigger(t[i]) == kind] for kind in (True, False))
+    both = bool(triggers and others)
     return {
+        "sink_mass_triggers": mean([a[i, 0] for i in triggers if both]),
+        "sink_mass_others": mean([a[i, 0] for i in others if both]),
+        "previous_token_triggers": mean([a[i, i - 1] for i in triggers if both]),
         "sink_mass": mean([a[i, 0] for i in queries if i >= 1]),
         "sink_alpha": mean([a[i, 0] for i in queries]),
         "sink_mass_late": mean([a[i, 0] for i in queries if i >= n // 2]),
@@ -131,7 +144,7 @@ def assert_equal(found: np.ndarray, expected: np.ndarray, name: str, tolerance: 
 def test_every_column_equals_its_definition_in_float64(engine: str, n_ctx: int) -> None:
     tokens = tokens_of(n_ctx)
     expected = reference(tokens) | definitions(find_model("bundled:gpt2-mini"), tokens)
-    found = replica(engine).measure(tokens).heads
+    found = replica(engine).measure(tokens, labels=labels_of(tokens)).heads
     assert set(found) == set(expected) == set(STATISTICS)
     for name in STATISTICS:
         assert_equal(found[name], expected[name], name)
@@ -149,7 +162,8 @@ def test_every_registered_statistic_is_the_same_in_both_engines(name: str) -> No
 @cache
 def both_engines() -> tuple[Measured, Measured]:
     tokens = tokens_of(131)
-    return replica("fused").measure(tokens), replica("dense").measure(tokens)
+    labels = labels_of(tokens)
+    return replica("fused").measure(tokens, labels=labels), replica("dense").measure(tokens, labels=labels)
 
 
 def test_values_lie_in_the_registered_range() -> None:
@@ -162,7 +176,7 @@ def test_values_lie_in_the_registered_range() -> None:
 def test_chance_is_what_uniform_attention_scores() -> None:
     tokens = tokens_of(60)
     uniform = np.tril(np.ones((60, 60))) / np.arange(1, 61)[:, None]
-    found = replica().measure(tokens).chance
+    found = replica().measure(tokens, labels=labels_of(tokens)).chance
     assert set(found) == {chance_column(s.name) for s in STATISTICS.values() if s.chance}
     for i, sequence in enumerate(tokens):
         expected = one_head(uniform, sequence.tolist()) | by_pattern(uniform, sequence.tolist())
