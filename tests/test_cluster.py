@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -114,6 +115,8 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
             "RAY_DISABLE_IMPORT_WARNING": "1",
         }
         made = Machines(environment, tmp_path)
+        # A socket's path has 107 bytes at most, and the tests' own directories are long where two run at a time.
+        short = stack.enter_context(tempfile.TemporaryDirectory(prefix="hc", ignore_cleanup_errors=True))
         head = [
             "start",
             "--head",
@@ -124,7 +127,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
         head += [
             "--ray-client-server-port=10041",
             "--include-dashboard=false",
-            f"--temp-dir={tmp_path / 'r'}",
+            f"--temp-dir={short}",
             "--block",
         ]
         started = made.start("head", [*RAY, *head])
