@@ -125,7 +125,6 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
             "--num-cpus=0",
         ]
         head += [
-            "--ray-client-server-port=10041",
             "--include-dashboard=false",
             f"--temp-dir={short}",
             "--block",
