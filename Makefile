@@ -49,9 +49,9 @@ chaos: .venv/.installed
 	@$(BIN)/python -m tests.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
 docs: .venv/.installed
-	$(BIN)/python -m schemas.page
-	$(BIN)/python -m workers.page
-	$(BIN)/python -m jobs.page
+	$(BIN)/python -m schemas.formula_pages
+	$(BIN)/python -m workers.edit_and_input_pages
+	$(BIN)/python -m reproduce.systems_page
 
 clean:
 	rm -rf .venv runs report.html

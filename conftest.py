@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from workers.pairs import TokenPairs, find_matches
-from workers.patterns import DensePattern
+from workers.engine.dense_pattern import DensePattern
+from workers.engine.token_pairs import TokenPairs, find_matches
 
 # Set before anything imports huggingface_hub, which reads it once: no test reaches for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-# Where two tests run at a time, each has a core; threads of two that share cores wait for one another.
+# Where two tests run at a time, each has a core; threads of two that share cores wait for one
+# another.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

@@ -6,10 +6,10 @@ import sys
 
 import typer
 
-import jobs.cli
-import jobs.cluster_cli
-import jobs.reproduce_cli
-import queries.cli
+import jobs.cluster_commands
+import jobs.scan_commands
+import queries.query_commands
+import reproduce.reproduce_commands
 from schemas.errors import HeadcountError
 
 app = typer.Typer(
@@ -22,10 +22,10 @@ app = typer.Typer(
 INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt."""
 
-jobs.cli.mount(app)
-jobs.cluster_cli.mount(app)
-queries.cli.mount(app)
-jobs.reproduce_cli.mount(app, queries.cli.open_runs, queries.cli.write_page)
+jobs.scan_commands.mount(app)
+jobs.cluster_commands.mount(app)
+queries.query_commands.mount(app)
+reproduce.reproduce_commands.mount(app)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """How fast headcount is, and in how much memory: `make bench`.
 
-Prints a table of targets and whether they are met. A whole run also writes RESULTS.md, its plots and a line of history.jsonl;
-one that is quick or partial writes only where `--out` says.
+Prints a table of targets and whether they are met. A whole run also writes RESULTS.md, its plots
+and a line of history.jsonl; one that is quick or partial writes only where `--out` says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.cases import CASES, FULL, QUICK, Cell, Sizes, cells, is_weighed
 from benchmarks.machine import machine
 from benchmarks.measure import best_batch, say, time_cells, weigh_cells
 from benchmarks.page import Json, draw, page, table
-from benchmarks.targets import Measured, Results, targets
+from benchmarks.targets import InterventionMeasurements, Results, targets
 from benchmarks.ways import WAYS, Way, compiled, draw_tokens
 from schemas.precision import FASTEST_ACCEPTABLE
 
@@ -33,11 +33,15 @@ HERE = Path(__file__).parent
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the page."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one round of small models and shapes")
     parser.add_argument("--rounds", type=int, help="default: 3, quick 1")
     parser.add_argument("--cases", nargs="+", choices=CASES[device], default=CASES[device])
-    parser.add_argument("--out", type=Path, help="directory for the page, its plots and the history")
+    parser.add_argument(
+        "--out", type=Path, help="directory for the page, its plots and the history"
+    )
     options = parser.parse_args(arguments)
     sizes = QUICK if options.quick else FULL
     record = benchmark(sizes, options.cases, options.rounds or (1 if options.quick else 3), device)
@@ -59,7 +63,10 @@ def benchmark(sizes: Sizes, cases: Sequence[str], rounds: int, device: str) -> J
             wanted = [*at_best_batches(paths["gpt2"], sizes, device, ways), *wanted]
         seconds = time_cells(wanted, paths, device, rounds, ways)
         bytes_of = weigh_cells([cell for cell in wanted if is_weighed(cell, sizes)], paths, device)
-    measured = {cell: Measured(seconds[cell], *bytes_of.get(cell, (None, None))) for cell in wanted}
+    measured = {
+        cell: InterventionMeasurements(seconds[cell], *bytes_of.get(cell, (None, None)))
+        for cell in wanted
+    }
     results = Results(device, measured)
     rows = [
         {"row": target.row, "baseline": target.baseline, "reach": target.reach, "value": value}
@@ -81,10 +88,16 @@ def benchmark(sizes: Sizes, cases: Sequence[str], rounds: int, device: str) -> J
 
 
 def at_best_batches(path: Path, sizes: Sizes, device: str, ways: Mapping[str, Way]) -> list[Cell]:
-    """Each way at the batch that is the fastest for it; a way of which not even the first batch fits is left out."""
+    """Each way at the batch that is the fastest for it; a way of which not even the first batch
+    fits is left out.
+    """
     n_ctx, fastest = sizes.main[1], FASTEST_ACCEPTABLE[device]
     found: list[Cell] = []
-    for way, precision in (("fused", fastest), ("compiled", fastest), ("run_with_cache", "float32")):
+    for way, precision in (
+        ("fused", fastest),
+        ("compiled", fastest),
+        ("run_with_cache", "float32"),
+    ):
         say(f"best batch of {way}")
         batch = best_batch(
             ways[way](path, device, precision),

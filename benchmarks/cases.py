@@ -1,4 +1,6 @@
-"""What is compared: which way runs on which shape, at full size and at a size for trying the benchmark."""
+"""What is compared: which way runs on which shape, at full size and at a size for trying the
+benchmark.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from benchmarks.ways import make_gpt2_small, make_rotary
 from schemas.precision import FASTEST_ACCEPTABLE
 
 CASES = {"cpu": ("speed", "batch", "n_ctx"), "cuda": ("gpu", "n_ctx")}
-"""What is run on each device: the ratios, curves against the batch and against the length, the best batches."""
+"""What is run on each device: the ratios, curves against the batch and against the length, the best
+batches.
+"""
 
 SHOWN = "bfloat16_linears"
 """A precision that a CPU is shown in whether or not its drift is acceptable."""
@@ -91,24 +95,34 @@ def cells(case: str, sizes: Sizes) -> list[Cell]:
     ways = ("bare", "fused")
     n_ctx = sizes.main[1]
     if case == "speed":
-        found = [Cell("gpt2", way, precision, *sizes.main) for precision in cpu_precisions() for way in ways]
+        found = [
+            Cell("gpt2", way, precision, *sizes.main)
+            for precision in cpu_precisions()
+            for way in ways
+        ]
         found += [
             Cell("gpt2", "compiled", "float32", *sizes.main),
             Cell("gpt2", "run_with_cache", "float32", *sizes.main),
         ]
         found += [Cell("gpt2", way, "float32", *sizes.short) for way in ways]
     elif case == "batch":
-        found = [Cell("gpt2", way, "float32", batch, n_ctx) for batch in sizes.batches for way in ways]
+        found = [
+            Cell("gpt2", way, "float32", batch, n_ctx) for batch in sizes.batches for way in ways
+        ]
         found += [Cell("gpt2", "run_with_cache", "float32", batch, n_ctx) for batch in sizes.cached]
     elif case == "n_ctx":
-        found = [Cell("rotary", way, "float32", 1, n_ctx) for n_ctx in sizes.lengths for way in ways]
+        found = [
+            Cell("rotary", way, "float32", 1, n_ctx) for n_ctx in sizes.lengths for way in ways
+        ]
     else:
         found = []
     return [cell for cell in found if _can_run(cell, sizes)]
 
 
 def is_weighed(cell: Cell, sizes: Sizes) -> bool:
-    """Whether a cell's memory is measured: not a compiler's, and only where a row or a plot has a use for it."""
+    """Whether a cell's memory is measured: not a compiler's, and only where a row or a plot has a
+    use for it.
+    """
     used = (cell.batch, cell.n_ctx) != sizes.short and cell.precision != SHOWN
     return used and cell.way != "compiled"
 

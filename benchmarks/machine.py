@@ -28,13 +28,20 @@ def machine() -> dict[str, Any]:
 def _cpu() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def _commit() -> str:
     """The commit that is checked out, marked where files differ from it."""
     here = Path(__file__).parent
     done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=here
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=here,
     )
     return done.stdout.strip()

@@ -51,9 +51,15 @@ def seconds_of(run: Run, tokens: Tensor) -> float:
 
 
 def time_cells(
-    cells: Sequence[Cell], paths: Mapping[str, Path], device: str, rounds: int, ways: Mapping[str, Way] = WAYS
+    cells: Sequence[Cell],
+    paths: Mapping[str, Path],
+    device: str,
+    rounds: int,
+    ways: Mapping[str, Way] = WAYS,
 ) -> dict[Cell, list[float]]:
-    """Seconds of every cell in every round, after a round in which every way warms up (and compiles)."""
+    """Seconds of every cell in every round, after a round in which every way warms up (and
+    compiles).
+    """
     say("loading")
     first: dict[Run, Cell] = {}
     runs: dict[Cell, Run] = {}
@@ -64,7 +70,9 @@ def time_cells(
             loaded[key] = ways[cell.way](paths[cell.model], device, cell.precision)
             first[loaded[key]] = cell
         runs[cell] = loaded[key]
-    tokens = {cell: draw_tokens(paths[cell.model], cell.batch, cell.n_ctx).to(device) for cell in cells}
+    tokens = {
+        cell: draw_tokens(paths[cell.model], cell.batch, cell.n_ctx).to(device) for cell in cells
+    }
     say("warming up")
     for run, cell in first.items():
         seconds_of(run, tokens[cell])
@@ -84,12 +92,16 @@ def free() -> None:
 
 
 def best_batch(run: Run, tokens_of: Callable[[int], Tensor], first: int) -> int:
-    """The fastest batch per token: doubled until that gains nothing or memory runs out; 0 where not even the first fits."""
+    """The fastest batch per token: doubled until that gains nothing or memory runs out; 0 where not
+    even the first fits.
+    """
     best, speed, batch = 0, 0.0, first
     while batch <= LARGEST_BATCH:
         try:
             tokens = tokens_of(batch)
-            found = batch / min(seconds_of(run, tokens) for _ in range(2))  # The first one warms up.
+            found = batch / min(
+                seconds_of(run, tokens) for _ in range(2)
+            )  # The first one warms up.
         except torch.OutOfMemoryError:
             break
         if found < GAIN * speed:
@@ -99,15 +111,25 @@ def best_batch(run: Run, tokens_of: Callable[[int], Tensor], first: int) -> int:
     return best
 
 
-def weigh_cells(cells: Sequence[Cell], paths: Mapping[str, Path], device: str) -> dict[Cell, tuple[int, int]]:
-    """Bytes after loading and at the peak, of every cell in a process of its own; a cell that cannot be weighed is left out."""
+def weigh_cells(
+    cells: Sequence[Cell], paths: Mapping[str, Path], device: str
+) -> dict[Cell, tuple[int, int]]:
+    """Bytes after loading and at the peak, of every cell in a process of its own; a cell that
+    cannot be weighed is left out.
+    """
     if not _can_weigh(device):
         return {}
 
     def weigh(cell: Cell) -> tuple[int, int] | None:
         arguments = (paths[cell.model], cell.way, cell.precision, device, cell.batch, cell.n_ctx)
         command = [sys.executable, "-m", "benchmarks.measure", *map(str, arguments)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=Path(__file__).parent.parent)
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent.parent,
+        )
         if done.returncode:
             say(f"{cell} could not be weighed: exit code {done.returncode}")
             return None
@@ -117,24 +139,32 @@ def weigh_cells(cells: Sequence[Cell], paths: Mapping[str, Path], device: str) -
     free()
     say(f"weighing, {len(cells)} processes")
     with ThreadPoolExecutor(AT_ONCE[device]) as pool:
-        return {cell: found for cell, found in zip(cells, pool.map(weigh, cells), strict=True) if found}
+        return {
+            cell: found for cell, found in zip(cells, pool.map(weigh, cells), strict=True) if found
+        }
 
 
 @torch.inference_mode()
 def weigh_run(run: Run, tokens: Tensor) -> tuple[int, int]:
-    """Bytes that are resident before, and at most while, a way runs twice; on a GPU those in tensors."""
+    """Bytes that are resident before, and at most while, a way runs twice; on a GPU those in
+    tensors.
+    """
     run(tokens[:1, :16])  # What is made once, at first use, belongs to loading.
     if tokens.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         loaded = torch.cuda.memory_allocated()
     else:
         if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)  # Freed memory that is still resident would be used again and not be seen.
+            libc.malloc_trim(
+                0
+            )  # Freed memory that is still resident would be used again and not be seen.
         Path("/proc/self/clear_refs").write_text("5")  # Start the peak anew.
         loaded = _status("VmRSS")
     for _ in range(2):
         run(tokens)
-    return loaded, torch.cuda.max_memory_allocated() if tokens.device.type == "cuda" else _status("VmHWM")
+    return loaded, torch.cuda.max_memory_allocated() if tokens.device.type == "cuda" else _status(
+        "VmHWM"
+    )
 
 
 def _status(field: str) -> int:

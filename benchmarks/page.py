@@ -1,4 +1,6 @@
-"""What a run of the benchmark looks like: a table for the terminal, a page with every detail, plots; all from its record."""
+"""What a run of the benchmark looks like: a table for the terminal, a page with every detail,
+plots; all from its record.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +62,18 @@ def page(record: Json, plots: Iterable[str]) -> str:
     ]
     for model, sizes in record["models"].items():
         if cells := [_details(cell) for cell in record["cells"] if cell["model"] == model]:
-            parts.append(f"## {model}: {', '.join(f'{name} {size}' for name, size in sizes.items())}")
+            parts.append(
+                f"## {model}: {', '.join(f'{name} {size}' for name, size in sizes.items())}"
+            )
             parts.append(grid(cells[0], (cell.values() for cell in cells)))
     parts.append("\n".join(f"* **{name}**: {way.__doc__}" for name, way in WAYS.items()))
     return "\n\n".join(parts) + "\n"
 
 
 def draw(record: Json, directory: Path) -> list[Path]:
-    """Speed and memory against the batch and against n_ctx, as SVG; a plot without two points is left out."""
+    """Speed and memory against the batch and against n_ctx, as SVG; a plot without two points is
+    left out.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     drawn: list[Path] = []
     for axis, model, n_ctx in (("batch", "gpt2", record["n_ctx"]), ("n_ctx", "rotary", None)):
@@ -82,7 +88,9 @@ def draw(record: Json, directory: Path) -> list[Path]:
         _curves(speed, cells, axis, "tokens/s", tokens_per_second)
         speed.set_xscale("log", base=2)
         speed.set_xticks(values, labels=[str(value) for value in values])
-        _curves(memory, cells, axis, "peak memory, GB", lambda cell: cell["peak"] and cell["peak"] / 1e9)
+        _curves(
+            memory, cells, axis, "peak memory, GB", lambda cell: cell["peak"] and cell["peak"] / 1e9
+        )
         drawn.append(directory / f"{axis}.svg")
         # Text stays text, and the same numbers make the same file.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": axis}):
@@ -95,10 +103,14 @@ def tokens_per_second(cell: Json) -> float:
     return cell["batch"] * cell["n_ctx"] / median(cell["seconds"])
 
 
-def _curves(axes: Axes, cells: Sequence[Json], axis: str, label: str, value: Callable[[Json], float | None]) -> None:
+def _curves(
+    axes: Axes, cells: Sequence[Json], axis: str, label: str, value: Callable[[Json], float | None]
+) -> None:
     """One line per way, through the cells that have a value."""
     for way, colour in LINES.items():
-        points = sorted((c[axis], y) for c in cells if c["way"] == way and (y := value(c)) is not None)
+        points = sorted(
+            (c[axis], y) for c in cells if c["way"] == way and (y := value(c)) is not None
+        )
         if points:
             axes.plot(*zip(*points, strict=True), "o-", color=colour, label=way, markersize=4)
     axes.set(xlabel=axis, ylabel=label, ylim=(0, None))

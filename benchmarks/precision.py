@@ -1,7 +1,9 @@
-"""How far each precision drifts from float64, column by column: `make precision` writes docs/precision.md.
+"""How far each precision drifts from float64, column by column: `make precision` writes
+docs/precision.md.
 
-Every drift is of a value that a row would hold: a sequence, a layer, a head. Probabilities and shares (range 0 to 1) drift
-absolutely, everything else relative to the larger of 1 and the float64 value.
+Every drift is of a value that a row would hold: a sequence, a layer, a head. Probabilities and
+shares (range 0 to 1) drift absolutely, everything else relative to the larger of 1 and the float64
+value.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ from benchmarks.page import grid, hardware
 from schemas.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
-from workers.models import describe, find_model
+from workers.inputs.sequences import Sequences
+from workers.model.model_info import describe, find_model
 from workers.replica import Replica
-from workers.sequences import Sequences
 
 PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
 RESULTS = Path(__file__).parent / "results" / "precision.json"
 
-TEXT = {"family": "text", "files": ["README.md", "docs/*.md", "models/*/CARD.md", "CHANGELOG.md"], "packing": "concat"}
+TEXT = {
+    "family": "text",
+    "files": ["README.md", "docs/*.md", "models/*/CARD.md", "CHANGELOG.md"],
+    "packing": "concat",
+}
 BLOCKS = {"family": "repeated_random"}
 BACKCOPY = {"family": "backcopy", "text": "bundled:backcopy-3l-mini"}
 
@@ -39,8 +45,8 @@ Drift = dict[str, dict[str, tuple[float, float, float]]]
 def gpt2_small_sharp(path: Path, largest: float = 16.0) -> Path:
     """GPT-2 small's shape with random weights whose pre-softmax scores have GPT-2's size.
 
-    Head h of each layer draws W_Q and W_K so that S has the standard deviation `largest^(h/11)`: 1 to 16, with single scores
-    beyond ±100. After a layer norm, std S = d_model · σ².
+    Head h of each layer draws W_Q and W_K so that S has the standard deviation `largest^(h/11)`: 1
+    to 16, with single scores beyond ±100. After a layer norm, std S = d_model · σ².
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -48,7 +54,11 @@ def gpt2_small_sharp(path: Path, largest: float = 16.0) -> Path:
     d_model, heads = config.n_embd, config.n_head
     torch.manual_seed(0)
     model: Any = GPT2LMHeadModel(config)
-    spread = (torch.logspace(0, np.log10(largest), heads) / d_model).sqrt().repeat_interleave(d_model // heads)
+    spread = (
+        (torch.logspace(0, np.log10(largest), heads) / d_model)
+        .sqrt()
+        .repeat_interleave(d_model // heads)
+    )
     with torch.no_grad():
         for block in model.transformer.h:
             query_key = block.attn.c_attn.weight[:, : 2 * d_model]
@@ -62,11 +72,20 @@ def gpt2_small_sharp(path: Path, largest: float = 16.0) -> Path:
 def cases(sharp: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The models, each with a scan of at least 200 sequences."""
     yield "gpt2-mini on text", {"model": "bundled:gpt2-mini", "n_ctx": 192, "input": TEXT}
-    yield "attn-only-2l-mini on repeated blocks", {"model": "bundled:attn-only-2l-mini", "n_ctx": 50, "input": BLOCKS}
-    yield "backcopy-3l-mini on repeated blocks", {"model": "bundled:backcopy-3l-mini", "n_ctx": 50, "input": BLOCKS}
+    yield (
+        "attn-only-2l-mini on repeated blocks",
+        {"model": "bundled:attn-only-2l-mini", "n_ctx": 50, "input": BLOCKS},
+    )
+    yield (
+        "backcopy-3l-mini on repeated blocks",
+        {"model": "bundled:backcopy-3l-mini", "n_ctx": 50, "input": BLOCKS},
+    )
     task = {"model": "bundled:backcopy-3l-mini", "n_ctx": 128, "bos": True, "input": BACKCOPY}
     yield "backcopy-3l-mini on Bigram-Backcopy", task
-    yield "GPT-2 small's shape, scores of GPT-2's size, on text", {"model": str(sharp), "n_ctx": 128, "input": TEXT}
+    yield (
+        "GPT-2 small's shape, scores of GPT-2's size, on text",
+        {"model": str(sharp), "n_ctx": 128, "input": TEXT},
+    )
 
 
 def measure_drift(fields: dict[str, Any], sequences: int, wanted: list[str]) -> tuple[Drift, int]:
@@ -81,11 +100,15 @@ def measure_drift(fields: dict[str, Any], sequences: int, wanted: list[str]) -> 
         scan = parse_scan(fields | {"precision": precision})
         return Replica(info, scan).measure(shard.tokens, labels=shard.labels).heads
 
-    exact = {name: values for name, values in measure("float64").items() if np.isfinite(values).any()}
+    exact = {
+        name: values for name, values in measure("float64").items() if np.isfinite(values).any()
+    }
     drift: Drift = {}
     for precision in wanted:
         found = measure(precision)
-        drift[precision] = {name: _drift(name, found[name], values) for name, values in exact.items()}
+        drift[precision] = {
+            name: _drift(name, found[name], values) for name, values in exact.items()
+        }
     return drift, len(shard.tokens)
 
 
@@ -138,13 +161,18 @@ def page(results: dict[str, Any]) -> str:
         "The largest 99th percentile among standard probabilities and norms, and the column that has it.",
         grid(
             ["precision", "products with weights", "q·k and A·v", *cases, "acceptable"],
-            (_verdict(precision, [case["drift"][precision] for case in cases.values()]) for precision in precisions),
+            (
+                _verdict(precision, [case["drift"][precision] for case in cases.values()])
+                for precision in precisions
+            ),
         ),
     ]
     parts += [_others(precision, cases) for precision in FASTEST_ACCEPTABLE.values()]
     for title, case in cases.items():
         drift: Drift = case["drift"]
-        rows = ([f"`{c}`", *(_spread(drift[p][c]) for p in precisions)] for c in drift[precisions[0]])
+        rows = (
+            [f"`{c}`", *(_spread(drift[p][c]) for p in precisions)] for c in drift[precisions[0]]
+        )
         parts += [
             f"## {title}",
             f"{case['sequences']} sequences of {case['n_ctx']} tokens: median / 99th percentile / maximum.",
@@ -154,7 +182,9 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _verdict(precision: str, drifts: list[dict[str, tuple[float, float, float]]]) -> list[str]:
-    """A precision's row: its formats, what drifts most in each case, whether that is acceptable in all."""
+    """A precision's row: its formats, what drifts most in each case, whether that is acceptable in
+    all.
+    """
     cells: list[str] = []
     for drift in drifts:
         worst = max(
@@ -163,13 +193,23 @@ def _verdict(precision: str, drifts: list[dict[str, tuple[float, float, float]]]
         )
         cells.append(f"{drift[worst][1]:.2e} `{worst}`")
     kind = PRECISIONS[precision]
-    return [f"`{precision}`", kind.linears, kind.scores, *cells, "**yes**" if all(map(acceptable, drifts)) else "no"]
+    return [
+        f"`{precision}`",
+        kind.linears,
+        kind.scores,
+        *cells,
+        "**yes**" if all(map(acceptable, drifts)) else "no",
+    ]
 
 
 def _others(precision: str, cases: dict[str, Any]) -> str:
     """What a scan may ask for that a default does not keep within the limit."""
     drifts = {title: case["drift"][precision] for title, case in cases.items()}
-    found = [f"`{name}` {drift[name][1]:.2e} ({title})" for title, drift in drifts.items() for name in _beyond(drift)]
+    found = [
+        f"`{name}` {drift[name][1]:.2e} ({title})"
+        for title, drift in drifts.items()
+        for name in _beyond(drift)
+    ]
     return f"Probabilities and norms that are not standard and go beyond the limit in `{precision}`: {', '.join(found) or 'none'}."
 
 
@@ -181,18 +221,29 @@ def main() -> None:
     """Measure, write the results and the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=200)
-    parser.add_argument("--precisions", nargs="*", default=[p for p in PRECISIONS if p != "float64"])
-    parser.add_argument("--only", default="", help="measure only the models whose line begins so, and write nothing")
+    parser.add_argument(
+        "--precisions", nargs="*", default=[p for p in PRECISIONS if p != "float64"]
+    )
+    parser.add_argument(
+        "--only", default="", help="measure only the models whose line begins so, and write nothing"
+    )
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": machine(), "cases": {}}
     with tempfile.TemporaryDirectory() as directory:
         for name, fields in cases(gpt2_small_sharp(Path(directory) / "gpt2-small-sharp")):
             if name.startswith(options.only):
                 drift, count = measure_drift(fields, options.sequences, options.precisions)
-                results["cases"][name] = {"sequences": count, "n_ctx": fields["n_ctx"], "drift": drift}
+                results["cases"][name] = {
+                    "sequences": count,
+                    "n_ctx": fields["n_ctx"],
+                    "drift": drift,
+                }
                 for precision, columns in drift.items():
                     worst = max(columns, key=lambda c, d=columns: d[c][1])
-                    print(f"{name}: {precision}: {worst} {columns[worst]} {acceptable(columns)}", flush=True)
+                    print(
+                        f"{name}: {precision}: {worst} {columns[worst]} {acceptable(columns)}",
+                        flush=True,
+                    )
     if not options.only:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """How the machinery around the replicas scales: `python -m benchmarks.scale`, or `make scale`.
 
-Four questions, each with its target: how fast commits are made where replicas do no work, how close a scan through Ray comes to
-the same engine in a plain loop, how two one-core replicas compare with one, and what plan, status and resume cost where a run
-has a million shards.
+Four questions, each with its target: how fast commits are made where replicas do no work, how close
+a scan through Ray comes to the same engine in a plain loop, how two one-core replicas compare with
+one, and what plan, status and resume cost where a run has a million shards.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import pyarrow.parquet as pq
 from rich.console import Console
 
 from benchmarks.machine import machine
-from jobs.cluster import Resources, connect
-from jobs.execute import execute
-from jobs.finish import missing_shards
+from jobs.dispatch import dispatch
 from jobs.plan import Plan, make_plan, prepare_run
+from jobs.ray_cluster import Resources, connect
+from jobs.run_loop import missing_shards
 from jobs.status import read_status
 from schemas.commits import COMMITS, DROPPED, FOLD
-from schemas.runs import data_path
+from schemas.run_directory import data_path
 from schemas.scan import parse_scan
 from schemas.statistics import select
 from schemas.tables import chance_column
-from workers.models import ModelInfo
-from workers.replica import Measured, Replica
+from workers.model.model_info import ModelInfo
+from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
@@ -51,7 +51,9 @@ WRITTEN = ("heads", "sequences")
 class Idler(Replica):
     """A replica that does no work: every statistic is zero."""
 
-    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
+    ) -> None:
         self.scan, self.info, self.free_since = scan, info, None
 
     def measure(
@@ -60,30 +62,39 @@ class Idler(Replica):
         intervention: str = "none",
         labels: list[list[str]] | None = None,
         partner: np.ndarray | None = None,
-    ) -> Measured:
+    ) -> InterventionMeasurements:
         """Zeros at once."""
         shape = len(tokens), self.info.n_layers, self.info.n_heads
         chosen = select(self.scan.statistics)
         heads = {s.name: np.zeros(shape, np.float32) for s in chosen}
-        chance = {chance_column(s.name): np.zeros(len(tokens), np.float32) for s in chosen if s.chance}
-        return Measured(heads, chance, {}, {}, "none", "float32")
+        chance = {
+            chance_column(s.name): np.zeros(len(tokens), np.float32) for s in chosen if s.chance
+        }
+        return InterventionMeasurements(heads, chance, {}, {}, "none", "float32")
 
 
 def plan_of(out: Path, name: str, **fields: Any) -> Plan:
     """A new run of some shards."""
-    base = {"model": "bundled:gpt2-mini", "n_ctx": 256, "input": {"family": "repeated_random"}, "out": str(out)}
+    base = {
+        "model": "bundled:gpt2-mini",
+        "n_ctx": 256,
+        "input": {"family": "repeated_random"},
+        "out": str(out),
+    }
     plan = make_plan(parse_scan(base | fields), name)
     prepare_run(plan, "")
     return plan
 
 
-def through_ray(plan: Plan, replicas: int, cores: int, replica: type[Replica] = Replica) -> tuple[float, float]:
+def through_ray(
+    plan: Plan, replicas: int, cores: int, replica: type[Replica] = Replica
+) -> tuple[float, float]:
     """Shards per second from the first forward pass to the last commit, and seconds before that."""
     began = time.perf_counter()
     connect(Resources(2, 1, "cpu"))  # Ray is started once, with both cores.
     resources = Resources(replicas, cores, "cpu")
     first = last = 0.0
-    for outcome in execute(plan, np.arange(plan.manifest.shards), resources, print, replica):
+    for outcome in dispatch(plan, np.arange(plan.manifest.shards), resources, print, replica):
         last = time.perf_counter()
         first = first or last - getattr(outcome, "seconds", 0.0)
     return plan.manifest.shards / (last - first), first - began
@@ -99,7 +110,9 @@ def in_a_loop(plan: Plan, threads: int) -> float:
 
 
 def no_work(out: Path) -> dict[str, float]:
-    """Commits per second where the replica computes nothing: two data files and a commit each, fsynced."""
+    """Commits per second where the replica computes nothing: two data files and a commit each,
+    fsynced.
+    """
     plan = plan_of(out, "idle", sequences=8000, sequences_per_shard=4, n_ctx=64)
     rate, start = through_ray(plan, 1, 1, Idler)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
@@ -107,7 +120,9 @@ def no_work(out: Path) -> dict[str, float]:
 
 
 def overhead(out: Path, rounds: int, shards: int = 10) -> list[dict[str, float]]:
-    """The same shards, of about a second each: in a loop, through Ray on one replica, through Ray on two; in both orders."""
+    """The same shards, of about a second each: in a loop, through Ray on one replica, through Ray
+    on two; in both orders.
+    """
     # Batches of one size: a search for the best one would be another in each.
     size = {"sequences_per_shard": 80, "sequences": 80 * shards, "batch_size": 8}
     ways: dict[str, Callable[[Plan], float]] = {
@@ -124,28 +139,47 @@ def overhead(out: Path, rounds: int, shards: int = 10) -> list[dict[str, float]]
 
 
 def write_million(out: Path, missing: int = 1000) -> Path:
-    """A run of a million shards of one sequence, all but `missing` of them done, their commits folded."""
+    """A run of a million shards of one sequence, all but `missing` of them done, their commits
+    folded.
+    """
     plan = plan_of(
-        out, "million", model="bundled:attn-only-2l-mini", n_ctx=32, sequences=MILLION, sequences_per_shard=1
+        out,
+        "million",
+        model="bundled:attn-only-2l-mini",
+        n_ctx=32,
+        sequences=MILLION,
+        sequences_per_shard=1,
     )
     home = Path(str(plan.run.path))
-    done = np.setdiff1d(np.arange(MILLION), np.random.default_rng(0).choice(MILLION, missing, replace=False))
+    done = np.setdiff1d(
+        np.arange(MILLION), np.random.default_rng(0).choice(MILLION, missing, replace=False)
+    )
     for table in WRITTEN:
         (home / data_path(table, "none", "")).mkdir(parents=True)
         for shard in done:
-            os.close(os.open(str(plan.run.data_file(table, "none", int(shard))), os.O_CREAT | os.O_WRONLY))
+            os.close(
+                os.open(
+                    str(plan.run.data_file(table, "none", int(shard))), os.O_CREAT | os.O_WRONLY
+                )
+            )
     (home / "commits").mkdir()
     for number, start in enumerate(range(0, len(done), FOLD)):
         rows = [_commit(plan, int(shard)) for shard in done[start : start + FOLD]]
         table = pa.Table.from_pylist(rows, schema=COMMITS)
         table = table.append_column(DROPPED, pa.array([False] * len(table)))
-        pq.write_table(table, home / "commits" / f"fold-{number:06d}-00000000.parquet", compression="zstd")
+        pq.write_table(
+            table, home / "commits" / f"fold-{number:06d}-00000000.parquet", compression="zstd"
+        )
     return home
 
 
 def _commit(plan: Plan, shard: int) -> dict[str, Any]:
     files = [
-        {"table": t, "intervention": "none", "path": data_path(t, "none", plan.run.data_file(t, "none", shard).name)}
+        {
+            "table": t,
+            "intervention": "none",
+            "path": data_path(t, "none", plan.run.data_file(t, "none", shard).name),
+        }
         | {"rows": 16, "bytes": 20_000, "shards": 1}
         for t in WRITTEN
     ]
@@ -155,9 +189,20 @@ def _commit(plan: Plan, shard: int) -> dict[str, Any]:
         "idle_seconds": 0.01,
         "finished": datetime.now(UTC),
     }
-    who = {"host": f"node-{shard % 50}", "replica": f"node-{shard % 50}-{shard % 100}", "attempt": 1}
+    who = {
+        "host": f"node-{shard % 50}",
+        "replica": f"node-{shard % 50}-{shard % 100}",
+        "attempt": 1,
+    }
     how = {"engine": "fused", "precision": "float32", "bad_rows": [], "files": files}
-    what = {"run_id": plan.run.run_id, "shard": shard, "start": shard, "stop": shard + 1, "rows": 16, "tokens": 32}
+    what = {
+        "run_id": plan.run.run_id,
+        "shard": shard,
+        "start": shard,
+        "stop": shard + 1,
+        "rows": 16,
+        "tokens": 32,
+    }
     return what | times | who | how
 
 
@@ -180,8 +225,16 @@ def ask(question: str, run: Path) -> dict[str, float]:
 
 def answer(question: str, run: Path) -> None:
     """Answer one question about a run, in this process."""
-    scan = {"model": "bundled:attn-only-2l-mini", "n_ctx": 32, "sequences": MILLION, "sequences_per_shard": 1}
-    plan = make_plan(parse_scan(scan | {"input": {"family": "repeated_random"}, "out": str(run.parent)}), "million")
+    scan = {
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 32,
+        "sequences": MILLION,
+        "sequences_per_shard": 1,
+    }
+    plan = make_plan(
+        parse_scan(scan | {"input": {"family": "repeated_random"}, "out": str(run.parent)}),
+        "million",
+    )
     found = QUESTIONS[question](plan)
     # Not ru_maxrss, which begins with that of the process that started this one.
     peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
@@ -193,16 +246,26 @@ def report(found: dict[str, Any], console: Console) -> None:
     ratio = statistics.median(turn["one"] / turn["loop"] for turn in found["overhead"])
     growth = statistics.median(turn["two"] / turn["one"] for turn in found["overhead"])
     rows = [
-        ("commits where replicas do no work", f"{found['no_work']['shards_per_second']:.0f} shards/s", ">= 100"),
+        (
+            "commits where replicas do no work",
+            f"{found['no_work']['shards_per_second']:.0f} shards/s",
+            ">= 100",
+        ),
         ("through Ray over a plain loop, shards of a second", f"{ratio:.3f}", ">= 0.95"),
         ("two one-core replicas over one", f"{growth:.2f}", ">= 1.8"),
     ]
     for question, cost in found["million"].items():
         rows.append(
-            (f"{question}, 1,000,000 shards", f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB", "10 s, 1000 MB")
+            (
+                f"{question}, 1,000,000 shards",
+                f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB",
+                "10 s, 1000 MB",
+            )
         )
     for row in rows:
-        console.print("  ".join(cell.ljust(width) for cell, width in zip(row, (52, 22, 14), strict=True)))
+        console.print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, (52, 22, 14), strict=True))
+        )
 
 
 def main() -> None:

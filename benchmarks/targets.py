@@ -19,7 +19,7 @@ NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
-class Measured:
+class InterventionMeasurements:
     """What is known of a cell; memory is None where it was not weighed."""
 
     seconds: list[float]
@@ -28,9 +28,11 @@ class Measured:
 
 
 class Results:
-    """The cells of one run of the benchmark, and what they say of each other; None where a cell was not measured."""
+    """The cells of one run of the benchmark, and what they say of each other; None where a cell was
+    not measured.
+    """
 
-    def __init__(self, device: str, cells: Mapping[Cell, Measured]) -> None:
+    def __init__(self, device: str, cells: Mapping[Cell, InterventionMeasurements]) -> None:
         self.device, self.cells = device, cells
 
     def tokens_per_second(self, cell: Cell | None) -> float | None:
@@ -44,7 +46,11 @@ class Results:
         if cell is None or other is None or cell not in self.cells or other not in self.cells:
             return None
         pairs = zip(self.cells[cell].seconds, self.cells[other].seconds, strict=True)
-        return median(b / a for a, b in pairs) * (cell.batch * cell.n_ctx) / (other.batch * other.n_ctx)
+        return (
+            median(b / a for a, b in pairs)
+            * (cell.batch * cell.n_ctx)
+            / (other.batch * other.n_ctx)
+        )
 
     def memory(self, cell: Cell, other: Cell) -> float | None:
         """Peak memory over another cell's."""
@@ -54,18 +60,29 @@ class Results:
     def extra(self, cell: Cell) -> int | None:
         """Bytes at the peak beyond those after loading."""
         found = self.cells.get(cell)
-        return None if found is None or found.peak is None or found.loaded is None else found.peak - found.loaded
+        return (
+            None
+            if found is None or found.peak is None or found.loaded is None
+            else found.peak - found.loaded
+        )
 
     def growth(self, model: str, way: str) -> float | None:
-        """The exponent with which extra memory grows with n_ctx, over the longer half of the lengths."""
-        ours = sorted((c for c in self.cells if (c.model, c.way) == (model, way)), key=lambda c: c.n_ctx)
+        """The exponent with which extra memory grows with n_ctx, over the longer half of the
+        lengths.
+        """
+        ours = sorted(
+            (c for c in self.cells if (c.model, c.way) == (model, way)), key=lambda c: c.n_ctx
+        )
         points = [(cell.n_ctx, self.extra(cell)) for cell in ours[(len(ours) - 1) // 2 :]]
         known = [(n_ctx, extra) for n_ctx, extra in points if extra is not None and extra > 0]
         return slope(known) if len(known) == len(points) >= 2 else None
 
     def only(self, way: str, precision: str) -> Cell | None:
         """GPT-2's cell of a way that has one: on a GPU, that of its best batch."""
-        return next((c for c in self.cells if (c.model, c.way, c.precision) == ("gpt2", way, precision)), None)
+        return next(
+            (c for c in self.cells if (c.model, c.way, c.precision) == ("gpt2", way, precision)),
+            None,
+        )
 
 
 Measure = Callable[[Results], float | None]
@@ -73,7 +90,9 @@ Measure = Callable[[Results], float | None]
 
 @dataclass(frozen=True)
 class Target:
-    """A row of the table: a number, what it is held against, and how far it has to reach; no reach is information."""
+    """A row of the table: a number, what it is held against, and how far it has to reach; no reach
+    is information.
+    """
 
     row: str
     baseline: str
@@ -111,17 +130,24 @@ class Target:
             return NOT_MEASURED
         if self.at_least is None and self.at_most is None:
             return "–"
-        reached = (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+        reached = (self.at_least is None or value >= self.at_least) and (
+            self.at_most is None or value <= self.at_most
+        )
         return "met" if reached else "missed"
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """The exponent p of the y = c·x^p that is closest to points (x, y): a straight line through their logarithms."""
-    return linear_regression([math.log2(x) for x, _ in points], [math.log2(y) for _, y in points]).slope
+    """The exponent p of the y = c·x^p that is closest to points (x, y): a straight line through
+    their logarithms.
+    """
+    return linear_regression(
+        [math.log2(x) for x, _ in points], [math.log2(y) for _, y in points]
+    ).slope
 
 
 def flops_per_token(sizes: Sizes) -> float:
-    """Operations of GPT-2's products that a token needs: 24·d_model² a layer with weights, 2·n_ctx·d_model in attention.
+    """Operations of GPT-2's products that a token needs: 24·d_model² a layer with weights,
+    2·n_ctx·d_model in attention.
 
     Attention counts the past alone; there is no unembedding.
     """
@@ -159,16 +185,27 @@ def targets(sizes: Sizes) -> list[Target]:
     first = Target(f"{cpu}: speed", "bare", speed(fused, bare), at_least=0.95)
     if on_cpu == "float32":
         fastest = [
-            replace(first, row=f"CPU, {main}, fastest acceptable precision: speed (float32, the first row again)")
+            replace(
+                first,
+                row=f"CPU, {main}, fastest acceptable precision: speed (float32, the first row again)",
+            )
         ]
     else:
         row, ours = f"CPU, {main}, {on_cpu}, the fastest acceptable: speed", cell("fused", on_cpu)
         fastest = [
-            Target(row, f"bare, {bare_format(on_cpu)}", speed(ours, cell("bare", on_cpu)), at_least=0.85),
+            Target(
+                row,
+                f"bare, {bare_format(on_cpu)}",
+                speed(ours, cell("bare", on_cpu)),
+                at_least=0.85,
+            ),
             Target(row, "headcount, float32", speed(ours, fused), at_least=1.5),
         ]
     if on_cpu != SHOWN:
-        row, both = f"CPU, {main}, {SHOWN}: speed (for information)", (cell("fused", SHOWN), cell("bare", SHOWN))
+        row, both = (
+            f"CPU, {main}, {SHOWN}: speed (for information)",
+            (cell("fused", SHOWN), cell("bare", SHOWN)),
+        )
         fastest.append(Target(row, f"bare, {bare_format(SHOWN)}", speed(*both)))
     of_cpu = [
         first,
@@ -182,7 +219,9 @@ def targets(sizes: Sizes) -> list[Target]:
         ),
         *fastest,
         Target(f"{cpu}: speed", "run_with_cache", speed(fused, cell("run_with_cache")), at_least=4),
-        Target(f"{cpu}: peak memory", "run_with_cache", memory(cell("run_with_cache")), at_most=1 / 6),
+        Target(
+            f"{cpu}: peak memory", "run_with_cache", memory(cell("run_with_cache")), at_most=1 / 6
+        ),
     ]
     of_gpu = [
         Target(
@@ -207,4 +246,8 @@ def targets(sizes: Sizes) -> list[Target]:
         at_most=1.1,
         unit="",
     )
-    return [*(replace(t, device="cpu") for t in of_cpu), growth, *(replace(t, device="cuda") for t in of_gpu)]
+    return [
+        *(replace(t, device="cpu") for t in of_cpu),
+        growth,
+        *(replace(t, device="cuda") for t in of_gpu),
+    ]

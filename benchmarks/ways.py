@@ -1,7 +1,8 @@
 """What is run: ways to put tokens through a model, and the models and tokens that they get.
 
-Weights are random, for speed does not depend on them. Tokens are drawn by Zipf's law: of 1024 tokens each then has 6.5 earlier
-copies, on the Pile 5 to 7, so that statistics of repeated tokens cost what they cost on text.
+Weights are random, for speed does not depend on them. Tokens are drawn by Zipf's law: of 1024
+tokens each then has 6.5 earlier copies, on the Pile 5 to 7, so that statistics of repeated tokens
+cost what they cost on text.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor
 from schemas.precision import PRECISIONS
 from schemas.statistics import evaluate, select
 from workers.batch import measure_batch
-from workers.formats import HALVES, linears_in
-from workers.fused import FusedEngine
-from workers.loading import load_model
-from workers.models import be_quiet, describe
-from workers.pairs import find_matches
-from workers.patterns import DensePattern
-from workers.weights import WEIGHTS, attention_weights
+from workers.engine.dense_pattern import DensePattern
+from workers.engine.fused_engine import FusedEngine
+from workers.engine.number_formats import HALVES, linears_in
+from workers.engine.token_pairs import find_matches
+from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
+from workers.model.loading import load_model
+from workers.model.model_info import be_quiet, describe
 
 Run = Callable[[Tensor], object]
 """Takes tokens `[batch pos]`."""
@@ -41,7 +42,9 @@ def bare(path: Path, device: str, precision: str) -> Run:
 
 def compiled(path: Path, device: str, precision: str, backend: str = "inductor") -> Run:
     """The same forward pass under torch.compile."""
-    model: Any = torch.compile(_hugging_face(path, device, precision), dynamic=False, backend=backend)
+    model: Any = torch.compile(
+        _hugging_face(path, device, precision), dynamic=False, backend=backend
+    )
     return _forward(model, device, precision)
 
 
@@ -59,14 +62,18 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
     names = ("hook_resid_pre", "hook_resid_post", *(f"attn.hook_{name}" for name in attention))
 
     def run(tokens: Tensor) -> object:
-        wanted = [f"blocks.{layer}.{name}" for layer in range(bridge.cfg.n_layers) for name in names]
+        wanted = [
+            f"blocks.{layer}.{name}" for layer in range(bridge.cfg.n_layers) for name in names
+        ]
         _, cache = bridge.run_with_cache(tokens, names_filter=wanted)
         matches = find_matches(tokens)
         out: list[Tensor] = []
         for layer in range(bridge.cfg.n_layers):
-            seen: dict[str, Any] = {n.rpartition("hook_")[2]: cache[f"blocks.{layer}.{n}"] for n in names}
+            seen: dict[str, Any] = {
+                n.rpartition("hook_")[2]: cache[f"blocks.{layer}.{n}"] for n in names
+            }
             seen["pattern"] = DensePattern(seen["pattern"], seen["attn_scores"])
-            seen |= attention_weights(model, layer, WEIGHTS)
+            seen |= attention_weights(model, layer, READABLE_WEIGHTS)
             out += [evaluate(s.compute, {**seen, **matches}) for s in STATISTICS]
         return out
 
@@ -90,7 +97,9 @@ def _hugging_face(path: Path, device: str, precision: str) -> Any:
 
     be_quiet()
     dtype = HALVES.get(bare_format(precision), torch.float32)
-    model = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    model = AutoModel.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
     return model.eval().requires_grad_(False).to(device)
 
 
@@ -134,5 +143,7 @@ def draw_tokens(path: Path, batch: int, n_ctx: int) -> Tensor:
     """Tokens `[batch pos]` for a model; token r comes with a probability in proportion to 1/(r+1)."""
     d_vocab = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     chance = 1 / torch.arange(1, d_vocab + 1, dtype=torch.float64)
-    drawn = torch.multinomial(chance, batch * n_ctx, replacement=True, generator=torch.Generator().manual_seed(0))
+    drawn = torch.multinomial(
+        chance, batch * n_ctx, replacement=True, generator=torch.Generator().manual_seed(0)
+    )
     return drawn.view(batch, n_ctx)

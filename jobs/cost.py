@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from jobs.plan import Plan
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
-from workers.profiles import profiles_table
-from workers.replica import Measured, Replica
-from workers.sequences import ShardInput
+from workers.inputs.sequences import ShardInput
+from workers.profile_means import profiles_table
+from workers.replica import InterventionMeasurements, Replica
 from workers.shard import curves_table, heads_table, sequences_table
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Measured on a sample, extrapolated to the plan."""
+    """Measurements of a sample, extrapolated to the plan."""
 
     device: str
     batch_size: int
@@ -32,7 +32,8 @@ class Cost:
 def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
     """Measure a few batches of the plan's first shard with one replica, and write none of it.
 
-    A batch size that is to be found is looked for, as in a scan; after `patience` seconds the one being tried must do.
+    A batch size that is to be found is looked for, as in a scan; after `patience` seconds the one
+    being tried must do.
     """
     replica = Replica(plan.info, plan.scan)
     first = plan.sequences.shard(0)
@@ -56,14 +57,19 @@ def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
         batch_size=len(tokens),
         precision=replica.precision,
         tokens_per_second=speed,
-        bytes_on_disk=_bytes_on_disk(plan, first, len(tokens), measured) + _bytes_of_weights(replica),
+        bytes_on_disk=_bytes_on_disk(plan, first, len(tokens), measured)
+        + _bytes_of_weights(replica),
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         seconds=plan.tokens / speed,
     )
 
 
-def _bytes_on_disk(plan: Plan, shard: ShardInput, count: int, measured: Measured) -> int:
-    """Size of all files: what a file costs by itself, and what a sequence adds, from a whole sample and half of it."""
+def _bytes_on_disk(
+    plan: Plan, shard: ShardInput, count: int, measured: InterventionMeasurements
+) -> int:
+    """Size of all files: what a file costs by itself, and what a sequence adds, from a whole sample
+    and half of it.
+    """
 
     def size(n: int) -> int:
         origin = {name: values[:n] for name, values in shard.origin.items()}
@@ -80,7 +86,9 @@ def _bytes_on_disk(plan: Plan, shard: ShardInput, count: int, measured: Measured
     half = count // 2
     each = (size(count) - size(half)) / (count - half) if half else size(count)
     file = max(0.0, size(count) - each * count)
-    return round((each * len(plan.sequences) + file * plan.manifest.shards) * len(plan.scan.interventions))
+    return round(
+        (each * len(plan.sequences) + file * plan.manifest.shards) * len(plan.scan.interventions)
+    )
 
 
 def _bytes_of_weights(replica: Replica) -> int:
@@ -91,7 +99,11 @@ def _bytes_of_weights(replica: Replica) -> int:
 def meanings(scan: Scan) -> list[tuple[str, str, str]]:
     """Every resolved field of a scan: name, value, meaning."""
     fields = type(scan).model_fields
-    return [(name, _show(getattr(scan, name)), fields[name].description or "") for name in fields if name != "input"]
+    return [
+        (name, _show(getattr(scan, name)), " ".join((fields[name].description or "").split()))
+        for name in fields
+        if name != "input"
+    ]
 
 
 def _show(value: object) -> str:

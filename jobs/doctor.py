@@ -14,7 +14,7 @@ import numpy as np
 
 from schemas.errors import HeadcountError
 from schemas.scan import parse_scan
-from workers.models import BUNDLED, describe, find_model
+from workers.model.model_info import BUNDLED_MODELS, describe, find_model
 from workers.replica import Replica
 
 DRIFT = 1e-5
@@ -46,22 +46,33 @@ def examine() -> Iterator[Check]:
     yield Check("memory", memory > 4e9, f"{memory / 1e9:.1f} GB; a scan with Ray wants 4 GB")
     free = shutil.disk_usage(Path.cwd()).free
     yield Check("disk", free > 1e9, f"{free / 1e9:.1f} GB free in {Path.cwd()}")
-    for config in sorted(BUNDLED.glob("*/config.json")):
+    for config in sorted(BUNDLED_MODELS.glob("*/config.json")):
         yield _check_model(config.parent.name)
 
 
 def _check_model(name: str) -> Check:
     """Measure two sequences with both engines."""
-    fields = {"model": f"bundled:{name}", "n_ctx": 32, "sequences": 2, "input": {"family": "repeated_random"}}
+    fields = {
+        "model": f"bundled:{name}",
+        "n_ctx": 32,
+        "sequences": 2,
+        "input": {"family": "repeated_random"},
+    }
     try:
         info = describe(find_model(f"bundled:{name}"))
         tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, 32)).astype(np.int32)
         fused, dense = (
-            Replica(info, parse_scan(fields | {"engine": e}), "cpu").measure(tokens).heads for e in ("fused", "dense")
+            Replica(info, parse_scan(fields | {"engine": e}), "cpu").measure(tokens).heads
+            for e in ("fused", "dense")
         )
     except HeadcountError as error:
         return Check("model", False, str(error))
     drift = max(
-        float(np.abs(fused[c] - dense[c]).max()) for c in ("sink_mass", "previous_token_score", "induction_score")
+        float(np.abs(fused[c] - dense[c]).max())
+        for c in ("sink_mass", "previous_token_score", "induction_score")
     )
-    return Check("model", drift < DRIFT, f"{name}: fused and dense engines differ by {drift:.1g} (allowed {DRIFT:g})")
+    return Check(
+        "model",
+        drift < DRIFT,
+        f"{name}: fused and dense engines differ by {drift:.1g} (allowed {DRIFT:g})",
+    )

@@ -11,22 +11,30 @@ from typing import Any
 
 from schemas.errors import RunError, ScanError
 from schemas.formulas import Formula
-from schemas.outputs import select_outputs
 from schemas.places import Place, write_whole
+from schemas.predictions import select_predictions
 from schemas.profiles import select_curves, select_profiles
-from schemas.runs import Manifest, RunDirectory, differing_keys
+from schemas.run_directory import Manifest, RunDirectory, differing_keys
 from schemas.scan import Scan
 from schemas.statistics import select
-from schemas.weights import select_weight_statistics
-from workers.code import code_fingerprint
-from workers.corpus import Index
+from schemas.weight_statistics import select_weight_statistics
+from workers.code_fingerprint import code_fingerprint
 from workers.inputs import INPUTS, find_input
+from workers.inputs.corpus import Index
+from workers.inputs.sequences import Sequences
 from workers.interventions import Intervention, find_intervention
-from workers.models import ModelInfo, describe, find_model
+from workers.model.model_info import ModelInfo, describe, find_model
 from workers.replica import resolve_precision
-from workers.sequences import Sequences
 
-LIBRARIES = ("torch", "transformers", "transformer_lens", "ray", "pyarrow", "datasets", "tokenizers")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "transformer_lens",
+    "ray",
+    "pyarrow",
+    "datasets",
+    "tokenizers",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,9 @@ class Plan:
 
 
 def check_scan(scan: Scan) -> list[Intervention]:
-    """The interventions of a scan; refuse what is wrong with it whatever its model and its corpus are."""
+    """The interventions of a scan; refuse what is wrong with it whatever its model and its corpus
+    are.
+    """
     found = [find_intervention(name) for name in scan.interventions]
     resolve_precision(scan, "cpu")  # What no device can compute.
     family = find_input(scan.input.family)
@@ -74,7 +84,11 @@ def check_scan(scan: Scan) -> list[Intervention]:
 
 def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
     """Resolve a scan; `run_id` names an existing run that it must fit."""
-    return plan_run(resolve(scan), RunDirectory.of(scan.out, run_id or scan.run_id(name)), old=run_id is not None)
+    return plan_run(
+        resolve(scan),
+        RunDirectory.of(scan.out, run_id or scan.run_id(name)),
+        old=run_id is not None,
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,11 @@ def resolve(scan: Scan) -> Resolved:
     records = {kind: {f.name: f.record for f in found} for kind, found in _formulas(scan).items()}
     records |= {"inputs": {sequences.family.name: sequences.family.record}}
     records |= {"interventions": {registered.name: registered.record for registered in parts}}
-    identity |= {kind: {n: r["fingerprint"] for n, r in found.items()} for kind, found in records.items() if found}
+    identity |= {
+        kind: {n: r["fingerprint"] for n, r in found.items()}
+        for kind, found in records.items()
+        if found
+    }
     return Resolved(scan, info, sequences, records, identity)
 
 
@@ -143,7 +161,7 @@ def _formulas(scan: Scan) -> dict[str, Sequence[Formula]]:
         "profiles": select_profiles(scan.profiles, scan.n_ctx),
         "curves": select_curves(scan.curves),
         "weight_statistics": select_weight_statistics(scan.weight_statistics),
-        "outputs": select_outputs(scan.outputs),
+        "predictions": select_predictions(scan.predictions),
     }
 
 
@@ -175,7 +193,11 @@ def _index_file(run: RunDirectory) -> Place:
 def _check_same(run: RunDirectory, identity: dict[str, Any]) -> None:
     before = run.manifest().identity
     # Manifests of older runs say nothing of the code of inputs and interventions.
-    known = {key: value for key, value in identity.items() if key in before or key not in ("inputs", "interventions")}
+    known = {
+        key: value
+        for key, value in identity.items()
+        if key in before or key not in ("inputs", "interventions")
+    }
     differing = differing_keys(before, json.loads(json.dumps(known)))
     if differing:
         raise RunError(

@@ -13,11 +13,17 @@ from schemas.commits import Commit, Failure
 QUIET_SECONDS = 10.0
 
 
-def watch(outcomes: Iterable[Commit | Failure], tokens: int, done: int, console: Console) -> list[Failure]:
-    """Show progress until the outcomes end; `done` of all `tokens` were measured before. Returns the failures."""
+def watch(
+    outcomes: Iterable[Commit | Failure], tokens: int, done: int, console: Console
+) -> list[Failure]:
+    """Show progress until the outcomes end; `done` of all `tokens` were measured before. Returns
+    the failures.
+    """
     state = _State(tokens, done)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
         task = bar.add_task("tokens", total=tokens, completed=done, state=state.line())
         quiet_until = time.monotonic() + QUIET_SECONDS
         for outcome in outcomes:
@@ -59,16 +65,17 @@ class _State:
         """What was measured in how much time."""
         measured, seconds = self.done - self.before, time.monotonic() - (self.began or 0)
         busy = self.computed / (self.computed + self.idle)
-        return (
-            f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s, replicas busy {busy:.0%}"
-        )
+        return f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s, replicas busy {busy:.0%}"
 
     def line(self) -> str:
         """Done, speed, time left, failed shards."""
         parts = [f"{self.done:,} of {self.tokens:,} tokens"]
         if self.began is not None:
             speed = (self.done - self.before) / (time.monotonic() - self.began)
-            parts += [f"{speed:,.0f} tokens/s", f"{duration((self.tokens - self.done) / speed)} left"]
+            parts += [
+                f"{speed:,.0f} tokens/s",
+                f"{duration((self.tokens - self.done) / speed)} left",
+            ]
         if self.failures:
             parts.append(f"{len(self.failures)} shards failed")
         return ", ".join(parts)

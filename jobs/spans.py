@@ -6,7 +6,8 @@ import numpy as np
 
 
 class Spans:
-    """Shards in order, shared out among owners; an owner with nothing left takes half of the longest span.
+    """Shards in order, shared out among owners; an owner with nothing left takes half of the
+    longest span.
 
     >>> spans = Spans(np.arange(10, 18))
     >>> [spans.take(owner) for owner in "aaab"]

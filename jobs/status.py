@@ -1,7 +1,8 @@
 """How far a run is, how fast it goes and what went wrong, from its directory alone.
 
-Every speed is tokens over the seconds that a replica measured itself, so clocks that are wrong do not enter it. They enter
-which commits are recent: those of a replica are compared with its own last one, and only that one with the clock here.
+Every speed is tokens over the seconds that a replica measured itself, so clocks that are wrong do
+not enter it. They enter which commits are recent: those of a replica are compared with its own last
+one, and only that one with the clock here.
 """
 
 # pyarrow has no types.
@@ -20,13 +21,15 @@ import pyarrow as pa
 
 from jobs.progress import duration
 from schemas.places import Place
-from schemas.runs import Manifest, RunDirectory, pc
+from schemas.run_directory import Manifest, RunDirectory, pc
 
 RECENT = 600.0
 """Seconds before a replica's last commit that its speed is taken from."""
 
 PATIENCE = 5.0
-"""A replica is at work if its last commit is no older than so many of its shards take, or `QUIET` seconds."""
+"""A replica is at work if its last commit is no older than so many of its shards take, or `QUIET`
+seconds.
+"""
 
 QUIET = 60.0
 
@@ -105,7 +108,9 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         tokens=tokens,
         tokens_done=tokens_done,
         bad_rows=pc.count_distinct(pc.list_flatten(ledger["bad_rows"])).as_py(),
-        failures={shard: note[1] if note else "its note cannot be read" for shard, note in notes.items()},
+        failures={
+            shard: note[1] if note else "its note cannot be read" for shard, note in notes.items()
+        },
         tokens_per_second=speed,
         seconds_left=max(0, tokens - tokens_done) / speed if speed else None,
         replicas=paces,
@@ -160,7 +165,9 @@ def _paces(ledger: pa.Table, now: float) -> list[Pace]:
         for name in ("tokens", "compute_seconds", "idle_seconds")
     )
     seconds = computed + idle
-    at_work = (seconds > 0) & (now - newest <= np.maximum(QUIET, PATIENCE * seconds / np.maximum(1, shards)))
+    at_work = (seconds > 0) & (
+        now - newest <= np.maximum(QUIET, PATIENCE * seconds / np.maximum(1, shards))
+    )
     _, rows = np.unique(codes, return_index=True)  # Each replica has a recent commit: its newest.
     hosts = ledger["host"].take(pa.array(recent[rows]))
     found = [
@@ -177,7 +184,9 @@ def _paces(ledger: pa.Table, now: float) -> list[Pace]:
 
 
 def _locked(path: Place) -> bool | None:
-    """Whether a process of this machine holds the lock of a run; looked up, because taking it would be in a driver's way."""
+    """Whether a process of this machine holds the lock of a run; looked up, because taking it would
+    be in a driver's way.
+    """
     if not isinstance(path, Path):
         return None
     try:
@@ -204,11 +213,19 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     if status.complete:
         lines.append("complete  every shard is committed")
     elif status.tokens_per_second is not None and status.seconds_left is not None:
-        lines.append(f"speed     {status.tokens_per_second:,.0f} tokens/s, {duration(status.seconds_left)} left")
+        lines.append(
+            f"speed     {status.tokens_per_second:,.0f} tokens/s, {duration(status.seconds_left)} left"
+        )
     if status.last_commit is not None:
-        ahead = f", whose clock is {duration(status.seconds_ahead)} ahead" if status.seconds_ahead >= 1 else ""
+        ahead = (
+            f", whose clock is {duration(status.seconds_ahead)} ahead"
+            if status.seconds_ahead >= 1
+            else ""
+        )
         since = "just now" if ahead else f"{duration(status.seconds_since or 0)} ago"
-        lines.append(f"commit    the last {since}, at {status.last_commit} by the clock of {status.last_host}{ahead}")
+        lines.append(
+            f"commit    the last {since}, at {status.last_commit} by the clock of {status.last_host}{ahead}"
+        )
     else:
         lines.append("commit    none yet")
     if status.at_work:
@@ -216,11 +233,15 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     if status.bad_rows:
         lines.append(f"bad rows  {status.bad_rows:,} left out")
     lines += [
-        f"replica   {p.replica}: {p.tokens_per_second:,.0f} tokens/s, busy {p.busy:.0%}" for p in status.replicas[:most]
+        f"replica   {p.replica}: {p.tokens_per_second:,.0f} tokens/s, busy {p.busy:.0%}"
+        for p in status.replicas[:most]
     ]
     if len(status.replicas) > most:
         lines.append(f"replica   and {len(status.replicas) - most:,} more")
-    lines += [f"failed    shard {shard}: {' '.join(error.split())}" for shard, error in status.failures.items()]
+    lines += [
+        f"failed    shard {shard}: {' '.join(error.split())}"
+        for shard, error in status.failures.items()
+    ]
     if status.failed > len(status.failures):
         lines.append(f"failed    and {status.failed - len(status.failures):,} more")
     return lines

@@ -1,8 +1,10 @@
-"""Train the model of Guo et al. 2024 on Bigram-Backcopy, keeping it on the way: active-dormant heads as they arise.
+"""Train the model of Guo et al. 2024 on Bigram-Backcopy, keeping it on the way: active-dormant
+heads as they arise.
 
 python -m models.backcopy --layers 3 --text tinyshakespeare.txt --out DIR
 
-The defaults are the published ones. DIR is then the trained model, DIR/step-000400 the model after 400 steps.
+The defaults are the published ones. DIR is then the trained model, DIR/step-000400 the model after
+400 steps.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from workers.inputs.backcopy import BUNDLED, Bigrams, Chain, bigrams_of, chain_of, follow
+from workers.inputs.backcopy import BUNDLED_TEXT, Bigrams, Chain, bigrams_of, chain_of, follow
 
 CHECKPOINTS = [0, 20, 40, 60, 80, 100, 150, *range(200, 2000, 200), *range(2000, 10_000, 1000)]
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.03}
@@ -26,24 +28,44 @@ LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.03}
 
 def arguments() -> argparse.ArgumentParser:
     """The published configuration as defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the model and its checkpoints")
-    parser.add_argument("--text", default=BUNDLED, help=f"text whose bigrams are learned, or {BUNDLED} (default)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory of the model and its checkpoints"
+    )
+    parser.add_argument(
+        "--text",
+        default=BUNDLED_TEXT,
+        help=f"text whose bigrams are learned, or {BUNDLED_TEXT} (default)",
+    )
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--dim", type=int, default=256, help="width of the residual stream and of the head")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence that the model sees")
+    parser.add_argument(
+        "--dim", type=int, default=256, help="width of the residual stream and of the head"
+    )
+    parser.add_argument(
+        "--length", type=int, default=256, help="tokens of a sequence that the model sees"
+    )
     parser.add_argument("--batch", type=int, default=512, help="sequences of a step")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="adamw")
     parser.add_argument("--lr", type=float, help=f"learning rate, {LEARNING_RATES} unless told")
-    parser.add_argument("--checkpoints", type=int, nargs="*", default=CHECKPOINTS, help="steps after which it is kept")
+    parser.add_argument(
+        "--checkpoints",
+        type=int,
+        nargs="*",
+        default=CHECKPOINTS,
+        help="steps after which it is kept",
+    )
     parser.add_argument("--seed", type=int, default=42, help="seed of weights and sequences")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
 
 def train(args: argparse.Namespace) -> GPT2LMHeadModel:
-    """Minimise next-token cross-entropy, every position counting alike, on fresh sequences at a constant rate."""
+    """Minimise next-token cross-entropy, every position counting alike, on fresh sequences at a
+    constant rate.
+    """
     table = bigrams_of(args.text, triggers=3)
     model = make_model(table, args.layers, args.dim, args.length, args.seed).to(args.device)
     optimiser = make_optimiser(model, args.optimizer, args.lr or LEARNING_RATES[args.optimizer])
@@ -70,17 +92,24 @@ def sequences(table: Bigrams, batch: int, length: int, seed: int, device: str) -
     copied = torch.ones(length - 1, dtype=torch.bool, device=device)
     start = torch.full((batch,), bos_of(table), device=device)
     while True:
-        places = torch.rand(length - 1, batch, generator=generator, device=device, dtype=torch.float64)
-        yield torch.stack([start, *(table.first_id + symbols for symbols in follow(chain, places, copied))], dim=1)
+        places = torch.rand(
+            length - 1, batch, generator=generator, device=device, dtype=torch.float64
+        )
+        yield torch.stack(
+            [start, *(table.first_id + symbols for symbols in follow(chain, places, copied))], dim=1
+        )
 
 
 def bos_of(table: Bigrams) -> int:
-    """The token before every sequence: the one behind the symbols, as the source has it; a delimiter, unused, is the next."""
+    """The token before every sequence: the one behind the symbols, as the source has it; a
+    delimiter, unused, is the next.
+    """
     return table.first_id + len(table.unigram)
 
 
 def make_model(table: Bigrams, layers: int, dim: int, length: int, seed: int) -> GPT2LMHeadModel:
-    """A GPT-2 of one head a layer, ReLU and an untied output; its linear layers have biases that stay zero.
+    """A GPT-2 of one head a layer, ReLU and an untied output; its linear layers have biases that
+    stay zero.
 
     Weights are PyTorch's own: N(0, 1) for embeddings, uniform up to 1/√(inputs) for linear layers.
     """

@@ -1,6 +1,8 @@
-"""What the recipes share: data with repeats, initialisation, optimiser, training loop, files and command line.
+"""What the recipes share: data with repeats, initialisation, optimiser, training loop, files and
+command line.
 
-Tensors carry TransformerLens names; every sequence of tokens [batch pos] starts with BOS at position 0.
+Tensors carry TransformerLens names; every sequence of tokens [batch pos] starts with BOS at
+position 0.
 """
 
 import argparse
@@ -94,7 +96,9 @@ def compose(rng: np.random.Generator, source: Source, lags: np.ndarray, bos: int
 
 def repeating(source: Source, repeats: Repeats, bos: int) -> Maker:
     """Make sequences in which part of what the source gives is repeated."""
-    return lambda rng, batch, length: compose(rng, source, copy_lags(rng, batch, length, repeats), bos)
+    return lambda rng, batch, length: compose(
+        rng, source, copy_lags(rng, batch, length, repeats), bos
+    )
 
 
 def uniform(low: int, high: int) -> Source:
@@ -102,12 +106,16 @@ def uniform(low: int, high: int) -> Source:
     return lambda rng, tokens, pos: rng.integers(low, high, len(tokens))
 
 
-def skip_gram(low: int, high: int, weights: tuple[float, float, float], table_seed: int = 0) -> Source:
-    """The next token is a successor of the token 1, 2 or 3 back; each has two successors per distance.
+def skip_gram(
+    low: int, high: int, weights: tuple[float, float, float], table_seed: int = 0
+) -> Source:
+    """The next token is a successor of the token 1, 2 or 3 back; each has two successors per
+    distance.
 
     The weights are the probabilities of the three distances; what remains is a uniform token.
     """
-    # RandomState, because its stream is frozen across numpy versions and the tables are part of the recipe.
+    # RandomState, because its stream is frozen across numpy versions and the tables are part of the
+    # recipe.
     successors = np.random.RandomState(table_seed).randint(low, high, size=(3, high, 2))
     thresholds = np.cumsum(weights)
 
@@ -129,7 +137,11 @@ def mixture(parts: Sequence[tuple[float, Maker]]) -> Maker:
 
     def make(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
         counts = rng.multinomial(batch, shares)
-        made = [maker(rng, count, length) for count, (_, maker) in zip(counts, parts, strict=True) if count]
+        made = [
+            maker(rng, count, length)
+            for count, (_, maker) in zip(counts, parts, strict=True)
+            if count
+        ]
         return np.concatenate(made)
 
     return make
@@ -177,7 +189,10 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Split parameters so that only matrices decay: no embedding, position, bias or LayerNorm."""
     named = list(model.named_parameters())
     return [
-        {"params": [p for name, p in named if name.endswith(MATRICES)], "weight_decay": weight_decay},
+        {
+            "params": [p for name, p in named if name.endswith(MATRICES)],
+            "weight_decay": weight_decay,
+        },
         {"params": [p for name, p in named if not name.endswith(MATRICES)], "weight_decay": 0.0},
     ]
 
@@ -197,9 +212,13 @@ def train(
     plan: Plan,
     seed: int,
 ) -> None:
-    """Minimise next-token cross-entropy on what make(rng, progress) draws, every position counting alike."""
+    """Minimise next-token cross-entropy on what make(rng, progress) draws, every position counting
+    alike.
+    """
     rng = np.random.default_rng(seed)
-    optimiser = torch.optim.AdamW(decay_groups(model, plan.weight_decay), lr=plan.lr, betas=(0.9, 0.99), eps=1e-8)
+    optimiser = torch.optim.AdamW(
+        decay_groups(model, plan.weight_decay), lr=plan.lr, betas=(0.9, 0.99), eps=1e-8
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, partial(lr_factor, plan))
     started = time.monotonic()
     for step in range(plan.steps):
@@ -211,24 +230,35 @@ def train(
         optimiser.step()
         schedule.step()
         if (step + 1) % 200 == 0:
-            print(f"step {step + 1}  loss {loss.item():.3f}  {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"step {step + 1}  loss {loss.item():.3f}  {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
 
 
 def save(out: Path, tensors: Mapping[str, Tensor], config: dict, seed: int) -> None:
     """Write model.safetensors, which remembers its seed, and config.json."""
     out.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), out / "model.safetensors", metadata={"format": "pt", "seed": str(seed)})
+    save_file(
+        dict(tensors), out / "model.safetensors", metadata={"format": "pt", "seed": str(seed)}
+    )
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def train_gpt2(
-    config: GPT2Config, make: Callable[[np.random.Generator, float], np.ndarray], plan: Plan, seed: int, out: Path
+    config: GPT2Config,
+    make: Callable[[np.random.Generator, float], np.ndarray],
+    plan: Plan,
+    seed: int,
+    out: Path,
 ) -> None:
     """Train a GPT-2 from scratch and write it so that from_pretrained reads it."""
     model = GPT2LMHeadModel(config)
     initialise(model, config.n_layer, embedding_std=0.1, seed=seed)
     train(model, lambda tokens: model(tokens, use_cache=False).logits, make, plan, seed)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
     save(out, tensors, config.to_diff_dict(), seed)
 
 
@@ -240,19 +270,27 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument("--out", type=Path, help="directory to train into, scored afterwards")
-    parser.add_argument("--evaluate", type=Path, nargs="+", help="only score these trained directories")
+    parser.add_argument(
+        "--evaluate", type=Path, nargs="+", help="only score these trained directories"
+    )
     parser.add_argument("--card", type=Path, help="write the scores into this model card")
     return parser
 
 
-def run(args: argparse.Namespace, fit: Callable[[Path, int], None], score: Callable[[Path], scores.Scores]) -> None:
+def run(
+    args: argparse.Namespace,
+    fit: Callable[[Path, int], None],
+    score: Callable[[Path], scores.Scores],
+) -> None:
     """Train unless told to evaluate only, then print the scores and fill the card."""
     torch.set_num_threads(1)
     if not (args.evaluate or args.out):
         raise SystemExit("Give --out DIR to train, or --evaluate DIR to score.")
     if not args.evaluate:
         fit(args.out, args.seed)
-    text = scores.report({seed_label(directory): score(directory) for directory in args.evaluate or [args.out]})
+    text = scores.report(
+        {seed_label(directory): score(directory) for directory in args.evaluate or [args.out]}
+    )
     print(text)
     if args.card:
         scores.fill_card(args.card, text)

@@ -1,7 +1,7 @@
 """What the recipes measure on a trained model, and the tables of its card.
 
-Tensors carry TransformerLens names and axes: tokens [batch pos], pattern [layer batch head query key].
-Every sequence starts with BOS at position 0.
+Tensors carry TransformerLens names and axes: tokens [batch pos], pattern [layer batch head query
+key]. Every sequence starts with BOS at position 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +19,17 @@ EVALUATION_SEED = 2026
 # Fresh inputs
 
 
-def twice(rng: np.random.Generator, batch: int, low: int, high: int, bos: int, period: int = 25) -> Tensor:
+def twice(
+    rng: np.random.Generator, batch: int, low: int, high: int, bos: int, period: int = 25
+) -> Tensor:
     """BOS and uniform tokens, the same ones again."""
     segment = rng.integers(low, high, (batch, period))
     return torch.from_numpy(np.pad(np.tile(segment, 2), ((0, 0), (1, 0)), constant_values=bos))
 
 
-def distinct(rng: np.random.Generator, batch: int, low: int, high: int, bos: int, length: int = 50) -> Tensor:
+def distinct(
+    rng: np.random.Generator, batch: int, low: int, high: int, bos: int, length: int = 50
+) -> Tensor:
     """BOS and tokens of which none occurs twice."""
     tokens = rng.permuted(np.tile(np.arange(low, high), (batch, 1)), axis=1)[:, :length]
     return torch.from_numpy(np.pad(tokens, ((0, 0), (1, 0)), constant_values=bos))
@@ -68,7 +72,12 @@ def observe(model: GPT2LMHeadModel, tokens: Tensor) -> Observation:
     finally:
         for hook in hooks:
             hook.remove()
-    v = torch.stack(qkv).chunk(3, dim=-1)[2].unflatten(-1, (model.config.n_head, -1)).transpose(2, 3)
+    v = (
+        torch.stack(qkv)
+        .chunk(3, dim=-1)[2]
+        .unflatten(-1, (model.config.n_head, -1))
+        .transpose(2, 3)
+    )
     return Observation(output.logits, torch.stack(output.attentions), v, torch.stack(resid_post))
 
 
@@ -97,7 +106,8 @@ def bos_attention(pattern: Tensor) -> Tensor:
 
 
 def induction(pattern: Tensor) -> Tensor:
-    """Mean attention of the second copy to the token after the query's earlier copy, as [layer head].
+    """Mean attention of the second copy to the token after the query's earlier copy, as [layer
+    head].
 
     For BOS and two copies of N tokens: mean over q = N+1 .. 2N of A[q, q-N+1].
     """
@@ -137,7 +147,10 @@ def report(scores: Mapping[str, Scores]) -> str:
     """The scores of one or more trainings, by label, as Markdown."""
     first = next(iter(scores.values()))
     rows = [[name, *(f"{s.model[name]:.3f}" for s in scores.values())] for name in first.model]
-    rows += [[f"{role} heads", *(str(int(s.roles[role].sum())) for s in scores.values())] for role in first.roles]
+    rows += [
+        [f"{role} heads", *(str(int(s.roles[role].sum())) for s in scores.values())]
+        for role in first.roles
+    ]
     parts = [table(["whole model", *scores], rows)]
     return "\n\n".join(parts + [head_table(label, s) for label, s in scores.items()])
 
@@ -149,7 +162,13 @@ def head_table(label: str, scores: Scores) -> str:
     for layer in range(n_layers):
         for head in range(n_heads):
             roles = ", ".join(role for role, mask in scores.roles.items() if mask[layer, head])
-            rows.append([f"L{layer}H{head}", roles, *(f"{s[layer, head]:.3f}" for s in scores.heads.values())])
+            rows.append(
+                [
+                    f"L{layer}H{head}",
+                    roles,
+                    *(f"{s[layer, head]:.3f}" for s in scores.heads.values()),
+                ]
+            )
     return table([f"head, {label}", "role", *scores.heads], rows)
 
 

@@ -1,1 +1,3 @@
-"""How answers are read: DuckDB views over the committed files of runs, queries as `.sql` files, and a report."""
+"""How answers are read: DuckDB views over the committed files of runs, queries as `.sql` files, and
+a report.
+"""

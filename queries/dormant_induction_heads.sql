@@ -5,10 +5,10 @@
 WITH
     per_head AS (
         SELECT
-            run_id, model, weights, model_fingerprint, intervention, input_family, layer, head,
+            run_id, model, weight_processing, model_fingerprint, intervention, input_family, layer, head,
             avg(induction_score) AS induction_score,
             avg(sink_mass) AS sink_mass
-        FROM heads JOIN (SELECT run_id, model, weights, model_fingerprint FROM runs) USING (run_id)
+        FROM heads JOIN (SELECT run_id, model, weight_processing, model_fingerprint FROM runs) USING (run_id)
         GROUP BY ALL
     ),
     repeated AS (FROM per_head WHERE input_family = 'repeated_random'),
@@ -28,6 +28,6 @@ SELECT
     unrepeated.run_id AS unrepeated_run,
     natural_text.run_id AS text_run
 FROM repeated
-JOIN unrepeated USING (model_fingerprint, weights, intervention, layer, head)
-LEFT JOIN natural_text USING (model_fingerprint, weights, intervention, layer, head)
+JOIN unrepeated USING (model_fingerprint, weight_processing, intervention, layer, head)
+LEFT JOIN natural_text USING (model_fingerprint, weight_processing, intervention, layer, head)
 ORDER BY repeated_run, unrepeated_run, text_run, intervention, induction_repeated DESC NULLS LAST, layer, head

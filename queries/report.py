@@ -1,4 +1,6 @@
-"""One HTML file with what the heads of some runs do: heatmaps, rankings, norms. It needs no network and no server."""
+"""One HTML file with what the heads of some runs do: heatmaps, rankings, norms. It needs no network
+and no server.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,30 @@ from typing import Any
 
 import duckdb
 
-from queries.connect import connect
-from queries.html import Record, add_figure, write_html
-from queries.ledger import bounds
-from queries.output import run_query
+from queries.answers import run_query
+from queries.connection import QUERIES, connect
+from queries.html_page import Record, add_figure, write_html
+from queries.run_tables import bounds
 from schemas.commits import engine_of
 from schemas.errors import QueryError
-from schemas.outputs import OUTPUTS
 from schemas.places import Place
+from schemas.predictions import PREDICTIONS
 from schemas.statistics import STATISTICS
 
 TOP = 10
 """Heads in a ranking."""
 
 RANKINGS = {
-    "sink_heads": ("Strongest sinks", "is_sink", ["sink_mass", "chance", "sink_rate", "value_norm_ratio"]),
-    "induction_heads": ("Strongest induction", "is_induction", ["induction_score", "chance", "coverage"]),
+    "sink_heads": (
+        "Strongest sinks",
+        "is_sink",
+        ["sink_mass", "chance", "sink_rate", "value_norm_ratio"],
+    ),
+    "induction_heads": (
+        "Strongest induction",
+        "is_induction",
+        ["induction_score", "chance", "coverage"],
+    ),
 }
 """View, title, the column that marks a head, and the columns shown; the first of them is ranked."""
 DORMANT = ["induction_repeated", "sink_repeated", "sink_unrepeated", "sink_text"]
@@ -37,9 +47,11 @@ def write_report(path: str | Place, output: Path) -> None:
     connection = connect(path)
     runs = _records(connection, "runs")
     statistics = {row["name"]: row for row in _records(connection, "statistics")}
-    sections = [section for run in runs for section in _sections(connection, run, statistics, figures)]
+    sections = [
+        section for run in runs for section in _sections(connection, run, statistics, figures)
+    ]
     content = {"sections": sections, "dormant": _dormant(connection, figures)}
-    write_html("report", output, content, figures)
+    write_html(QUERIES / "report", output, content, figures)
 
 
 def _records(connection: duckdb.DuckDBPyConnection, question: str) -> list[Record]:
@@ -56,23 +68,32 @@ def _optional(connection: duckdb.DuckDBPyConnection, question: str) -> list[Reco
 
 
 def _sections(
-    connection: duckdb.DuckDBPyConnection, run: Record, statistics: dict[str, Record], figures: list[Record]
+    connection: duckdb.DuckDBPyConnection,
+    run: Record,
+    statistics: dict[str, Record],
+    figures: list[Record],
 ) -> list[Record]:
     """One section for each intervention of a run; a run without rows yet still has one."""
     run_id = _text(run["run_id"])
     by_head = _records(connection, f"FROM by_head WHERE run_id = {run_id}")
-    chance = _optional(connection, f"SELECT avg(COLUMNS('^chance_.*')) FROM sequences WHERE run_id = {run_id}")
+    chance = _optional(
+        connection, f"SELECT avg(COLUMNS('^chance_.*')) FROM sequences WHERE run_id = {run_id}"
+    )
     damaged = _records(connection, f"FROM shards WHERE run_id = {run_id} AND status = 'damaged'")
     options = ", ".join(
-        f"{key} {value}" for key, value in json.loads(run["input_options"]).items() if value is not None
+        f"{key} {value}"
+        for key, value in json.loads(run["input_options"]).items()
+        if value is not None
     )
-    outputs = _outputs(connection, run_id)
+    predictions = _predictions(connection, run_id)
     sections = []
     for intervention in run["interventions"]:
         where = f"WHERE run_id = {run_id} AND intervention = {_text(intervention)}"
         rows = [row for row in by_head if row["intervention"] == intervention]
         lines = _optional(connection, f"FROM layer_norms {where}")
-        families, layers, constants = _statistics(run, rows, statistics, chance[0] if chance else {}, lines, figures)
+        families, layers, constants = _statistics(
+            run, rows, statistics, chance[0] if chance else {}, lines, figures
+        )
         sections.append({
             "run": run, "intervention": intervention, "engine": _engine(connection, run, intervention),
             "options": options, "families": families, "constants": constants,
@@ -83,7 +104,7 @@ def _sections(
                 if (ranked := _optional(connection, f"FROM {view} {where} AND {columns[0]} IS NOT NULL LIMIT {TOP}"))
             ],
             "layers": _norm_lines(lines, figures) + layers,
-            "outputs": outputs.get(intervention, []),
+            "predictions": predictions.get(intervention, []),
             "pile_sets": _pile_sets(connection, run, where, figures),
         })  # fmt: skip
     return sections
@@ -96,13 +117,15 @@ def _engine(connection: duckdb.DuckDBPyConnection, run: Record, intervention: st
     return "; ".join(dict.fromkeys(said)) or run["engine"]
 
 
-def _outputs(connection: duckdb.DuckDBPyConnection, run_id: str) -> dict[str, list[Record]]:
-    """By intervention, what the model predicts in one number a sequence: mean, and mean change from the untouched model."""
+def _predictions(connection: duckdb.DuckDBPyConnection, run_id: str) -> dict[str, list[Record]]:
+    """By intervention, what the model predicts in one number a sequence: mean, and mean change from
+    the untouched model.
+    """
     found: dict[str, list[Record]] = {}
-    for output in OUTPUTS.values():
-        if output.per_token:
+    for prediction in PREDICTIONS.values():
+        if prediction.per_token:
             continue
-        name = output.name
+        name = prediction.name
         sql = f"""
         SELECT intervention, avg(value) AS mean, stddev_samp(value) / sqrt(count(value)) AS standard_error,
                avg(change) AS change, stddev_samp(change) / sqrt(count(change)) AS change_error
@@ -112,7 +135,7 @@ def _outputs(connection: duckdb.DuckDBPyConnection, run_id: str) -> dict[str, li
               WHERE e.run_id = {run_id})
         GROUP BY intervention HAVING mean IS NOT NULL"""
         for row in _optional(connection, sql):
-            card = {"name": name, "unit": output.unit, "meaning": output.meaning, **row}
+            card = {"name": name, "unit": prediction.unit, "meaning": prediction.meaning, **row}
             found.setdefault(row["intervention"], []).append(card)
     return found
 
@@ -121,7 +144,9 @@ def _statistics(
     run: Record, rows: list[Record], statistics: dict[str, Record], chance: Record, lines: list[Record],
     figures: list[Record],
 ) -> tuple[dict[str, list[Record]], list[Record], list[Record]]:  # fmt: skip
-    """Heatmaps by family; lines for what all heads of a layer share; numbers for what the whole model shares."""
+    """Heatmaps by family; lines for what all heads of a layer share; numbers for what the whole
+    model shares.
+    """
     families: dict[str, list[Record]] = {}
     layers: list[Record] = []
     constants: list[Record] = []
@@ -138,18 +163,29 @@ def _statistics(
                 constants.append({**card, "value": by_layer[0]})
             elif not (lines and name in LAYER_LINES):
                 series = [{"name": name, "y": by_layer}]
-                layers.append(card | add_figure(figures, kind="lines", series=series, y=entry["unit"]))
+                layers.append(
+                    card | add_figure(figures, kind="lines", series=series, y=entry["unit"])
+                )
         else:
             low, high, scale = _scale(entry, values)
             figure = add_figure(
-                figures, kind="heatmap", z=z, low=low, high=high, scale=scale, x="head", y="layer (0 at top)"
+                figures,
+                kind="heatmap",
+                z=z,
+                low=low,
+                high=high,
+                scale=scale,
+                x="head",
+                y="layer (0 at top)",
             )
             families.setdefault(_family(name), []).append(card | figure)
     return families, layers, constants
 
 
 def _scale(entry: Record, values: list[float]) -> tuple[float, float, str]:
-    """Colours: 0 to 1 where that is the range, even around 0 where the sign means something, else what occurs."""
+    """Colours: 0 to 1 where that is the range, even around 0 where the sign means something, else
+    what occurs.
+    """
     low, high = bounds({"range": [entry["range_low"], entry["range_high"]]})
     if (low, high) == (0, 1):
         return 0, 1, "sequential"
@@ -173,7 +209,10 @@ def _same(values: list[float | None]) -> bool:
     first = values[0]
     if first is None:
         return all(value is None for value in values)
-    return all(value is not None and math.isclose(value, first, rel_tol=1e-6, abs_tol=1e-9) for value in values)
+    return all(
+        value is not None and math.isclose(value, first, rel_tol=1e-6, abs_tol=1e-9)
+        for value in values
+    )
 
 
 def _family(name: str) -> str:
@@ -192,19 +231,31 @@ def _norm_lines(lines: list[Record], figures: list[Record]) -> list[Record]:
     }
     ratios = {"before the layer": "resid_pre_ratio", "after the layer": "resid_post_ratio"}
     charts = [
-        ("Residual stream", "Mean length at position 0 and at the other positions.", norms, "euclidean norm"),
+        (
+            "Residual stream",
+            "Mean length at position 0 and at the other positions.",
+            norms,
+            "euclidean norm",
+        ),
         ("Residual peak", "Length at position 0 over the mean of the others.", ratios, "ratio"),
     ]
     cards = []
     for title, meaning, columns, unit in charts:
-        series = [{"name": name, "y": [line[column] for line in lines]} for name, column in columns.items()]
+        series = [
+            {"name": name, "y": [line[column] for line in lines]}
+            for name, column in columns.items()
+        ]
         figure = add_figure(figures, kind="lines", series=series, y=unit, log=True)
         cards.append({"title": title, "meaning": meaning} | figure)
     return cards
 
 
-def _pile_sets(connection: duckdb.DuckDBPyConnection, run: Record, where: str, figures: list[Record]) -> list[Record]:
-    """Part of the Pile × layer, mean over heads, for the two statistics that differ most between kinds of text."""
+def _pile_sets(
+    connection: duckdb.DuckDBPyConnection, run: Record, where: str, figures: list[Record]
+) -> list[Record]:
+    """Part of the Pile × layer, mean over heads, for the two statistics that differ most between
+    kinds of text.
+    """
     cards = []
     for name in ("sink_mass", "induction_score"):
         if name not in run["statistics"]:
@@ -217,10 +268,20 @@ def _pile_sets(connection: duckdb.DuckDBPyConnection, run: Record, where: str, f
         names = list(dict.fromkeys(f"{row['pile_set_name']} ({row['sequences']})" for row in rows))
         z: list[list[float | None]] = [[None] * run["n_layers"] for _ in names]
         for row in rows:
-            z[names.index(f"{row['pile_set_name']} ({row['sequences']})")][row["layer"]] = row["mean"]
+            z[names.index(f"{row['pile_set_name']} ({row['sequences']})")][row["layer"]] = row[
+                "mean"
+            ]
         if names:
             figure = add_figure(
-                figures, kind="heatmap", z=z, low=0, high=1, scale="sequential", x="layer", y="", rows=names
+                figures,
+                kind="heatmap",
+                z=z,
+                low=0,
+                high=1,
+                scale="sequential",
+                x="layer",
+                y="",
+                rows=names,
             )
             meaning = "Mean over the heads of a layer, per part of the Pile (number of sequences)."
             cards.append({"title": name, "meaning": meaning} | figure)

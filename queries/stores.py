@@ -27,12 +27,16 @@ class _Store(ArrowFSWrapper):
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        """Without the scheme; DuckDB compares an address with what is allowed before `..` is resolved, so there is none."""
+        """Without the scheme; DuckDB compares an address with what is allowed before `..` is
+        resolved, so there is none.
+        """
         if ".." in str(path).split("/"):
             raise PermissionError(f"{path} has a `..`")
         return super()._strip_protocol(path)
 
-    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
+    def _open(
+        self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any
+    ) -> Any:
         if mode != "rb":
             raise PermissionError(f"{path}: queries only read")
         return super()._open(path, mode, block_size, **options)

@@ -3,10 +3,11 @@
 commits/shard-000000.json           one commit, written last by whoever measured the shard
 commits/fold-000000-1a2b3c4d.parquet   thousands of commits in one file, which replaces theirs
 
-A shard is done if and only if its commit is in the ledger, as a file of its own or in a fold. Among folds the later name
-wins; a fold wins over a file of the same shard, which is what a late or doubled attempt leaves behind. A fold may also take
-shards back (`dropped`): then a file counts again. Folds are written whole before the files they replace are deleted, and no
-name is used twice, so whoever folds may die, or fold twice, at any time.
+A shard is done if and only if its commit is in the ledger, as a file of its own or in a fold. Among
+folds the later name wins; a fold wins over a file of the same shard, which is what a late or
+doubled attempt leaves behind. A fold may also take shards back (`dropped`): then a file counts
+again. Folds are written whole before the files they replace are deleted, and no name is used twice,
+so whoever folds may die, or fold twice, at any time.
 """
 
 # pyarrow has no types.
@@ -64,11 +65,15 @@ class Commit(BaseModel):
     seconds: float
     """From the first forward pass to the last data file."""
     compute_seconds: float
-    """Of these, forward passes and reductions; a replica computes the next shard while it writes one."""
+    """Of these, forward passes and reductions; a replica computes the next shard while it writes
+    one.
+    """
     idle_seconds: float
     """How long the replica had waited for this shard, computing nothing."""
     finished: datetime
-    """When, by the clock of the host; nothing depends on it but what `headcount status` says of speed."""
+    """When, by the clock of the host; nothing depends on it but what `headcount status` says of
+    speed.
+    """
     host: str
     replica: str
     """Tells the replicas of a run apart."""
@@ -97,7 +102,9 @@ def engine_of(said: str, intervention: str) -> str:
     >>> engine_of("fused", "none"), engine_of("none: fused; mask_first_keys: dense", "mask_first_keys")
     ('fused', 'dense')
     """
-    engines = {name: engine for name, _, engine in (part.partition(": ") for part in said.split("; "))}
+    engines = {
+        name: engine for name, _, engine in (part.partition(": ") for part in said.split("; "))
+    }
     return engines.get(intervention, said)
 
 
@@ -109,7 +116,12 @@ class Failure:
     error: str
 
 
-ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), datetime: pa.timestamp("us", "UTC")}
+ARROW = {
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    datetime: pa.timestamp("us", "UTC"),
+}
 
 
 def _arrow(annotation: Any) -> pa.DataType:
@@ -132,7 +144,9 @@ DROPPED = pa.field("dropped", pa.bool_())
 
 
 def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> pa.Table:
-    """The commits that count, one row per done shard in shard order: `columns` of them (all unless told), and `folded`."""
+    """The commits that count, one row per done shard in shard order: `columns` of them (all unless
+    told), and `folded`.
+    """
     while True:
         folds = _folds(names(directory))
         try:
@@ -144,14 +158,20 @@ def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = N
             return table.take(np.argsort(table["shard"].to_numpy(), kind="stable"))
 
 
-def read_parts(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The same in parts of bounded size and in no order; FileNotFoundError where somebody else folds meanwhile."""
+def read_parts(
+    directory: Place, run_id: str, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """The same in parts of bounded size and in no order; FileNotFoundError where somebody else
+    folds meanwhile.
+    """
     wanted = list(dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)]))
     found = list(names(directory))
     folds = _folds(found)
     files = [n for n in found if n.startswith("shard-") and n.endswith(".json")]
     with ThreadPoolExecutor(READERS) as pool:
-        keys = list(pool.map(lambda name: read_parquet(directory / name, ["shard", DROPPED.name]), folds))
+        keys = list(
+            pool.map(lambda name: read_parquet(directory / name, ["shard", DROPPED.name]), folds)
+        )
         counts = _that_count(keys)
         folded = [key["shard"].to_numpy()[count] for key, count in zip(keys, counts, strict=True)]
         schema = pa.schema([COMMITS.field(name) for name in wanted])
@@ -159,7 +179,9 @@ def read_parts(directory: Place, run_id: str, columns: Sequence[str] | None = No
         new = ~np.isin(loose["shard"].to_numpy(), np.concatenate([*folded, np.empty(0, int)]))
         yield _marked(loose.filter(pa.array(new)), folded=False)
         for start in range(0, len(folds), READERS):
-            tables = pool.map(lambda name: read_parquet(directory / name, wanted), folds[start : start + READERS])
+            tables = pool.map(
+                lambda name: read_parquet(directory / name, wanted), folds[start : start + READERS]
+            )
             for table, count in zip(tables, counts[start:], strict=False):
                 yield _marked(table if count.all() else table.filter(pa.array(count)), folded=True)
 
@@ -192,8 +214,16 @@ def _read_files(
     tables = [schema.empty_table()]
     remaining = iter(files)
     while batch := list(islice(remaining, FOLD)):
-        commits = (c for c in pool.map(lambda name: _read_commit(directory / name, run_id), batch) if c is not None)
-        tables.append(pa.Table.from_pylist([c.model_dump(include=set(schema.names)) for c in commits], schema=schema))
+        commits = (
+            c
+            for c in pool.map(lambda name: _read_commit(directory / name, run_id), batch)
+            if c is not None
+        )
+        tables.append(
+            pa.Table.from_pylist(
+                [c.model_dump(include=set(schema.names)) for c in commits], schema=schema
+            )
+        )
     return pa.concat_tables(tables)
 
 

@@ -1,7 +1,9 @@
-"""What statistics, profiles, outputs and weight statistics have in common: each is one function that documents itself.
+"""What statistics, profiles, predictions and weight statistics have in common: each is one function
+that documents itself.
 
-The function's name is that of a column or of a value, its parameters name what it reads, and its docstring is its
-documentation everywhere: the first line is the meaning, the second paragraph the formula.
+The function's name is that of a column or of a value, its parameters name what it reads, and its
+docstring is its documentation everywhere: the first line is the meaning, the second paragraph the
+formula.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Formula:
         """When it has no value, in words; empty where it always has one."""
         if self.defined is None:
             return ""
-        rule = inspect.cleandoc(self.defined.__doc__ or "").partition("\n")[0]
+        rule = first_paragraph(self.defined)
         return f"{self.undefined} unless {rule.rstrip('.')}"
 
     @property
@@ -64,7 +66,9 @@ class Formula:
 
     @property
     def fingerprint(self) -> str:
-        """Changes if and only if the formula's code changes; comments, layout and prose do not count."""
+        """Changes if and only if the formula's code changes; comments, layout and prose do not
+        count.
+        """
         return fingerprint(self.compute, *([self.defined] if self.defined else []))
 
 
@@ -76,8 +80,12 @@ class Ranged(Formula):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it; JSON has no infinity, so an open end of the range is null."""
-        return super().record | {"range": [bound if math.isfinite(bound) else None for bound in self.range]}
+        """What a run's manifest keeps of it; JSON has no infinity, so an open end of the range is
+        null.
+        """
+        return super().record | {
+            "range": [bound if math.isfinite(bound) else None for bound in self.range]
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +105,17 @@ F = TypeVar("F", bound=Formula)
 
 
 def described(
-    function: Callable[..., Tensor], kind: str, registry: Mapping[str, Formula], reads: str, known: Mapping[str, str]
+    function: Callable[..., Tensor],
+    kind: str,
+    registry: Mapping[str, Formula],
+    reads: str,
+    known: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What a function says of itself: name, code, parameters, meaning and formula; a wrong one raises `ValueError`.
+    """What a function says of itself: name, code, parameters, meaning and formula; a wrong one
+    raises `ValueError`.
 
-    `kind` it is of, `registry` it goes to, and it reads some of `known`, each of which is a `reads`.
+    `kind` it is of, `registry` it goes to, and it reads some of `known`, each of which is a
+    `reads`.
     """
     what = f"{kind} {function.__name__!r}"
     if function.__name__ in registry:
@@ -112,9 +126,16 @@ def described(
             raise ValueError(f"{what}: {unknown(reads, parameter, known)}")
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     if len(paragraphs) < 2:
-        raise ValueError(f"{what}: its docstring needs a first line (meaning) and a formula paragraph")
+        raise ValueError(
+            f"{what}: its docstring needs a first line (meaning) and a formula paragraph"
+        )
     fields = {"name": function.__name__, "compute": function, "parameters": parameters}
-    return fields | {"meaning": paragraphs[0], "formula": paragraphs[1]}
+    return fields | {"meaning": " ".join(paragraphs[0].split()), "formula": paragraphs[1]}
+
+
+def first_paragraph(function: Callable[..., Any]) -> str:
+    """What a function's docstring says first, on one line."""
+    return " ".join(inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].split())
 
 
 def checked_axis(axis: str, axes: Iterable[str], what: str) -> str:
@@ -124,7 +145,9 @@ def checked_axis(axis: str, axes: Iterable[str], what: str) -> str:
     return axis
 
 
-def chosen(wanted: Iterable[str], registry: Mapping[str, F], field: str, kind: str) -> tuple[F, ...]:
+def chosen(
+    wanted: Iterable[str], registry: Mapping[str, F], field: str, kind: str
+) -> tuple[F, ...]:
     """The formulas that a field of a scan names, in registry order."""
     names = list(wanted)
     for name in names:
@@ -139,7 +162,9 @@ def evaluate(function: Callable[..., Tensor], activations: Mapping[str, Any]) ->
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
-    """Changes if and only if the functions' code changes, that of the helpers of ours they call included."""
+    """Changes if and only if the functions' code changes, that of the helpers of ours they call
+    included.
+    """
     return hashlib.sha256("\n".join(map(_code, functions)).encode()).hexdigest()[:12]
 
 
@@ -162,7 +187,10 @@ def _code(function: Any, owner: type | None = None, above: frozenset[Any] = froz
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     above = above | {function}
     helpers = [_code(f, None, above) for f in map(_plain, named) if _is_ours(f) and f not in above]
-    for kind in [*(c for c in named if isinstance(c, type) and c.__module__.startswith("workers.")), owner]:
+    for kind in [
+        *(c for c in named if isinstance(c, type) and c.__module__.startswith("workers.")),
+        owner,
+    ]:
         methods = (_plain(m) for name, m in vars(kind).items() if name in used) if kind else ()
         helpers += [_code(m, kind, above) for m in methods if _is_ours(m) and m not in above]
     constants = [repr(value) for value in named if isinstance(value, int | float | str)]

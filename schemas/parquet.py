@@ -18,9 +18,14 @@ from schemas.places import Place, open_whole
 
 
 def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
-    """A table of `schema`; NaN becomes NULL, and so does a column that is not given. A matrix is a column of lists."""
+    """A table of `schema`; NaN becomes NULL, and so does a column that is not given. A matrix is a
+    column of lists.
+    """
     rows = len(next(iter(columns.values())))
-    arrays = [_array(columns[f.name]).cast(f.type) if f.name in columns else pa.nulls(rows, f.type) for f in schema]
+    arrays = [
+        _array(columns[f.name]).cast(f.type) if f.name in columns else pa.nulls(rows, f.type)
+        for f in schema
+    ]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
@@ -32,7 +37,9 @@ def _array(values: Any) -> pa.Array:
 
 
 def parquet_bytes(table: pa.Table, **options: Any) -> pa.Buffer:
-    """A table as a Parquet file; statistics hardly repeat, and a dictionary of them would be a third of the file."""
+    """A table as a Parquet file; statistics hardly repeat, and a dictionary of them would be a
+    third of the file.
+    """
     repeating = [leaf for field in table.schema for leaf in _leaves(field.name, field.type)]
     options |= {"compression": "zstd", "use_dictionary": repeating, "store_schema": True}
     sink = pa.BufferOutputStream()

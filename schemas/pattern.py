@@ -1,7 +1,8 @@
 """The questions that can be put to an attention pattern without ever building it.
 
-`A[q, k]` is the softmax pattern of one head, `S[q, k]` its pre-softmax score (scaled, causal: `k <= q`), T = `n_ctx`.
-Answers have the axes `[batch head query]` unless told. Statistics and profiles see a pattern only through this protocol.
+`A[q, k]` is the softmax pattern of one head, `S[q, k]` its pre-softmax score (scaled, causal: `k <=
+q`), T = `n_ctx`. Answers have the axes `[batch head query]` unless told. Statistics and profiles
+see a pattern only through this protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Pairs(Protocol):
 
 
 class Pattern(Protocol):
-    """What every pattern answers; `workers.patterns` has two that do."""
+    """What every pattern answers; `workers.engine` has two that do."""
 
     @property
     def n_ctx(self) -> int:
@@ -59,15 +60,21 @@ class Pattern(Protocol):
         ...
 
     def earlier_score(self) -> Tensor:
-        """Mean of `S[q, k]` over the keys `1 <= k < q`; only queries `q >= 2` mean anything: `[batch head query]`."""
+        """Mean of `S[q, k]` over the keys `1 <= k < q`; only queries `q >= 2` mean anything:
+        `[batch head query]`.
+        """
         ...
 
     def score_scale(self, q: Tensor, k: Tensor) -> Tensor:
-        """What `q·k` was multiplied by to make `S`, 1/√d_head in most models; q and k are `[batch pos head d_head]`."""
+        """What `q·k` was multiplied by to make `S`, 1/√d_head in most models; q and k are `[batch
+        pos head d_head]`.
+        """
         ...
 
     def without(self, b_Q: Tensor, q: Tensor, k: Tensor) -> Pattern:
-        """The pattern of queries less `b_Q [head d_head]`, of scores `S[q, k]` less `b_Q·k[k]`, scaled; q and k likewise."""
+        """The pattern of queries less `b_Q [head d_head]`, of scores `S[q, k]` less `b_Q·k[k]`,
+        scaled; q and k likewise.
+        """
         ...
 
     def received(self) -> Tensor:

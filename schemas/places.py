@@ -1,6 +1,8 @@
-"""Where runs and corpora lie: a local path, or one in an object store with the few of pathlib's verbs that we need.
+"""Where runs and corpora lie: a local path, or one in an object store with the few of pathlib's
+verbs that we need.
 
-A file is written whole or not at all: a temporary name, fsync and rename on a disk, one upload in a store.
+A file is written whole or not at all: a temporary name, fsync and rename on a disk, one upload in a
+store.
 """
 
 # pyarrow has no types.
@@ -91,7 +93,8 @@ Place = Path | StorePath
 
 
 def place(where: str | Place) -> Place:
-    """A local path, `file://…`, `s3://bucket/…` or `gs://bucket/…`; anything else raises `ScanError`.
+    """A local path, `file://…`, `s3://bucket/…` or `gs://bucket/…`; anything else raises
+    `ScanError`.
 
     >>> place("s3://bucket/runs/") / "run_id=a-1"
     StorePath(url='s3://bucket/runs/run_id=a-1')
@@ -108,7 +111,9 @@ def place(where: str | Place) -> Place:
     if scheme == "file" and rest.startswith("/"):
         return Path(rest)
     if scheme not in STORES:
-        raise ScanError(f"{text}: expected a path, file://, {' or '.join(f'{name}://' for name in STORES)}")
+        raise ScanError(
+            f"{text}: expected a path, file://, {' or '.join(f'{name}://' for name in STORES)}"
+        )
     if "@" in rest.partition("/")[0]:
         raise ScanError(
             f"{scheme}://…@{rest.rpartition('@')[2]}: an address is kept with the run and must hold no credentials; "
@@ -139,20 +144,29 @@ def _filesystem(scheme: str, bucket: str, region: str | None, endpoint: str | No
 
 
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
-    """Make a file visible with all of its content or not at all; what cannot be written raises `RunError`.
+    """Make a file visible with all of its content or not at all; what cannot be written raises
+    `RunError`.
 
-    On a disk the temporary name does not end in .parquet or .json, so no glob takes a half-written file for a whole one.
+    On a disk the temporary name does not end in .parquet or .json, so no glob takes a half-written
+    file for a whole one.
     """
     try:
         if isinstance(where, StorePath):
-            # One call writes all there is: a stream that is closed after half of it publishes that half.
+            # One call writes all there is: a stream that is closed after half of it publishes that
+            # half.
             with where.filesystem.open_output_stream(where.key, compression=None) as file:
                 file.write(content)
         else:
             _write_to_disk(where, content)
     except OSError as error:
-        advice = "free space or choose another out" if isinstance(where, Path) else "mend the access or the store"
-        raise RunError(f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command") from None
+        advice = (
+            "free space or choose another out"
+            if isinstance(where, Path)
+            else "mend the access or the store"
+        )
+        raise RunError(
+            f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command"
+        ) from None
 
 
 def _write_to_disk(path: Path, content: bytes | pa.Buffer) -> None:
@@ -169,7 +183,8 @@ def _write_to_disk(path: Path, content: bytes | pa.Buffer) -> None:
 
 
 def settle(directory: Place) -> None:
-    """Make sure that the names in a directory outlive a power cut, before what they replace is deleted.
+    """Make sure that the names in a directory outlive a power cut, before what they replace is
+    deleted.
 
     Where nothing is deleted a name that is lost does no harm: its shard is measured again.
     """
@@ -187,15 +202,21 @@ def open_whole(where: Place) -> Any:
 
 
 def absolute(where: str | Place) -> Place:
-    """A place that means the same in any working directory, and whose last part is its name, which "." has not."""
+    """A place that means the same in any working directory, and whose last part is its name, which
+    "." has not.
+    """
     found = place(where)
     return Path(os.path.abspath(found)) if isinstance(found, Path) else found
 
 
 def names(directory: Place) -> Iterator[str]:
-    """Names of what lies directly in a directory, in no order; nothing where there is no such directory."""
+    """Names of what lies directly in a directory, in no order; nothing where there is no such
+    directory.
+    """
     if isinstance(directory, StorePath):
-        for info in directory.filesystem.get_file_info(pafs.FileSelector(directory.key, allow_not_found=True)):
+        for info in directory.filesystem.get_file_info(
+            pafs.FileSelector(directory.key, allow_not_found=True)
+        ):
             yield info.base_name
         return
     try:
@@ -205,7 +226,8 @@ def names(directory: Place) -> Iterator[str]:
 
 
 def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
-    """Objects of a store that match a glob, and their sizes; `*` stays within a part of the path, `**/` does not.
+    """Objects of a store that match a glob, and their sizes; `*` stays within a part of the path,
+    `**/` does not.
 
     Everything below the part before the first wildcard is listed.
     """

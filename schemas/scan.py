@@ -13,16 +13,16 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schemas.errors import ScanError, unknown
-from schemas.outputs import select_outputs
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
+from schemas.predictions import select_predictions
 from schemas.profiles import select_curves, select_profiles
 from schemas.statistics import select
-from schemas.weights import select_weight_statistics
+from schemas.weight_statistics import select_weight_statistics
 
 Count = Annotated[int, Field(ge=1)]
 
-EMPTY_UNLESS_TOLD = ("profiles", "curves", "weight_statistics", "outputs")
+EMPTY_UNLESS_TOLD = ("profiles", "curves", "weight_statistics", "predictions")
 """Lists of names that a scan need not have."""
 
 
@@ -41,18 +41,26 @@ class Input(BaseModel):
 class Scan(BaseModel):
     """A scan; the text under each field is what `headcount plan` prints beside its value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
     model: Annotated[str, Field(min_length=1)]
     """A Hub id, a local directory, or bundled:NAME."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; none means the default branch."""
-    weights: Literal["raw", "folded"] = "raw"
-    """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens did; norms differ."""
+    weight_processing: Literal["raw", "folded"] = "raw"
+    """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens
+    did; norms differ.
+    """
     precision: str = "auto"
-    """Number formats of the model's products; auto is the fastest whose drift is acceptable (docs/precision.md)."""
+    """Number formats of the model's products; auto is the fastest whose drift is acceptable
+    (docs/precision.md).
+    """
     engine: Literal["fused", "dense"] = "fused"
-    """fused: never builds an attention pattern. dense: builds each one through TransformerLens's hooks; the reference."""
+    """fused: never builds an attention pattern. dense: builds each one through TransformerLens's
+    hooks; the reference.
+    """
     n_ctx: Count
     """Tokens in every sequence, the beginning-of-sequence token included."""
     bos: bool = True
@@ -64,13 +72,18 @@ class Scan(BaseModel):
     statistics: Literal["standard", "all"] | tuple[str, ...] = "standard"
     """Columns of the heads table: standard, all, or a list of names."""
     profiles: tuple[str, ...] = ()
-    """Profiles (means by key, query, lag or pair) of the profiles table: a list of names, none unless told."""
+    """Profiles (means by key, query, lag or pair) of the profiles table: a list of names, none
+    unless told.
+    """
     curves: tuple[str, ...] = ()
-    """Profiles kept of every sequence, list columns of the curves table: a list of names, none unless told."""
+    """Profiles kept of every sequence, list columns of the curves table: a list of names, none
+    unless told.
+    """
     weight_statistics: tuple[str, ...] = ()
     """Statistics of the weights alone, in the weights table: a list of names, none unless told."""
-    outputs: tuple[str, ...] = ()
-    """What the model predicts, columns of the sequences table: a list of names, none unless told."""
+    predictions: tuple[str, ...] = ()
+    """What the model predicts, columns of the sequences table: a list of names, none unless told.
+    """
     sequences: Count | Literal["all"]
     """How many sequences; all means as many as the corpus holds."""
     sequences_per_shard: Count = 256
@@ -84,7 +97,9 @@ class Scan(BaseModel):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What is measured, as a run's manifest keeps it; lists that are empty unless told leave no trace."""
+        """What is measured, as a run's manifest keeps it; lists that are empty unless told leave no
+        trace.
+        """
         unused = {name for name in EMPTY_UNLESS_TOLD if not getattr(self, name)}
         return self.model_dump(mode="json", exclude={"out", *unused})
 
@@ -100,11 +115,15 @@ class Scan(BaseModel):
 
 
 def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
-    """Read and validate a scan file; `overrides` are `key=value` with a dotted key and a TOML value."""
+    """Read and validate a scan file; `overrides` are `key=value` with a dotted key and a TOML
+    value.
+    """
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ScanError(f"{path}: cannot be read ({error.strerror}); expected a TOML scan file") from None
+        raise ScanError(
+            f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScanError(f"{path}: not valid TOML: {error}") from None
     fields = override_fields(fields, overrides)
@@ -124,24 +143,28 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     try:
         scan = Scan.model_validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
-        raise ScanError("\n".join(_explain(key, found) for key, found in by_key(error).items())) from None
+        raise ScanError(
+            "\n".join(_explain(key, found) for key, found in by_key(error).items())
+        ) from None
     select(scan.statistics)
     select_profiles(scan.profiles, scan.n_ctx)
     select_curves(scan.curves)
     select_weight_statistics(scan.weight_statistics)
-    select_outputs(scan.outputs)
+    select_predictions(scan.predictions)
     place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
-    if scan.precision not in BRIDGE_PRECISIONS and (scan.engine == "dense" or scan.weights == "folded"):
+    if scan.precision not in BRIDGE_PRECISIONS and (
+        scan.engine == "dense" or scan.weight_processing == "folded"
+    ):
         raise ScanError(
-            f"precision: engine = 'dense' and weights = 'folded' compute in {' or '.join(BRIDGE_PRECISIONS[1:])}, "
+            f"precision: engine = 'dense' and weight_processing = 'folded' compute in {' or '.join(BRIDGE_PRECISIONS[1:])}, "
             f"got {scan.precision!r}"
         )
-    if scan.weight_statistics and scan.weights != "raw":
+    if scan.weight_statistics and scan.weight_processing != "raw":
         raise ScanError(
-            f"weight_statistics: these are of the weights as trained, so they expect weights = 'raw', got {scan.weights!r}; "
-            "leave them out or set weights = 'raw'"
+            f"weight_statistics: these are of the weights as trained, so they expect weight_processing = 'raw', "
+            f"got {scan.weight_processing!r}; leave them out or set weight_processing = 'raw'"
         )
     for name in ("statistics", "interventions"):
         values = getattr(scan, name)
@@ -179,14 +202,20 @@ def _override(fields: dict[str, Any], override: str) -> None:
 
 
 def by_key(error: ValidationError) -> dict[str, list[Any]]:
-    """The problems of each dotted key; a value that fits no member of a union is one key with several problems."""
+    """The problems of each dotted key; a value that fits no member of a union is one key with
+    several problems.
+    """
     problems: dict[str, list[Any]] = {}
     for problem in error.errors():
         first, *rest = problem["loc"]
         # The rest holds names of union members besides places in the scan.
         places = [first, *(part for part in rest if isinstance(part, int) or part == "family")]
         problems.setdefault(".".join(map(str, places)), []).append(problem)
-    return {key: p for key, p in problems.items() if not any(other.startswith(f"{key}.") for other in problems)}
+    return {
+        key: p
+        for key, p in problems.items()
+        if not any(other.startswith(f"{key}.") for other in problems)
+    }
 
 
 def wrong_value(key: str, problems: list[Any]) -> str:

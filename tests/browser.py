@@ -19,7 +19,9 @@ FLAGS = (
 
 
 def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
-    """A browser with a profile of its own, which keeps what it asks the network for and what its console says."""
+    """A browser with a profile of its own, which keeps what it asks the network for and what its
+    console says.
+    """
     if not (CHROMIUM and CHROMEDRIVER):
         pytest.skip("needs chromium and chromedriver")
     options = webdriver.ChromeOptions()

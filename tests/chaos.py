@@ -1,8 +1,9 @@
 """Runs under seeded schedules of faults, and whether each row is there once in the end.
 
-`make chaos SCHEDULES=200 SEED=7`, or `python -m tests.chaos`. A schedule is a scan on a real Ray cluster of a head and two
-nodes, on a disk or in a store behind a proxy; faults hit it at random moments; then the same command is given until it
-succeeds, and its rows are compared with those of an undisturbed run.
+`make chaos SCHEDULES=200 SEED=7`, or `python -m tests.chaos`. A schedule is a scan on a real Ray
+cluster of a head and two nodes, on a disk or in a store behind a proxy; faults hit it at random
+moments; then the same command is given until it succeeds, and its rows are compared with those of
+an undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ray.cluster_utils import Cluster
 
 from jobs.plan import make_plan, prepare_run
 from schemas.places import StorePath
-from schemas.runs import RunDirectory
+from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.processes import MARK, kill, marked
 from tests.s3_server import FaultProxy, Rule, S3Server
@@ -116,12 +117,22 @@ class World:
         """The command of a user."""
         cluster = self.ensure_cluster()
         program = "headcount" if self.replica is Replica else self.replica.__module__
-        command = [sys.executable, "-m", program, "scan", str(self.scan_file), "--set", f"out={self.out}"]
+        command = [
+            sys.executable,
+            "-m",
+            program,
+            "scan",
+            str(self.scan_file),
+            "--set",
+            f"out={self.out}",
+        ]
         command += ["--replicas", str(self.n_replicas), "--address", cluster.address]
         # A driver in a job sends no code: the nodes of this machine have it.
         environment = os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
         with (self.folder / "driver.log").open("a") as log:
-            self.driver = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True, env=environment)
+            self.driver = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, text=True, env=environment
+            )
         return self.driver
 
     def replicas(self) -> list[psutil.Process]:
@@ -255,17 +266,26 @@ def left_behind(world: World) -> None:
 
 
 def _at_write(world: World, action: str, point: str, path: str) -> None:
-    """Give an order for the next such write, and wait until it is obeyed, as long as there is a driver."""
+    """Give an order for the next such write, and wait until it is obeyed, as long as there is a
+    driver.
+    """
     order = world.orders / f"{action}@{point}.{world.rng.getrandbits(16)}"
     in_store = isinstance(world.run.path, StorePath)
     if in_store:
         pids = [process.pid for process in world.replicas()]
-        rule = Rule({"kill": pids} if action == "kill" else {"status": 500}, method="PUT", path=path, count=1)
+        rule = Rule(
+            {"kill": pids} if action == "kill" else {"status": 500},
+            method="PUT",
+            path=path,
+            count=1,
+        )
         world.proxy.set_rules(rule)
     else:
         order.touch()
     assert world.driver is not None
-    while world.driver.poll() is None and (world.proxy.spent() == [0] if in_store else order.exists()):
+    while world.driver.poll() is None and (
+        world.proxy.spent() == [0] if in_store else order.exists()
+    ):
         time.sleep(0.05)
 
 
@@ -293,7 +313,11 @@ def rows_of(run: RunDirectory) -> pa.Table:
     """Every row of `heads` that a reader who follows the commits finds."""
     files = [f.path for c in run.commits() for f in c.files if f.table == "heads"]
     tables = [pq.ParquetFile(pa.BufferReader((run.path / f).read_bytes())).read() for f in files]
-    return pa.concat_tables(tables).replace_schema_metadata().sort_by([(key, "ascending") for key in KEYS])
+    return (
+        pa.concat_tables(tables)
+        .replace_schema_metadata()
+        .sort_by([(key, "ascending") for key in KEYS])
+    )
 
 
 def compare(found: pa.Table, expected: pa.Table) -> tuple[int, int, int]:
@@ -324,11 +348,15 @@ def run_schedule(world: World, expected: pa.Table, lives: list[list[tuple[int, s
     world.clear()
     while exits[-1] != 0 and len(exits) < len(lives) + 4:
         exits.append(world.start().wait(PATIENCE))
-    return Result(faults, len(expected), *compare(rows_of(world.run), expected), time.monotonic() - began)
+    return Result(
+        faults, len(expected), *compare(rows_of(world.run), expected), time.monotonic() - began
+    )
 
 
 def _live(world: World, faults: list[tuple[int, str]], happened: list[str]) -> int:
-    """One driver's life: each fault comes when so many shards are done. Returns how the driver ended."""
+    """One driver's life: each fault comes when so many shards are done. Returns how the driver
+    ended.
+    """
     driver = world.start()
     for commits, kind in faults:
         deadline = time.monotonic() + PATIENCE
@@ -360,7 +388,11 @@ def world(seed: int, replica: type[Replica] = Replica) -> Iterator[tuple[World, 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         proxy = stack.enter_context(FaultProxy(stack.enter_context(S3Server())))
-        os.environ |= proxy.env() | {"PYTHONPATH": str(FAULTS), "FAULTS": str(folder / "orders"), MARK: str(folder)}
+        os.environ |= proxy.env() | {
+            "PYTHONPATH": str(FAULTS),
+            "FAULTS": str(folder / "orders"),
+            MARK: str(folder),
+        }
         made = World(folder, random.Random(seed), proxy, replica=replica)
         made.orders.mkdir()
         made.scan_file.write_text(SCAN)
@@ -386,10 +418,21 @@ def main() -> None:
         for number in range(options.schedules):
             result = run_schedule(made, rows, draw(made.rng))
             expected += result.expected
-            lost, doubled, wrong = lost + result.lost, doubled + result.doubled, wrong + result.wrong
-            verdict = "ok" if result.good else f"LOST {result.lost}, DOUBLED {result.doubled}, WRONG {result.wrong}"
+            lost, doubled, wrong = (
+                lost + result.lost,
+                doubled + result.doubled,
+                wrong + result.wrong,
+            )
+            verdict = (
+                "ok"
+                if result.good
+                else f"LOST {result.lost}, DOUBLED {result.doubled}, WRONG {result.wrong}"
+            )
             where = made.out.partition("://")[0] if "://" in made.out else "disk"
-            print(f"{number + 1}: {where}, {', '.join(result.faults)}: {verdict} in {result.seconds:.0f} s", flush=True)
+            print(
+                f"{number + 1}: {where}, {', '.join(result.faults)}: {verdict} in {result.seconds:.0f} s",
+                flush=True,
+            )
         print(", ".join(f"{kind} {count}" for kind, count in made.happened.most_common()))
     print(
         f"{options.schedules} schedules, {expected:,} rows expected, {lost} rows lost, {doubled} rows doubled, "

@@ -1,4 +1,6 @@
-"""The order of files: the longest come first, so that two workers end together. And commands that can be interrupted."""
+"""The order of files: the longest come first, so that two workers end together. And commands that
+can be interrupted.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import signal
 
 import pytest
 
-# A shell starts what runs in the background deaf to interrupts, and commands inherit that; those that tests start must hear them.
+# A shell starts what runs in the background deaf to interrupts, and commands inherit that; those
+# that tests start must hear them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

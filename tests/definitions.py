@@ -21,7 +21,9 @@ def definitions(path: Path, tokens: np.ndarray) -> Columns:
     after: list[torch.Tensor] = []
     for block in model.transformer.h:
         block.ln_1.register_forward_hook(lambda m, a, out: normed.append(out))
-        block.register_forward_hook(lambda m, a, out: after.append(out[0] if isinstance(out, tuple) else out))
+        block.register_forward_hook(
+            lambda m, a, out: after.append(out[0] if isinstance(out, tuple) else out)
+        )
     with torch.no_grad():
         patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
     n_heads, d_model = model.config.n_head, model.config.n_embd
@@ -33,14 +35,21 @@ def definitions(path: Path, tokens: np.ndarray) -> Columns:
         for layer, block in enumerate(model.transformer.h):
             weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
             for head in range(n_heads):
-                columns = [slice(part * d_model + head * d, part * d_model + (head + 1) * d) for part in range(3)]
-                (q, b_Q), (k, b_K), (v, _) = ((normed[layer][s] @ weight[:, c] + bias[c], bias[c]) for c in columns)
+                columns = [
+                    slice(part * d_model + head * d, part * d_model + (head + 1) * d)
+                    for part in range(3)
+                ]
+                (q, b_Q), (k, b_K), (v, _) = (
+                    (normed[layer][s] @ weight[:, c] + bias[c], bias[c]) for c in columns
+                )
                 W_O = block.attn.c_proj.weight[head * d : (head + 1) * d]
                 a = patterns[layer][s, head].detach()
                 found = by_pattern(a.numpy(), tokens[s].tolist()) | by_vectors(
                     q.detach(), k.detach(), b_Q.detach(), b_K.detach()
                 )
-                found |= by_positions(q.detach() - b_Q.detach(), effective[: len(q)] @ weight[:, columns[1]].detach())
+                found |= by_positions(
+                    q.detach() - b_Q.detach(), effective[: len(q)] @ weight[:, columns[1]].detach()
+                )
                 found |= by_outputs(a, v.detach(), W_O.detach()) | by_stream(after[layer][s])
                 for name, value in found.items():
                     rows.setdefault(name, []).append(value)
@@ -61,7 +70,9 @@ def by_pattern(a: np.ndarray, t: list[int]) -> dict[str, float]:
         "next4_mass_late": mean(a[q, 1:5].sum() for q in late if n_ctx > 1),
         "second_key_mass_late": mean(a[q, 1] for q in late if n_ctx > 1),
         "entropy_normalised_late": mean(
-            -sum(x * math.log(x) for x in a[q] if x > 0) / math.log(q + 1) for q in late if n_ctx > 1
+            -sum(x * math.log(x) for x in a[q] if x > 0) / math.log(q + 1)
+            for q in late
+            if n_ctx > 1
         ),
         "match_count": mean(t[:q].count(t[q]) for q in range(n_ctx)),
     }
@@ -74,7 +85,9 @@ def by_pattern(a: np.ndarray, t: list[int]) -> dict[str, float]:
     }
 
 
-def by_vectors(q: torch.Tensor, k: torch.Tensor, b_Q: torch.Tensor, b_K: torch.Tensor) -> dict[str, float]:
+def by_vectors(
+    q: torch.Tensor, k: torch.Tensor, b_Q: torch.Tensor, b_K: torch.Tensor
+) -> dict[str, float]:
     n_ctx, d = q.shape
     late = range(n_ctx // 2, n_ctx)
     delta = (k - b_K) @ b_Q
@@ -94,7 +107,9 @@ def by_vectors(q: torch.Tensor, k: torch.Tensor, b_Q: torch.Tensor, b_K: torch.T
         "sink_shift_advantage": advantage(delta.expand(n_ctx, n_ctx)),
         "sink_score_advantage": advantage(t1_and_t3),
         "sink_mass_shift_only": mean(t3_pattern[i][0] for i in late if n_ctx > 1),
-        "sink_mass_content_only": mean(torch.softmax(t1[i, : i + 1], 0)[0] for i in late if n_ctx > 1),
+        "sink_mass_content_only": mean(
+            torch.softmax(t1[i, : i + 1], 0)[0] for i in late if n_ctx > 1
+        ),
         "sink_logit_spread": scores[1:, 0].std(correction=0).item() if n_ctx > 1 else math.nan,
         "sink_key_cosine": cosine[:, 0].mean().item(),
         "earlier_key_cosine": mean(cosine[i, 1:i].mean() for i in range(2, n_ctx)),
@@ -128,5 +143,7 @@ def by_stream(resid: torch.Tensor) -> dict[str, float]:
     largest = first.sort(descending=True).values[:3]
     return {
         "sink_resid_post_top3": (largest.square().sum() / first.square().sum()).item(),
-        "sink_resid_post_massive": float(((first > 100) & (first > 1000 * resid[::16].abs().median())).sum()),
+        "sink_resid_post_massive": float(
+            ((first > 100) & (first > 1000 * resid[::16].abs().median())).sum()
+        ),
     }

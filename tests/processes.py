@@ -1,4 +1,6 @@
-"""Processes that a test has started, children of Ray's included, known by a word in their environment."""
+"""Processes that a test has started, children of Ray's included, known by a word in their
+environment.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Published weights and texts, for the tests that need them; where they are not to be had these tests skip and say why."""
+"""Published weights and texts, for the tests that need them; where they are not to be had these
+tests skip and say why.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +10,39 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import ModelError
-from workers.models import find_model
+from workers.model.model_info import find_model
 
 ROOT = Path(__file__).parent.parent
 DATA = [ROOT.parent / "shared" / "data", ROOT.parent / "shared" / "data" / "published"]
 
-LOCAL_TEXTS = {"induction_sinks": ["--set", 'text.input={family="pile", files="pile-mini/*.jsonl.zst"}']}
-"""Options of systems that read a data set of the Hub, with which they read one that lies beside the project."""
+LOCAL_TEXTS = {
+    "induction_sinks": ["--set", 'text.input={family="pile", files="pile-mini/*.jsonl.zst"}']
+}
+"""Options of systems that read a data set of the Hub, with which they read one that lies beside the
+project.
+"""
 
 
 def weights(model: str) -> str:
-    """A model as a scan names it: a directory in HEADCOUNT_MODELS that has the last part of its name, or a Hub id."""
+    """A model as a scan names it: a directory in HEADCOUNT_MODELS that has the last part of its
+    name, or a Hub id.
+    """
     local = Path(os.environ.get("HEADCOUNT_MODELS", "")) / Path(model).name
     if "HEADCOUNT_MODELS" in os.environ and local.is_dir():
         return str(local)
     try:
         find_model(model)
     except ModelError:
-        pytest.skip(f"the weights of {model} are neither in a directory of HEADCOUNT_MODELS nor to be had from the Hub")
+        pytest.skip(
+            f"the weights of {model} are neither in a directory of HEADCOUNT_MODELS nor to be had from the Hub"
+        )
     return model
 
 
 def work_beside_the_texts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a working directory with the project's files and the published texts, those that are there."""
+    """Make a working directory with the project's files and the published texts, those that are
+    there.
+    """
     for folder in (folder for folder in (ROOT, *DATA) if folder.is_dir()):
         for path in folder.iterdir():
             if not (directory / path.name).exists():

@@ -1,8 +1,9 @@
 """A real server that speaks S3 on this machine, and a proxy in front of it that injects faults.
 
-Both are processes of their own, `python -m tests.s3_server server|proxy`, that end when whoever started them ends. The
-server is moto's: it keeps objects in memory and checks no signatures. The proxy holds one connection to the server for
-each of a client, passes heads and bodies on byte for byte, and answers `GET` and `POST /_faults` itself.
+Both are processes of their own, `python -m tests.s3_server server|proxy`, that end when whoever
+started them ends. The server is moto's: it keeps objects in memory and checks no signatures. The
+proxy holds one connection to the server for each of a client, passes heads and bodies on byte for
+byte, and answers `GET` and `POST /_faults` itself.
 """
 
 from __future__ import annotations
@@ -30,20 +31,26 @@ CONTROL = "/_faults"
 ERROR_CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}
 PATIENCE = 60.0
 SCOPE = "Credential=test/20260101/us-east-1/s3/aws4_request"
-UNCHECKED_SIGNATURE = {"Authorization": f"AWS4-HMAC-SHA256 {SCOPE}, SignedHeaders=host, Signature=0"}
+UNCHECKED_SIGNATURE = {
+    "Authorization": f"AWS4-HMAC-SHA256 {SCOPE}, SignedHeaders=host, Signature=0"
+}
 
 
 class Action(TypedDict, total=False):
     """What a fault does; keys combine, and happen in the order in which they stand here."""
 
     delay: float
-    """Seconds to hold the request back, whole; it reaches the server even if the client has left by then."""
+    """Seconds to hold the request back, whole; it reaches the server even if the client has left by
+    then.
+    """
     kill: list[int]
     """Processes to end by SIGKILL."""
     run: str
     """A shell command to run to its end."""
     when: Literal["before", "after"]
-    """Whether `kill` and `run` happen before the server sees the request (unless told) or after it has answered."""
+    """Whether `kill` and `run` happen before the server sees the request (unless told) or after it
+    has answered.
+    """
     status: int
     """An error to answer with, as S3 words it; the server never sees the request."""
     cut: Literal["before", "after"]
@@ -54,11 +61,15 @@ class Action(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Rule:
-    """Which requests fail, and how; of several rules that would fire, the first does, and the others see no match."""
+    """Which requests fail, and how; of several rules that would fire, the first does, and the
+    others see no match.
+    """
 
     action: Action
     path: str = ""
-    """A regular expression to find in the decoded path and query, such as `/bucket/k=1/x.parquet?uploads`."""
+    """A regular expression to find in the decoded path and query, such as
+    `/bucket/k=1/x.parquet?uploads`.
+    """
     method: str | None = None
     skip: int = 0
     """How many matches to let pass first."""
@@ -157,7 +168,9 @@ class LocalProcess:
         """Status and body that a plain request on a connection of its own is answered with."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE)
         try:
-            connection.request(method, path, body=body, headers=UNCHECKED_SIGNATURE | dict(headers or {}))
+            connection.request(
+                method, path, body=body, headers=UNCHECKED_SIGNATURE | dict(headers or {})
+            )
             response = connection.getresponse()
             return response.status, response.read()
         finally:
@@ -196,7 +209,9 @@ class FaultProxy(LocalProcess):
         return self._control("GET")["fired"]
 
     def requests(self) -> list[Request]:
-        """What has arrived since the log was emptied, and been dealt with, in the order of the latter."""
+        """What has arrived since the log was emptied, and been dealt with, in the order of the
+        latter.
+        """
         return [Request(*entry) for entry in self._control("GET")["log"]]
 
     def clear(self) -> None:
@@ -242,7 +257,9 @@ class LiveRule:
 
 
 class Message(NamedTuple):
-    """A request or an answer: its first line, its headers in lower case, and the bytes as they came."""
+    """A request or an answer: its first line, its headers in lower case, and the bytes as they
+    came.
+    """
 
     start: list[str]
     headers: dict[str, str]
@@ -278,7 +295,9 @@ async def read_body(reader: StreamReader, headers: Mapping[str, str]) -> bytes:
 
 
 async def read_request(reader: StreamReader, writer: StreamWriter) -> Message:
-    """The next request of a client, which is told to go on if it waits for that before it sends the body."""
+    """The next request of a client, which is told to go on if it waits for that before it sends the
+    body.
+    """
     start, headers, head = await read_head(reader)
     if headers.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -368,7 +387,9 @@ class Proxy:
             writer.write(self.control(request.body))
             return True
         log = self.log
-        action = next((live.rule.action for live in self.rules if live.fires(method, target)), Action())
+        action = next(
+            (live.rule.action for live in self.rules if live.fires(method, target)), Action()
+        )
         fault = " ".join(f"{key} {value}" for key, value in action.items())
 
         await asyncio.sleep(action.get("delay", 0))
@@ -413,7 +434,9 @@ async def carry_out(action: Action) -> None:
         except ProcessLookupError:
             pass
     if "run" in action:
-        process = await asyncio.create_subprocess_shell(action["run"], stdin=asyncio.subprocess.DEVNULL)
+        process = await asyncio.create_subprocess_shell(
+            action["run"], stdin=asyncio.subprocess.DEVNULL
+        )
         await process.wait()
 
 
@@ -436,7 +459,9 @@ def run_server(listener: socket.socket) -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     host, port = listener.getsockname()
     application: Any = DomainDispatcherApplication(create_backend_app)
-    make_server(host, port, application, threaded=True, request_handler=Handler, fd=listener.fileno()).serve_forever()
+    make_server(
+        host, port, application, threaded=True, request_handler=Handler, fd=listener.fileno()
+    ).serve_forever()
 
 
 def end_with_parent() -> None:

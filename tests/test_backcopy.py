@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.systems import systems
+from reproduce.system import systems
 from schemas.errors import HeadcountError
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs.backcopy import BUNDLED, bigrams_of
-from workers.models import describe, find_model
-from workers.sequences import Sequences, ShardInput
+from workers.inputs.backcopy import BUNDLED_TEXT, bigrams_of
+from workers.inputs.sequences import Sequences, ShardInput
+from workers.model.model_info import describe, find_model
 
 ROOT = Path(__file__).parent.parent
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 TINY = "abacabad b"
-"""a 4, b 3, and ' ', c, d once; after a: b twice, c, d once; after b: a twice; 'd' is followed by ' ', ' ' by b."""
+"""a 4, b 3, and ' ', c, d once; after a: b twice, c, d once; after b: a twice; 'd' is followed by '
+', ' ' by b.
+"""
 LOSS = "loss after another token, nats"
 
 shakespeare = pytest.mark.skipif(not SHAKESPEARE.is_file(), reason=f"needs {SHAKESPEARE}")
@@ -32,14 +34,20 @@ def tiny(tmp_path: Path) -> str:
 
 
 def sequences_of(
-    text: str, n_ctx: int = 33, family: str = "backcopy", info: dict[str, Any] | None = None, **options: Any
+    text: str,
+    n_ctx: int = 33,
+    family: str = "backcopy",
+    info: dict[str, Any] | None = None,
+    **options: Any,
 ):
     """Sequences of a model of 67 tokens whose BOS is 65, as in the source."""
     fields = {"d_vocab": 67, "n_ctx": 4096, "bos_token_id": 65, "eos_token_id": 66} | (info or {})
     sequences, seed = options.pop("sequences", 50), options.pop("seed", 0)
     input_ = {"family": family, "text": text} | options
     return Sequences(
-        toy_scan(n_ctx=n_ctx, sequences=sequences, sequences_per_shard=1000, seed=seed, input=input_),
+        toy_scan(
+            n_ctx=n_ctx, sequences=sequences, sequences_per_shard=1000, seed=seed, input=input_
+        ),
         toy_info(**fields),
     )
 
@@ -90,7 +98,7 @@ def test_a_trigger_is_followed_by_the_token_before_it(tiny: str):
 
 
 def test_the_first_draws_never_change():
-    assert shard_of(BUNDLED, 13, sequences=2).tokens.tolist() == [
+    assert shard_of(BUNDLED_TEXT, 13, sequences=2).tokens.tolist() == [
         [65, 18, 44, 42, 58, 14, 50, 41, 12, 61, 49, 42, 14],
         [65, 54, 57, 41, 27, 9, 6, 26, 8, 53, 1, 53, 1],
     ]
@@ -99,7 +107,9 @@ def test_the_first_draws_never_change():
 @pytest.mark.parametrize("n_ctx", [33, 65])
 def test_the_first_token_is_a_unigram_and_no_trigger(tiny: str, n_ctx: int):
     first = shard_of(tiny, n_ctx, triggers=1, sequences=3000).tokens[:, 1]
-    assert np.bincount(first) / len(first) == pytest.approx([1 / 6, 0, 1 / 2, 1 / 6, 1 / 6], abs=0.03)
+    assert np.bincount(first) / len(first) == pytest.approx(
+        [1 / 6, 0, 1 / 2, 1 / 6, 1 / 6], abs=0.03
+    )
 
 
 @pytest.mark.parametrize("variant", ["backcopy", "markov", "dormant_markov", "interpolate"])
@@ -127,7 +137,9 @@ def test_every_variant_follows_its_oracle(variant: str):
         assert copied == pytest.approx(expected[variant], abs=0 if variant == "backcopy" else 0.01)
 
 
-@pytest.mark.parametrize("name", ["active_dormant", "active_dormant_one_layer", "backcopy_dynamics"])
+@pytest.mark.parametrize(
+    "name", ["active_dormant", "active_dormant_one_layer", "backcopy_dynamics"]
+)
 @shakespeare
 def test_a_perfect_model_would_pass_the_published_loss(name: str):
     system = systems()[name]
@@ -139,14 +151,20 @@ def test_a_perfect_model_would_pass_the_published_loss(name: str):
     p = np.append(table.start[tokens[:, 0]], table.rows[here, then][~table.is_trigger(here)])
     perfect = -np.log(p).mean()
     assert perfect == pytest.approx(2.20429, abs=1e-5)
-    published = [(v, c.tolerance) for c in system.check for k, v in c.published.items() if k.endswith(LOSS)]
+    published = [
+        (v, c.tolerance) for c in system.check for k, v in c.published.items() if k.endswith(LOSS)
+    ]
     assert len(published) == (2 if name == "backcopy_dynamics" else 1)
-    assert [abs(value - perfect) < tolerance for value, tolerance in published] == [True] * len(published)
+    assert [abs(value - perfect) < tolerance for value, tolerance in published] == [True] * len(
+        published
+    )
 
 
 def test_uniform_draws_all_that_follow_alike_and_no_trigger_after_a_trigger(tmp_path: Path):
     file = tmp_path / "text.txt"
-    file.write_text("abababacacbcdcb")  # The triggers a and b follow each other; c is followed by a, b twice, and d.
+    file.write_text(
+        "abababacacbcdcb"
+    )  # The triggers a and b follow each other; c is followed by a, b twice, and d.
     tokens = shard_of(str(file), 65, triggers=2, variant="uniform", sequences=400).tokens[:, 1:]
     seen = followers(tokens, np.ones(tokens.shape, bool), 4)
     expected = [[0, 0, 1, 0], [0, 0, 1, 0], [1 / 3, 1 / 3, 0, 1 / 3], [0, 0, 1, 0]]
@@ -157,7 +175,10 @@ def test_uniform_draws_all_that_follow_alike_and_no_trigger_after_a_trigger(tmp_
 def test_uniform_needs_triggers_that_others_follow(tmp_path: Path):
     file = tmp_path / "text.txt"
     file.write_text("abababab c")
-    with pytest.raises(HeadcountError, match=r"input.variant: 'uniform' needs triggers that others follow; take fewer"):
+    with pytest.raises(
+        HeadcountError,
+        match=r"input.variant: 'uniform' needs triggers that others follow; take fewer",
+    ):
         shard_of(str(file), triggers=2, variant="uniform")
 
 
@@ -185,12 +206,25 @@ def test_the_token_test_ends_with_every_token(tiny: str, bos: bool):
     sequences.scan = sequences.scan.model_copy(update={"bos": bos, "n_ctx": 4 + bos})
     shard = sequences.shard(0)
     assert shard.tokens[:, bos:].tolist() == [[0, 3, 4, i] for i in (0, 1, 2, 3, 4, 0, 1)]
-    assert [row[-1] for row in shard.labels or []] == ["", "trigger", "trigger", "", "", "", "trigger"]
+    assert [row[-1] for row in shard.labels or []] == [
+        "",
+        "trigger",
+        "trigger",
+        "",
+        "",
+        "",
+        "trigger",
+    ]
     assert not any(any(row[:-1]) for row in shard.labels or [])
 
 
 def test_characters_are_the_tokens_of_the_tokenizer(tiny: str, tmp_path: Path):
-    info = {"path": str(byte_tokenizer(tmp_path)), "d_vocab": 257, "bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
+    info = {
+        "path": str(byte_tokenizer(tmp_path)),
+        "d_vocab": 257,
+        "bos_token_id": BYTE_BOS,
+        "eos_token_id": BYTE_BOS,
+    }
     here, there = shard_of(tiny, alphabet="tokenizer", info=info), shard_of(tiny)
     letters = np.array([ord(c) for c in " abcd"])
     assert (here.tokens[:, 1:] == letters[there.tokens[:, 1:]]).all()
@@ -198,7 +232,7 @@ def test_characters_are_the_tokens_of_the_tokenizer(tiny: str, tmp_path: Path):
 
 
 def test_the_bundled_table_is_the_card_s():
-    table = bigrams_of(BUNDLED, 3)
+    table = bigrams_of(BUNDLED_TEXT, 3)
     assert (table.first_id, table.triggers, table.rows.shape) == (1, {0, 1, 2}, (64, 64))
     assert table.rows[3:, :3] == pytest.approx(np.full((61, 3), 0.05))
     assert table.rows.sum(1) == pytest.approx(np.ones(64))
@@ -209,14 +243,16 @@ def test_the_bundled_table_is_the_card_s():
 
 def test_the_bundled_model_takes_its_table():
     info = describe(find_model("bundled:backcopy-3l-mini"))
-    scan = toy_scan(n_ctx=128, sequences=20, input={"family": "backcopy", "text": BUNDLED})
+    scan = toy_scan(n_ctx=128, sequences=20, input={"family": "backcopy", "text": BUNDLED_TEXT})
     sequences = Sequences(scan, info)
     tokens = sequences.shard(0).tokens
     assert sequences.record == {}
     assert (tokens[:, 0] == 0).all()
     assert (tokens[:, 1:].min(), tokens.max()) == (1, 64)
     assert tokens[:, 1].min() >= 4
-    assert (np.array(sequences.shard(0).labels) == "trigger").mean() == pytest.approx(0.13, abs=0.02)
+    assert (np.array(sequences.shard(0).labels) == "trigger").mean() == pytest.approx(
+        0.13, abs=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,13 +288,17 @@ def test_the_bundled_model_takes_its_table():
             {"text": "/nowhere/a.txt"},
             "input.text: /nowhere/a.txt cannot be read (No such file or directory); expected a UTF-8 text file",
         ),
-        ({"text": BUNDLED, "triggers": 2}, f"input.triggers: {BUNDLED} has 3, got 2; leave it out"),
-        ({"text": BUNDLED, "alphabet": "tokenizer"}, f"input.alphabet: {BUNDLED} has tokens and no characters; leave it out"),
+        ({"text": BUNDLED_TEXT, "triggers": 2}, f"input.triggers: {BUNDLED_TEXT} has 3, got 2; leave it out"),
+        ({"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
+         f"input.alphabet: {BUNDLED_TEXT} has tokens and no characters; leave it out"),
     ],
 )  # fmt: skip
 def test_a_task_that_does_not_fit_is_refused(tiny: str, options: dict[str, Any], message: str):
     with pytest.raises(HeadcountError) as caught:
-        shard_of(options.get("text", tiny), **{key: value for key, value in options.items() if key != "text"})
+        shard_of(
+            options.get("text", tiny),
+            **{key: value for key, value in options.items() if key != "text"},
+        )
     assert str(caught.value) == message.replace("TEXT", tiny)
 
 
@@ -277,7 +317,12 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, messa
 def test_a_character_of_two_tokens_is_refused(tmp_path: Path):
     file = tmp_path / "text.txt"
     file.write_text("aäaäa")
-    info = {"path": str(byte_tokenizer(tmp_path)), "d_vocab": 257, "bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
+    info = {
+        "path": str(byte_tokenizer(tmp_path)),
+        "d_vocab": 257,
+        "bos_token_id": BYTE_BOS,
+        "eos_token_id": BYTE_BOS,
+    }
     with pytest.raises(HeadcountError) as caught:
         shard_of(str(file), triggers=1, alphabet="tokenizer", info=info)
     assert str(caught.value) == (

@@ -1,4 +1,6 @@
-"""The recipe of the published Bigram-Backcopy models: what it draws, what it trains, and that a scan takes what it keeps."""
+"""The recipe of the published Bigram-Backcopy models: what it draws, what it trains, and that a
+scan takes what it keeps.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from transformers import GPT2LMHeadModel
 from models import backcopy as training
 from tests.definitions import definitions
 from tests.toy_models import measure
-from workers.inputs.backcopy import BUNDLED, Bigrams, Chain, bigrams_of, chain_of, follow
-from workers.models import describe, find_model
+from workers.inputs.backcopy import BUNDLED_TEXT, Bigrams, Chain, bigrams_of, chain_of, follow
+from workers.model.model_info import describe, find_model
 
 
 def tokens_of(table: Bigrams, batch: int = 300, length: int = 33) -> np.ndarray:
@@ -26,26 +28,30 @@ def tokens_of(table: Bigrams, batch: int = 300, length: int = 33) -> np.ndarray:
 def test_tensors_of_many_sequences_follow_the_chain_of_one(variant: Any):
     rng = np.random.default_rng(0)
     places, copied = rng.random((20, 7)), rng.random((20, 7)) < 0.5
-    chain = chain_of(bigrams_of(BUNDLED, 3), variant)
+    chain = chain_of(bigrams_of(BUNDLED_TEXT, 3), variant)
     tensors = Chain(torch.from_numpy(chain.rows), torch.from_numpy(chain.wakes), chain.copies)
-    together = torch.stack(follow(tensors, torch.from_numpy(places), torch.from_numpy(copied))).numpy()
+    together = torch.stack(
+        follow(tensors, torch.from_numpy(places), torch.from_numpy(copied))
+    ).numpy()
     alone = [follow(chain, places[:, i], copied[:, i]) for i in range(7)]
     assert together.T.tolist() == np.array(alone).tolist()
     assert np.isin(together, [0, 1, 2]).any()
 
 
 def test_training_draws_the_input_family_behind_bos():
-    table = bigrams_of(BUNDLED, 3)
+    table = bigrams_of(BUNDLED_TEXT, 3)
     tokens = tokens_of(table, batch=5)
-    places = torch.rand(32, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
+    places = torch.rand(
+        32, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).numpy()
     expected = [follow(chain_of(table), places[:, i], np.ones(32, bool)) for i in range(5)]
     assert (tokens[:, 0] == 65).all()
     assert (tokens[:, 1:] - table.first_id).tolist() == np.array(expected).tolist()
 
 
 def test_every_batch_is_fresh_and_a_seed_draws_the_same_again():
-    first, second = islice(training.sequences(bigrams_of(BUNDLED, 3), 4, 20, 7, "cpu"), 2)
-    again = next(training.sequences(bigrams_of(BUNDLED, 3), 4, 20, 7, "cpu"))
+    first, second = islice(training.sequences(bigrams_of(BUNDLED_TEXT, 3), 4, 20, 7, "cpu"), 2)
+    again = next(training.sequences(bigrams_of(BUNDLED_TEXT, 3), 4, 20, 7, "cpu"))
     assert first.tolist() == again.tolist() != second.tolist()
 
 
@@ -60,15 +66,28 @@ def test_the_recipe_gives_checkpoints_that_a_scan_takes(
     steps = [f"step-{step:06}" for step in (0, 40, 80)]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == steps
     info = describe(tmp_path)
-    assert (info.n_layers, info.n_heads, info.d_model, info.d_vocab, info.n_ctx) == (2, 1, 16, 67, 20)
-    assert info.sha256 == describe(tmp_path / steps[-1]).sha256 != describe(tmp_path / steps[0]).sha256
-    tokens = tokens_of(bigrams_of(BUNDLED, 3), 4, 20).astype(np.int32)
+    assert (info.n_layers, info.n_heads, info.d_model, info.d_vocab, info.n_ctx) == (
+        2,
+        1,
+        16,
+        67,
+        20,
+    )
+    assert (
+        info.sha256 == describe(tmp_path / steps[-1]).sha256 != describe(tmp_path / steps[0]).sha256
+    )
+    tokens = tokens_of(bigrams_of(BUNDLED_TEXT, 3), 4, 20).astype(np.int32)
     losses = []
     for step in steps:
-        found = measure(tmp_path / step, tokens, outputs=["losses"])
+        found = measure(tmp_path / step, tokens, predictions=["losses"])
         assert found.engine == "fused"
         expected = definitions(tmp_path / step, tokens)
-        for name in ("value_result_norm", "sink_value_result_norm", "sink_logit_spread", "sink_resid_post_top3"):
+        for name in (
+            "value_result_norm",
+            "sink_value_result_norm",
+            "sink_logit_spread",
+            "sink_resid_post_top3",
+        ):
             np.testing.assert_allclose(found.heads[name], expected[name], rtol=1e-5, atol=1e-5)
         model = GPT2LMHeadModel.from_pretrained(tmp_path / step)
         with torch.no_grad():
@@ -82,16 +101,28 @@ def test_the_recipe_gives_checkpoints_that_a_scan_takes(
 
 def test_the_published_model_has_no_biases_in_linear_layers_and_an_output_of_its_own():
     args = training.arguments().parse_args(["--out", "nowhere"])
-    model = training.make_model(bigrams_of(BUNDLED, 3), args.layers, args.dim, args.length, args.seed)
-    optimiser = training.make_optimiser(model, args.optimizer, training.LEARNING_RATES[args.optimizer])
+    model = training.make_model(
+        bigrams_of(BUNDLED_TEXT, 3), args.layers, args.dim, args.length, args.seed
+    )
+    optimiser = training.make_optimiser(
+        model, args.optimizer, training.LEARNING_RATES[args.optimizer]
+    )
     trained = {id(p) for group in optimiser.param_groups for p in group["params"]}
-    biases = [p for name, p in model.named_parameters() if name.endswith(("c_attn.bias", "c_proj.bias", "c_fc.bias"))]
+    biases = [
+        p
+        for name, p in model.named_parameters()
+        if name.endswith(("c_attn.bias", "c_proj.bias", "c_fc.bias"))
+    ]
     assert len(biases) == 3 * 4
     assert not any(p.any() or id(p) in trained for p in biases)
     assert model.lm_head.weight is not model.transformer.wte.weight
-    # Embedding, positions, output; four matrices of attention, eight of the MLP and two norms a layer; the last norm.
+    # Embedding, positions, output; four matrices of attention, eight of the MLP and two norms a
+    # layer; the last norm.
     d = args.dim
-    assert sum(p.numel() for p in trained_of(model)) == 67 * d + 256 * d + 67 * d + 3 * (12 * d * d + 4 * d) + 2 * d
+    assert (
+        sum(p.numel() for p in trained_of(model))
+        == 67 * d + 256 * d + 67 * d + 3 * (12 * d * d + 4 * d) + 2 * d
+    )
     assert {k: optimiser.defaults[k] for k in ("lr", "weight_decay", "betas", "eps")} == {
         "lr": 3e-4, "weight_decay": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8,
     }  # fmt: skip

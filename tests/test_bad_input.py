@@ -1,4 +1,6 @@
-"""What a user gets wrong is answered by the command line with lines that begin with `error:` and exit code 2."""
+"""What a user gets wrong is answered by the command line with lines that begin with `error:` and
+exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,34 @@ def command(
 
 
 @pytest.fixture
-def plan_error(command: Callable[..., tuple[int, list[str]]], tmp_path: Path, model: Path) -> Callable[..., list[str]]:
-    """The lines with which `headcount plan` refuses a scan that is good but for `changes`; paths are shortened."""
+def plan_error(
+    command: Callable[..., tuple[int, list[str]]], tmp_path: Path, model: Path
+) -> Callable[..., list[str]]:
+    """The lines with which `headcount plan` refuses a scan that is good but for `changes`; paths
+    are shortened.
+    """
 
     def plan(*overrides: str, **changes: Any) -> list[str]:
         fields = {
             "model": str(model), "n_ctx": 8, "sequences": 2, "out": str(tmp_path / "runs"),
             "input": {"family": "uniform_random"},
         }  # fmt: skip
-        lines = [f"{key} = {_toml(value)}" for key, value in (fields | changes).items() if value is not None]
+        lines = [
+            f"{key} = {_toml(value)}"
+            for key, value in (fields | changes).items()
+            if value is not None
+        ]
         (tmp_path / "toy.toml").write_text("\n".join(lines), encoding="utf-8")
-        code, err = command("plan", tmp_path / "toy.toml", *[part for o in overrides for part in ("--set", o)])
+        code, err = command(
+            "plan", tmp_path / "toy.toml", *[part for o in overrides for part in ("--set", o)]
+        )
         assert code == 2
         assert all(line.startswith("error: ") for line in err)
         assert not (tmp_path / "runs").exists()
-        return [line.removeprefix("error: ").replace(str(tmp_path), "TMP").replace(str(model), "MODEL") for line in err]
+        return [
+            line.removeprefix("error: ").replace(str(tmp_path), "TMP").replace(str(model), "MODEL")
+            for line in err
+        ]
 
     return plan
 
@@ -69,7 +84,9 @@ def _toml(value: Any) -> str:
 
 def test_a_good_scan_is_planned(tmp_path: Path, model: Path):
     scan = tmp_path / "toy.toml"
-    scan.write_text(f'model = "{model}"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n')
+    scan.write_text(
+        f'model = "{model}"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
+    )
     arguments = [sys.executable, "-m", "headcount", "plan", str(scan), "--set", f"out={tmp_path}"]
     run = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
@@ -80,7 +97,10 @@ def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
     scan = tmp_path / "toy.toml"
     scan.write_text("n_ctx = 0\n")
     run = subprocess.run(
-        [sys.executable, "-m", "headcount", "plan", str(scan)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "headcount", "plan", str(scan)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.splitlines() == [
@@ -95,7 +115,10 @@ def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
     ("changes", "lines"),
     [
         ({"n_ctx": "8"}, ["TMP/toy.toml: n_ctx: input should be a valid integer, got '8'"]),
-        ({"sequences": "al"}, ["TMP/toy.toml: sequences: input should be a valid integer or 'all', got 'al'"]),
+        (
+            {"sequences": "al"},
+            ["TMP/toy.toml: sequences: input should be a valid integer or 'all', got 'al'"],
+        ),
         (
             {"n_ctx": 0, "seed": -1},
             [
@@ -104,8 +127,14 @@ def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
             ],
         ),
         ({"n_ctx": 65}, ["n_ctx: 65 is beyond the 64 positions of bytes"]),
-        ({"n_ctx": 1}, ["n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"]),
-        ({"sequences": "all"}, ["sequences: expected a number, got 'all'; the family uniform_random has no end"]),
+        (
+            {"n_ctx": 1},
+            ["n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"],
+        ),
+        (
+            {"sequences": "all"},
+            ["sequences: expected a number, got 'all'; the family uniform_random has no end"],
+        ),
         ({"model": "/no/such/model"}, ["model '/no/such/model': no such directory"]),
         (
             {"input": {"family": "repeated_random", "period": 8}},
@@ -113,13 +142,20 @@ def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
         ),
         (
             {"input": {"family": "uniform_random", "high": 0}},
-            ["input: 1 token ids wanted from low = 0 on and below high = 0, 0 are there; widen low and high"],
+            [
+                "input: 1 token ids wanted from low = 0 on and below high = 0, 0 are there; widen low and high"
+            ],
         ),
         (
             {"input": {"family": "uniform_random", "lo": 0}},
-            ["input.lo: unknown option of uniform_random 'lo': did you mean 'low'? Known: distinct, high, low"],
+            [
+                "input.lo: unknown option of uniform_random 'lo': did you mean 'low'? Known: distinct, high, low"
+            ],
         ),
-        ({"input": {"family": "text", "files": []}}, ["input.files: expected at least one path or glob, got []"]),
+        (
+            {"input": {"family": "text", "files": []}},
+            ["input.files: expected at least one path or glob, got []"],
+        ),
         (
             {"input": {"family": "text", "files": "/no/such/*.txt"}},
             [f"input.files: no file matches '/no/such/*.txt' (in {ROOT})"],
@@ -127,7 +163,10 @@ def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
     ],
 )
 def test_a_wrong_scan_is_explained(
-    plan_error: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], lines: list[str]
+    plan_error: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    lines: list[str],
 ):
     monkeypatch.chdir(ROOT)
     assert plan_error(**changes) == lines
@@ -141,8 +180,14 @@ def test_a_wrong_scan_is_explained(
             {"statistics": ["sink_mas"]},
             "TMP/toy.toml: statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'?",
         ),
-        ({"interventions": ["non"]}, "interventions: unknown intervention 'non': did you mean 'none'? Known: "),
-        ({"model": "bundled:gpt2-mimi"}, "model: unknown bundled model 'gpt2-mimi': did you mean 'gpt2-mini'?"),
+        (
+            {"interventions": ["non"]},
+            "interventions: unknown intervention 'non': did you mean 'none'? Known: ",
+        ),
+        (
+            {"model": "bundled:gpt2-mimi"},
+            "model: unknown bundled model 'gpt2-mimi': did you mean 'gpt2-mini'?",
+        ),
         (
             {"model": "nobody/nothing"},
             "model 'nobody/nothing': neither a directory, nor bundled:NAME, nor to be had from",
@@ -168,7 +213,9 @@ def test_an_unknown_name_is_answered_with_the_nearest(
         ("bos=False", "TMP/toy.toml: bos: input should be a valid boolean, got 'False'"),
     ],
 )
-def test_a_wrong_override_is_explained(plan_error: Callable[..., list[str]], override: str, line: str):
+def test_a_wrong_override_is_explained(
+    plan_error: Callable[..., list[str]], override: str, line: str
+):
     assert plan_error(override) == [line]
 
 
@@ -188,10 +235,14 @@ def test_a_corpus_that_cannot_be_read_is_named(
     assert line.startswith(f"TMP/{name}: {problem}")
 
 
-def test_a_corpus_that_is_too_small_says_what_it_holds(plan_error: Callable[..., list[str]], tmp_path: Path):
+def test_a_corpus_that_is_too_small_says_what_it_holds(
+    plan_error: Callable[..., list[str]], tmp_path: Path
+):
     (tmp_path / "a.txt").write_text("To be, or not to be")
     files = str(tmp_path / "a.txt")
-    assert plan_error(sequences=3, input={"family": "text", "files": files, "packing": "concat"}) == [
+    assert plan_error(
+        sequences=3, input={"family": "text", "files": files, "packing": "concat"}
+    ) == [
         "input: the corpus holds 2 sequences of 7 tokens of text (concat packing), 3 wanted; "
         "lower n_ctx or sequences, or pack with concat"
     ]
@@ -199,7 +250,9 @@ def test_a_corpus_that_is_too_small_says_what_it_holds(plan_error: Callable[...,
 
 def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "To be, or not"}\n{"text": null}\n')
-    assert plan_error(sequences=1, input={"family": "pile", "files": str(tmp_path / "a.jsonl")}) == [
+    assert plan_error(
+        sequences=1, input={"family": "pile", "files": str(tmp_path / "a.jsonl")}
+    ) == [
         "1 of 2 rows are bad, more than 1%: TMP/a.jsonl:1 (text is null, expected a string); mend or remove them"
     ]
 
@@ -207,36 +260,74 @@ def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_p
 @pytest.mark.parametrize(
     ("edit", "start"),
     [
-        (lambda p: (p / "config.json").unlink(), "TMP/m: no readable config.json; expected a model directory"),
+        (
+            lambda p: (p / "config.json").unlink(),
+            "TMP/m: no readable config.json; expected a model directory",
+        ),
         (lambda p: (p / "config.json").write_text("{"), "TMP/m/config.json: not valid JSON ("),
-        (lambda p: toy.change_config(p, model_type="gpt9"), "TMP/m/config.json: not a causal language model"),
-        (lambda p: toy.change_config(p, n_layer=2), "TMP/m: weights missing or of another shape: transformer.h.1."),
-        (lambda p: toy.change_config(p, bos_token_id=None), "m names no beginning-of-sequence token; set bos = false"),
-        (lambda p: toy.change_config(p, scale_attn_weights=False), "m: the fused engine does not reproduce this model"),
-        (lambda p: (p / "model.safetensors").unlink(), "TMP/m: expected weights as *.safetensors, found config.json, "),
-        (lambda p: (p / "model.safetensors").write_bytes(b"x"), "TMP/m: the weights cannot be loaded ("),
+        (
+            lambda p: toy.change_config(p, model_type="gpt9"),
+            "TMP/m/config.json: not a causal language model",
+        ),
+        (
+            lambda p: toy.change_config(p, n_layer=2),
+            "TMP/m: weights missing or of another shape: transformer.h.1.",
+        ),
+        (
+            lambda p: toy.change_config(p, bos_token_id=None),
+            "m names no beginning-of-sequence token; set bos = false",
+        ),
+        (
+            lambda p: toy.change_config(p, scale_attn_weights=False),
+            "m: the fused engine does not reproduce this model",
+        ),
+        (
+            lambda p: (p / "model.safetensors").unlink(),
+            "TMP/m: expected weights as *.safetensors, found config.json, ",
+        ),
+        (
+            lambda p: (p / "model.safetensors").write_bytes(b"x"),
+            "TMP/m: the weights cannot be loaded (",
+        ),
     ],
 )
 def test_a_broken_model_is_named(
-    plan_error: Callable[..., list[str]], tmp_path: Path, model: Path, edit: Callable[[Path], object], start: str
+    plan_error: Callable[..., list[str]],
+    tmp_path: Path,
+    model: Path,
+    edit: Callable[[Path], object],
+    start: str,
 ):
     (line,) = plan_error(model=str(toy.copy_of(model, tmp_path / "m", edit)))
     assert line.startswith(start)
 
 
-def test_text_without_a_tokenizer_is_refused(plan_error: Callable[..., list[str]], tmp_path: Path, model: Path):
+def test_text_without_a_tokenizer_is_refused(
+    plan_error: Callable[..., list[str]], tmp_path: Path, model: Path
+):
     path = toy.copy_of(model, tmp_path / "m", lambda p: (p / "tokenizer.json").unlink())
     (tmp_path / "a.txt").write_text("To be, or not to be")
-    (line,) = plan_error(model=str(path), input={"family": "text", "files": str(tmp_path / "a.txt")})
-    assert line == "TMP/m: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
+    (line,) = plan_error(
+        model=str(path), input={"family": "text", "files": str(tmp_path / "a.txt")}
+    )
+    assert (
+        line
+        == "TMP/m: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
+    )
 
 
-def test_numbers_that_are_none_are_named(plan_error: Callable[..., list[str]], tmp_path: Path, model: Path):
+def test_numbers_that_are_none_are_named(
+    plan_error: Callable[..., list[str]], tmp_path: Path, model: Path
+):
     def spoil(path: Path) -> None:
-        toy.change_weights(path, lambda w: w["transformer.h.0.attn.c_attn.weight"].fill_(float("nan")))
+        toy.change_weights(
+            path, lambda w: w["transformer.h.0.attn.c_attn.weight"].fill_(float("nan"))
+        )
 
     (line,) = plan_error(model=str(toy.copy_of(model, tmp_path / "m", spoil)), engine="dense")
-    assert line.startswith("layer 0, head 0: sink_mass is nan for sequence 0 of the shard; expected a finite number")
+    assert line.startswith(
+        "layer 0, head 0: sink_mass is nan for sequence 0 of the shard; expected a finite number"
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,12 +335,19 @@ def test_numbers_that_are_none_are_named(plan_error: Callable[..., list[str]], t
     [
         (None, "cannot be read (No such file or directory); expected a TOML scan file"),
         (b"n_ctx = ", "not valid TOML: Invalid value (at end of document)"),
-        (b"\xff", "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (
+            b"\xff",
+            "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["plan", "scan"])
 def test_a_file_that_is_no_scan_is_refused(
-    command: Callable[..., tuple[int, list[str]]], tmp_path: Path, name: str, content: bytes | None, problem: str
+    command: Callable[..., tuple[int, list[str]]],
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    problem: str,
 ):
     path = tmp_path / "toy.toml"
     if content is not None:
@@ -268,8 +366,13 @@ def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(tmp_pat
     )
     for command, *files in (("plan", "wrong.toml"), ("scan", "good.toml", "wrong.toml")):
         words = [sys.executable, "-c", code, command, *files]
-        done = subprocess.run(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
-        assert done.stderr.decode() == "error: wrong.toml: n_ctx: input should be greater than or equal to 1, got 0\n"
+        done = subprocess.run(
+            words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True
+        )
+        assert (
+            done.stderr.decode()
+            == "error: wrong.toml: n_ctx: input should be greater than or equal to 1, got 0\n"
+        )
         assert done.returncode == 2
         assert not (tmp_path / "runs").exists()
 
@@ -281,7 +384,9 @@ def test_a_run_that_is_not_there_cannot_be_gone_on_with(
     path.write_text(
         f'model = "{model}"\nn_ctx = 8\nsequences = 2\nout = "{tmp_path}"\ninput.family = "uniform_random"\n'
     )
-    expected = f"error: {tmp_path}/run_id=absent: no such run to go on with; leave out --run to start one"
+    expected = (
+        f"error: {tmp_path}/run_id=absent: no such run to go on with; leave out --run to start one"
+    )
     assert command("scan", path, "--run", "absent") == (2, [expected])
 
 
@@ -289,7 +394,9 @@ def test_of_several_scans_the_one_that_is_wrong_is_named(
     command: Callable[..., tuple[int, list[str]]], tmp_path: Path, model: Path
 ):
     for name, n_ctx in (("long", 65), ("short", 8)):
-        text = f'model = "{model}"\nn_ctx = {n_ctx}\nsequences = 2\ninput.family = "uniform_random"\n'
+        text = (
+            f'model = "{model}"\nn_ctx = {n_ctx}\nsequences = 2\ninput.family = "uniform_random"\n'
+        )
         (tmp_path / f"{name}.toml").write_text(text)
     long, short = tmp_path / "long.toml", tmp_path / "short.toml"
     told = "n_ctx: 65 is beyond the 64 positions of bytes"
@@ -298,9 +405,12 @@ def test_of_several_scans_the_one_that_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["plan"], ["scan", "--replicas", "-1", "x.toml"], ["scam"], ["plan", "x.toml", "--bogus"]]
+    "arguments",
+    [["plan"], ["scan", "--replicas", "-1", "x.toml"], ["scam"], ["plan", "x.toml", "--bogus"]],
 )
-def test_a_command_that_is_none_has_exit_code_2(command: Callable[..., tuple[int, list[str]]], arguments: list[str]):
+def test_a_command_that_is_none_has_exit_code_2(
+    command: Callable[..., tuple[int, list[str]]], arguments: list[str]
+):
     code, lines = command(*arguments)
     assert code == 2
     assert any("Error: " in line for line in lines)

@@ -18,7 +18,7 @@ from schemas.statistics import STATISTICS, Statistic
 from tests import toy_models as toy
 from workers.batch import measure_batch
 from workers.batch_size import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
-from workers.formats import Products
+from workers.engine.number_formats import Products
 
 
 def sizes_of(batch: BatchSize, seconds_of: dict[int, float], passes: int = 40) -> list[int]:
@@ -87,7 +87,9 @@ def test_rows_do_not_depend_on_the_batches(tmp_path: Path, size: int | str) -> N
     whole = toy.measure(path, tokens, batch_size=7)
     parts = toy.measure(path, tokens, batch_size=size)
     for name in STATISTICS:
-        np.testing.assert_allclose(parts.heads[name], whole.heads[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            parts.heads[name], whole.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
     for name, values in whole.sequences.items():
         np.testing.assert_allclose(parts.sequences[name], values, rtol=1e-6, err_msg=name)
 
@@ -102,7 +104,9 @@ def with_parameters(function: Callable[..., Any]) -> Statistic:
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
-def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(tmp_path: Path, engine: str) -> None:
+def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(
+    tmp_path: Path, engine: str
+) -> None:
     def added(resid_pre: Any, resid_post: Any, q: Any) -> Any:
         return (resid_post - resid_pre).norm(dim=-1).mean(1)[:, None] + 0 * q.mean((1, 3))
 
@@ -113,9 +117,13 @@ def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(tmp_path: Pa
     tokens = torch.from_numpy(toy.repeating_tokens(12, batch=2)).long()
     streams: list[torch.Tensor] = []
     with torch.inference_mode():
-        heads = measure_batch(replica.engine, [with_parameters(added), with_parameters(attended)], tokens).heads
+        heads = measure_batch(
+            replica.engine, [with_parameters(added), with_parameters(attended)], tokens
+        ).heads
         replica.engine.run(
-            tokens, {}, lambda _, seen: streams.append(seen["resid_post"]) if "resid_post" in seen else None
+            tokens,
+            {},
+            lambda _, seen: streams.append(seen["resid_post"]) if "resid_post" in seen else None,
         )
     assert heads["added"].shape == (2, 3, 4)
     expected = (streams[1] - streams[0]).norm(dim=-1).mean(1).numpy()
@@ -128,11 +136,15 @@ def test_what_nobody_reads_later_is_forgotten_after_the_attention(tmp_path: Path
     tokens = torch.from_numpy(toy.repeating_tokens(12)).long()
     seen: list[set[str]] = []
     with torch.inference_mode():
-        replica.engine.run(tokens, {}, lambda _, activations: seen.append(set(activations)), {"resid_post", "q"})
+        replica.engine.run(
+            tokens, {}, lambda _, activations: seen.append(set(activations)), {"resid_post", "q"}
+        )
     assert seen == [{"resid_pre", "pattern", "q", "k", "v", "z"}, {"q", "resid_post"}] * 3
 
 
-@pytest.mark.parametrize(("statistics", "products"), [("all", 3 * 4), (["sink_mass", "value_norm"], 2 * 4 + 1)])
+@pytest.mark.parametrize(
+    ("statistics", "products"), [("all", 3 * 4), (["sink_mass", "value_norm"], 2 * 4 + 1)]
+)
 def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
     tmp_path: Path, statistics: Any, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +156,7 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
         count.append(1)
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr("workers.fused.linears_in", lambda *_: Products(counting))
+    monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: Products(counting))
     tokens = toy.repeating_tokens(12)
     found = replica.measure(tokens)
     assert len(count) == products
@@ -173,5 +185,7 @@ def test_when_memory_ends_the_batch_is_halved_and_nothing_is_lost(tmp_path: Path
         np.testing.assert_allclose(heads["entropy"][:1], first["entropy"], rtol=1e-5)
         print("halved to", replica.batch.size)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
     assert "halved to" in done.stdout, done.stderr[-2000:]

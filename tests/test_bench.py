@@ -21,7 +21,15 @@ from benchmarks.bench import at_best_batches, write
 from benchmarks.cases import FULL, QUICK, Cell, cells
 from benchmarks.measure import best_batch, weigh_run
 from benchmarks.page import draw
-from benchmarks.targets import PEAK_FLOPS, Measured, Results, Target, flops_per_token, slope, targets
+from benchmarks.targets import (
+    PEAK_FLOPS,
+    InterventionMeasurements,
+    Results,
+    Target,
+    flops_per_token,
+    slope,
+    targets,
+)
 from benchmarks.ways import STATISTICS, WAYS, Run, bare_format, draw_tokens, make_gpt2_small
 from schemas.precision import FASTEST_ACCEPTABLE
 
@@ -36,8 +44,12 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that a quick run of the whole benchmark wrote into."""
     out = tmp_path_factory.mktemp("bench")
     command = [sys.executable, "-m", "benchmarks.bench", "--quick", "--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # Threads only wait for each other at these sizes.
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1"
+    }  # Threads only wait for each other at these sizes.
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (out / "stdout").write_text(done.stdout, encoding="utf-8")
     return out
@@ -51,7 +63,9 @@ def record(quick: Path) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not CAN_WEIGH, reason="memory is read from Linux's /proc")
-def test_a_quick_run_measures_every_row_of_its_device_and_says_so_of_the_others(record: dict[str, Any]) -> None:
+def test_a_quick_run_measures_every_row_of_its_device_and_says_so_of_the_others(
+    record: dict[str, Any],
+) -> None:
     wanted = targets(QUICK)
     assert [row["row"] for row in record["rows"]] == [target.row for target in wanted]
     for target, row in zip(wanted, record["rows"], strict=True):
@@ -60,14 +74,23 @@ def test_a_quick_run_measures_every_row_of_its_device_and_says_so_of_the_others(
             assert row["value"] > 0, row
             assert row["verdict"] in (("–",) if target.reach == "–" else ("met", "missed")), row
         else:
-            assert (row["value"], row["measured"], row["verdict"]) == (None, "not measured", "not measured")
+            assert (row["value"], row["measured"], row["verdict"]) == (
+                None,
+                "not measured",
+                "not measured",
+            )
     assert {target.device for target in wanted} == {"cpu", "cuda", ""}
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's batches are found, not given")
-def test_a_quick_run_times_every_cell_and_weighs_what_rows_and_plots_need(record: dict[str, Any]) -> None:
+def test_a_quick_run_times_every_cell_and_weighs_what_rows_and_plots_need(
+    record: dict[str, Any],
+) -> None:
     expected = {cell for case in cases.CASES["cpu"] for cell in cells(case, QUICK)}
-    known = {Cell(*(c[name] for name in ("model", "way", "precision", "batch", "n_ctx"))): c for c in record["cells"]}
+    known = {
+        Cell(*(c[name] for name in ("model", "way", "precision", "batch", "n_ctx"))): c
+        for c in record["cells"]
+    }
     assert set(known) == expected
     assert {cell.way for cell in known} == set(WAYS)
     for cell, found in known.items():
@@ -79,10 +102,15 @@ def test_a_quick_run_times_every_cell_and_weighs_what_rows_and_plots_need(record
             assert found["peak"] is None
 
 
-def test_the_page_and_the_terminal_show_every_row_and_every_plot(quick: Path, record: dict[str, Any]) -> None:
+def test_the_page_and_the_terminal_show_every_row_and_every_plot(
+    quick: Path, record: dict[str, Any]
+) -> None:
     page = (quick / "RESULTS.md").read_text(encoding="utf-8")
     for row in record["rows"]:
-        assert f"| {row['row']} | {row['baseline']} | {row['reach']} | {row['measured']} | {row['verdict']} |" in page
+        assert (
+            f"| {row['row']} | {row['baseline']} | {row['reach']} | {row['measured']} | {row['verdict']} |"
+            in page
+        )
     for cell in record["cells"]:
         assert f"| {cell['way']} | " in page
         assert f" | {cell['batch']} × {cell['n_ctx']} | " in page
@@ -90,7 +118,9 @@ def test_the_page_and_the_terminal_show_every_row_and_every_plot(quick: Path, re
     assert "torch " + record["machine"]["versions"]["torch"] in page
     printed = (quick / "stdout").read_text(encoding="utf-8")
     for verdict in ("met", "missed", "not measured", "–"):
-        assert printed.count(f"│ {verdict:<12} │\n") == sum(row["verdict"] == verdict for row in record["rows"])
+        assert printed.count(f"│ {verdict:<12} │\n") == sum(
+            row["verdict"] == verdict for row in record["rows"]
+        )
     plots = sorted(path.name for path in (quick / "plots").iterdir())
     assert "n_ctx.svg" in plots
     for name in plots:
@@ -109,20 +139,30 @@ def test_a_run_adds_a_line_to_the_history_and_draws_the_same_plots(
     assert "7 rounds" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
 
 
-def test_a_plot_is_drawn_where_there_is_something_to_compare(record: dict[str, Any], tmp_path: Path) -> None:
+def test_a_plot_is_drawn_where_there_is_something_to_compare(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
     assert [path.name for path in draw(record, tmp_path)] == ["n_ctx.svg"]
-    twice = [cell | {"batch": 2 * cell["batch"]} for cell in record["cells"] if cell["model"] == "gpt2"]
+    twice = [
+        cell | {"batch": 2 * cell["batch"]} for cell in record["cells"] if cell["model"] == "gpt2"
+    ]
     drawn = draw(record | {"cells": record["cells"] + twice}, tmp_path)
     assert [path.name for path in drawn] == ["batch.svg", "n_ctx.svg"]
     text = drawn[0].read_text(encoding="utf-8")
     assert [
-        word for word in ("fused", "bare", "run_with_cache", "tokens/s", "peak memory, GB") if word not in text
+        word
+        for word in ("fused", "bare", "run_with_cache", "tokens/s", "peak memory, GB")
+        if word not in text
     ] == []
 
 
 def test_the_reaches_are_those_that_were_agreed() -> None:
-    reaches = [(t.device, t.baseline.split(",")[0], t.reach) for t in targets(FULL) if t.reach != "–"]
-    assert FASTEST_ACCEPTABLE["cpu"] == "float32", "two more rows: at least 0.85 of bare, 1.5 of headcount's float32"
+    reaches = [
+        (t.device, t.baseline.split(",")[0], t.reach) for t in targets(FULL) if t.reach != "–"
+    ]
+    assert FASTEST_ACCEPTABLE["cpu"] == "float32", (
+        "two more rows: at least 0.85 of bare, 1.5 of headcount's float32"
+    )
     assert reaches == [
         ("cpu", "bare", "≥ 0.95 ×"),
         ("cpu", "bare", "≤ 1.25 ×"),
@@ -138,7 +178,9 @@ def test_the_reaches_are_those_that_were_agreed() -> None:
     ]
 
 
-def test_a_faster_acceptable_precision_has_two_reaches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faster_acceptable_precision_has_two_reaches_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(FASTEST_ACCEPTABLE, "cpu", "bfloat16_linears")
     rows = [(t.baseline, t.reach) for t in targets(FULL) if "bfloat16_linears" in t.row]
     assert rows == [("bare, bfloat16", "≥ 0.85 ×"), ("headcount, float32", "≥ 1.5 ×")]
@@ -187,14 +229,25 @@ def test_the_slope_is_the_exponent() -> None:
 def test_growth_is_of_extra_memory_over_the_longer_half() -> None:
     def grown(extra: dict[int, int | None]) -> float | None:
         found = {
-            Cell("rotary", "fused", "float32", 1, n_ctx): Measured([1.0], 700, None if more is None else 700 + more)
+            Cell("rotary", "fused", "float32", 1, n_ctx): InterventionMeasurements(
+                [1.0], 700, None if more is None else 700 + more
+            )
             for n_ctx, more in extra.items()
         }
-        other = {Cell("rotary", "bare", "float32", 1, n_ctx): Measured([1.0], 1, 1 + n_ctx**3) for n_ctx in extra}
+        other = {
+            Cell("rotary", "bare", "float32", 1, n_ctx): InterventionMeasurements(
+                [1.0], 1, 1 + n_ctx**3
+            )
+            for n_ctx in extra
+        }
         return Results("cpu", {**found, **other}).growth("rotary", "fused")
 
-    assert grown({1: 50, 2: 51, 4: 90, 8: 64, 16: 128, 32: 256, 64: 512}) == pytest.approx(1, abs=1e-12)
-    assert grown({1: 50, 2: 51, 4: 90, 8: 64, 16: 256, 32: 1024, 64: 4096}) == pytest.approx(2, abs=1e-12)
+    assert grown({1: 50, 2: 51, 4: 90, 8: 64, 16: 128, 32: 256, 64: 512}) == pytest.approx(
+        1, abs=1e-12
+    )
+    assert grown({1: 50, 2: 51, 4: 90, 8: 64, 16: 256, 32: 1024, 64: 4096}) == pytest.approx(
+        2, abs=1e-12
+    )
     assert grown({1: 8, 2: 8, 4: None}) is None
     assert grown({1: 8, 2: 0}) is None
     assert grown({}) is None
@@ -202,24 +255,40 @@ def test_growth_is_of_extra_memory_over_the_longer_half() -> None:
 
 def test_speeds_are_paired_by_round_and_counted_in_tokens() -> None:
     a, b = Cell("gpt2", "fused", "float32", 4, 8), Cell("gpt2", "bare", "float32", 2, 8)
-    results = Results("cpu", {a: Measured([1, 4, 10]), b: Measured([2, 2, 30])})
+    results = Results(
+        "cpu", {a: InterventionMeasurements([1, 4, 10]), b: InterventionMeasurements([2, 2, 30])}
+    )
     assert results.speed(a, b) == 2 * 2  # The medians of both would say 2/4.
     assert results.tokens_per_second(a) == 32 / 4
     assert results.speed(a, replace(b, batch=3)) is None
     assert results.memory(a, b) is None
-    assert Results("cpu", {a: Measured([1], 1, 30), b: Measured([1], 9, 20)}).memory(a, b) == 1.5
+    assert (
+        Results(
+            "cpu",
+            {a: InterventionMeasurements([1], 1, 30), b: InterventionMeasurements([1], 9, 20)},
+        ).memory(a, b)
+        == 1.5
+    )
 
 
 def test_gpu_rows_follow_from_the_best_batches() -> None:
     half = FASTEST_ACCEPTABLE["cuda"]
     found = {
-        Cell("gpt2", "fused", half, 64, 1024): Measured([0.04, 0.04, 0.04]),
-        Cell("gpt2", "compiled", half, 128, 1024): Measured([0.08, 0.064, 0.1]),
-        Cell("gpt2", "run_with_cache", "float32", 16, 1024): Measured([0.25, 0.25, 0.25]),
+        Cell("gpt2", "fused", half, 64, 1024): InterventionMeasurements([0.04, 0.04, 0.04]),
+        Cell("gpt2", "compiled", half, 128, 1024): InterventionMeasurements([0.08, 0.064, 0.1]),
+        Cell("gpt2", "run_with_cache", "float32", 16, 1024): InterventionMeasurements(
+            [0.25, 0.25, 0.25]
+        ),
     }
-    values = {t.row + t.baseline: t.value(Results("cuda", found)) for t in targets(FULL) if t.device == "cuda"}
+    values = {
+        t.row + t.baseline: t.value(Results("cuda", found))
+        for t in targets(FULL)
+        if t.device == "cuda"
+    }
     tokens = 64 * 1024 / 0.04
-    assert list(values.values()) == pytest.approx([1.0, tokens, tokens * flops_per_token(FULL) / PEAK_FLOPS, 25.0])
+    assert list(values.values()) == pytest.approx(
+        [1.0, tokens, tokens * flops_per_token(FULL) / PEAK_FLOPS, 25.0]
+    )
     assert flops_per_token(FULL) == 12 * (24 * 768**2 + 2 * 1024 * 768)
     assert all(t.value(Results("cuda", found)) is None for t in targets(FULL) if t.device != "cuda")
     assert all(t.value(Results("cpu", found)) is None for t in targets(FULL))
@@ -302,12 +371,18 @@ def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
             values = values if values.dim() == 2 else values[:, None].expand_as(fused)
             assert torch.allclose(fused, values, rtol=1e-4, atol=1e-5), statistic.name
     assert bare.last_hidden_state.shape == (2, 48, QUICK.gpt2["n_embd"])
-    assert (bare.last_hidden_state.dtype, half.last_hidden_state.dtype) == (torch.float32, torch.bfloat16)
+    assert (bare.last_hidden_state.dtype, half.last_hidden_state.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )
     assert bare.past_key_values is None
 
 
 def test_a_forward_pass_that_measures_nothing_has_the_format_of_ours_or_a_faster_one() -> None:
-    formats = {name: bare_format(name) for name in ("float32", "bfloat16_linears", "float16x2_linears", "tf32")}
+    formats = {
+        name: bare_format(name)
+        for name in ("float32", "bfloat16_linears", "float16x2_linears", "tf32")
+    }
     assert list(formats.values()) == ["float32", "bfloat16", "float16", "tf32"]
 
 

@@ -1,4 +1,6 @@
-"""The statistics of the catalogue equal their definitions, written out one query at a time in float64 from raw weights."""
+"""The statistics of the catalogue equal their definitions, written out one query at a time in
+float64 from raw weights.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,19 @@ from transformers import GPT2LMHeadModel
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from tests.definitions import Columns, definitions
-from workers.models import find_model
-from workers.replica import Measured
+from workers.model.model_info import find_model
+from workers.replica import InterventionMeasurements
 
 
 def repeated(period: int, first: bool, batch: int = 3, d_vocab: int = toy.D_VOCAB) -> np.ndarray:
     """A block of random tokens twice, with or without a token before it."""
-    block = np.random.default_rng(period).integers(2, d_vocab, size=(batch, period)).astype(np.int32)
+    block = (
+        np.random.default_rng(period).integers(2, d_vocab, size=(batch, period)).astype(np.int32)
+    )
     return np.concatenate([block[:, :first] * 0, block, block], axis=1)
 
 
-def check(found: Measured, expected: Columns) -> None:
+def check(found: InterventionMeasurements, expected: Columns) -> None:
     for name, values in expected.items():
         scale = 1 if STATISTICS[name].range == (0, 1) else np.maximum(1, np.abs(values))
         assert (np.abs(found.heads[name] - values) <= 1e-5 * scale).all(), name
@@ -49,9 +53,16 @@ def test_columns_of_a_trained_model_equal_their_definitions() -> None:
 
 def test_raw_and_folded_weights_write_the_same_and_split_scores_differently(gpt2: Path) -> None:
     tokens = repeated(10, True)
-    raw, folded = (toy.measure(gpt2, tokens, weights=weights, engine="dense").heads for weights in ("raw", "folded"))
-    np.testing.assert_allclose(folded["second_key_mass_late"], raw["second_key_mass_late"], atol=1e-5)
-    np.testing.assert_allclose(folded["sink_score_advantage"], raw["sink_score_advantage"], rtol=1e-4, atol=1e-4)
+    raw, folded = (
+        toy.measure(gpt2, tokens, weight_processing=weights, engine="dense").heads
+        for weights in ("raw", "folded")
+    )
+    np.testing.assert_allclose(
+        folded["second_key_mass_late"], raw["second_key_mass_late"], atol=1e-5
+    )
+    np.testing.assert_allclose(
+        folded["sink_score_advantage"], raw["sink_score_advantage"], rtol=1e-4, atol=1e-4
+    )
     assert np.abs(folded["sink_shift_advantage"] - raw["sink_shift_advantage"]).max() > 0.1
 
 
@@ -61,11 +72,18 @@ def test_the_shift_is_the_loss_of_score_without_the_query_bias(gpt2: Path) -> No
     before, after = (replica.measure(tokens, name).heads for name in ("none", "zero_query_bias"))
     lost = before["sink_score_advantage"][:, 0] - after["sink_score_advantage"][:, 0]
     np.testing.assert_allclose(before["sink_shift_advantage"][:, 0], lost, rtol=1e-4, atol=1e-4)
-    for name in ("score_shift", "sink_score_shift", "sink_score_shift_lead", "sink_shift_advantage"):
+    for name in (
+        "score_shift",
+        "sink_score_shift",
+        "sink_score_shift_lead",
+        "sink_shift_advantage",
+    ):
         assert (after[name] == 0).all(), name
     # Without the bias, the content is all there is.
     np.testing.assert_allclose(after["sink_mass_content_only"], after["sink_mass_late"], atol=1e-6)
-    np.testing.assert_allclose(before["sink_mass_content_only"][:, 0], after["sink_mass_late"][:, 0], atol=1e-6)
+    np.testing.assert_allclose(
+        before["sink_mass_content_only"][:, 0], after["sink_mass_late"][:, 0], atol=1e-6
+    )
     # With no score left, attention is uniform.
     uniform = np.mean([1 / (q + 1) for q in range(10, 21)])
     np.testing.assert_allclose(after["sink_mass_shift_only"], uniform, rtol=1e-5)
@@ -76,7 +94,12 @@ def test_rotary_models_have_no_shift(tmp_path: Path) -> None:
         path = toy.save_model(tmp_path / name, toy.family(name, num_key_value_heads=2))
         heads = toy.measure(path, repeated(10, True)).heads
         shifted = {column for column, values in heads.items() if np.isnan(values).all()}
-        wanted = {"score_shift", "sink_score_shift", "sink_score_shift_lead", "sink_shift_advantage"}
+        wanted = {
+            "score_shift",
+            "sink_score_shift",
+            "sink_score_shift_lead",
+            "sink_shift_advantage",
+        }
         wanted |= {
             "sink_score_advantage",
             "sink_mass_shift_only",
@@ -87,7 +110,11 @@ def test_rotary_models_have_no_shift(tmp_path: Path) -> None:
             "other_position_cosine",
         }
         # These tokens have no labels.
-        assert shifted == wanted | {"sink_mass_triggers", "sink_mass_others", "previous_token_triggers"}
+        assert shifted == wanted | {
+            "sink_mass_triggers",
+            "sink_mass_others",
+            "previous_token_triggers",
+        }
 
 
 def test_what_heads_write_is_what_the_model_adds_to_its_stream(tmp_path: Path) -> None:
@@ -100,12 +127,18 @@ def test_what_heads_write_is_what_the_model_adds_to_its_stream(tmp_path: Path) -
         block.attn.b_O.zero_()
         block.attn.W_O[1:] = 0
     with torch.inference_mode():
-        replica.engine.run(tokens, {}, lambda _, seen: streams.append(seen) if "resid_post" in seen else None)
+        replica.engine.run(
+            tokens, {}, lambda _, seen: streams.append(seen) if "resid_post" in seen else None
+        )
     heads = replica.measure(tokens.int().numpy()).heads
     for layer, seen in enumerate(streams):
         written = (seen["resid_post"] - seen["resid_pre"]).norm(dim=-1)
-        np.testing.assert_allclose(heads["head_result_norm"][:, layer, 0], written.mean(1), rtol=1e-5)
-        np.testing.assert_allclose(heads["head_result_norm_last"][:, layer, 0], written[:, -1], rtol=1e-5)
+        np.testing.assert_allclose(
+            heads["head_result_norm"][:, layer, 0], written.mean(1), rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            heads["head_result_norm_last"][:, layer, 0], written[:, -1], rtol=1e-5
+        )
     assert (heads["head_result_norm"][..., 1:] == 0).all()
 
 
@@ -130,15 +163,21 @@ def test_the_seed_s_chance_level_of_strict_induction(gpt2: Path) -> None:
 
 
 def test_sql_s_part_of_the_catalogue_follows_from_columns(gpt2: Path) -> None:
-    """TransformerLens's detector scores, from the docs' formulas: `mul` = Σ A∘D / ΣA, `abs` = 1 - T mean |A - D|."""
+    """TransformerLens's detector scores, from the docs' formulas: `mul` = Σ A∘D / ΣA, `abs` = 1 - T
+    mean |A - D|.
+    """
     tokens = toy.repeating_tokens(21, batch=1)
     model: Any = GPT2LMHeadModel.from_pretrained(gpt2, attn_implementation="eager").double().eval()
     with torch.no_grad():
-        a = torch.stack(model(torch.from_numpy(tokens).long(), output_attentions=True).attentions, 1)[0].numpy()
+        a = torch.stack(
+            model(torch.from_numpy(tokens).long(), output_attentions=True).attentions, 1
+        )[0].numpy()
     t = tokens[0]
     duplicate = np.tril(t[:, None] == t[None], -1).astype(float)
     induction = np.tril(np.concatenate([np.zeros((21, 1)), duplicate[:, :-1]], axis=1))
-    heads = {name: values[0].astype(float) for name, values in toy.measure(gpt2, tokens).heads.items()}
+    heads = {
+        name: values[0].astype(float) for name, values in toy.measure(gpt2, tokens).heads.items()
+    }
     for detection, column in ((duplicate, "duplicate_score"), (induction, "induction_score")):
         mul = heads[column] * heads["match_coverage"]
         np.testing.assert_allclose(mul, (a * detection).sum((-2, -1)) / a.sum((-2, -1)), atol=1e-6)
@@ -149,5 +188,7 @@ def test_sql_s_part_of_the_catalogue_follows_from_columns(gpt2: Path) -> None:
     np.testing.assert_allclose(2 * previous - 20 / 21, wanted, atol=1e-5)
     late = a[:, :, 10:]
     np.testing.assert_allclose(
-        1 - heads["sink_mass_late"] - heads["next4_mass_late"], late[..., 5:].sum(-1).mean(-1), atol=1e-6
+        1 - heads["sink_mass_late"] - heads["next4_mass_late"],
+        late[..., 5:].sum(-1).mean(-1),
+        atol=1e-6,
     )

@@ -1,4 +1,6 @@
-"""The sink circuit: controls as large as what they control, cosines of positions, and the published tables."""
+"""The sink circuit: controls as large as what they control, cosines of positions, and the published
+tables.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from jobs.reproduce import measure as run_plan
-from jobs.reproduce import plans
-from jobs.reproduce_cli import VIEWS
-from jobs.systems import systems
-from queries.cli import open_runs
+from queries.query_commands import open_runs
+from reproduce.reproduce_commands import VIEWS
+from reproduce.system import systems
+from reproduce.system_runs import measure as run_plan
+from reproduce.system_runs import plans
 from schemas.errors import ModelError, ScanError
-from schemas.outputs import PREDICTIONS
+from schemas.predictions import PREDICTION_INPUTS
 from tests import published
 from tests import toy_models as toy
+from workers.engine.prediction_inputs import FOUND_BY
 from workers.interventions import find_intervention
-from workers.loading import LoadedModel, load_model
-from workers.models import describe, find_model
-from workers.outputs import FOUND_BY
+from workers.model.loading import LoadedModel, load_model
+from workers.model.model_info import describe, find_model
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def moved(model: LoadedModel, text: str) -> torch.Tensor:
         ("blend_first_position(0.25)", "random_first_position({},0.25)"),
     ],
 )
-def test_a_control_moves_a_weight_as_far_in_another_direction(model: LoadedModel, edit: str, control: str) -> None:
+def test_a_control_moves_a_weight_as_far_in_another_direction(
+    model: LoadedModel, edit: str, control: str
+) -> None:
     there, *others = [moved(model, text) for text in (edit, control.format(0), control.format(1))]
     for other in others:
         torch.testing.assert_close(other.norm(dim=-1), there.norm(dim=-1))
@@ -76,14 +80,16 @@ def test_what_is_done_to_the_first_position_is_done_elsewhere(model: LoadedModel
         assert torch.nonzero(rows).flatten().tolist() == [7]
     embed = torch.randn(2, 9, 32)
     first, fifth = (
-        find_intervention(t).edits(model).apply("embed", None, embed, {}) for t in ("zero_first_token", "zero_token(5)")
+        find_intervention(t).edits(model).apply("embed", None, embed, {})
+        for t in ("zero_first_token", "zero_token(5)")
     )
     assert torch.equal(first, embed * (torch.arange(9) != 0)[:, None])
     assert torch.equal(fifth, embed * (torch.arange(9) != 5)[:, None])
 
 
 @pytest.mark.parametrize(
-    ("text", "last"), [("blend_position(39)", 38), ("scale_position(-1,2)", 39), ("zero_token(9)", 8)]
+    ("text", "last"),
+    [("blend_position(39)", 38), ("scale_position(-1,2)", 39), ("zero_token(9)", 8)],
 )
 def test_a_position_that_is_not_there_is_refused(gpt2: Path, text: str, last: int) -> None:
     with pytest.raises(ScanError, match=f"expected a position from 0 to {last}, got"):
@@ -93,37 +99,51 @@ def test_a_position_that_is_not_there_is_refused(gpt2: Path, text: str, last: in
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 def test_cosines_of_effective_positions_equal_their_definitions(gpt2: Path, engine: str) -> None:
     tokens = toy.repeating_tokens(17, batch=3)
-    gpt: Any = GPT2LMHeadModel.from_pretrained(gpt2, attn_implementation="eager").double().eval().transformer
+    gpt: Any = (
+        GPT2LMHeadModel.from_pretrained(gpt2, attn_implementation="eager")
+        .double()
+        .eval()
+        .transformer
+    )
     position = gpt.wpe.weight[:17]
     effective = position + gpt.h[0].mlp(position)
     tokens_alone = gpt.wte(torch.from_numpy(tokens).long())
     after: list[torch.Tensor] = []
-    gpt.h[0].register_forward_hook(lambda m, a, out: after.append(out[0] if isinstance(out, tuple) else out))
+    gpt.h[0].register_forward_hook(
+        lambda m, a, out: after.append(out[0] if isinstance(out, tuple) else out)
+    )
     with torch.no_grad():
         gpt(inputs_embeds=tokens_alone)
         # Positions are added inside; taken from the embeddings first, tokens are left alone.
         gpt(inputs_embeds=tokens_alone - position)
     both = tokens_alone + position
     nets = {
-        "position_cosine_mlp": both + gpt.h[0].mlp(both) - tokens_alone - gpt.h[0].mlp(tokens_alone),
+        "position_cosine_mlp": both
+        + gpt.h[0].mlp(both)
+        - tokens_alone
+        - gpt.h[0].mlp(tokens_alone),
         "position_cosine_layer": after[0] - after[1],
     }
-    found = toy.replica(gpt2, outputs=list(nets), engine=engine).measure(tokens).sequences
+    found = toy.replica(gpt2, predictions=list(nets), engine=engine).measure(tokens).sequences
     for name, net in nets.items():
         expected = torch.nn.functional.cosine_similarity(effective.expand_as(net), net, dim=-1)
         np.testing.assert_allclose(found[name], expected.detach(), atol=1e-5)
 
 
 def test_what_every_output_may_read_is_computed_by_something() -> None:
-    assert set(FOUND_BY) == set(PREDICTIONS)
+    assert set(FOUND_BY) == set(PREDICTION_INPUTS)
 
 
 @pytest.mark.parametrize("family", ["LlamaConfig", "OPTConfig"])
-def test_cosines_of_effective_positions_are_undefined_without_them(tmp_path: Path, family: str) -> None:
+def test_cosines_of_effective_positions_are_undefined_without_them(
+    tmp_path: Path, family: str
+) -> None:
     sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPTConfig" else {}
     path = toy.save_model(tmp_path / "model", toy.family(family, **sizes))
     outputs = ["position_cosine_mlp", "position_cosine_layer", "loss"]
-    found = toy.measure(path, toy.repeating_tokens(9, batch=2), outputs=outputs, engine="dense").sequences
+    found = toy.measure(
+        path, toy.repeating_tokens(9, batch=2), predictions=outputs, engine="dense"
+    ).sequences
     for name in outputs[:2]:
         assert found[name].shape == (2, 9)
         assert np.isnan(found[name]).all()
@@ -131,13 +151,16 @@ def test_cosines_of_effective_positions_are_undefined_without_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_effective_positions_of_a_hidden_or_folded_mlp_are_refused(tmp_path: Path, folded: bool) -> None:
+def test_effective_positions_of_a_hidden_or_folded_mlp_are_refused(
+    tmp_path: Path, folded: bool
+) -> None:
     config = toy.gpt2() if folded else toy.family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32)
     path = toy.save_model(tmp_path / "model", config)
-    replica = toy.replica(path, engine="dense", weights="folded" if folded else "raw")
+    replica = toy.replica(path, engine="dense", weight_processing="folded" if folded else "raw")
     for name in ("swap_effective_positions", "scale_massive_keys"):
         with pytest.raises(
-            ModelError, match="no module of its own, or folded, so its effective positions are not known"
+            ModelError,
+            match="no module of its own, or folded, so its effective positions are not known",
         ):
             replica.measure(toy.repeating_tokens(9), name)
     for name in ("zero_query_bias", "first_position_second"):
@@ -149,7 +172,9 @@ def test_effective_positions_of_a_hidden_or_folded_mlp_are_refused(tmp_path: Pat
 # The systems' views
 
 
-def ask_system(name: str, model: str, out: Path, *overrides: str) -> Callable[[str], list[tuple[Any, ...]]]:
+def ask_system(
+    name: str, model: str, out: Path, *overrides: str
+) -> Callable[[str], list[tuple[Any, ...]]]:
     """Measure a system; what puts SQL to its runs."""
     system = systems()[name]
     made = plans(system, model, str(out), overrides)
@@ -161,12 +186,23 @@ def ask_system(name: str, model: str, out: Path, *overrides: str) -> Callable[[s
 def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_path: Path) -> None:
     edits = ["none", "zero_query_bias", "random_query_bias"]
     ask = ask_system(
-        "sink_circuit", "bundled:gpt2-mini", tmp_path, "sequences=9", f"interventions={edits}".replace("'", '"')
+        "sink_circuit",
+        "bundled:gpt2-mini",
+        tmp_path,
+        "sequences=9",
+        f"interventions={edits}".replace("'", '"'),
     )
-    rows = ask("SELECT intervention, sequence, layer, head, sink_mass_late FROM system_heads ORDER BY ALL")
-    cells = {edit: np.array([row[4] for row in rows if row[0] == edit]).reshape(9, 24) for edit in edits}
+    rows = ask(
+        "SELECT intervention, sequence, layer, head, sink_mass_late FROM system_heads ORDER BY ALL"
+    )
+    cells = {
+        edit: np.array([row[4] for row in rows if row[0] == edit]).reshape(9, 24) for edit in edits
+    }
     band = {edit: values.mean(1) for edit, values in cells.items()}
-    found = {row[0]: row[1:] for row in ask("SELECT intervention, mean, percent, change, standard_error FROM effect")}
+    found = {
+        row[0]: row[1:]
+        for row in ask("SELECT intervention, mean, percent, change, standard_error FROM effect")
+    }
     for edit in edits:
         change = band[edit] - band["none"]
         percent = 100 * band[edit].mean() / band["none"].mean()
@@ -176,7 +212,10 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
         "SELECT control, control_percent, control_standard_error FROM effects WHERE intervention = 'zero_query_bias'"
     )
     # Sums of rows in another order may differ in the last bit.
-    assert control == ("random_query_bias", *(pytest.approx(found["random_query_bias"][i], rel=1e-9) for i in (1, 3)))
+    assert control == (
+        "random_query_bias",
+        *(pytest.approx(found["random_query_bias"][i], rel=1e-9) for i in (1, 3)),
+    )
     for edit, sequence, gini, above in ask("SELECT intervention, sequence, gini, above2 FROM band"):
         x = np.sort(cells[edit][sequence])
         differences = np.abs(x[:, None] - x).sum() / (2 * 24**2 * x.mean())
@@ -185,20 +224,29 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
 
 def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: Path) -> None:
     ask = ask_system("sink_circuit_structure", "bundled:gpt2-mini", tmp_path, "sequences=11")
-    gpt: Any = GPT2LMHeadModel.from_pretrained(find_model("bundled:gpt2-mini")).double().eval().transformer
+    gpt: Any = (
+        GPT2LMHeadModel.from_pretrained(find_model("bundled:gpt2-mini")).double().eval().transformer
+    )
     inputs: list[torch.Tensor] = []
     for block in gpt.h:
         block.ln_1.register_forward_hook(lambda m, a, out: inputs.append(out))
-    tokens = torch.tensor([row[0] for row in ask("SELECT tokens FROM system_sequences ORDER BY sequence")])
+    tokens = torch.tensor(
+        [row[0] for row in ask("SELECT tokens FROM system_sequences ORDER BY sequence")]
+    )
     with torch.no_grad():
         gpt(tokens)
     weights = [block.attn.c_attn.weight[:, 128:256].reshape(128, 8, 16) for block in gpt.h]
     biases = [block.attn.c_attn.bias[:128].reshape(8, 16) for block in gpt.h]
     shifts = torch.stack(
-        [torch.einsum("bkd,dhe,he->bhk", *parts) for parts in zip(inputs, weights, biases, strict=True)]
+        [
+            torch.einsum("bkd,dhe,he->bhk", *parts)
+            for parts in zip(inputs, weights, biases, strict=True)
+        ]
     ).detach()
     lead = (shifts - shifts.amin(-1, keepdim=True)).flatten(1, 2).numpy()
-    expected = np.stack([*np.percentile(lead, [10, 50, 90], axis=1), lead.mean(1), lead.std(1)], axis=-1).reshape(-1, 5)
+    expected = np.stack(
+        [*np.percentile(lead, [10, 50, 90], axis=1), lead.mean(1), lead.std(1)], axis=-1
+    ).reshape(-1, 5)
     found = ask("SELECT p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position")
     np.testing.assert_allclose(np.array(found), expected, atol=1e-4)
     first = (gpt.wpe.weight[0] + gpt.h[0].mlp(gpt.wpe.weight[:1])[0]).detach().numpy()
@@ -206,26 +254,39 @@ def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: 
     massive = {row[0] for row in ask("SELECT dimension FROM coordinates WHERE massive")}
     assert massive == set(np.flatnonzero(size > size.mean() + 3 * size.std()).tolist()) != set()
     coupling = np.stack(
-        [torch.einsum("dhe,he->hd", w, b).detach().numpy() for w, b in zip(weights, biases, strict=True)]
+        [
+            torch.einsum("dhe,he->hd", w, b).detach().numpy()
+            for w, b in zip(weights, biases, strict=True)
+        ]
     )
     ((mean, other),) = ask("SELECT massive, other FROM by_kind")
     assert mean == pytest.approx(np.abs(coupling[..., sorted(massive)]).mean(), rel=1e-6)
-    assert other == pytest.approx(np.abs(np.delete(coupling, sorted(massive), axis=-1)).mean(), rel=1e-6)
+    assert other == pytest.approx(
+        np.abs(np.delete(coupling, sorted(massive), axis=-1)).mean(), rel=1e-6
+    )
 
 
 def test_the_published_percentiles_of_the_shifts(tmp_path: Path) -> None:
     model = published.weights(systems()["sink_circuit_structure"].published_model)
-    texts, table = (published.DATA[1] / f"sink_circuit_{name}.csv" for name in ("300_texts", "bq_k_percentiles"))
+    texts, table = (
+        published.DATA[1] / f"sink_circuit_{name}.csv" for name in ("300_texts", "bq_k_percentiles")
+    )
     if not (texts.exists() and table.exists()):
         pytest.skip(f"{texts.name} and {table.name} are not here")
     ask = ask_system("sink_circuit_structure", model, tmp_path, f'texts.input.files="{texts}"')
-    found = ask("SELECT layer + 1, position, p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position")
-    np.testing.assert_allclose(np.array(found), np.loadtxt(table, delimiter=",", skiprows=1), atol=0.01)
+    found = ask(
+        "SELECT layer + 1, position, p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position"
+    )
+    np.testing.assert_allclose(
+        np.array(found), np.loadtxt(table, delimiter=",", skiprows=1), atol=0.01
+    )
 
 
 def test_a_scan_with_sizes_is_of_those_models_alone(tmp_path: Path) -> None:
     system = systems()["sink_circuit_lengths"]
     made = plans(system, "bundled:gpt2-mini", str(tmp_path))
     assert [plan.scan.n_ctx for plan in made] == [40, 128, 256]
-    longest = [scan["n_ctx"] for scan in system.scan.values() if scan.get("sizes") == [{"n_ctx": 1024}]]
+    longest = [
+        scan["n_ctx"] for scan in system.scan.values() if scan.get("sizes") == [{"n_ctx": 1024}]
+    ]
     assert longest == [512, 1024]

@@ -1,4 +1,6 @@
-"""A head and two nodes, each with a network, a host name, a /tmp of its own and no copy of the code; only the store is shared."""
+"""A head and two nodes, each with a network, a host name, a /tmp of its own and no copy of the
+code; only the store is shared.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from queries.connect import connect
-from schemas.runs import RunDirectory
+from queries.connection import connect
+from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.chaos import SCAN, compare, reference, rows_of
 from tests.s3_server import S3Server
@@ -58,7 +60,14 @@ class Machines:
             sh("ip", "netns", "exec", name, "ip", *command.split())
         hidden = " && ".join(f"mount -t tmpfs tmpfs {ROOT / package}" for package in CODE)
         ray = " ".join(
-            [*RAY, "start", f"--address={self.head}", f"--node-ip-address={address}", "--num-cpus=1", "--block"]
+            [
+                *RAY,
+                "start",
+                f"--address={self.head}",
+                f"--node-ip-address={address}",
+                "--num-cpus=1",
+                "--block",
+            ]
         )
         script = f"hostname {name} && mount -t tmpfs tmpfs /tmp && {hidden} && cd / && exec {ray}"
         command = ["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "sh", "-c", script]
@@ -67,7 +76,9 @@ class Machines:
     def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         """A process that writes to a log of its name."""
         with (self.folder / f"{name}.log").open("w") as log:
-            return subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     def kill_node(self, name: str) -> None:
         """The machine is gone: every process of it, at once."""
@@ -77,7 +88,17 @@ class Machines:
 
     def scan(self, file: Path, out: str) -> subprocess.Popen[str]:
         """The user's command, on the head's machine."""
-        command = [sys.executable, "-X", "faulthandler", "-m", "headcount", "scan", str(file), "--set", f"out={out}"]
+        command = [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            "-m",
+            "headcount",
+            "scan",
+            str(file),
+            "--set",
+            f"out={out}",
+        ]
         return subprocess.Popen(
             [*command, "--replicas", "2", "--address", self.head],
             env=self.environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -85,7 +106,11 @@ class Machines:
 
 
 def _possible() -> str | None:
-    if not sys.platform.startswith("linux") or os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "mount"))):
+    if (
+        not sys.platform.startswith("linux")
+        or os.geteuid()
+        or not all(map(shutil.which, ("ip", "unshare", "mount")))
+    ):
         return "needs Linux, root, ip, unshare and mount"
     tried = subprocess.run(
         "ip netns add hctry && ip netns del hctry && unshare --mount mount -t tmpfs tmpfs /mnt",
@@ -101,7 +126,9 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
         pytest.skip(reason)
     with ExitStack() as stack:
         for number in (1, 2):
-            stack.callback(subprocess.run, ["ip", "netns", "del", f"hcnode{number}"], capture_output=True)
+            stack.callback(
+                subprocess.run, ["ip", "netns", "del", f"hcnode{number}"], capture_output=True
+            )
         stack.callback(subprocess.run, ["ip", "link", "del", "hcbridge"], capture_output=True)
         sh("ip", "link", "add", "hcbridge", "type", "bridge")
         sh("ip", "addr", "add", f"{NETWORK}.1/24", "dev", "hcbridge")
@@ -115,8 +142,11 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
             "RAY_DISABLE_IMPORT_WARNING": "1",
         }
         made = Machines(environment, tmp_path)
-        # A socket's path has 107 bytes at most, and the tests' own directories are long where two run at a time.
-        short = stack.enter_context(tempfile.TemporaryDirectory(prefix="hc", ignore_cleanup_errors=True))
+        # A socket's path has 107 bytes at most, and the tests' own directories are long where two
+        # run at a time.
+        short = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="hc", ignore_cleanup_errors=True)
+        )
         head = [
             "start",
             "--head",
@@ -174,7 +204,9 @@ def test_machines_that_share_only_the_store(machines: Machines, tmp_path: Path) 
     assert driver.returncode == 0, errors
     assert "Traceback" not in errors
     assert compare(rows_of(run), expected) == (0, 0, 0)
-    counted = connect(out).execute("SELECT count(*), count(DISTINCT sequence) FROM heads").fetchone()
+    counted = (
+        connect(out).execute("SELECT count(*), count(DISTINCT sequence) FROM heads").fetchone()
+    )
     assert counted == (len(expected), SEQUENCES)
 
 

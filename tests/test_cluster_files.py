@@ -1,4 +1,6 @@
-"""The files that start clusters are what Ray takes, and are safe, cheap and pinned; nothing here starts Ray or needs a network."""
+"""The files that start clusters are what Ray takes, and are safe, cheap and pinned; nothing here
+starts Ray or needs a network.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ COMMANDS = {
     "report",
 }
 COMMANDS_START = ("head_start_ray_commands", "worker_start_ray_commands")
-SETUP = ("initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands")
+SETUP = (
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+)
 IMAGE = re.compile(r"headcount-ray:(\S+)")
 
 
@@ -47,12 +54,16 @@ def text(path: str) -> str:
 
 def code_blocks(page: str, language: str) -> list[str]:
     return [
-        code for name, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if name == language
+        code
+        for name, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+        if name == language
     ]
 
 
 def cluster(name: str) -> dict[str, Any]:
-    """A cluster file as it is written; `gcp` is cluster.yaml with what docs/cluster.md says to replace."""
+    """A cluster file as it is written; `gcp` is cluster.yaml with what docs/cluster.md says to
+    replace.
+    """
     if name != "gcp":
         return yaml.safe_load(text(name))
     (replaced,) = code_blocks(text("docs/cluster.md"), "yaml")
@@ -60,7 +71,9 @@ def cluster(name: str) -> dict[str, Any]:
 
 
 def prepared(config: dict[str, Any]) -> dict[str, Any]:
-    """What `ray up` makes of a file before it asks a cloud: defaults filled in, checked against Ray's schema."""
+    """What `ray up` makes of a file before it asks a cloud: defaults filled in, checked against
+    Ray's schema.
+    """
     config = prepare_config(copy.deepcopy(config))
     validate_config(config)
     return config
@@ -73,11 +86,15 @@ def rayjob() -> dict[str, Any]:
 def pods() -> dict[str, dict[str, Any]]:
     """The head group and the worker groups of the RayJob."""
     spec = rayjob()["spec"]["rayClusterSpec"]
-    return {"head": spec["headGroupSpec"]} | {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    return {"head": spec["headGroupSpec"]} | {
+        group["groupName"]: group for group in spec["workerGroupSpecs"]
+    }
 
 
 def requirements() -> dict[str, Requirement]:
-    lines = [line.partition("#")[0].strip() for line in text("deploy/requirements.txt").splitlines()]
+    lines = [
+        line.partition("#")[0].strip() for line in text("deploy/requirements.txt").splitlines()
+    ]
     return {canonicalize_name(r.name): r for r in (Requirement(line) for line in lines if line)}
 
 
@@ -135,7 +152,9 @@ def test_nothing_is_paid_for_while_nothing_runs(name: str) -> None:
     assert re.findall("MarketType|SPOT", str(head)) == [], "a cluster ends with its head"
     (worker,) = types.values()
     assert (worker["min_workers"], worker["max_workers"]) == (0, config["max_workers"])
-    market = worker["node_config"].get("InstanceMarketOptions", worker["node_config"].get("scheduling"))
+    market = worker["node_config"].get(
+        "InstanceMarketOptions", worker["node_config"].get("scheduling")
+    )
     assert "spot" in (market.get("MarketType"), market.get("provisioningModel", "").lower())
     assert 0 < config["idle_timeout_minutes"] <= 15
     assert config["provider"]["cache_stopped_nodes"] is False
@@ -144,7 +163,12 @@ def test_nothing_is_paid_for_while_nothing_runs(name: str) -> None:
 def test_every_machine_of_a_local_cluster_is_used() -> None:
     config = prepared(cluster("deploy/bare-machines.yaml"))
     (machines,) = config["available_node_types"].values()
-    assert machines["min_workers"] == machines["max_workers"] == len(config["provider"]["worker_ips"]) == 1
+    assert (
+        machines["min_workers"]
+        == machines["max_workers"]
+        == len(config["provider"]["worker_ips"])
+        == 1
+    )
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -155,14 +179,20 @@ def test_a_cluster_file_brings_neither_our_code_nor_another_ray(name: str) -> No
     assert [command for key in SETUP for command in config[key]] == []
 
 
-@pytest.mark.parametrize("path", ["cluster.yaml", "deploy/bare-machines.yaml", "deploy/rayjob.yaml", "docs/cluster.md"])
+@pytest.mark.parametrize(
+    "path", ["cluster.yaml", "deploy/bare-machines.yaml", "deploy/rayjob.yaml", "docs/cluster.md"]
+)
 def test_no_file_holds_a_key(path: str) -> None:
     secret = r"AKIA[0-9A-Z]{16}|PRIVATE KEY|(SECRET_ACCESS_KEY|AUTH_TOKEN|ACCESS_KEY_ID|SESSION_TOKEN)['\"]?\s*[:=]\s*['\"]?\w"
     assert re.findall(secret, text(path)) == []
 
 
-def test_cluster_yaml_launches_on_a_simulated_ec2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moto = pytest.importorskip("moto", reason="moto simulates EC2; without it only Ray's schema is checked")
+def test_cluster_yaml_launches_on_a_simulated_ec2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moto = pytest.importorskip(
+        "moto", reason="moto simulates EC2; without it only Ray's schema is checked"
+    )
     monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes a key pair to ~/.ssh.
     for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(variable, "simulated")
@@ -172,17 +202,25 @@ def test_cluster_yaml_launches_on_a_simulated_ec2(tmp_path: Path, monkeypatch: p
         import boto3
         from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 
-        config = AWSNodeProvider.fillout_available_node_types_resources(prepared(cluster("cluster.yaml")))
+        config = AWSNodeProvider.fillout_available_node_types_resources(
+            prepared(cluster("cluster.yaml"))
+        )
         config = AWSNodeProvider.bootstrap_config(config)
         nodes = config["available_node_types"]
         assert nodes["head"]["resources"] == {"CPU": 0}
-        assert nodes["gpu"]["resources"].items() >= {"CPU": 4, "GPU": 1, "accelerator_type:L40S": 1}.items()
+        assert (
+            nodes["gpu"]["resources"].items()
+            >= {"CPU": 4, "GPU": 1, "accelerator_type:L40S": 1}.items()
+        )
         assert len(nodes["gpu"]["node_config"]["SubnetIds"]) == 3, "one for each zone"
         for profile in re.findall(r"for ROLE in (.+); do", text("docs/cluster.md"))[0].split():
             boto3.client("iam").create_instance_profile(InstanceProfileName=profile)
         provider = AWSNodeProvider(config["provider"], config["cluster_name"])
         for kind in ("head", "gpu"):
-            assert len(provider.create_node(nodes[kind]["node_config"], {"ray-node-type": kind}, 1)) == 1
+            assert (
+                len(provider.create_node(nodes[kind]["node_config"], {"ray-node-type": kind}, 1))
+                == 1
+            )
 
 
 # What KubeRay reads
@@ -224,7 +262,9 @@ def test_the_rayjob_runs_a_scan_with_code_from_a_bucket() -> None:
 @pytest.mark.parametrize("group", ["head", "gpu"])
 def test_every_pod_of_the_rayjob_is_whole(group: str) -> None:
     spec = pods()[group]
-    assert all(isinstance(value, str) for value in spec["rayStartParams"].values()), "KubeRay takes strings only"
+    assert all(isinstance(value, str) for value in spec["rayStartParams"].values()), (
+        "KubeRay takes strings only"
+    )
     pod = spec["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
@@ -232,7 +272,9 @@ def test_every_pod_of_the_rayjob_is_whole(group: str) -> None:
     assert IMAGE.search(container["image"])
     resources = container["resources"]
     assert {"cpu", "memory"} <= set(resources["requests"])
-    assert resources["limits"]["memory"] == resources["requests"]["memory"], "more than asked for is not safe to use"
+    assert resources["limits"]["memory"] == resources["requests"]["memory"], (
+        "more than asked for is not safe to use"
+    )
 
 
 def test_the_rayjobs_head_measures_nothing_and_its_workers_come_and_go() -> None:
@@ -245,7 +287,9 @@ def test_the_rayjobs_head_measures_nothing_and_its_workers_come_and_go() -> None
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert pod["terminationGracePeriodSeconds"] <= 120, "a spot machine waits no longer"
     assert any("spot" in (key + value).lower() for key, value in pod["nodeSelector"].items())
-    assert all({"key", "operator", "effect"} <= set(toleration) for toleration in pod["tolerations"])
+    assert all(
+        {"key", "operator", "effect"} <= set(toleration) for toleration in pod["tolerations"]
+    )
 
 
 # The image
@@ -257,7 +301,11 @@ def test_one_ray_everywhere() -> None:
     assert base == f"{version}-py311-gpu"
     assert f"ray.__version__ == '{version}'" in text("deploy/Dockerfile")
     assert rayjob()["spec"]["rayClusterSpec"]["rayVersion"] == version
-    images = [container["image"] for pod in pods().values() for container in pod["template"]["spec"]["containers"]]
+    images = [
+        container["image"]
+        for pod in pods().values()
+        for container in pod["template"]["spec"]["containers"]
+    ]
     images += [cluster(name)["docker"]["image"] for name in CLUSTERS]
     assert {tag for image in images for tag in IMAGE.findall(image)} == {version}
     assert set(re.findall(r'"ray\[default\]==(\S+)"', text("docs/cluster.md"))) == {version}
@@ -283,7 +331,9 @@ def test_the_image_never_has_our_code() -> None:
     assert not {"headcount", *OURS} & set(requirements())
     built = re.findall(r"docker build .*", text("deploy/Dockerfile") + text("docs/cluster.md"))
     assert len(built) == 2
-    assert all(re.search(r" deploy(\s|$)", command) for command in built), "the build context holds no code"
+    assert all(re.search(r" deploy(\s|$)", command) for command in built), (
+        "the build context holds no code"
+    )
     assert not [path for path in DEPLOY.rglob("*") if path.suffix == ".py"]
 
 
@@ -294,13 +344,30 @@ def test_the_page_uses_only_commands_that_exist() -> None:
     code = "\n".join(code_blocks(text("docs/cluster.md"), ""))
     used = re.findall(r"(?:^|token )headcount (\w+)", code, re.MULTILINE)
     assert set(used) <= COMMANDS
-    assert {"submit", "status", "list", "logs", "stop", "resume", "compact", "query", "report", "scan"} <= set(used)
-    assert code.count("headcount submit") == len(re.findall(r"headcount submit .*--device cuda --replicas \d", code))
+    assert {
+        "submit",
+        "status",
+        "list",
+        "logs",
+        "stop",
+        "resume",
+        "compact",
+        "query",
+        "report",
+        "scan",
+    } <= set(used)
+    assert code.count("headcount submit") == len(
+        re.findall(r"headcount submit .*--device cuda --replicas \d", code)
+    )
 
 
 def test_the_page_names_files_that_exist_and_fits_its_width() -> None:
     page = text("docs/cluster.md")
     for path in re.findall(r"\b(?:cluster\.yaml|deploy/[\w.-]+)", page):
         assert (ROOT / path).is_file(), path
-    for path in ("docs/cluster.md", "cluster.yaml", *(f"deploy/{file.name}" for file in DEPLOY.iterdir())):
+    for path in (
+        "docs/cluster.md",
+        "cluster.yaml",
+        *(f"deploy/{file.name}" for file in DEPLOY.iterdir()),
+    ):
         assert [line for line in text(path).splitlines() if len(line) > 132] == [], path

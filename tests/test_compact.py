@@ -18,14 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs import compact as compacting
-from jobs.compact import compact
-from jobs.lock import alone
+from jobs import compaction as compacting
+from jobs.compaction import compact
+from jobs.run_lock import locked
 from schemas import places
 from schemas.commits import drop, fold
 from schemas.errors import RunError
 from schemas.places import StorePath, place, write_whole
-from schemas.runs import TABLES, RunDirectory, check_merged
+from schemas.run_directory import TABLES, RunDirectory, check_merged
 from tests.s3_server import S3Server
 from tests.toy_runs import Entry, Row, local, write_run
 
@@ -49,7 +49,9 @@ class Killed(BaseException):
 
 def entropy(row: Row) -> float | None:
     """Every third is NULL; the others need every bit."""
-    number = ((row.sequence * LAYERS + row.layer) * HEADS + row.head) * 2 + INTERVENTIONS.index(row.intervention)
+    number = ((row.sequence * LAYERS + row.layer) * HEADS + row.head) * 2 + INTERVENTIONS.index(
+        row.intervention
+    )
     return None if number % 3 == 0 else float(np.float32(np.sin(number) / 3))
 
 
@@ -60,9 +62,19 @@ def sink_mass(row: Row) -> float | None:
 
 def profiles(shard: int) -> list[Entry]:
     """A profile along lags, one along pairs, and one that the heads of a layer share."""
-    entry = {"layer": 1, "head": 2, "count": PER_SHARD, "mean": np.sin(shard) / 3, "m2": np.cos(shard) ** 2}
+    entry = {
+        "layer": 1,
+        "head": 2,
+        "count": PER_SHARD,
+        "mean": np.sin(shard) / 3,
+        "m2": np.cos(shard) ** 2,
+    }
     lags = [entry | {"profile": "attention_by_lag", "lag": lag} for lag in range(2)]
-    pairs = [entry | {"profile": "score_by_pair", "query": q, "key": k} for q in range(2) for k in range(q + 1)]
+    pairs = [
+        entry | {"profile": "score_by_pair", "query": q, "key": k}
+        for q in range(2)
+        for k in range(q + 1)
+    ]
     return [*lags, *pairs, entry | {"profile": "resid_pre_norm_by_key", "head": None, "key": 0}]
 
 
@@ -83,7 +95,9 @@ def toy(out: Path, **options: Any) -> RunDirectory:
     for file in local(run.path).glob("*/intervention=*/*.parquet"):
         intervention = file.parent.name.partition("=")[2]
         metadata = {"run_id": run.run_id, "intervention": intervention}
-        pq.write_table(pq.ParquetFile(file).read().replace_schema_metadata(metadata), file, compression="zstd")
+        pq.write_table(
+            pq.ParquetFile(file).read().replace_schema_metadata(metadata), file, compression="zstd"
+        )
     return run
 
 
@@ -121,7 +135,9 @@ def read(run: RunDirectory) -> Rows:
             mine = [f for f in files if (f["table"], f["intervention"]) == (table, intervention)]
             if not mine:
                 continue
-            joined = pa.concat_tables([opened(run, path).read() for path in dict.fromkeys(f["path"] for f in mine)])
+            joined = pa.concat_tables(
+                [opened(run, path).read() for path in dict.fromkeys(f["path"] for f in mine)]
+            )
             assert joined.num_rows == sum(f["rows"] for f in mine)
             keys = [(key, "ascending") for key in compacting.ORDER[table]]
             tables[f"{table} {intervention}"] = joined.sort_by(keys).combine_chunks()
@@ -133,7 +149,9 @@ def same(found: Rows, expected: Rows) -> bool:
     return all(
         a.schema.equals(b.schema, check_metadata=True)
         and a.equals(b)
-        and all(bits(a[f.name]) == bits(b[f.name]) for f in a.schema if pa.types.is_floating(f.type))
+        and all(
+            bits(a[f.name]) == bits(b[f.name]) for f in a.schema if pa.types.is_floating(f.type)
+        )
         for a, b in ((found[name], expected[name]) for name in expected)
     )
 
@@ -153,19 +171,29 @@ def ledger_files(run: RunDirectory) -> list[str]:
 
 def assert_tidy(run: RunDirectory) -> None:
     """Every file is one that a commit refers to, and the ledger is one fold."""
-    assert data_files(run) == sorted({file.path for commit in run.commits() for file in commit.files})
-    assert [re.sub(r"[0-9a-f]{6,}", "#", name) for name in ledger_files(run)] == ["fold-#-#.parquet"]
+    assert data_files(run) == sorted(
+        {file.path for commit in run.commits() for file in commit.files}
+    )
+    assert [re.sub(r"[0-9a-f]{6,}", "#", name) for name in ledger_files(run)] == [
+        "fold-#-#.parquet"
+    ]
 
 
-def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory, expected: Rows) -> None:
+def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
+    run: RunDirectory, expected: Rows
+) -> None:
     commits = list(run.commits())
     done = compact(run, GROUPS)
     assert (done.before.files, done.after.files, done.problems) == (SHARDS * 7 + 1, 3 * 6 + 2, [])
     assert same(read(run), expected)
     assert_tidy(run)
     hidden = {"files": []}
-    assert [c.model_copy(update=hidden) for c in run.commits()] == [c.model_copy(update=hidden) for c in commits]
-    shapes = {(f.table, f.intervention, f.path[-28:-14], f.shards) for c in run.commits() for f in c.files}
+    assert [c.model_copy(update=hidden) for c in run.commits()] == [
+        c.model_copy(update=hidden) for c in commits
+    ]
+    shapes = {
+        (f.table, f.intervention, f.path[-28:-14], f.shards) for c in run.commits() for f in c.files
+    }
     assert len(shapes) == len(data_files(run))
     for file in (f for c in run.commits() for f in c.files if f.shards > 1):
         assert file.bytes == (local(run.path) / file.path).stat().st_size
@@ -176,8 +204,14 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(run: RunDirectory
 def test_a_bare_glob_counts_each_row_once(run: RunDirectory) -> None:
     compact(run, GROUPS)
     sql = "SELECT intervention, count(*), count(DISTINCT (sequence, layer, head)) FROM '{}' GROUP BY 1 ORDER BY 1"
-    found = duckdb.connect().execute(sql.format(local(run.path) / "heads" / "*" / "*.parquet")).fetchall()
-    assert found == [(intervention, SHARDS * SHARD, SHARDS * SHARD) for intervention in INTERVENTIONS]
+    found = (
+        duckdb.connect()
+        .execute(sql.format(local(run.path) / "heads" / "*" / "*.parquet"))
+        .fetchall()
+    )
+    assert found == [
+        (intervention, SHARDS * SHARD, SHARDS * SHARD) for intervention in INTERVENTIONS
+    ]
 
 
 def test_a_query_on_one_head_passes_over_the_other_row_groups(
@@ -236,7 +270,8 @@ def killed(run: RunDirectory, after: int, rows: int) -> bool:
 def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_ends_it(
     original: RunDirectory, expected: Rows, tmp_path: Path
 ) -> None:
-    # The second of two compactions: it merges the first one's last file with shards that were measured later.
+    # The second of two compactions: it merges the first one's last file with shards that were
+    # measured later.
     begun = copy_of(original, tmp_path / "begun")
     for commit in list(begun.commits())[5:]:
         local(begun.commit_file(commit.shard)).rename(tmp_path / f"{commit.shard}.json")
@@ -270,12 +305,16 @@ def test_killed_again_and_again_it_comes_to_an_end(run: RunDirectory, expected: 
     assert_tidy(run)
 
 
-def test_a_run_goes_on_after_it_was_compacted(run: RunDirectory, original: RunDirectory, expected: Rows) -> None:
+def test_a_run_goes_on_after_it_was_compacted(
+    run: RunDirectory, original: RunDirectory, expected: Rows
+) -> None:
     for shard in (1, 2, 6):
         local(run.commit_file(shard)).unlink()
     compact(run, GROUPS)
     first = data_files(run)
-    assert "heads/intervention=none/shard-000001.parquet" in first, "a shard that is not done is left alone"
+    assert "heads/intervention=none/shard-000001.parquet" in first, (
+        "a shard that is not done is left alone"
+    )
     assert [c.shard for c in run.commits()] == [0, 3, 4, 5]
     for shard in (1, 2, 6):
         shutil.copy(local(original.commit_file(shard)), local(run.commits_directory))
@@ -285,14 +324,20 @@ def test_a_run_goes_on_after_it_was_compacted(run: RunDirectory, original: RunDi
     assert_tidy(run)
     kept = set(first) & set(data_files(run))
     assert [re.sub("-[0-9a-f]{8}[.]", ".", path) for path in sorted(kept) if "merged" in path] == [
-        f"{table}/intervention={i}/merged-000000-000004.parquet" for table in WRITTEN for i in INTERVENTIONS
+        f"{table}/intervention={i}/merged-000000-000004.parquet"
+        for table in WRITTEN
+        for i in INTERVENTIONS
     ]
 
 
-def test_what_a_late_replica_leaves_is_deleted(run: RunDirectory, original: RunDirectory, expected: Rows) -> None:
+def test_what_a_late_replica_leaves_is_deleted(
+    run: RunDirectory, original: RunDirectory, expected: Rows
+) -> None:
     compact(run, GROUPS)
     shutil.copytree(local(original.path), local(run.path), dirs_exist_ok=True)
-    (local(run.path) / "heads/intervention=none/.shard-000001.parquet.1a2b.tmp").write_bytes(b"PAR1 half")
+    (local(run.path) / "heads/intervention=none/.shard-000001.parquet.1a2b.tmp").write_bytes(
+        b"PAR1 half"
+    )
     assert same(read(run), expected)
     compact(run, GROUPS)
     assert same(read(run), expected)
@@ -339,8 +384,14 @@ def damage(run: RunDirectory, how: str) -> Path:
     ("how", "problem"),
     [
         ("cut", "shard 4: {} is damaged; run the scan again, then compact"),
-        ("zeros", "shard 4: {} cannot be read [(].*[)]; delete it, run the scan again, then compact"),
-        ("short", "shard 4: {} holds 2 rows where 3 were committed; delete it, run the scan again, then compact"),
+        (
+            "zeros",
+            "shard 4: {} cannot be read [(].*[)]; delete it, run the scan again, then compact",
+        ),
+        (
+            "short",
+            "shard 4: {} holds 2 rows where 3 were committed; delete it, run the scan again, then compact",
+        ),
     ],
 )
 def test_a_damaged_file_is_left_and_reported(
@@ -368,7 +419,10 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
     for table in (*WRITTEN, "weights"):
         shutil.copytree(local(other.path) / table, local(run.path) / table, dirs_exist_ok=True)
     fold(run.commits_directory, list(other.commits())[:3])
-    with pytest.raises(RunError, match=r"merged-000000-000006-\w+\.parquet: holds the rows of 7 shards, and 4 commits"):
+    with pytest.raises(
+        RunError,
+        match=r"merged-000000-000006-\w+\.parquet: holds the rows of 7 shards, and 4 commits",
+    ):
         check_merged(run.ledger())
     compact(run, GROUPS)
     assert same(read(run), expected)
@@ -376,7 +430,7 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
 
 
 def test_a_run_that_someone_is_at_work_on_is_refused(run: RunDirectory) -> None:
-    with alone(run), pytest.raises(RunError, match="another process is at work on this run"):
+    with locked(run), pytest.raises(RunError, match="another process is at work on this run"):
         compact(run)
 
 
@@ -391,7 +445,9 @@ def test_the_command_fails_where_a_file_is_damaged(run: RunDirectory) -> None:
     damage(run, "cut")
     done = CliRunner().invoke(app, ["compact", str(run.path)])
     assert isinstance(done.exception, RunError)
-    assert str(done.exception).startswith("toy-1: shard 4: sequences/intervention=none/shard-000004.parquet is damaged")
+    assert str(done.exception).startswith(
+        "toy-1: shard 4: sequences/intervention=none/shard-000004.parquet is damaged"
+    )
 
 
 @pytest.fixture
@@ -407,12 +463,18 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePath]:
     places._filesystem.cache_clear()
 
 
-def test_in_a_store_it_is_the_same(original: RunDirectory, expected: Rows, store: StorePath) -> None:
+def test_in_a_store_it_is_the_same(
+    original: RunDirectory, expected: Rows, store: StorePath
+) -> None:
     run = RunDirectory.of(store, original.run_id)
     for file in local(original.path).rglob("*.*"):
         if file.is_file():
-            write_whole(run.path / file.relative_to(local(original.path)).as_posix(), file.read_bytes())
-    write_whole(run.path / "heads/intervention=none/merged-000000-000002-1a2b3c4d.parquet", b"of a dead one")
+            write_whole(
+                run.path / file.relative_to(local(original.path)).as_posix(), file.read_bytes()
+            )
+    write_whole(
+        run.path / "heads/intervention=none/merged-000000-000002-1a2b3c4d.parquet", b"of a dead one"
+    )
     assert compact(run, GROUPS).after.files == 20
     assert same(read(run), expected)
     assert len(list(places.names(run.path / "heads/intervention=none"))) == 3

@@ -1,4 +1,6 @@
-"""Corpora: every sequence is checked against documents that the test holds itself, tokenised by one byte per token."""
+"""Corpora: every sequence is checked against documents that the test holds itself, tokenised by one
+byte per token.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ import zstandard
 
 from schemas.errors import CorpusError, HeadcountError, ModelError, ScanError
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-from workers.corpus import Index
-from workers.documents import Source
-from workers.models import ModelInfo
-from workers.sequences import Sequences
+from workers.inputs.corpus import Index
+from workers.inputs.documents import Source
+from workers.inputs.sequences import Sequences
+from workers.model.model_info import ModelInfo
 
 LENGTH = 6
 PILE_MINI = Path(__file__).parent.parent.parent / "shared" / "data" / "pile-mini"
@@ -34,13 +36,24 @@ Row = tuple[str, str | None]
 def info(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
     """A model that reads bytes; its weights are never asked for."""
     path = byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-    return toy_info(path=str(path), name="bytes", n_ctx=1024, d_vocab=257, bos_token_id=BYTE_BOS, eos_token_id=BYTE_BOS)
+    return toy_info(
+        path=str(path),
+        name="bytes",
+        n_ctx=1024,
+        d_vocab=257,
+        bos_token_id=BYTE_BOS,
+        eos_token_id=BYTE_BOS,
+    )
 
 
 def document(number: int, length: int) -> Row:
     """A text of `length` bytes, which tells it from all others."""
     letters = "abcdefghijklmnopqrstuvwxyzä"
-    text = "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä" if length > 2 else "xy"[:length]
+    text = (
+        "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä"
+        if length > 2
+        else "xy"[:length]
+    )
     return text, [None, "ArXiv", "Pile-CC"][number % 3]
 
 
@@ -50,7 +63,8 @@ def documents(*lengths: int, first: int = 0) -> list[Row]:
 
 def as_json(rows: Iterable[Row]) -> list[str]:
     return [
-        json.dumps({"text": t} | ({"meta": {"pile_set_name": n}} if n else {}), ensure_ascii=False) for t, n in rows
+        json.dumps({"text": t} | ({"meta": {"pile_set_name": n}} if n else {}), ensure_ascii=False)
+        for t, n in rows
     ]
 
 
@@ -86,7 +100,9 @@ def all_origins(sequences: Sequences) -> dict[str, list[Any]]:
 
 
 def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> list[list[int]]:
-    """What the sequences must be, said plainly: bytes of documents, or of documents joined by the end of text."""
+    """What the sequences must be, said plainly: bytes of documents, or of documents joined by the
+    end of text.
+    """
     sequences: list[list[int]] = []
     for rows in files:
         texts = [list(text.encode()) for text, _ in rows]
@@ -94,7 +110,9 @@ def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> l
             sequences += [ids[:length] for ids in texts if len(ids) >= length]
         else:
             joined = [token for ids in texts for token in [*ids, BYTE_BOS]]
-            sequences += [joined[i : i + length] for i in range(0, len(joined) - length + 1, length)]
+            sequences += [
+                joined[i : i + length] for i in range(0, len(joined) - length + 1, length)
+            ]
     return sequences
 
 
@@ -107,7 +125,11 @@ def problem_of(info: ModelInfo, files: Any, **changes: Any) -> str:
     return str(caught.value)
 
 
-THREE_FILES = [documents(3, 6, 20, 1, 5), documents(40, first=5), documents(7, 4, 6, 6, 13, 2, 30, first=6)]
+THREE_FILES = [
+    documents(3, 6, 20, 1, 5),
+    documents(40, first=5),
+    documents(7, 4, 6, 6, 13, 2, 30, first=6),
+]
 
 
 @pytest.fixture
@@ -117,7 +139,9 @@ def three_files(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 13, 40])
-def test_packing_is_what_the_plain_words_say(three_files: list[Path], info: ModelInfo, packing: str, length: int):
+def test_packing_is_what_the_plain_words_say(
+    three_files: list[Path], info: ModelInfo, packing: str, length: int
+):
     expected = cut(THREE_FILES, packing, length)
     sequences = open_corpus(info, three_files, packing, n_ctx=length, sequences_per_shard=4)
     assert len(sequences) == len(expected)
@@ -125,7 +149,8 @@ def test_packing_is_what_the_plain_words_say(three_files: list[Path], info: Mode
 
 
 def test_packing_counts_by_hand(three_files: list[Path], info: ModelInfo):
-    # Documents of at least 6 bytes: 6, 20 | 40 | 7, 6, 6, 13, 30. Bytes and ends of text: 40 | 41 | 75.
+    # Documents of at least 6 bytes: 6, 20 | 40 | 7, 6, 6, 13, 30. Bytes and ends of text: 40 | 41 |
+    # 75.
     assert len(open_corpus(info, three_files, "document")) == 2 + 1 + 5
     assert len(open_corpus(info, three_files, "concat")) == 6 + 6 + 12
 
@@ -141,9 +166,9 @@ def test_bos_is_put_before_the_text(three_files: list[Path], info: ModelInfo, pa
 def test_shards_of_any_size_hold_the_same_sequences(
     three_files: list[Path], info: ModelInfo, packing: str, per_shard: int
 ):
-    assert all_tokens(open_corpus(info, three_files, packing, sequences_per_shard=per_shard)) == cut(
-        THREE_FILES, packing
-    )
+    assert all_tokens(
+        open_corpus(info, three_files, packing, sequences_per_shard=per_shard)
+    ) == cut(THREE_FILES, packing)
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
@@ -160,7 +185,9 @@ def test_shards_read_in_any_order_or_alone_give_the_same_sequences(
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
-def test_the_origin_leads_back_to_the_tokens(three_files: list[Path], info: ModelInfo, packing: str):
+def test_the_origin_leads_back_to_the_tokens(
+    three_files: list[Path], info: ModelInfo, packing: str
+):
     sequences = open_corpus(info, three_files, packing, sequences_per_shard=3)
     origins = all_origins(sequences)
     rows = {str(path): rows for path, rows in zip(three_files, THREE_FILES, strict=True)}
@@ -192,7 +219,9 @@ def test_a_sequence_that_begins_with_a_document_comes_from_it(tmp_path: Path, in
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("wanted", [1, 2, 3, 7, 8])
-def test_the_first_sequences_are_those_of_all(three_files: list[Path], info: ModelInfo, packing: str, wanted: int):
+def test_the_first_sequences_are_those_of_all(
+    three_files: list[Path], info: ModelInfo, packing: str, wanted: int
+):
     sequences = open_corpus(info, three_files, packing, sequences=wanted)
     assert len(sequences) == wanted
     assert all_tokens(sequences) == cut(THREE_FILES, packing)[:wanted]
@@ -201,7 +230,10 @@ def test_the_first_sequences_are_those_of_all(three_files: list[Path], info: Mod
 @pytest.mark.parametrize("packing", ["document", "concat"])
 def test_indexing_stops_when_there_is_enough(tmp_path: Path, info: ModelInfo, packing: str):
     rows = documents(*[9] * 2000)
-    first, second = write_jsonl(tmp_path / "0.jsonl", rows), write_jsonl(tmp_path / "1.jsonl", documents(9))
+    first, second = (
+        write_jsonl(tmp_path / "0.jsonl", rows),
+        write_jsonl(tmp_path / "1.jsonl", documents(9)),
+    )
     sequences = open_corpus(info, [first, second], packing, sequences=600)
     assert sequences.index is not None
     assert len(sequences.index.row) == {"document": 1024, "concat": 512}[packing]
@@ -235,7 +267,9 @@ def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **optio
         "json": [json.dumps({"pile_set_name": n}) for n in names],
         "absent": [],
     }
-    columns = {"id": list(range(len(texts))), "text": list(texts)} | ({"meta": metas[meta]} if metas[meta] else {})
+    columns = {"id": list(range(len(texts))), "text": list(texts)} | (
+        {"meta": metas[meta]} if metas[meta] else {}
+    )
     pq.write_table(pa.table(columns), path, **options)
     return path
 
@@ -319,7 +353,9 @@ def test_a_local_data_set_reads_like_its_files(tmp_path: Path, info: ModelInfo, 
         (b'{"body": "abcdefgh"}\n', "expected a column text, found body"),
     ],
 )
-def test_a_local_data_set_that_is_broken_is_one_line(tmp_path: Path, info: ModelInfo, content: bytes, reason: str):
+def test_a_local_data_set_that_is_broken_is_one_line(
+    tmp_path: Path, info: ModelInfo, content: bytes, reason: str
+):
     (tmp_path / "0.jsonl").write_bytes(content)
     with pytest.raises(CorpusError) as caught:
         open_data_set(info, str(tmp_path))
@@ -331,12 +367,19 @@ def test_a_local_data_set_that_is_broken_is_one_line(tmp_path: Path, info: Model
 def test_a_data_set_that_is_not_there_is_one_line(tmp_path: Path, info: ModelInfo):
     with pytest.raises(CorpusError) as caught:
         open_data_set(info, str(tmp_path / "absent"))
-    assert str(caught.value).startswith(f"data set '{tmp_path / 'absent'}', split 'train': cannot be opened (")
+    assert str(caught.value).startswith(
+        f"data set '{tmp_path / 'absent'}', split 'train': cannot be opened ("
+    )
     assert "\n" not in str(caught.value)
 
 
 def open_data_set(info: ModelInfo, dataset: str) -> Sequences:
-    fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": {"family": "pile", "dataset": dataset}}
+    fields = {
+        "bos": False,
+        "n_ctx": LENGTH,
+        "sequences": "all",
+        "input": {"family": "pile", "dataset": dataset},
+    }
     sequences = Sequences(toy_scan(**fields), info)
     sequences.make_index()
     return sequences
@@ -367,7 +410,9 @@ def test_the_mini_pile_reads_whole(info: ModelInfo):
 # Which files
 
 
-def test_files_come_in_the_order_of_their_names_whatever_the_order_asked(tmp_path: Path, info: ModelInfo):
+def test_files_come_in_the_order_of_their_names_whatever_the_order_asked(
+    tmp_path: Path, info: ModelInfo
+):
     for folder, name in [("b", "0"), ("a", "2"), ("a", "1"), ("b", "10")]:
         (tmp_path / folder).mkdir(exist_ok=True)
         write_jsonl(tmp_path / folder / f"{name}.jsonl", [(f"{name} and more", folder)])
@@ -407,7 +452,9 @@ def test_the_record_does_not_depend_on_the_directory(tmp_path: Path, info: Model
 # Lines
 
 
-def test_line_ends_blank_lines_and_a_missing_last_line_end_change_nothing(tmp_path: Path, info: ModelInfo):
+def test_line_ends_blank_lines_and_a_missing_last_line_end_change_nothing(
+    tmp_path: Path, info: ModelInfo
+):
     lines = as_json(ROWS)
     variants = {
         "crlf": "\r\n".join([*lines, ""]),
@@ -434,9 +481,16 @@ def test_rows_are_lines_blank_ones_included(tmp_path: Path, info: ModelInfo):
 def test_a_line_of_two_megabytes(tmp_path: Path, info: ModelInfo):
     long = "0123456789" * 200_000
     rows: list[Row] = [("before it", None), (long, None), ("behind it", None)]
-    for path in (write_jsonl(tmp_path / "a.jsonl", rows), write_zst(tmp_path / "a.jsonl.zst", plain_bytes(rows))):
-        assert [d.text for d in Source("jsonl", str(path), 0).documents()] == [text for text, _ in rows]
-    sequences = open_corpus(info, tmp_path / "a.jsonl.zst", "concat", n_ctx=1000, sequences_per_shard=500)
+    for path in (
+        write_jsonl(tmp_path / "a.jsonl", rows),
+        write_zst(tmp_path / "a.jsonl.zst", plain_bytes(rows)),
+    ):
+        assert [d.text for d in Source("jsonl", str(path), 0).documents()] == [
+            text for text, _ in rows
+        ]
+    sequences = open_corpus(
+        info, tmp_path / "a.jsonl.zst", "concat", n_ctx=1000, sequences_per_shard=500
+    )
     # 9 + 1, 2,000,000 + 1 and 9 + 1 tokens.
     assert len(sequences) == 2000
     assert sequences.shard(0).tokens[0].tolist() == [*b"before it", BYTE_BOS, *long[:990].encode()]
@@ -465,7 +519,9 @@ BAD_LINES = [
 
 @pytest.mark.parametrize(("line", "problem"), BAD_LINES)
 @pytest.mark.parametrize("packing", ["document", "concat"])
-def test_a_bad_row_is_named_and_left_out(tmp_path: Path, info: ModelInfo, packing: str, line: bytes, problem: str):
+def test_a_bad_row_is_named_and_left_out(
+    tmp_path: Path, info: ModelInfo, packing: str, line: bytes, problem: str
+):
     rows = documents(*[8] * 120)
     good = [line.encode() for line in as_json(rows)]
     path = write_lines(tmp_path / "a.jsonl", [*good[:50], line, *good[50:]])
@@ -481,15 +537,23 @@ def test_a_row_is_bad_in_one_shard_alone(tmp_path: Path, info: ModelInfo):
     path = write_lines(tmp_path / "a.jsonl", [*good[:100], b"{", *good[100:299], b"{}", good[299]])
     sequences = open_corpus(info, path, sequences_per_shard=100)
     bad = [sequences.shard(i).bad_rows for i in range(3)]
-    assert bad == [[f"{path}:100 (invalid JSON)"], [], [f"{path}:300 (text is null, expected a string)"]]
+    assert bad == [
+        [f"{path}:100 (invalid JSON)"],
+        [],
+        [f"{path}:300 (text is null, expected a string)"],
+    ]
 
 
-@pytest.mark.parametrize(("good", "bad", "fails"), [(99, 1, False), (98, 1, True), (198, 2, False), (197, 2, True)])
+@pytest.mark.parametrize(
+    ("good", "bad", "fails"), [(99, 1, False), (98, 1, True), (198, 2, False), (197, 2, True)]
+)
 def test_more_than_a_hundredth_of_bad_rows_fails_the_shard(
     tmp_path: Path, info: ModelInfo, good: int, bad: int, fails: bool
 ):
     rows = documents(*[8] * good)
-    path = write_lines(tmp_path / "a.jsonl", [*[b"{"] * bad, *(line.encode() for line in as_json(rows))])
+    path = write_lines(
+        tmp_path / "a.jsonl", [*[b"{"] * bad, *(line.encode() for line in as_json(rows))]
+    )
     sequences = open_corpus(info, path, sequences_per_shard=1000)
     if not fails:
         assert all_tokens(sequences) == cut([rows], "document")
@@ -497,17 +561,24 @@ def test_more_than_a_hundredth_of_bad_rows_fails_the_shard(
     named = ", ".join(f"{path}:{i} (invalid JSON)" for i in range(bad))
     with pytest.raises(CorpusError) as caught:
         sequences.shard(0)
-    assert str(caught.value) == f"{bad} of {good + bad} rows are bad, more than 1%: {named}; mend or remove them"
+    assert (
+        str(caught.value)
+        == f"{bad} of {good + bad} rows are bad, more than 1%: {named}; mend or remove them"
+    )
 
 
-def test_a_failing_shard_leaves_the_others_alone_and_names_three_rows(tmp_path: Path, info: ModelInfo):
+def test_a_failing_shard_leaves_the_others_alone_and_names_three_rows(
+    tmp_path: Path, info: ModelInfo
+):
     good = [line.encode() for line in as_json(documents(*[8] * 300))]
     path = write_lines(tmp_path / "a.jsonl", [*good[:150], *[b"{"] * 9, *good[150:]])
     sequences = open_corpus(info, path, sequences_per_shard=100)
     with pytest.raises(CorpusError) as caught:
         sequences.shard(1)
     named = ", ".join(f"{path}:{i} (invalid JSON)" for i in (150, 151, 152))
-    assert str(caught.value) == f"9 of 109 rows are bad, more than 1%: {named} …; mend or remove them"
+    assert (
+        str(caught.value) == f"9 of 109 rows are bad, more than 1%: {named} …; mend or remove them"
+    )
     assert sequences.shard(0).tokens.tolist() == cut([documents(*[8] * 300)], "document")[:100]
     assert sequences.shard(2).tokens.tolist() == cut([documents(*[8] * 300)], "document")[200:]
 
@@ -528,14 +599,18 @@ def test_a_failing_shard_leaves_the_others_alone_and_names_three_rows(tmp_path: 
         ('{"pile_set_name": "ArXiv", "more": [1]}', "ArXiv"),
     ],
 )
-def test_a_meta_of_any_type_is_no_problem(tmp_path: Path, info: ModelInfo, meta: str, name: str | None):
+def test_a_meta_of_any_type_is_no_problem(
+    tmp_path: Path, info: ModelInfo, meta: str, name: str | None
+):
     path = write_lines(tmp_path / "a.jsonl", [b'{"meta": %s, "text": "abcdefgh"}' % meta.encode()])
     sequences = open_corpus(info, path)
     assert all_tokens(sequences) == [list(b"abcdef")]
     assert all_origins(sequences)["pile_set_name"] == [name]
 
 
-def test_a_parquet_row_that_is_not_utf8_is_bad_and_its_neighbours_are_not(tmp_path: Path, info: ModelInfo):
+def test_a_parquet_row_that_is_not_utf8_is_bad_and_its_neighbours_are_not(
+    tmp_path: Path, info: ModelInfo
+):
     rows = documents(*[8] * 120)
     texts: list[bytes | None] = [text.encode() for text, _ in rows]
     column = pa.array([*texts[:7], b"abc\xff\xfedef", None, *texts[7:]], pa.binary())
@@ -543,7 +618,10 @@ def test_a_parquet_row_that_is_not_utf8_is_bad_and_its_neighbours_are_not(tmp_pa
     pq.write_table(pa.table({"text": column.view(pa.string())}), path)
     sequences = open_corpus(info, path)
     assert sequences.index is not None
-    assert sequences.index.problems == {f"{path}:7": "not UTF-8", f"{path}:8": "text is null, expected a string"}
+    assert sequences.index.problems == {
+        f"{path}:7": "not UTF-8",
+        f"{path}:8": "text is null, expected a string",
+    }
 
 
 # Whole files that cannot be used
@@ -552,7 +630,10 @@ def test_a_parquet_row_that_is_not_utf8_is_bad_and_its_neighbours_are_not(tmp_pa
 def test_a_truncated_zst_file_is_named(tmp_path: Path, info: ModelInfo):
     path = write_zst(tmp_path / "a.jsonl.zst", plain_bytes(ROWS))
     path.write_bytes(path.read_bytes()[:-10])
-    assert problem_of(info, path) == f"{path}: the zstd stream ends in the middle; fetch the file again"
+    assert (
+        problem_of(info, path)
+        == f"{path}: the zstd stream ends in the middle; fetch the file again"
+    )
 
 
 @pytest.mark.parametrize(
@@ -589,14 +670,24 @@ def test_a_file_that_is_not_there_is_named_with_the_directory(
     tmp_path: Path, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert problem_of(info, "absent-*.jsonl") == f"input.files: no file matches 'absent-*.jsonl' (in {tmp_path})"
-    assert problem_of(info, "~nobody-of-that-name/a.jsonl").startswith("input.files: no file matches ")
+    assert (
+        problem_of(info, "absent-*.jsonl")
+        == f"input.files: no file matches 'absent-*.jsonl' (in {tmp_path})"
+    )
+    assert problem_of(info, "~nobody-of-that-name/a.jsonl").startswith(
+        "input.files: no file matches "
+    )
     write_jsonl(tmp_path / "a.jsonl", ROWS)
-    assert problem_of(info, ["a.jsonl", "b.jsonl"]) == f"input.files: no file matches 'b.jsonl' (in {tmp_path})"
+    assert (
+        problem_of(info, ["a.jsonl", "b.jsonl"])
+        == f"input.files: no file matches 'b.jsonl' (in {tmp_path})"
+    )
 
 
 def test_a_directory_in_the_place_of_a_file_is_named(tmp_path: Path, info: ModelInfo):
-    expected = f"input.files: '{tmp_path}' is a directory; expected files, for instance {tmp_path}/*"
+    expected = (
+        f"input.files: '{tmp_path}' is a directory; expected files, for instance {tmp_path}/*"
+    )
     assert problem_of(info, tmp_path) == expected
 
 
@@ -606,7 +697,9 @@ def test_no_files_at_all_are_refused(info: ModelInfo):
 
 @pytest.mark.parametrize("options", [{}, {"files": "a.jsonl", "dataset": "b"}])
 def test_the_pile_is_files_or_a_data_set(info: ModelInfo, options: dict[str, str]):
-    with pytest.raises(ScanError, match=r"^input: the family pile needs either files .* or dataset .*$"):
+    with pytest.raises(
+        ScanError, match=r"^input: the family pile needs either files .* or dataset .*$"
+    ):
         Sequences(toy_scan(sequences="all", input={"family": "pile", **options}), info).make_index()
 
 
@@ -621,8 +714,16 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, info: ModelInfo):
     ("lengths", "changes", "line"),
     [
         ([5, 4, 3], {}, "0 sequences of 6 tokens of text (document packing), at least 1 wanted"),
-        ([2, 1], {"packing": "concat"}, "0 sequences of 6 tokens of text (concat packing), at least 1 wanted"),
-        ([6, 5, 7], {"sequences": 3}, "2 sequences of 6 tokens of text (document packing), 3 wanted"),
+        (
+            [2, 1],
+            {"packing": "concat"},
+            "0 sequences of 6 tokens of text (concat packing), at least 1 wanted",
+        ),
+        (
+            [6, 5, 7],
+            {"sequences": 3},
+            "2 sequences of 6 tokens of text (document packing), 3 wanted",
+        ),
         (
             [6, 5, 7],
             {"sequences": 4, "packing": "concat"},
@@ -663,7 +764,9 @@ def test_an_empty_file_holds_nothing(tmp_path: Path, info: ModelInfo, name: str)
         lambda path: write_lines(path, [as_json(documents(8))[0].encode(), b"{", b"{", b"{"]),
     ],
 )
-def test_a_file_that_changed_after_it_was_indexed_is_named(tmp_path: Path, info: ModelInfo, change: Any):
+def test_a_file_that_changed_after_it_was_indexed_is_named(
+    tmp_path: Path, info: ModelInfo, change: Any
+):
     path = write_jsonl(tmp_path / "a.jsonl", documents(8, 8, 8, 8))
     sequences = open_corpus(info, path)
     change(path)
@@ -691,7 +794,10 @@ def test_packing_by_concat_needs_a_token_to_join_with(three_files: list[Path], i
     assert len(open_corpus(nameless, three_files, "document")) == 8
     with pytest.raises(ModelError) as caught:
         len(open_corpus(nameless, three_files, "concat"))
-    assert str(caught.value) == "toy names no end-of-text token to join documents with; pack by document"
+    assert (
+        str(caught.value)
+        == "toy names no end-of-text token to join documents with; pack by document"
+    )
 
 
 SINK_TEXTS = PILE_MINI.parent / "published" / "sink_circuit_300_texts.csv"
@@ -706,7 +812,10 @@ def write_csv(path: Path, rows: Iterable[Sequence[str]], encoding: str = "utf-8"
 
 def test_a_csv_file_has_a_text_and_perhaps_a_data_set_in_each_row(tmp_path: Path, info: ModelInfo):
     texts = ['one, "two"', "line\nbreak in it", "short", "ärgerlich", "long" * 50_000]
-    rows = [["kind", "dataset", "text"], *(["k", "abc"[i % 3], text] for i, text in enumerate(texts))]
+    rows = [
+        ["kind", "dataset", "text"],
+        *(["k", "abc"[i % 3], text] for i, text in enumerate(texts)),
+    ]
     rows[-1][1] = ""
     sequences = open_corpus(info, write_csv(tmp_path / "a.csv", rows), family="csv_texts")
     assert all_tokens(sequences) == cut([[(text, None) for text in texts]], "document")
@@ -715,7 +824,9 @@ def test_a_csv_file_has_a_text_and_perhaps_a_data_set_in_each_row(tmp_path: Path
     assert origins["row"] == [0, 1, 3, 4]
 
 
-def test_a_csv_file_of_texts_alone_may_start_with_a_byte_order_mark(tmp_path: Path, info: ModelInfo):
+def test_a_csv_file_of_texts_alone_may_start_with_a_byte_order_mark(
+    tmp_path: Path, info: ModelInfo
+):
     file = write_csv(tmp_path / "a.csv", [["text"], ["abcdefgh"]], "utf-8-sig")
     sequences = open_corpus(info, file, family="csv_texts")
     assert all_tokens(sequences) == [list(b"abcdef")]
@@ -732,12 +843,16 @@ def test_a_csv_file_of_texts_alone_may_start_with_a_byte_order_mark(tmp_path: Pa
         (b"abcdefgh", None),
     ],
 )
-def test_a_bad_row_of_a_csv_file_is_left_out(tmp_path: Path, info: ModelInfo, line: bytes, problem: str | None):
+def test_a_bad_row_of_a_csv_file_is_left_out(
+    tmp_path: Path, info: ModelInfo, line: bytes, problem: str | None
+):
     file = write_lines(tmp_path / "a.csv", [b"text,dataset", *[b"abcdefgh,a"] * 200, line])
     sequences = open_corpus(info, file, family="csv_texts")
     assert len(sequences) == 200 + (line == b"abcdefgh")
     shards = [sequences.shard(i) for i in range(sequences.shards)]
-    assert [bad for shard in shards for bad in shard.bad_rows] == ([f"{file}:200 ({problem})"] if problem else [])
+    assert [bad for shard in shards for bad in shard.bad_rows] == (
+        [f"{file}:200 ({problem})"] if problem else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -748,9 +863,13 @@ def test_a_bad_row_of_a_csv_file_is_left_out(tmp_path: Path, info: ModelInfo, li
         (b'text\n"abcdefgh\n', "FILE, line 2: not CSV (unexpected end of data)"),
     ],
 )
-def test_a_csv_file_that_is_none_is_one_line(tmp_path: Path, info: ModelInfo, content: bytes, message: str):
+def test_a_csv_file_that_is_none_is_one_line(
+    tmp_path: Path, info: ModelInfo, content: bytes, message: str
+):
     (tmp_path / "a.csv").write_bytes(content)
-    assert problem_of(info, tmp_path / "a.csv", family="csv_texts") == message.replace("FILE", str(tmp_path / "a.csv"))
+    assert problem_of(info, tmp_path / "a.csv", family="csv_texts") == message.replace(
+        "FILE", str(tmp_path / "a.csv")
+    )
 
 
 def test_csv_texts_are_csv_files(tmp_path: Path, info: ModelInfo):
@@ -761,12 +880,18 @@ def test_csv_texts_are_csv_files(tmp_path: Path, info: ModelInfo):
 
 @pytest.mark.skipif(not SINK_TEXTS.is_file(), reason=f"needs {SINK_TEXTS}")
 def test_the_published_texts_are_300_sequences_of_40_tokens():
-    info = toy_info(path=str(GPT2_TOKENIZER), n_ctx=1024, d_vocab=50257, bos_token_id=50256, eos_token_id=50256)
+    info = toy_info(
+        path=str(GPT2_TOKENIZER), n_ctx=1024, d_vocab=50257, bos_token_id=50256, eos_token_id=50256
+    )
     sequences = open_corpus(info, SINK_TEXTS, family="csv_texts", n_ctx=40)
     assert len(sequences) == 300
     assert set(sequences.index.n_tokens.tolist() if sequences.index else []) == {40}
     names = all_origins(sequences)["pile_set_name"]
-    assert {name: names.count(name) for name in names} == {"sst2": 100, "gsm8k": 100, "humaneval": 100}
+    assert {name: names.count(name) for name in names} == {
+        "sst2": 100,
+        "gsm8k": 100,
+        "humaneval": 100,
+    }
     first = next(csv.DictReader(SINK_TEXTS.read_text(encoding="utf-8").splitlines()))["text"]
     assert sequences.tokenizer.encode(first) == all_tokens(sequences)[0]
 
@@ -777,10 +902,14 @@ def test_shuffled_text_has_the_tokens_of_the_text_in_another_order(
 ):
     plain = open_corpus(info, three_files, packing, n_ctx=20)
     shuffled = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text")
-    assert [sorted(ids) for ids in all_tokens(shuffled)] == [sorted(ids) for ids in all_tokens(plain)]
+    assert [sorted(ids) for ids in all_tokens(shuffled)] == [
+        sorted(ids) for ids in all_tokens(plain)
+    ]
     assert all(a != b for a, b in zip(all_tokens(shuffled), all_tokens(plain), strict=True))
     assert all_origins(shuffled) == all_origins(plain)
-    parts = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text", sequences_per_shard=2)
+    parts = open_corpus(
+        info, three_files, packing, n_ctx=20, family="shuffled_text", sequences_per_shard=2
+    )
     assert all_tokens(parts) == all_tokens(shuffled)
     other = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text", seed=1)
     assert all_tokens(other) != all_tokens(shuffled)
@@ -788,8 +917,15 @@ def test_shuffled_text_has_the_tokens_of_the_text_in_another_order(
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("bos", [True, False])
-def test_repeated_text_is_a_chunk_over_and_over(three_files: list[Path], info: ModelInfo, packing: str, bos: bool):
-    options = {"family": "repeated_text", "files": [str(f) for f in three_files], "packing": packing, "chunk": 6}
+def test_repeated_text_is_a_chunk_over_and_over(
+    three_files: list[Path], info: ModelInfo, packing: str, bos: bool
+):
+    options = {
+        "family": "repeated_text",
+        "files": [str(f) for f in three_files],
+        "packing": packing,
+        "chunk": 6,
+    }
     sequences = open_corpus(info, three_files, n_ctx=15 + bos, bos=bos, input=options)
     expected = [[*[BYTE_BOS] * bos, *ids, *ids, *ids[:3]] for ids in cut(THREE_FILES, packing, 6)]
     assert all_tokens(sequences) == expected
@@ -802,6 +938,8 @@ def test_repeated_text_is_a_chunk_over_and_over(three_files: list[Path], info: M
         (7, "input.chunk: expected 1 to 6, the tokens in a sequence, got 7"),
     ],
 )
-def test_a_chunk_that_does_not_fit_is_refused(three_files: list[Path], info: ModelInfo, chunk: int, message: str):
+def test_a_chunk_that_does_not_fit_is_refused(
+    three_files: list[Path], info: ModelInfo, chunk: int, message: str
+):
     options = {"family": "repeated_text", "files": str(three_files[0]), "chunk": chunk}
     assert problem_of(info, three_files, input=options) == message

@@ -9,19 +9,19 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.compact import compact
+from jobs.compaction import compact
 from jobs.cost import measure_cost
-from jobs.finish import missing_shards
 from jobs.plan import Plan, make_plan, prepare_run
-from queries.connect import connect
-from queries.output import run_query
+from jobs.run_loop import missing_shards
+from queries.answers import run_query
+from queries.connection import connect
 from schemas.errors import MeasureError, ScanError
 from schemas.profiles import PROFILES
 from schemas.scan import parse_scan
 from schemas.tables import curves_schema
 from tests import toy_models as toy
 from tests.toy_runs import local
-from workers.profiles import check_curves
+from workers.profile_means import check_curves
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -41,7 +41,13 @@ def tokens() -> np.ndarray:
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 def test_the_mean_of_a_curve_is_its_profile(model: Path, tokens: np.ndarray, engine: str) -> None:
-    asked = {"statistics": ["sink_alpha"], "engine": engine, "curves": CURVES, "profiles": CURVES, "batch_size": 2}
+    asked = {
+        "statistics": ["sink_alpha"],
+        "engine": engine,
+        "curves": CURVES,
+        "profiles": CURVES,
+        "batch_size": 2,
+    }
     found = toy.measure(model, tokens, **asked)
     assert set(found.curves) == set(CURVES)
     for name, aggregate in found.profiles.items():
@@ -51,8 +57,12 @@ def test_the_mean_of_a_curve_is_its_profile(model: Path, tokens: np.ndarray, eng
         np.testing.assert_allclose(mean, np.broadcast_to(shared, mean.shape), rtol=1e-5, atol=1e-6)
 
 
-def test_a_curve_of_one_sequence_has_that_sequence_s_numbers(model: Path, tokens: np.ndarray) -> None:
-    found = toy.measure(model, tokens, statistics=["sink_alpha"], curves=["sink_attention_by_query"])
+def test_a_curve_of_one_sequence_has_that_sequence_s_numbers(
+    model: Path, tokens: np.ndarray
+) -> None:
+    found = toy.measure(
+        model, tokens, statistics=["sink_alpha"], curves=["sink_attention_by_query"]
+    )
     curve = found.curves["sink_attention_by_query"]
     np.testing.assert_allclose(curve[..., 0], 1, atol=1e-6)
     np.testing.assert_allclose(curve.mean(-1), found.heads["sink_alpha"], atol=1e-6)
@@ -81,7 +91,9 @@ def ask(plan: Plan, question: str) -> list[tuple[Any, ...]]:
 
 
 def test_a_file_has_the_rows_of_heads_and_says_what_its_lists_are(plan: Plan) -> None:
-    curves, heads = (pq.ParquetFile(plan.run.data_file(t, "none", 1)).read() for t in ("curves", "heads"))
+    curves, heads = (
+        pq.ParquetFile(plan.run.data_file(t, "none", 1)).read() for t in ("curves", "heads")
+    )
     assert curves.schema.equals(curves_schema(PROFILES[name] for name in CURVES))
     keys = ["input_family", "shard", "sequence", "layer", "head"]
     assert curves.select(keys).equals(heads.select(keys))
@@ -130,10 +142,14 @@ def test_what_a_model_has_not_is_null(tmp_path: Path) -> None:
 def test_a_number_that_is_none_is_an_error_that_says_where() -> None:
     values = np.zeros((2, 3, 4, T), np.float32)
     values[1, 2, 3, 5] = np.inf
-    with pytest.raises(MeasureError, match="layer 2, head 3: value_norm_by_key is inf at key 5 for sequence 11 "):
+    with pytest.raises(
+        MeasureError, match="layer 2, head 3: value_norm_by_key is inf at key 5 for sequence 11 "
+    ):
         check_curves({"value_norm_by_key": values}, first=10)
 
 
 def test_pairs_are_too_many_to_keep() -> None:
-    with pytest.raises(ScanError, match="curves: score_by_pair has a number for every pair of a query and a key"):
+    with pytest.raises(
+        ScanError, match="curves: score_by_pair has a number for every pair of a query and a key"
+    ):
         toy.toy_scan(curves=["score_by_pair"])

@@ -1,4 +1,6 @@
-"""Which shard is given out again, which is to blame, and who is not waited for: replicas that misbehave, on real Ray."""
+"""Which shard is given out again, which is to blame, and who is not waited for: replicas that
+misbehave, on real Ray.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ import pytest
 import ray
 from rich.console import Console
 
-from jobs.cluster import Resources
-from jobs.execute import ATTEMPTS
-from jobs.finish import HOPELESS, finish
+from jobs.dispatch import ATTEMPTS
 from jobs.plan import Plan, make_plan, prepare_run
+from jobs.ray_cluster import Resources
+from jobs.run_loop import HOPELESS, run_to_end
 from schemas.errors import RunError
-from schemas.runs import find_runs
+from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests.toy_replica import ToyReplica
 from tests.toy_runs import local
-from workers.models import ModelInfo
+from workers.model.model_info import ModelInfo
 
 QUIET = Console(quiet=True)
 ROOT = Path(__file__).parent.parent
@@ -74,7 +76,9 @@ class Forgetful(ToyReplica):
 class Stillborn(ToyReplica):
     """Cannot be loaded."""
 
-    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
+    ) -> None:
         raise RunError("this machine has no such model")
 
 
@@ -99,56 +103,63 @@ def done(plan: Plan) -> list[int]:
     return plan.run.ledger([])["shard"].to_pylist()
 
 
-def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(plan: Plan, tmp_path: Path) -> None:
+def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
+    plan: Plan, tmp_path: Path
+) -> None:
     tokens = [int(plan.sequences.shard(s).tokens[0, 1]) for s in range(60)]
     killer = next(s for s in range(17, 60) if tokens.count(tokens[s]) == 1)
     (tmp_path / "poison").write_text(str(tokens[killer]))
-    (failure,) = finish(plan, Resources(2, 1, "cpu"), QUIET, replica=Killer)
+    (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), QUIET, replica=Killer)
     assert failure.shard == killer
     assert "its replica died" in failure.error
     assert done(plan) == [s for s in range(60) if s != killer]
     assert plan.run.failure(killer) == (ATTEMPTS, failure.error)
     (tmp_path / "poison").write_text("-1")
-    assert finish(plan, Resources(1, 1, "cpu"), QUIET, replica=Killer) == []
+    assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=Killer) == []
     assert done(plan) == list(range(60))
     assert {c.attempt for c in plan.run.commits() if c.shard == killer} == {ATTEMPTS + 1}
 
 
 def test_a_slow_replica_does_not_hold_the_end_hostage(plan: Plan) -> None:
     began = time.monotonic()
-    assert finish(plan, Resources(2, 1, "cpu"), QUIET, replica=Sleeper) == []
+    assert run_to_end(plan, Resources(2, 1, "cpu"), QUIET, replica=Sleeper) == []
     assert time.monotonic() - began < 40
     assert done(plan) == list(range(60))
 
 
 def test_what_fails_once_is_tried_again(plan: Plan) -> None:
-    assert finish(plan, Resources(1, 1, "cpu"), QUIET, replica=Forgetful) == []
+    assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=Forgetful) == []
     assert done(plan) == list(range(60))
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_when_nothing_succeeds_the_rest_is_not_tried(plan: Plan, replicas: int) -> None:
     with pytest.raises(
-        RunError, match=rf"{HOPELESS} shards failed and none succeeded, the last with: MemoryError: not here"
+        RunError,
+        match=rf"{HOPELESS} shards failed and none succeeded, the last with: MemoryError: not here",
     ):
-        finish(plan, Resources(replicas, 1, "cpu"), QUIET, replica=Hopeless)
+        run_to_end(plan, Resources(replicas, 1, "cpu"), QUIET, replica=Hopeless)
     assert done(plan) == []
 
 
-def test_without_ray_every_shard_is_tried_once_and_the_next_command_goes_on(plan: Plan, tmp_path: Path) -> None:
+def test_without_ray_every_shard_is_tried_once_and_the_next_command_goes_on(
+    plan: Plan, tmp_path: Path
+) -> None:
     (tmp_path / "seen-0").touch()
     tokens = [int(plan.sequences.shard(s).tokens[0, 1]) for s in range(60)]
     for token in set(tokens[5:]):
         (tmp_path / f"seen-{token}").touch()
     first = sorted({tokens.index(t) for t in tokens[:5] if t not in tokens[5:]})
     assert first
-    failures = finish(plan, Resources(0, 1, "cpu"), QUIET, replica=Forgetful)
+    failures = run_to_end(plan, Resources(0, 1, "cpu"), QUIET, replica=Forgetful)
     assert [f.shard for f in failures] == first == plan.run.failed_shards()
     assert {f.error.partition(" (")[0] for f in failures} == {"OSError: the first time"}
     assert done(plan) == [shard for shard in range(60) if shard not in first]
-    assert finish(plan, Resources(0, 1, "cpu"), QUIET, replica=Forgetful) == []
+    assert run_to_end(plan, Resources(0, 1, "cpu"), QUIET, replica=Forgetful) == []
     assert done(plan) == list(range(60))
-    assert plan.run.ledger(["attempt"])["attempt"].to_pylist() == [1 + (shard in first) for shard in range(60)]
+    assert plan.run.ledger(["attempt"])["attempt"].to_pylist() == [
+        1 + (shard in first) for shard in range(60)
+    ]
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(0, None), (3, 3)])
@@ -158,22 +169,26 @@ def test_a_replica_in_this_process_computes_on_as_many_cores_as_it_is_given(
     given: list[int | None] = []
 
     class Noting(ToyReplica):
-        def __init__(self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None) -> None:
+        def __init__(
+            self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
+        ) -> None:
             given.append(threads)
             super().__init__(info, scan, device, threads)
 
-    assert finish(plan, Resources(0, cores, "cpu"), QUIET, replica=Noting) == []
+    assert run_to_end(plan, Resources(0, cores, "cpu"), QUIET, replica=Noting) == []
     assert given == [threads]
 
 
 def test_a_replica_in_this_process_is_on_no_cluster() -> None:
-    with pytest.raises(RunError, match=r"--replicas 0 measures in this process, --address here:6379 on a cluster"):
+    with pytest.raises(
+        RunError, match=r"--replicas 0 measures in this process, --address here:6379 on a cluster"
+    ):
         Resources(0, address="here:6379")
 
 
 def test_a_replica_that_cannot_be_made_is_one_clear_line(plan: Plan) -> None:
     with pytest.raises(RunError, match=r"^no replica can be made: this machine has no such model$"):
-        finish(plan, Resources(1, 1, "cpu"), QUIET, replica=Stillborn)
+        run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=Stillborn)
 
 
 @pytest.fixture
@@ -184,7 +199,9 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
     def resize(size: str) -> Path:
         options = f"size={size}" + (",remount" if os.path.ismount(disk) else "")
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], capture_output=True, check=False)
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], capture_output=True, check=False
+        )
         if made.returncode:
             pytest.skip("mounting a small file system needs root")
         return disk
@@ -200,7 +217,7 @@ def test_a_full_disk_stops_the_run_whole_and_more_room_completes_it(
     scan = plan.scan.model_copy(update={"out": str(disk)})
     here = make_plan(scan, "idle")
     prepare_run(here, "")
-    failures = finish(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica)
+    failures = run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica)
     assert failures
     assert all("No space left on device" in f.error for f in failures)
     before = done(here)
@@ -208,7 +225,7 @@ def test_a_full_disk_stops_the_run_whole_and_more_room_completes_it(
     assert not list(local(here.run.path).rglob("*.tmp"))
     assert here.run.damaged_files([here.run.ledger()]) == {}
     small_disk("16m")
-    assert finish(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
+    assert run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
     assert done(here) == list(range(60))
 
 
@@ -228,9 +245,12 @@ def strike():
         if process.name() == "gcs_server":
             process.kill()
 threading.Thread(target=strike, daemon=True).start()
-finish(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
+run_to_end(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
 """
-    environment = os.environ | {"RAY_gcs_rpc_server_reconnect_timeout_s": "3", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "3",
+        "PYTHONPATH": str(ROOT),
+    }
     died = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,
@@ -247,5 +267,5 @@ finish(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
     assert 5 <= len(run.ledger([])) < 60
     fields = run.manifest().identity["scan"] | {"out": str(tmp_path)}
     plan = make_plan(parse_scan(fields), "idle")
-    assert finish(plan, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
+    assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
     assert done(plan) == list(range(60))

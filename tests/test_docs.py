@@ -13,17 +13,17 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs import page as jobs_page
-from schemas import page as schemas_page
+from reproduce import systems_page
+from schemas import formula_pages
 from schemas.scan import Scan
-from workers import page as workers_page
+from workers import edit_and_input_pages
 
 ROOT = Path(__file__).parent.parent
 
 FOLLOWED = """
 from pathlib import Path
-from queries.connect import connect
-from schemas.runs import RunDirectory
+from queries.connection import connect
+from schemas.run_directory import RunDirectory
 from schemas.scan import parse_scan
 from jobs.plan import make_plan, prepare_run
 from workers.replica import Replica
@@ -45,14 +45,24 @@ assert connect(Path("runs")).execute("SELECT count(*) FROM restless_sinks").fetc
 """
 
 
-def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_and_a_system(tmp_path: Path) -> None:
-    for package in ("schemas", "workers", "jobs", "queries", "models"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_and_a_system(
+    tmp_path: Path,
+) -> None:
+    for package in ("schemas", "workers", "jobs", "queries", "reproduce", "models"):
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for file in ("conftest.py", "headcount.py"):
         shutil.copy(ROOT / file, tmp_path)
     text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
     steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", text, flags=re.DOTALL)
-    assert [path.split("/")[0] for path, _ in steps] == ["schemas", "workers", "workers", "queries", "copying.toml"]
+    assert [path.split("/")[0] for path, _ in steps] == [
+        "schemas",
+        "workers",
+        "workers",
+        "queries",
+        "copying.toml",
+    ]
     for path, addition in steps:
         with (tmp_path / path).open("a", encoding="utf-8") as added:
             added.write(f"\n\n{addition}" if path.endswith(".py") else addition)
@@ -63,23 +73,32 @@ def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_a
         doctest,
         ["-m", "headcount", "reproduce", "copying.toml", "--json", "copying.json"],
     ):
-        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = [(found["system"], found["verdict"]) for found in json.loads((tmp_path / "copying.json").read_text())]
+    verdicts = [
+        (found["system"], found["verdict"])
+        for found in json.loads((tmp_path / "copying.json").read_text())
+    ]
     assert verdicts == [("copying", "not comparable")] * 2 + [("copying", "pass")]
 
 
-@pytest.mark.parametrize("name", [*schemas_page.PAGES, *workers_page.PAGES, *jobs_page.PAGES])
+@pytest.mark.parametrize(
+    "name", [*formula_pages.PAGES, *edit_and_input_pages.PAGES, *systems_page.PAGES]
+)
 def test_pages_are_what_the_registries_say(name: str) -> None:
-    made = workers_page.PAGES | jobs_page.PAGES
-    expected = made[name]() if name in made else schemas_page.page(name)
+    made = edit_and_input_pages.PAGES | systems_page.PAGES
+    expected = made[name]() if name in made else formula_pages.page(name)
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == expected, "run: make docs"
 
 
 def test_the_readme_names_every_command_and_every_field_of_a_scan() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(
-        r"^  (\w+) ", CliRunner().invoke(app, ["--help"]).output.split("Commands:")[1], flags=re.MULTILINE
+        r"^  (\w+) ",
+        CliRunner().invoke(app, ["--help"]).output.split("Commands:")[1],
+        flags=re.MULTILINE,
     )
     assert len(commands) >= 5
     assert [c for c in commands if f"headcount {c}" not in readme] == []
@@ -91,6 +110,8 @@ def test_every_field_of_a_scan_says_what_it_means() -> None:
 
 
 def test_the_changelog_names_the_version() -> None:
-    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    version = re.search(
+        r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE
+    )
     assert version is not None
     assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,6 +1,8 @@
-"""Every fault, in a few runs on disks and in stores: in the end each row is there once, as in an undisturbed run.
+"""Every fault, in a few runs on disks and in stores: in the end each row is there once, as in an
+undisturbed run.
 
-Replicas compute nothing here, so that they are there at once; `make chaos` draws faults at random, of replicas with a model.
+Replicas compute nothing here, so that they are there at once; `make chaos` draws faults at random,
+of replicas with a model.
 """
 
 from __future__ import annotations
@@ -63,4 +65,6 @@ def test_a_run_comes_to_its_end(chaos: tuple[World, pa.Table], name: str) -> Non
 
 
 def test_every_fault_is_tried() -> None:
-    assert {kind for schedule in SCHEDULES.values() for life in schedule.lives for _, kind in life} == set(FAULT)
+    assert {
+        kind for schedule in SCHEDULES.values() for life in schedule.lives for _, kind in life
+    } == set(FAULT)

@@ -1,4 +1,6 @@
-"""Inactive heads, attention of the last queries to the first keys, and masked keys, against direct computation."""
+"""Inactive heads, attention of the last queries to the first keys, and masked keys, against direct
+computation.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from jobs.plan import make_plan
-from jobs.reproduce import measure
-from queries.connect import connect
+from queries.connection import connect
+from reproduce.system_runs import measure
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.toy_runs import Entry, write_run
-from workers.models import describe, find_model
-from workers.sequences import Sequences
+from workers.inputs.sequences import Sequences
+from workers.model.model_info import describe, find_model
 
 COLUMNS = [
     "sink_alpha", "entropy", "head_output_norm", "head_output_norm_last", "sink_value_norm", "value_norm", "head_result_norm",
@@ -34,8 +36,17 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scanned(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBPyConnection:
-    fields = {"model": str(model), "out": str(out), "n_ctx": 21, "sequences": 7, "sequences_per_shard": 4, "seed": 3}
-    scan = parse_scan(fields | {"input": {"family": "uniform_random"}, "statistics": COLUMNS} | changes)
+    fields = {
+        "model": str(model),
+        "out": str(out),
+        "n_ctx": 21,
+        "sequences": 7,
+        "sequences_per_shard": 4,
+        "seed": 3,
+    }
+    scan = parse_scan(
+        fields | {"input": {"family": "uniform_random"}, "statistics": COLUMNS} | changes
+    )
     measure(make_plan(scan, "field"), "cpu", lambda _: None)
     return connect(str(out))
 
@@ -45,7 +56,9 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
 
 
 def eager(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Patterns `[layer sequence head query key]`, values `[layer sequence head key d_head]`, W_O `[layer head d_head d_model]`."""
+    """Patterns `[layer sequence head query key]`, values `[layer sequence head key d_head]`, W_O
+    `[layer head d_head d_model]`.
+    """
     model: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").double().eval()
     projected: list[torch.Tensor] = []
     for block in model.transformer.h:
@@ -74,7 +87,9 @@ def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray
         "AVVN": norms(v, axis=-1).mean(-1),
         "FullHeadOutput": norms(z @ W_O[:, None], axis=-1).mean(-1),
     }
-    normalised = {f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()}
+    normalised = {
+        f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
+    }
     last, average = norms(z[..., -1, :], axis=-1), plain["AHON"]
     drawn = np.empty(last.shape)
     for layer, sequence, head in np.ndindex(*last.shape):
@@ -86,16 +101,26 @@ def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray
 
 
 @pytest.fixture(scope="module")
-def inactive(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, np.ndarray]]:
+def inactive(
+    gpt2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, dict[str, np.ndarray]]:
     """A run of the toy model, and the scores of its sequences."""
     connection = scanned(tmp_path_factory.mktemp("inactive"), gpt2, bos=False)
-    tokens = np.array([row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")], np.int32)
+    tokens = np.array(
+        [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
+        np.int32,
+    )
     return connection, scores_by_definition(gpt2, tokens)
 
 
-def test_inactive_scores_equal_their_definitions(inactive: tuple[Any, dict[str, np.ndarray]]) -> None:
+def test_inactive_scores_equal_their_definitions(
+    inactive: tuple[Any, dict[str, np.ndarray]],
+) -> None:
     connection, expected = inactive
-    rows = ask(connection, "SELECT score, inactive, value FROM inactive_scores ORDER BY score, layer, sequence, head")
+    rows = ask(
+        connection,
+        "SELECT score, inactive, value FROM inactive_scores ORDER BY score, layer, sequence, head",
+    )
     found: dict[str, list[float]] = {}
     for score, inactive_end, value in rows:
         assert inactive_end == ("above" if score in ("AWFT", "AWFT (LN)") else "below")
@@ -103,17 +128,25 @@ def test_inactive_scores_equal_their_definitions(inactive: tuple[Any, dict[str, 
     assert sorted(found) == sorted(expected)
     assert len(found) == 16
     for score, values in expected.items():
-        np.testing.assert_allclose(found[score], values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score)
+        np.testing.assert_allclose(
+            found[score], values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score
+        )
 
 
-def test_flags_shares_and_overlaps_follow_from_the_scores(inactive: tuple[Any, dict[str, np.ndarray]]) -> None:
+def test_flags_shares_and_overlaps_follow_from_the_scores(
+    inactive: tuple[Any, dict[str, np.ndarray]],
+) -> None:
     connection, _ = inactive
     scores: dict[str, list[float]] = {}
-    for score, value in ask(connection, "SELECT score, value FROM inactive_scores ORDER BY layer, sequence, head"):
+    for score, value in ask(
+        connection, "SELECT score, value FROM inactive_scores ORDER BY layer, sequence, head"
+    ):
         scores.setdefault(score, []).append(value)
     columns = "score, quantile, inactive_share, threshold, sequences"
     shares: dict[tuple[str, float], list[tuple[float, ...]]] = {}
-    for score, quantile, *row in ask(connection, f"SELECT {columns} FROM inactive_heads ORDER BY layer, head"):
+    for score, quantile, *row in ask(
+        connection, f"SELECT {columns} FROM inactive_heads ORDER BY layer, head"
+    ):
         shares.setdefault((score, quantile), []).append(tuple(row))
     flags: dict[tuple[str, float], np.ndarray] = {}
     for score, values in scores.items():
@@ -127,7 +160,10 @@ def test_flags_shares_and_overlaps_follow_from_the_scores(inactive: tuple[Any, d
     assert shares.keys() == flags.keys()
     assert not any(flags[score, 0].any() for score in scores)
     assert {flags[score, 0.25].sum() for score in scores} == {21}
-    overlaps = ask(connection, "SELECT score, other_score, quantile, n, other_n, n_both, iou FROM inactive_overlap")
+    overlaps = ask(
+        connection,
+        "SELECT score, other_score, quantile, n, other_n, n_both, iou FROM inactive_overlap",
+    )
     assert len(overlaps) == 16 * 16 * 6
     for score, other, quantile, *counts, iou in overlaps:
         a, b = flags[score, quantile], flags[other, quantile]
@@ -138,24 +174,42 @@ def test_flags_shares_and_overlaps_follow_from_the_scores(inactive: tuple[Any, d
 def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
     # Heads 0, 1, 2 give 0.1, 0.2 and 0.3, in both layers and all sequences.
     write_run(tmp_path, "a-1", {"sink_alpha": lambda row: (row.head + 1) / 10})
-    write_run(tmp_path, "b-1", {"value_norm": lambda row: 0.0, "entropy": lambda row: row.sequence + 1.0})
+    write_run(
+        tmp_path, "b-1", {"value_norm": lambda row: 0.0, "entropy": lambda row: row.sequence + 1.0}
+    )
     connection = connect(str(tmp_path))
-    scores = dict(ask(connection, "SELECT run_id, list(DISTINCT score ORDER BY score) FROM inactive_scores GROUP BY 1"))
+    scores = dict(
+        ask(
+            connection,
+            "SELECT run_id, list(DISTINCT score ORDER BY score) FROM inactive_scores GROUP BY 1",
+        )
+    )
     # A layer without any length has no mean to be compared with.
-    assert scores == {"a-1": ["AWFT", "AWFT (LN)", "Random"], "b-1": ["AEQD", "AEQD (LN)", "AVVN", "Random"]}
+    assert scores == {
+        "a-1": ["AWFT", "AWFT (LN)", "Random"],
+        "b-1": ["AEQD", "AEQD (LN)", "AVVN", "Random"],
+    }
     question = "SELECT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' GROUP BY ALL ORDER BY ALL"
     np.testing.assert_allclose(ask(connection, question), [(0, 0.5), (1, 1), (2, 1.5)], atol=1e-6)
     question = "SELECT head, inactive_share FROM inactive_heads WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1"
     # A third of the numbers are 0.3, so the threshold is that, and nothing is above it.
     assert ask(connection, f"{question} ORDER BY ALL") == [(0, 0), (1, 0), (2, 0)]
-    question = "SELECT threshold FROM inactive_heads WHERE score = 'AEQD' AND quantile = 0.25 GROUP BY ALL"
+    question = (
+        "SELECT threshold FROM inactive_heads WHERE score = 'AEQD' AND quantile = 0.25 GROUP BY ALL"
+    )
     assert ask(connection, question) == [(1.75,)]
 
 
 def test_where_nothing_was_measured_there_are_no_inactive_heads(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", {"sink_alpha": lambda row: 0.5}, commit=[])
     connection = connect(str(tmp_path))
-    for view in ("inactive_scores", "inactive_flags", "inactive_heads", "inactive_overlap", "first_keys"):
+    for view in (
+        "inactive_scores",
+        "inactive_flags",
+        "inactive_heads",
+        "inactive_overlap",
+        "first_keys",
+    ):
         assert ask(connection, f"FROM {view}") == []
 
 
@@ -167,7 +221,9 @@ def test_where_nothing_was_measured_there_are_no_inactive_heads(tmp_path: Path) 
 def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) -> None:
     path = find_model("bundled:gpt2-mini")
     tokens = toy.repeating_tokens(n_ctx, batch=2)
-    measured = toy.measure(path, tokens, engine=engine, statistics=["sink_alpha"], profiles=["tail_attention_by_key"])
+    measured = toy.measure(
+        path, tokens, engine=engine, statistics=["sink_alpha"], profiles=["tail_attention_by_key"]
+    )
     expected = eager(path, tokens)[0][..., -64:, :].mean((1, -2))
     np.testing.assert_allclose(measured.profiles["tail_attention_by_key"].mean, expected, atol=1e-6)
 
@@ -175,9 +231,17 @@ def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) 
 def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
     path, n_ctx = find_model("bundled:gpt2-mini"), 100
     connection = scanned(
-        tmp_path, path, n_ctx=n_ctx, sequences=3, sequences_per_shard=1, profiles=["tail_attention_by_key"]
+        tmp_path,
+        path,
+        n_ctx=n_ctx,
+        sequences=3,
+        sequences_per_shard=1,
+        profiles=["tail_attention_by_key"],
     )
-    tokens = np.array([row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")], np.int32)
+    tokens = np.array(
+        [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
+        np.int32,
+    )
     tails = eager(path, tokens)[0][..., -64:, :].mean(-2).swapaxes(0, 1)
     uniform = np.tril(np.ones((n_ctx, n_ctx)) / np.arange(1, n_ctx + 1)[:, None])[-64:].mean(0)
     expected = {f"first_{k}": tails[..., :k].sum(-1) for k in (1, 4, 8)}
@@ -185,7 +249,9 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
     expected |= {"peak_key": tails.argmax(-1), "peak_mass": tails.max(-1)}
     expected["tail_entropy"] = -(tails * np.log(tails + 1e-300)).sum(-1) / math.log(n_ctx)
     for name, values in expected.items():
-        found = np.array(ask(connection, f"SELECT {name} FROM first_keys ORDER BY shard, layer, head"))[:, 0]
+        found = np.array(
+            ask(connection, f"SELECT {name} FROM first_keys ORDER BY shard, layer, head")
+        )[:, 0]
         np.testing.assert_allclose(found, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=name)
 
 
@@ -205,23 +271,46 @@ def test_classes_of_heads(tmp_path: Path) -> None:
         # Key 8 is not beyond 0.8 T.
         ({3: 0.125, 8: 0.875}, "mixed"),
     ]
-    entries = [entry for head, (masses, _) in enumerate(heads) for entry in tail(head, masses, n_ctx)]
-    write_run(tmp_path, "a-1", {"sink_alpha": lambda row: 0.5}, n_ctx=n_ctx, heads=5, profiles=lambda shard: entries)
+    entries = [
+        entry for head, (masses, _) in enumerate(heads) for entry in tail(head, masses, n_ctx)
+    ]
+    write_run(
+        tmp_path,
+        "a-1",
+        {"sink_alpha": lambda row: 0.5},
+        n_ctx=n_ctx,
+        heads=5,
+        profiles=lambda shard: entries,
+    )
     found = ask(
-        connect(str(tmp_path)), "SELECT head_class, peak_key, peak_mass FROM first_keys WHERE shard = 1 ORDER BY head"
+        connect(str(tmp_path)),
+        "SELECT head_class, peak_key, peak_mass FROM first_keys WHERE shard = 1 ORDER BY head",
     )
     assert [row[0] for row in found] == [head_class for _, head_class in heads]
     assert [row[1:] for row in found] == [(3, 0.625), (9, 0.5), (4, 0.1875), (9, 0.875), (8, 0.875)]
     harmonic = sum(1 / (q + 1) for q in range(n_ctx)) / n_ctx
-    boosts = ask(connect(str(tmp_path)), "SELECT boost_1, first_8 FROM first_keys WHERE shard = 0 AND head = 1")
+    boosts = ask(
+        connect(str(tmp_path)),
+        "SELECT boost_1, first_8 FROM first_keys WHERE shard = 0 AND head = 1",
+    )
     assert boosts == [(pytest.approx(0.25 / harmonic), 0.5)]
 
 
 def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
     """The columns uniform_first_1, 4 and 8 of attention-sink-profiler, which a boost divides by."""
     entries = tail(0, {0: 1.0}, 64)
-    write_run(tmp_path, "a-1", {"sink_alpha": lambda row: 0.5}, n_ctx=64, heads=1, profiles=lambda shard: entries)
-    found = ask(connect(str(tmp_path)), "SELECT 1 / boost_1, 1 / boost_4, 1 / boost_8 FROM first_keys WHERE shard = 0")
+    write_run(
+        tmp_path,
+        "a-1",
+        {"sink_alpha": lambda row: 0.5},
+        n_ctx=64,
+        heads=1,
+        profiles=lambda shard: entries,
+    )
+    found = ask(
+        connect(str(tmp_path)),
+        "SELECT 1 / boost_1, 1 / boost_4, 1 / boost_8 FROM first_keys WHERE shard = 0",
+    )
     np.testing.assert_allclose(found[0], (0.0741232954, 0.2287848482, 0.3782542201), rtol=1e-7)
 
 
@@ -232,7 +321,9 @@ def test_a_chunk_may_be_repeated_with_its_bos(tmp_path: Path, bos: bool) -> None
     options = {"family": "repeated_text", "files": str(tmp_path / "a.txt"), "chunk": 3}
     tokens: list[list[int]] = []
     for repeat_bos in (True, False):
-        scan = toy.toy_scan(n_ctx=9, bos=bos, sequences=1, input=options | {"repeat_bos": repeat_bos})
+        scan = toy.toy_scan(
+            n_ctx=9, bos=bos, sequences=1, input=options | {"repeat_bos": repeat_bos}
+        )
         sequences = Sequences(scan, info)
         sequences.make_index()
         tokens.append(sequences.shard(0).tokens[0].tolist())
@@ -250,7 +341,11 @@ def test_a_chunk_may_be_repeated_with_its_bos(tmp_path: Path, bos: bool) -> None
 def hidden_keys(path: Path, name: str, n_ctx: int = 17) -> list[int]:
     """The keys that nobody attends to."""
     replica = toy.replica(path, profiles=["attention_received_by_key"])
-    received = replica.measure(toy.repeating_tokens(n_ctx), name).profiles["attention_received_by_key"].mean
+    received = (
+        replica.measure(toy.repeating_tokens(n_ctx), name)
+        .profiles["attention_received_by_key"]
+        .mean
+    )
     np.testing.assert_allclose(received @ (n_ctx - np.arange(n_ctx)), n_ctx, rtol=1e-5)
     nothing = (received == 0).all((0, 1))
     assert ((received > 0).all((0, 1)) | nothing).all()

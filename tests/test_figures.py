@@ -1,4 +1,6 @@
-"""The page of a system: its table word for word, data that is never markup, figures that fail, and a real browser."""
+"""The page of a system: its table word for word, data that is never markup, figures that fail, and
+a real browser.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,11 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from typer.testing import CliRunner
 
-import queries.cli
 from headcount import app
-from jobs.reproduce_cli import _judge
-from jobs.systems import systems
-from jobs.verdicts import warning
-from queries.figures import write_page
+from reproduce.reproduce_commands import _judge
+from reproduce.system import systems
+from reproduce.system_figures import write_page
+from reproduce.verdicts import warning
 from schemas.errors import QueryError
 from tests import toy_models as toy
 from tests.browser import chromium
@@ -30,15 +31,25 @@ HEADING = {"title": "toy: A toy", "source": "Someone 2020", "model": "m"}
 FEW = ("--set", "sequences=40", "--set", "sequences_per_shard=40")
 
 
-def finding(name: str, published: Any, measured: float | None, tolerance: float | None, verdict: str) -> dict[str, Any]:
-    return {"name": name, "published": published, "measured": measured, "tolerance": tolerance, "verdict": verdict}
+def finding(
+    name: str, published: Any, measured: float | None, tolerance: float | None, verdict: str
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "published": published,
+        "measured": measured,
+        "tolerance": tolerance,
+        "verdict": verdict,
+    }
 
 
 def figure(title: str, kind: str = "line") -> dict[str, str]:
     return {"title": title, "sql": title, "kind": kind, "x": "key", "y": "attention"}
 
 
-def written(folder: Path, banner: str = "", answers: dict[str, Any] | None = None, **more: Any) -> str:
+def written(
+    folder: Path, banner: str = "", answers: dict[str, Any] | None = None, **more: Any
+) -> str:
     """A page whose figures are called as what they ask; an answer that is an error is raised."""
     answers = answers or {}
 
@@ -58,7 +69,9 @@ def markup(page: str) -> str:
 
 
 def drawn(page: str) -> list[dict[str, Any]]:
-    found = re.search(r'<script id="figures" type="application/json">(.*?)</script>', page, flags=re.DOTALL)
+    found = re.search(
+        r'<script id="figures" type="application/json">(.*?)</script>', page, flags=re.DOTALL
+    )
     assert found
     return json.loads(found[1])
 
@@ -96,9 +109,10 @@ def test_the_banner(tmp_path: Path) -> None:
 def test_what_the_banner_says(monkeypatch: pytest.MonkeyPatch) -> None:
     system = systems()["previous_token"]
     sizes = dict(system.published_sizes)
-    monkeypatch.setattr("jobs.verdicts.find_model", lambda model: Path(model))
+    monkeypatch.setattr("reproduce.verdicts.find_model", lambda model: Path(model))
     monkeypatch.setattr(
-        "jobs.verdicts.describe", lambda path: toy.toy_info(**sizes if str(path) == "same" else {"n_layers": 99})
+        "reproduce.verdicts.describe",
+        lambda path: toy.toy_info(**sizes if str(path) == "same" else {"n_layers": 99}),
     )
     assert warning(system, system.published_model) == ""
     other = "its numbers are not comparable with the published ones"
@@ -143,7 +157,12 @@ def test_figures_that_cannot_be_drawn_say_why(tmp_path: Path) -> None:
 
 def test_rows_become_series_and_cells(tmp_path: Path) -> None:
     answers = {
-        "lines": [("b", 2, Decimal("0.25")), ("a", 1, 1), ("b", Decimal("3.5"), float("inf")), (None, 0, 2.0)],
+        "lines": [
+            ("b", 2, Decimal("0.25")),
+            ("a", 1, 1),
+            ("b", Decimal("3.5"), float("inf")),
+            (None, 0, 2.0),
+        ],
         "bars": [("", "x", 1.0), ("", None, 2.0)],
         "cells": [(1, "q", 0.5), (0, "q", 0.25), (1, "p", -2.0)],
     }
@@ -155,28 +174,29 @@ def test_rows_become_series_and_cells(tmp_path: Path) -> None:
         {"name": "", "labels": [0], "values": [2.0]},
     ]
     assert bars["series"] == [{"name": "", "labels": ["x", "–"], "values": [1.0, 2.0]}]
-    assert (cells["columns"], cells["rows"], cells["z"]) == ([0, 1], ["q", "p"], [[0.25, 0.5], [None, -2.0]])
+    assert (cells["columns"], cells["rows"], cells["z"]) == (
+        [0, 1],
+        ["q", "p"],
+        [[0.25, 0.5], [None, -2.0]],
+    )
     assert (cells["low"], cells["high"], cells["scale"]) == (-2.0, 2.0, "diverging")
 
 
 def test_runs_in_a_store_have_no_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("jobs.verdicts.judge", lambda *_: [])
+    monkeypatch.setattr("reproduce.verdicts.judge", lambda *_: [])
     system = systems()["previous_token"].model_copy(update={"view": {}})
     pages: list[Path] = []
+    monkeypatch.setattr("queries.query_commands.open_runs", lambda *_: lambda _: [])
+    monkeypatch.setattr("reproduce.system_figures.write_page", lambda page, *_: pages.append(page))
     write_run(tmp_path / "1234abcd", "a-1", {"sink_mass": lambda row: 1.0})
     for home in (str(tmp_path / "1234abcd"), "s3://bucket/previous_token/1234abcd"):
-        assert (
-            _judge(
-                "t", system, system.bundled_model, home, lambda *_: lambda _: [], lambda page, *_: pages.append(page)
-            )
-            == []
-        )
+        assert _judge("t", system, system.bundled_model, home) == []
     assert pages == [tmp_path / "1234abcd.html"]
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(QueryError, match="cannot be written"):
-        queries.cli.write_page(tmp_path / "no" / "page.html", HEADING, "", [], [], lambda sql: [])
+        write_page(tmp_path / "no" / "page.html", HEADING, "", [], [], lambda sql: [])
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +205,18 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 
 def opened(browser: webdriver.Chrome, page: Path) -> list[Any]:
-    """Show a page that must ask for nothing and complain about nothing; its figures as Plotly has them."""
+    """Show a page that must ask for nothing and complain about nothing; its figures as Plotly has
+    them.
+    """
     browser.get("about:blank")
     browser.get_log("performance")
     browser.get(page.as_uri())
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    urls = [
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    ]
     assert [url for url in urls if not url.startswith(("data:", "blob:"))] == [page.as_uri()]
     assert browser.get_log("browser") == []
     script = "return JSON.stringify([...document.querySelectorAll('.plot')].map((p) => p.data))"
@@ -211,14 +237,18 @@ def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_
     assert [(line["name"], line["x"]) for line in figures[0]] == [
         (name, list(range(9))) for name in ("none", "zero_positions", "zero_tokens")
     ]
-    assert len(browser.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace")) == sum(map(len, figures))
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace")) == sum(
+        map(len, figures)
+    )
     assert browser.find_element(By.CSS_SELECTOR, ".warning").text == (
         "a miniature: its numbers are not comparable with the published ones"
     )
     assert str(tmp_path) not in markup(page.read_text(encoding="utf-8"))
 
 
-def test_every_kind_is_drawn_and_reads_names_as_they_are(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_every_kind_is_drawn_and_reads_names_as_they_are(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
     answers = {
         "lines": [(f"{i} {EVIL}", x, i + x) for i in range(3) for x in range(2)],
         "bars": [(series, name, 1.0) for series in "ab" for name in (EVIL, "10", "2")],
@@ -226,16 +256,25 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(browser: webdriver.Chro
         "cells": [(x, EVIL, 0.5 * x) for x in range(3)],
     }
     kinds = ("line", "bar", "bar", "heat")
-    written(tmp_path, answers=answers, figures=[figure(*pair) for pair in zip(answers, kinds, strict=True)])
+    written(
+        tmp_path,
+        answers=answers,
+        figures=[figure(*pair) for pair in zip(answers, kinds, strict=True)],
+    )
     lines, bars, upright, cells = opened(browser, tmp_path / "page.html")
     assert len({line["line"]["color"] for line in lines}) == 3
     assert [bar["orientation"] for bar in (bars[0], upright[0])] == ["h", "v"]
     assert cells[0]["z"] == [[0, 0.5, 1]]
-    assert [len(browser.find_elements(By.CSS_SELECTOR, css)) for css in (".point path", ".hm image")] == [8, 1]
+    assert [
+        len(browser.find_elements(By.CSS_SELECTOR, css)) for css in (".point path", ".hm image")
+    ] == [8, 1]
     shown = [text.text for text in browser.find_elements(By.CSS_SELECTOR, ".legendtext")]
     assert shown == [f"{i} {EVIL}" for i in range(3)] + ["a", "b"]
     places = browser.find_elements(By.CSS_SELECTOR, ".plot")
     ticks = [place.find_elements(By.CSS_SELECTOR, ".ytick text") for place in places]
-    names = [[tick.text for tick in sorted(found, key=lambda tick: tick.location["y"])] for found in ticks]
+    names = [
+        [tick.text for tick in sorted(found, key=lambda tick: tick.location["y"])]
+        for found in ticks
+    ]
     assert names[1] == [EVIL, "10", "2"]
     assert names[3] == [EVIL]

@@ -1,4 +1,6 @@
-"""What makes a run another one: the code of formulas, input families and interventions, with what they call."""
+"""What makes a run another one: the code of formulas, input families and interventions, with what
+they call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from jobs.plan import Plan, make_plan, prepare_run
-from queries.connect import connect
+from queries.connection import connect
 from schemas.errors import QueryError, RunError
 from schemas.formulas import fingerprint
 from schemas.places import place
@@ -137,13 +139,21 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
     assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
     for kind, registry in (("inputs", INPUTS), ("interventions", INTERVENTIONS)):
         kept = getattr(manifest, kind)
-        assert manifest.identity[kind] == {name: registry[name].record["fingerprint"] for name in kept}
+        assert manifest.identity[kind] == {
+            name: registry[name].record["fingerprint"] for name in kept
+        }
 
 
-@pytest.mark.parametrize(("kind", "name"), [("inputs", "ngram_overlap"), ("interventions", "mean_head")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("inputs", "ngram_overlap"), ("interventions", "mean_head")]
+)
 def test_a_run_does_not_go_on_with_other_code(tmp_path: Path, kind: str, name: str) -> None:
-    change(planned(tmp_path, "a"), lambda manifest: manifest["identity"][kind].update({name: "0" * 12}))
-    with pytest.raises(RunError, match=rf'differing keys: {kind}\.{name} \("000000000000", now "\w+"\)'):
+    change(
+        planned(tmp_path, "a"), lambda manifest: manifest["identity"][kind].update({name: "0" * 12})
+    )
+    with pytest.raises(
+        RunError, match=rf'differing keys: {kind}\.{name} \("000000000000", now "\w+"\)'
+    ):
         planned(tmp_path, "a")
 
 
@@ -156,14 +166,18 @@ def test_an_older_run_goes_on_and_is_read(tmp_path: Path) -> None:
     change(planned(tmp_path, "a"), forget)
     planned(tmp_path, "a")
     planned(tmp_path, "b")
-    assert connect(place(str(tmp_path))).execute("SELECT name FROM runs ORDER BY name").fetchall() == [("a",), ("b",)]
+    assert connect(place(str(tmp_path))).execute(
+        "SELECT name FROM runs ORDER BY name"
+    ).fetchall() == [("a",), ("b",)]
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "word"),
     [("inputs", "ngram_overlap", "input family"), ("interventions", "zero_head", "intervention")],
 )
-def test_two_meanings_under_one_name_are_not_mixed(tmp_path: Path, kind: str, name: str, word: str) -> None:
+def test_two_meanings_under_one_name_are_not_mixed(
+    tmp_path: Path, kind: str, name: str, word: str
+) -> None:
     a, b = (planned(tmp_path, run) for run in "ab")
     connect(place(str(tmp_path)))
     change(b, lambda manifest: manifest[kind][name].update(fingerprint="0" * 12))

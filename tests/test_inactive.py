@@ -53,9 +53,12 @@ def test_inactive_heads_move_nothing(replica: Replica, score: str, scale: str) -
     edited = replica.measure(TOKENS, f"zero_inactive_heads{options}").heads
     zero = edited["head_output_norm"] == 0
     assert 0.1 < zero.mean() < 0.9
-    np.testing.assert_array_equal(zero[:, 0], inactive(replica.measure(TOKENS).heads, score, scale)[:, 0])
+    np.testing.assert_array_equal(
+        zero[:, 0], inactive(replica.measure(TOKENS).heads, score, scale)[:, 0]
+    )
     if not score.startswith("head_output"):
-        # Patterns and values of a layer are not edited, so what is measured of them is what was decided by.
+        # Patterns and values of a layer are not edited, so what is measured of them is what was
+        # decided by.
         np.testing.assert_array_equal(zero, inactive(edited, score, scale))
     control = silent(replica, f"zero_random_heads{options}")
     np.testing.assert_array_equal(control[:, 0].sum(-1), zero[:, 0].sum(-1))
@@ -64,17 +67,22 @@ def test_inactive_heads_move_nothing(replica: Replica, score: str, scale: str) -
 def test_random_heads_depend_on_the_sequence_and_the_draw_alone(replica: Replica) -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(2, toy.D_VOCAB, size=(200, 9)).astype(np.int32)
-    # Two of four heads have a value at key 0 that is shorter than the layer's mean, whatever the tokens.
+    # Two of four heads have a value at key 0 that is shorter than the layer's mean, whatever the
+    # tokens.
     name = "zero_random_heads(sink_value_norm,4.4,raw,{})"
     first, second = (silent(replica, name.format(draw), tokens) for draw in (0, 1))
-    np.testing.assert_array_equal(first, np.concatenate([silent(replica, name.format(0), row[None]) for row in tokens]))
+    np.testing.assert_array_equal(
+        first, np.concatenate([silent(replica, name.format(0), row[None]) for row in tokens])
+    )
     counts = first[:, 0].sum(-1)
     np.testing.assert_array_equal(counts, second[:, 0].sum(-1))
     expected = counts.mean() / 4
     assert 0 < expected < 1
     for share in (first[:, 0].mean(0), second[:, 0].mean(0)):
         # Four standard errors of a share of 200.
-        np.testing.assert_allclose(share, expected, atol=4 * math.sqrt(expected * (1 - expected) / 200))
+        np.testing.assert_allclose(
+            share, expected, atol=4 * math.sqrt(expected * (1 - expected) / 200)
+        )
     assert (first[:, 0] != second[:, 0]).any(-1).mean() > 0.3
 
 
@@ -88,7 +96,9 @@ def patterns(replica: Replica, layer: int) -> np.ndarray:
 
 
 def entropies(a: np.ndarray) -> tuple[float, float]:
-    """The mean of the row entropies and the largest column entropy of one pattern, as shares of the uniform one's."""
+    """The mean of the row entropies and the largest column entropy of one pattern, as shares of the
+    uniform one's.
+    """
 
     def entropy(p: np.ndarray) -> float:
         return -sum(x * math.log(x) for x in p if x > 0)
@@ -111,7 +121,9 @@ def test_sinks_are_found_by_the_entropies_of_rows_and_columns(replica: Replica) 
     np.testing.assert_array_equal(zero.heads["sink_alpha"][:, 0] == 0, sinks)
     np.testing.assert_array_equal(forced.heads["sink_alpha"][:, 0] == 1, sinks)
     plain = replica.measure(TOKENS).heads["head_output_norm"][:, 0]
-    np.testing.assert_allclose(zero.heads["head_output_norm"][:, 0], np.where(sinks, 0, plain), rtol=1e-5)
+    np.testing.assert_allclose(
+        zero.heads["head_output_norm"][:, 0], np.where(sinks, 0, plain), rtol=1e-5
+    )
 
 
 def test_one_token_is_nobodys_sink(replica: Replica) -> None:

@@ -15,13 +15,20 @@ from schemas.errors import HeadcountError, ModelError, ScanError
 from schemas.scan import Scan
 from tests.toy_models import BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
 from workers.inputs import InputFamily, Labelled
-from workers.sequences import Sequences
+from workers.inputs.sequences import Sequences
 
 ROOT = Path(__file__).parent.parent
 
 
-def sequences_of(family: str = "uniform_random", n_ctx: int = 9, options: dict[str, Any] | None = None, **changes: Any):
-    return Sequences(toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes), toy_info())
+def sequences_of(
+    family: str = "uniform_random",
+    n_ctx: int = 9,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
+):
+    return Sequences(
+        toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes), toy_info()
+    )
 
 
 def all_tokens(sequences: Sequences) -> np.ndarray:
@@ -47,43 +54,56 @@ def test_a_shard_alone_gives_the_same_sequences_in_any_order():
 
 
 def test_more_sequences_leave_the_first_ones_alone():
-    assert all_tokens(sequences_of(sequences=20))[:5].tolist() == all_tokens(sequences_of(sequences=5)).tolist()
+    assert (
+        all_tokens(sequences_of(sequences=20))[:5].tolist()
+        == all_tokens(sequences_of(sequences=5)).tolist()
+    )
 
 
 def test_another_process_draws_the_same_tokens():
     code = (
         "from tests.toy_models import toy_info, toy_scan\n"
-        "from workers.sequences import Sequences\n"
+        "from workers.inputs.sequences import Sequences\n"
         "scan = toy_scan(n_ctx=9, input={'family': 'repeated_random', 'period': 3}, seed=5)\n"
         "print(Sequences(scan, toy_info()).shard(0).tokens.tolist())\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     here = all_tokens(sequences_of("repeated_random", options={"period": 3}, seed=5))
     assert run.stdout.strip() == str(here.tolist())
 
 
 def test_the_draws_never_change():
     drawn = all_tokens(sequences_of(sequences=2, seed=1))
-    assert drawn.tolist() == [[0, 10, 26, 34, 41, 34, 19, 43, 24], [0, 11, 6, 4, 35, 51, 29, 10, 58]]
+    assert drawn.tolist() == [
+        [0, 10, 26, 34, 41, 34, 19, 43, 24],
+        [0, 11, 6, 4, 35, 51, 29, 10, 58],
+    ]
 
 
 def test_seeds_families_and_sequences_draw_differently():
     draws = [all_tokens(sequences_of(seed=seed, n_ctx=33, sequences=2)) for seed in (0, 1)]
-    draws.append(all_tokens(sequences_of("repeated_random", options={"period": 32}, n_ctx=33, sequences=2)))
+    draws.append(
+        all_tokens(sequences_of("repeated_random", options={"period": 32}, n_ctx=33, sequences=2))
+    )
     rows = {tuple(row) for tokens in draws for row in tokens.tolist()}
     assert len(rows) == 6
 
 
 @pytest.mark.parametrize(("n_ctx", "period"), [(9, 1), (9, 3), (9, 4), (9, 8), (10, 4)])
 def test_repeated_random_repeats_with_its_period(n_ctx: int, period: int):
-    tokens = all_tokens(sequences_of("repeated_random", n_ctx, {"period": period, "distinct": True}))
+    tokens = all_tokens(
+        sequences_of("repeated_random", n_ctx, {"period": period, "distinct": True})
+    )
     text = tokens[:, 1:]
     assert (text[:, period:] == text[:, :-period]).all()
     assert all(len(set(row[:period])) == period for row in text.tolist())
 
 
 @pytest.mark.parametrize(
-    ("n_ctx", "bos", "period"), [(9, True, 4), (10, True, 5), (8, False, 4), (2, True, 1), (1, False, 1)]
+    ("n_ctx", "bos", "period"),
+    [(9, True, 4), (10, True, 5), (8, False, 4), (2, True, 1), (1, False, 1)],
 )
 def test_without_a_period_the_block_comes_twice(n_ctx: int, bos: bool, period: int):
     repeated = sequences_of("repeated_random", n_ctx, {"distinct": True}, bos=bos)
@@ -103,7 +123,9 @@ def test_every_sequence_has_n_ctx_tokens_and_bos_first_where_wanted(bos: bool):
 
 def test_every_ordinary_token_is_drawn_and_no_special_one():
     tokens = all_tokens(sequences_of(n_ctx=64, sequences=60, bos=False))
-    assert sorted(set(tokens.ravel().tolist())) == [t for t in range(D_VOCAB) if t not in (BOS, EOS)]
+    assert sorted(set(tokens.ravel().tolist())) == [
+        t for t in range(D_VOCAB) if t not in (BOS, EOS)
+    ]
 
 
 def test_special_tokens_in_the_middle_of_the_vocabulary_are_left_out_too():
@@ -159,14 +181,20 @@ def test_a_rate_of_nothing_leaves_the_repeat_alone(rate: float, same: bool):
     whole = all_tokens(sequences_of("repeated_random", 41))
     sequences = sequences_of("corrupted_repeat", 41, {"rate": rate})
     assert (all_tokens(sequences).tolist() == whole.tolist()) == same
-    assert [row.count("replaced") for row in sequences.shard(0).labels or []] == [0 if same else 20] * 4
+    assert [row.count("replaced") for row in sequences.shard(0).labels or []] == [
+        0 if same else 20
+    ] * 4
 
 
 def test_zipf_draws_ids_by_their_rank():
-    tokens = all_tokens(sequences_of("unigram_random", 64, {"low": 10, "high": 14}, bos=False, sequences=400))
+    tokens = all_tokens(
+        sequences_of("unigram_random", 64, {"low": 10, "high": 14}, bos=False, sequences=400)
+    )
     shares = np.bincount(tokens.ravel(), minlength=14)[10:] / tokens.size
     assert shares == pytest.approx(np.array([12, 6, 4, 3]) / 25, abs=0.012)
-    flat = all_tokens(sequences_of("unigram_random", 64, {"exponent": 0.0, "high": 4}, bos=False, sequences=100))
+    flat = all_tokens(
+        sequences_of("unigram_random", 64, {"exponent": 0.0, "high": 4}, bos=False, sequences=100)
+    )
     assert np.bincount(flat.ravel()) / flat.size == pytest.approx([0, 0, 0.5, 0.5], abs=0.02)
 
 
@@ -174,10 +202,14 @@ def test_unigrams_of_a_text_are_as_frequent_as_in_it(tmp_path: Path):
     text = byte_tokenizer(tmp_path) / "text.txt"
     text.write_text("aaabbc" * 10)
     info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=256, eos_token_id=256)
-    scan = toy_scan(n_ctx=64, sequences=200, bos=False, input={"family": "unigram_random", "text": str(text)})
+    scan = toy_scan(
+        n_ctx=64, sequences=200, bos=False, input={"family": "unigram_random", "text": str(text)}
+    )
     sequences = Sequences(scan, info)
     tokens = all_tokens(sequences)
-    assert np.bincount(tokens.ravel())[97:] / tokens.size == pytest.approx([1 / 2, 1 / 3, 1 / 6], abs=0.01)
+    assert np.bincount(tokens.ravel())[97:] / tokens.size == pytest.approx(
+        [1 / 2, 1 / 3, 1 / 6], abs=0.01
+    )
     assert sequences.record == {
         "text": {"name": "text.txt", "sha256": hashlib.sha256(text.read_bytes()).hexdigest()[:16]}
     }
@@ -187,7 +219,9 @@ def test_unigrams_of_a_table_are_those_of_its_texts(tmp_path: Path):
     table = byte_tokenizer(tmp_path) / "texts.csv"
     table.write_text("dataset,text,length\n" + 'xyz,"aab,",40\nxyz,ab,40\n' * 5)
     info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=256, eos_token_id=256)
-    scan = toy_scan(n_ctx=64, sequences=200, bos=False, input={"family": "unigram_random", "text": str(table)})
+    scan = toy_scan(
+        n_ctx=64, sequences=200, bos=False, input={"family": "unigram_random", "text": str(table)}
+    )
     counts = np.bincount(all_tokens(Sequences(scan, info)).ravel(), minlength=257)
     assert set(np.flatnonzero(counts)) == set(b"ab,")
     assert counts[list(b"ab,")] / counts.sum() == pytest.approx([1 / 2, 1 / 3, 1 / 6], abs=0.01)
@@ -229,7 +263,9 @@ def test_wrong_labels_are_one_line(labels: dict[Any, Any], message: str):
 
 
 def test_a_family_that_returns_too_little_is_named():
-    with pytest.raises(ScanError, match=r"input family toy: returned shape \(2,\), expected \(4,\)"):
+    with pytest.raises(
+        ScanError, match=r"input family toy: returned shape \(2,\), expected \(4,\)"
+    ):
         labels_of("toy", Labelled(np.array([9, 8]), {"A": 0}))
 
 
@@ -239,7 +275,11 @@ def test_a_family_that_returns_too_little_is_named():
         ("uniform_random", {"low": "3"}, "input.low: input should be a valid integer, got '3'"),
         ("uniform_random", {"high": 2.5}, "input.high: input should be a valid integer, got 2.5"),
         ("uniform_random", {"low": True}, "input.low: input should be a valid integer, got True"),
-        ("uniform_random", {"distinct": 1}, "input.distinct: input should be a valid boolean, got 1"),
+        (
+            "uniform_random",
+            {"distinct": 1},
+            "input.distinct: input should be a valid boolean, got 1",
+        ),
         (
             "uniform_random",
             {"hihg": 4},
@@ -250,11 +290,23 @@ def test_a_family_that_returns_too_little_is_named():
             {"period": 4},
             "input.period: unknown option of uniform_random 'period': Known: distinct, high, low",
         ),
-        ("repeated_random", {"period": "4"}, "input.period: input should be a valid integer, got '4'"),
+        (
+            "repeated_random",
+            {"period": "4"},
+            "input.period: input should be a valid integer, got '4'",
+        ),
         ("text", {}, "input.files: missing; the family text needs it"),
-        ("text", {"files": 3}, "input.files: input should be a valid string or a valid list, got 3"),
+        (
+            "text",
+            {"files": 3},
+            "input.files: input should be a valid string or a valid list, got 3",
+        ),
         ("text", {"files": ["a", 3]}, "input.files.1: input should be a valid string, got 3"),
-        ("pile", {"files": "a", "packing": "x"}, "input.packing: input should be 'document' or 'concat', got 'x'"),
+        (
+            "pile",
+            {"files": "a", "packing": "x"},
+            "input.packing: input should be 'document' or 'concat', got 'x'",
+        ),
         ("abac", {}, "input.second: missing; the family abac needs it"),
         ("corrupted_repeat", {"rate": "1"}, "input.rate: input should be a valid number, got '1'"),
         ("backcopy", {}, "input.text: missing; the family backcopy needs it"),
@@ -263,7 +315,11 @@ def test_a_family_that_returns_too_little_is_named():
             {"text": "a", "variant": "icl"},
             "input.variant: input should be 'backcopy', 'markov', 'dormant_markov', 'interpolate' or 'uniform', got 'icl'",
         ),
-        ("pile", {"files": "a", "split": None}, "input.split: input should be a valid string, got None"),
+        (
+            "pile",
+            {"files": "a", "split": None},
+            "input.split: input should be a valid string, got None",
+        ),
         (
             "uniform_randon",
             {},
@@ -283,9 +339,21 @@ def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("repeated_random", {"period": 9}, "input.period: expected 1 to 8, the tokens in a sequence, got 9"),
-        ("repeated_random", {"period": 0}, "input.period: expected 1 to 8, the tokens in a sequence, got 0"),
-        ("repeated_random", {"period": -1}, "input.period: expected 1 to 8, the tokens in a sequence, got -1"),
+        (
+            "repeated_random",
+            {"period": 9},
+            "input.period: expected 1 to 8, the tokens in a sequence, got 9",
+        ),
+        (
+            "repeated_random",
+            {"period": 0},
+            "input.period: expected 1 to 8, the tokens in a sequence, got 0",
+        ),
+        (
+            "repeated_random",
+            {"period": -1},
+            "input.period: expected 1 to 8, the tokens in a sequence, got -1",
+        ),
         ("corrupted_repeat", {"rate": 1.5}, "input.rate: expected a probability, 0 to 1, got 1.5"),
         (
             "corrupted_repeat",
@@ -307,7 +375,11 @@ def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], messag
             {"text": "/nowhere/a.txt"},
             "/nowhere/toy: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)",
         ),
-        ("unigram_random", {"low": 61}, "input: no token to draw from low = 61 on; widen low and high"),
+        (
+            "unigram_random",
+            {"low": 61},
+            "input: no token to draw from low = 61 on; widen low and high",
+        ),
         (
             "uniform_random",
             {"low": 61},
@@ -335,7 +407,9 @@ def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], messag
         ),
     ],
 )
-def test_an_impossible_option_is_refused_by_the_first_draw(family: str, options: dict[str, Any], message: str):
+def test_an_impossible_option_is_refused_by_the_first_draw(
+    family: str, options: dict[str, Any], message: str
+):
     with pytest.raises(HeadcountError) as caught:
         sequences_of(family, options=options).shard(0)
     assert str(caught.value) == message
@@ -345,8 +419,14 @@ def test_an_impossible_option_is_refused_by_the_first_draw(family: str, options:
     ("changes", "message"),
     [
         ({"n_ctx": 65}, "n_ctx: 65 is beyond the 64 positions of toy"),
-        ({"n_ctx": 1}, "n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token"),
-        ({"sequences": "all"}, "sequences: expected a number, got 'all'; the family uniform_random has no end"),
+        (
+            {"n_ctx": 1},
+            "n_ctx: 1 leaves no room for a token beside the beginning-of-sequence token",
+        ),
+        (
+            {"sequences": "all"},
+            "sequences: expected a number, got 'all'; the family uniform_random has no end",
+        ),
     ],
 )
 def test_a_scan_that_does_not_fit_is_refused(changes: dict[str, Any], message: str):

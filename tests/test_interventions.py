@@ -1,4 +1,6 @@
-"""Interventions: both engines see the same edit, each edit does what it says, and none does nothing."""
+"""Interventions: both engines see the same edit, each edit does what it says, and none does
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,17 @@ from torch import Tensor
 from schemas.errors import ModelError, ScanError
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
-from workers.edits import Edit, Edits
-from workers.interventions import INTERVENTIONS, edited_weights, find_intervention, registry
+from workers.engine.edits import Edit, Edits
+from workers.interventions import (
+    INTERVENTIONS,
+    edited_weights,
+    find_intervention,
+    intervention_registry,
+)
 from workers.interventions.sinks import random_coordinates
-from workers.loading import load_model
-from workers.models import describe, find_model
-from workers.replica import Measured, Replica
+from workers.model.loading import load_model
+from workers.model.model_info import describe, find_model
+from workers.replica import InterventionMeasurements, Replica
 
 WITH_OPTIONS = {
     "scale_query_bias": "(2)", "blend_first_position": "(0.25)", "scale_first_position": "(3)", "zero_mlp": "(1)",
@@ -41,9 +48,12 @@ def replicas(gpt2: Path) -> tuple[Replica, Replica]:
     return toy.replica(gpt2), toy.replica(gpt2, engine="dense")
 
 
-def difference(a: Measured, b: Measured) -> float:
+def difference(a: InterventionMeasurements, b: InterventionMeasurements) -> float:
     assert a.heads.keys() == b.heads.keys()
-    apart = [np.nan_to_num(np.abs(a.heads[s] - b.heads[s]) / (1 + np.abs(b.heads[s]))).max() for s in a.heads]
+    apart = [
+        np.nan_to_num(np.abs(a.heads[s] - b.heads[s]) / (1 + np.abs(b.heads[s]))).max()
+        for s in a.heads
+    ]
     return float(max(apart))
 
 
@@ -61,7 +71,9 @@ def test_both_engines_see_the_same_edit(replicas: tuple[Replica, Replica], name:
         np.testing.assert_array_equal(after.heads[statistic], plain.heads[statistic])
 
 
-def test_only_the_layers_whose_pattern_is_edited_are_built(replicas: tuple[Replica, Replica]) -> None:
+def test_only_the_layers_whose_pattern_is_edited_are_built(
+    replicas: tuple[Replica, Replica],
+) -> None:
     tokens = toy.repeating_tokens(17)
     names = {
         name: replicas[0].measure(tokens, name).engine
@@ -80,7 +92,9 @@ def test_combinations_are_applied_in_order(replicas: tuple[Replica, Replica]) ->
     both = "zero_query_bias+first_position_second+zero_head(0,1)"
     assert difference(fused.measure(tokens, both), dense.measure(tokens, both)) < 1e-5
     half = fused.measure(tokens, "scale_query_bias(0.5)")
-    assert difference(fused.measure(tokens, "scale_query_bias(0.25)+scale_query_bias(2)"), half) == 0
+    assert (
+        difference(fused.measure(tokens, "scale_query_bias(0.25)+scale_query_bias(2)"), half) == 0
+    )
     assert difference(fused.measure(tokens, "scale_query_bias(1)"), fused.measure(tokens)) == 0
 
 
@@ -99,7 +113,9 @@ def test_edits_do_what_they_say(replicas: tuple[Replica, Replica]) -> None:
     np.testing.assert_allclose(window["self_attention"], 1, atol=1e-6)
     tokens_alone = fused.measure(np.full((1, 9), 7, np.int32), "zero_positions").heads
     # Without positions equal tokens cannot be told apart.
-    np.testing.assert_allclose(tokens_alone["entropy"][0], np.log(np.arange(9) + 1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        tokens_alone["entropy"][0], np.log(np.arange(9) + 1).mean(), rtol=1e-5
+    )
 
 
 def test_positions_alone_ignore_the_tokens(replicas: tuple[Replica, Replica]) -> None:
@@ -114,7 +130,9 @@ def test_effective_positions_and_their_swap_follow_the_definition(gpt2: Path) ->
     block: Any = model.bare.get_submodule("transformer.h.0")
     positions = model.bare.get_parameter("transformer.wpe.weight")
     mlp = block.mlp
-    hidden = torch.nn.functional.gelu(positions @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh")
+    hidden = torch.nn.functional.gelu(
+        positions @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh"
+    )
     effective = positions + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
     torch.testing.assert_close(model.circuit.effective, effective)
     order = effective[0].abs().argsort(descending=True)[:3].tolist()
@@ -136,7 +154,10 @@ def test_random_keys_avoid_the_massive_ones_and_depend_on_layer_and_draw(gpt2: P
 
     def zeroed(text: str) -> list[set[int]]:
         with torch.inference_mode(), edited_weights(model, find_intervention(text)):
-            return [set(np.flatnonzero((attn.W_K == 0).all(dim=0).all(dim=-1).numpy()).tolist()) for attn in keys]
+            return [
+                set(np.flatnonzero((attn.W_K == 0).all(dim=0).all(dim=-1).numpy()).tolist())
+                for attn in keys
+            ]
 
     massive = set(model.circuit.massive_coordinates(3))
     assert zeroed("scale_massive_keys") == [massive] * len(keys)
@@ -154,7 +175,9 @@ def test_random_keys_are_the_published_ones() -> None:
         [654, 114, 25], [759, 281, 250], [228, 142, 754], [104, 692, 758], [558, 89, 604], [432, 32, 30],
         [95, 223, 238], [517, 616, 27], [574, 203, 733], [665, 718, 558], [429, 225, 459], [603, 284, 6],
     ]  # fmt: skip
-    assert [random_coordinates(768, 3, [138, 378, 447], layer, 42) for layer in range(12)] == published
+    assert [
+        random_coordinates(768, 3, [138, 378, 447], layer, 42) for layer in range(12)
+    ] == published
     # One that is massive, and one drawn twice, are passed over.
     assert random_coordinates(768, 3, [114], 0, 42) == [654, 25, 759]
 
@@ -163,7 +186,10 @@ def test_random_keys_are_the_published_ones() -> None:
     ("text", "problem"),
     [
         ("zero_head", r"'zero_head' needs layer; expected zero_head\(layer,head\)"),
-        ("zero_head(1,2,3)", r"'zero_head\(1,2,3\)' has 3 options; expected zero_head\(layer,head\)"),
+        (
+            "zero_head(1,2,3)",
+            r"'zero_head\(1,2,3\)' has 3 options; expected zero_head\(layer,head\)",
+        ),
         ("zero_head(1,x)", r"head is 'x', expected a whole number"),
         ("scale_query_bias(much)", r"alpha is 'much', expected a number"),
         ("none+", r"expected NAME, NAME\(1,0.5\) or A\+B, got 'none\+'"),
@@ -198,8 +224,13 @@ def test_a_model_without_position_embeddings_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
-def test_what_a_model_does_not_have_is_refused_before_anything_is_measured(tmp_path: Path, engine: str) -> None:
-    rotary, attn_only = toy.save_model(tmp_path, toy.family("LlamaConfig")), find_model("bundled:attn-only-2l-mini")
+def test_what_a_model_does_not_have_is_refused_before_anything_is_measured(
+    tmp_path: Path, engine: str
+) -> None:
+    rotary, attn_only = (
+        toy.save_model(tmp_path, toy.family("LlamaConfig")),
+        find_model("bundled:attn-only-2l-mini"),
+    )
     for path, name, target in (
         (attn_only, "zero_mlp(0)", "mlp_out"),
         (rotary, "zero_query_bias+zero_positions", "pos_embed"),
@@ -211,27 +242,33 @@ def test_what_a_model_does_not_have_is_refused_before_anything_is_measured(tmp_p
         toy.replica(attn_only, engine=engine).measure(toy.repeating_tokens(9), "zero_mlps")
 
 
-def test_rotated_keys_are_edited_where_the_bridge_edits_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotated_keys_are_edited_where_the_bridge_edits_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def double_keys(k: Tensor) -> Tensor:
         """Keys are twice as long."""
         return 2 * k
 
-    monkeypatch.setattr(registry, "INTERVENTIONS", dict(INTERVENTIONS))
-    registry.intervention(double_keys)
+    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
+    intervention_registry.intervention(double_keys)
     path = toy.save_model(tmp_path, toy.family("LlamaConfig"))
     replica, tokens = toy.replica(path), toy.repeating_tokens(9)
     assert replica.measure(tokens, "zero_first_value").engine == "fused"
     assert replica.measure(tokens, "double_keys").engine == "dense"
     low = toy.replica(path, precision="bfloat16")
     with pytest.raises(
-        ModelError, match="double_keys is measured by the dense engine, which does not compute in bfloat16"
+        ModelError,
+        match="double_keys is measured by the dense engine, which does not compute in bfloat16",
     ):
         low.measure(tokens, "double_keys")
 
 
 def test_activations_are_edited_in_every_precision(gpt2: Path) -> None:
     tokens = toy.repeating_tokens(17, batch=3)
-    exact, low = (toy.replica(gpt2, precision=p).measure(tokens, "zero_head(1,2)") for p in ("float32", "bfloat16"))
+    exact, low = (
+        toy.replica(gpt2, precision=p).measure(tokens, "zero_head(1,2)")
+        for p in ("float32", "bfloat16")
+    )
     assert (low.engine, low.precision) == ("fused", "bfloat16")
     assert (low.heads["head_output_norm"][:, 1, 2] == 0).all()
     apart = np.abs(low.heads["sink_mass"] - exact.heads["sink_mass"]).max()
@@ -248,7 +285,9 @@ def lean_scores(attn_scores: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attn_scores / 2 + torch.einsum("bqhd,bkhd->bhqk", q, k + v) / q.shape[-1] ** 0.5
 
 
-def lean_z(z: Tensor, pattern: Any, resid_pre: Tensor, v: Tensor, tokens: Tensor, layer: int) -> Tensor:
+def lean_z(
+    z: Tensor, pattern: Any, resid_pre: Tensor, v: Tensor, tokens: Tensor, layer: int
+) -> Tensor:
     """Outputs depend on everything before them."""
     scale = pattern.key(0).transpose(1, 2)[..., None] + (tokens % 3)[..., None, None] + layer
     return z * scale + v * resid_pre.mean(-1)[..., None, None]
@@ -256,23 +295,30 @@ def lean_z(z: Tensor, pattern: Any, resid_pre: Tensor, v: Tensor, tokens: Tensor
 
 def lean_out(attn_out: Tensor, z: Tensor, q: Tensor, pattern: Any) -> Tensor:
     """What the attention adds depends on what it was made of."""
-    return attn_out * (z.norm(dim=-1) + q.norm(dim=-1) + pattern.entropy().transpose(1, 2)).mean(-1)[..., None]
+    return (
+        attn_out
+        * (z.norm(dim=-1) + q.norm(dim=-1) + pattern.entropy().transpose(1, 2)).mean(-1)[..., None]
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "legacy"])
 def test_edits_read_what_their_layer_has_known_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(registry, "INTERVENTIONS", dict(INTERVENTIONS))
+    monkeypatch.setattr(intervention_registry, "INTERVENTIONS", dict(INTERVENTIONS))
     for edit in (lean_q, lean_scores, lean_z, lean_out):
-        registry.intervention(edit)
-    # A rotated model's queries are edited in the bridge alone, and the bridge shows no scores of a legacy one.
-    edits = {"gpt2": "q scores z out", "llama-gqa": "scores z out", "legacy": "q z out"}[name].split()
+        intervention_registry.intervention(edit)
+    # A rotated model's queries are edited in the bridge alone, and the bridge shows no scores of a
+    # legacy one.
+    edits = {"gpt2": "q scores z out", "llama-gqa": "scores z out", "legacy": "q z out"}[
+        name
+    ].split()
     if name == "legacy":
         path = toy.save_legacy(tmp_path / "legacy", "safetensors")
     else:
         path = toy.save_model(
-            tmp_path, toy.gpt2() if name == "gpt2" else toy.family("LlamaConfig", num_key_value_heads=2)
+            tmp_path,
+            toy.gpt2() if name == "gpt2" else toy.family("LlamaConfig", num_key_value_heads=2),
         )
     fused, dense = toy.replica(path), toy.replica(path, engine="dense")
     tokens = toy.repeating_tokens(13)
@@ -287,13 +333,20 @@ def test_an_edit_that_reads_what_is_not_known_yet_is_refused() -> None:
     def early(v: Tensor, z: Tensor) -> None: ...
     def elsewhere(b_Q: Tensor, tokens: Tensor) -> None: ...
 
-    for edit, problem in ((early, "an edit of v reads 'z'"), (elsewhere, "an edit of b_Q reads 'tokens'")):
+    for edit, problem in (
+        (early, "an edit of v reads 'z'"),
+        (elsewhere, "an edit of b_Q reads 'tokens'"),
+    ):
         with pytest.raises(ValueError, match=problem):
-            registry.intervention(edit)
+            intervention_registry.intervention(edit)
 
 
-@pytest.mark.parametrize(("name", "activation"), [("swap_first_key", "k"), ("swap_first_value", "v")])
-def test_swaps_exchange_two_positions_and_nothing_else(gpt2: Path, name: str, activation: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "activation"), [("swap_first_key", "k"), ("swap_first_value", "v")]
+)
+def test_swaps_exchange_two_positions_and_nothing_else(
+    gpt2: Path, name: str, activation: str
+) -> None:
     model = load_model(describe(gpt2), "raw", "cpu")
     x = torch.randn(2, 6, 4, 8)
     edited = find_intervention(f"{name}(4)").edits(model).apply(activation, 1, x, {})

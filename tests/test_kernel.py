@@ -1,7 +1,7 @@
 """The GPU's sweep answers what the definitions say, and compiles for a GPU.
 
-What it answers is tested on a GPU where there is one, and everywhere in Triton's interpreter, which is chosen before triton is
-imported and therefore has a process of its own.
+What it answers is tested on a GPU where there is one, and everywhere in Triton's interpreter, which
+is chosen before triton is imported and therefore has a process of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from schemas.errors import ModelError
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
-from workers import kernel
-from workers.kernel import Labels, Swept, available, sweep
-from workers.models import describe
-from workers.replica import Measured, Replica
+from workers.engine import sweep_kernel as kernel
+from workers.engine.sweep_kernel import Labels, Swept, available, sweep
+from workers.model.model_info import describe
+from workers.replica import InterventionMeasurements, Replica
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -35,7 +35,11 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 def expected(q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels) -> dict[str, Tensor]:
     """Every answer from its definition, in float64."""
     n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    q, k, v = (
+        q.double(),
+        k.double().repeat_interleave(group, 1),
+        v.double().repeat_interleave(group, 1),
+    )
     position = torch.arange(n_ctx, device=q.device)
     behind = position[:, None] - position
     scores = torch.where(behind >= 0, scale * q @ k.mT, -torch.inf)
@@ -47,7 +51,11 @@ def expected(q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels) -> d
         "entropy": -torch.xlogy(pattern, pattern).sum(-1),
     }
     for i, (query_label, key_label, lag) in enumerate(labels):
-        member = (query_label[:, :, None] == key_label[:, None, :]) & (key_label >= 0)[:, None] & (behind >= lag)
+        member = (
+            (query_label[:, :, None] == key_label[:, None, :])
+            & (key_label >= 0)[:, None]
+            & (behind >= lag)
+        )
         answers[f"mass {i}"] = (pattern * member[:, None]).sum(-1)
     return answers
 
@@ -58,25 +66,43 @@ def answered(swept: Swept) -> dict[str, Tensor]:
     return answers | {f"mass {i}": mass for i, mass in enumerate(swept.masses)}
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels, atol: float = 5e-6, **others: float) -> Swept:
-    """Sweep, and compare every answer with its definition, to 1e-5 and `atol`; `others` has another atol for some answers."""
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    labels: Labels,
+    atol: float = 5e-6,
+    **others: float,
+) -> Swept:
+    """Sweep, and compare every answer with its definition, to 1e-5 and `atol`; `others` has another
+    atol for some answers.
+    """
     swept = sweep(q, k, v, scale, labels, entropy=True, scores="float32")
     answers, wanted = answered(swept), expected(q, k, v, scale, labels)
     assert list(answers) == list(wanted)
     for name, answer in answers.items():
         assert answer.dtype == torch.float32
         torch.testing.assert_close(
-            answer.double(), wanted[name], rtol=1e-5, atol=others.get(name, atol), msg=lambda m, n=name: f"{n}: {m}"
+            answer.double(),
+            wanted[name],
+            rtol=1e-5,
+            atol=others.get(name, atol),
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     assert swept.entropy is not None
     assert (swept.entropy >= 0).all()
     return swept
 
 
-def drawn(batch: int, heads: int, kv_heads: int, n_ctx: int, d_head: int) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(
+    batch: int, heads: int, kv_heads: int, n_ctx: int, d_head: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as a model has them: views of one projection `[batch pos 3·head d_head]`, transposed."""
     generator = torch.Generator().manual_seed(n_ctx)
-    projected = torch.randn(batch, n_ctx, heads + 2 * kv_heads, d_head, generator=generator).to(DEVICE)
+    projected = torch.randn(batch, n_ctx, heads + 2 * kv_heads, d_head, generator=generator).to(
+        DEVICE
+    )
     q, k, v = projected.transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
     return q, k, v
 
@@ -84,11 +110,16 @@ def drawn(batch: int, heads: int, kv_heads: int, n_ctx: int, d_head: int) -> tup
 def two_kinds(tokens: Tensor) -> Labels:
     """Earlier keys with the query's token, and keys that follow one."""
     tokens = tokens.int()
-    return [(tokens, tokens, 1), (tokens, torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1), 0)]
+    return [
+        (tokens, tokens, 1),
+        (tokens, torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1), 0),
+    ]
 
 
 def random_tokens(batch: int, n_ctx: int) -> Tensor:
-    return torch.randint(5, (batch, n_ctx), generator=torch.Generator().manual_seed(n_ctx)).to(DEVICE)
+    return torch.randint(5, (batch, n_ctx), generator=torch.Generator().manual_seed(n_ctx)).to(
+        DEVICE
+    )
 
 
 @pytest.fixture
@@ -103,10 +134,14 @@ def _interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(x: TensorHandle) -> TensorHandle:
         if x.dtype != triton.language.bfloat16:
             return x
-        return TensorHandle((x.data.astype("uint32") << 16).view("float32"), triton.language.float32)
+        return TensorHandle(
+            (x.data.astype("uint32") << 16).view("float32"), triton.language.float32
+        )
 
     monkeypatch.setattr(
-        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: multiply(self, wide(a), wide(b), *rest)
+        InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: multiply(self, wide(a), wide(b), *rest),
     )
 
 
@@ -115,7 +150,9 @@ class TestSweep:
 
     @pytest.mark.parametrize("n_ctx", [1, 2, 3, 17, 64, 97, 130])
     @pytest.mark.parametrize(
-        ("batch", "heads", "kv_heads", "d_head"), [(1, 1, 1, 8), (2, 4, 2, 24), (1, 4, 1, 64)], ids=str
+        ("batch", "heads", "kv_heads", "d_head"),
+        [(1, 1, 1, 8), (2, 4, 2, 24), (1, 4, 1, 64)],
+        ids=str,
     )
     def test_every_answer_is_its_definition(
         self, n_ctx: int, batch: int, heads: int, kv_heads: int, d_head: int
@@ -147,7 +184,15 @@ class TestSweep:
     def test_one_attended_key_exactly(self) -> None:
         q, k, v = torch.full((3, 1, 1, 1, 2), 3.0, device=DEVICE)
         label = torch.full((1, 1), 7, dtype=torch.int32, device=DEVICE)
-        swept = sweep(q, k, v, math.log(2), [(label, label, 0), (label, label, 1)], entropy=True, scores="float32")
+        swept = sweep(
+            q,
+            k,
+            v,
+            math.log(2),
+            [(label, label, 0), (label, label, 1)],
+            entropy=True,
+            scores="float32",
+        )
         answers = {name: answer.item() for name, answer in answered(swept).items() if name != "z"}
         assert swept.z.tolist() == [[[[3.0, 3.0]]]]
         assert answers.pop("lse") == pytest.approx(18 * math.log(2))
@@ -162,20 +207,30 @@ class TestSweep:
         for n in (1, 2, 4, 8, 16, 32, 64, 128):
             assert swept.z[0, 0, n - 1].item() == swept.distance[0, 0, n - 1] == (n - 1) / 2
             assert swept.masses[0][0, 0, n - 1] == 1 - 1 / n
-            assert swept.entropy[0, 0, n - 1].item() == swept.lse[0, 0, n - 1] == pytest.approx(math.log(n))
+            assert (
+                swept.entropy[0, 0, n - 1].item()
+                == swept.lse[0, 0, n - 1]
+                == pytest.approx(math.log(n))
+            )
 
     def test_labels_choose_the_members(self) -> None:
         n_ctx = 97
         zeros = torch.zeros(2, 1, n_ctx, 8, device=DEVICE)
-        own, none = torch.arange(n_ctx, device=DEVICE).int().repeat(2, 1), torch.full((2, n_ctx), -1).int().to(DEVICE)
+        own, none = (
+            torch.arange(n_ctx, device=DEVICE).int().repeat(2, 1),
+            torch.full((2, n_ctx), -1).int().to(DEVICE),
+        )
         same = torch.full_like(own, 3)
-        # Unlike every other; negative, which fits nothing, itself included; all alike, with lags within and beyond a tile.
+        # Unlike every other; negative, which fits nothing, itself included; all alike, with lags
+        # within and beyond a tile.
         labels = [(own, own, 0), (own, own, 1), (none, none, 0), (own, none, 0), (same, same, -2)]
         labels += [(same, same, lag) for lag in (2, 40, 96, 200)]
         swept = check(zeros, zeros, zeros, 1.0, labels)
         q = torch.arange(n_ctx, device=DEVICE)
         for mass, members in zip(
-            swept.masses, [1 + 0 * q, *[0 * q] * 3, q + 1, q - 1, q - 39, q - 95, 0 * q], strict=True
+            swept.masses,
+            [1 + 0 * q, *[0 * q] * 3, q + 1, q - 1, q - 39, q - 95, 0 * q],
+            strict=True,
         ):
             torch.testing.assert_close(mass[1, 0], members.clamp(min=0) / (q + 1.0))
 
@@ -192,10 +247,13 @@ class TestSweep:
 
     @pytest.mark.parametrize("order", ["rising", "falling", "random"])
     def test_scores_of_ten_thousand_cost_nothing_but_their_own_rounding(self, order: str) -> None:
-        # Integers in base 2, so that the scores are exact and any loss is the sweep's own: two or three near each other.
+        # Integers in base 2, so that the scores are exact and any loss is the sweep's own: two or
+        # three near each other.
         steps = torch.arange(130) // 3 * 473.0 - 10_000 + torch.arange(130) % 3
         shuffled = torch.randperm(130, generator=torch.Generator().manual_seed(0))
-        steps = {"rising": steps, "falling": steps.flip(0), "random": steps[shuffled]}[order].to(DEVICE)
+        steps = {"rising": steps, "falling": steps.flip(0), "random": steps[shuffled]}[order].to(
+            DEVICE
+        )
         assert -1e4 <= steps.min() < -9e3
         assert steps.max() > 9e3
         k = torch.stack([steps, steps], -1)[None, None]
@@ -206,7 +264,9 @@ class TestSweep:
     def test_large_random_scores(self) -> None:
         q, k, v = drawn(1, 2, 2, 130, 8)
         # float32 holds a score of 1e4 to 1e-3, and no answer can be better than its scores.
-        swept = check(80 * q, 80 * k, v, 8**-0.5, two_kinds(random_tokens(1, 130)), atol=5e-3, distance=0.1)
+        swept = check(
+            80 * q, 80 * k, v, 8**-0.5, two_kinds(random_tokens(1, 130)), atol=5e-3, distance=0.1
+        )
         assert swept.lse.max() > 1e4
 
     @pytest.mark.parametrize("height", [10.0, 20.0, 88.0, 200.0, 1e4])
@@ -216,11 +276,15 @@ class TestSweep:
         k = torch.nn.functional.pad(k[..., 1:] / 100, (1, 0))
         k[:, :, [0, 70], 0], k[:, :, 100, 0] = height, 2 * height
         rounding = 5e-6 + height * 2e-7
-        check(q, k, v, 1.0, two_kinds(random_tokens(1, 130)), atol=rounding, distance=130 * rounding)
+        check(
+            q, k, v, 1.0, two_kinds(random_tokens(1, 130)), atol=rounding, distance=130 * rounding
+        )
 
     def test_a_short_distance_is_as_precise_as_a_long_one(self) -> None:
         k = 16 * torch.arange(130.0, device=DEVICE)[None, None, :, None]
-        distance = sweep(torch.ones_like(k), k, k, math.log(2), [], entropy=True, scores="float32").distance
+        distance = sweep(
+            torch.ones_like(k), k, k, math.log(2), [], entropy=True, scores="float32"
+        ).distance
         wanted = expected(torch.ones_like(k), k, k, math.log(2), [])["distance"]
         assert 0 < wanted[0, 0, 1:].max() < 2e-5
         torch.testing.assert_close(distance.double(), wanted, rtol=2e-6, atol=0)
@@ -228,14 +292,26 @@ class TestSweep:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("d_head", [24, 64])
     @pytest.mark.usefixtures("_interpret_bfloat16")
-    def test_half_precision_rounds_only_the_weights_of_v(self, dtype: torch.dtype, d_head: int) -> None:
+    def test_half_precision_rounds_only_the_weights_of_v(
+        self, dtype: torch.dtype, d_head: int
+    ) -> None:
         q, k, v = (x.to(dtype) for x in drawn(1, 2, 1, 130, d_head))
-        check(q, k, v, d_head**-0.5, two_kinds(random_tokens(1, 130)), atol=1e-5, z=torch.finfo(dtype).eps)
+        check(
+            q,
+            k,
+            v,
+            d_head**-0.5,
+            two_kinds(random_tokens(1, 130)),
+            atol=1e-5,
+            z=torch.finfo(dtype).eps,
+        )
 
     def test_one_tf32_product_is_near(self) -> None:
         q, k, v = drawn(1, 2, 2, 97, 64)
         wanted = expected(q, k, v, 0.125, [])
-        for name, answer in answered(sweep(q, k, v, 0.125, [], entropy=True, scores="tf32")).items():
+        for name, answer in answered(
+            sweep(q, k, v, 0.125, [], entropy=True, scores="tf32")
+        ).items():
             torch.testing.assert_close(answer.double(), wanted[name], rtol=5e-3, atol=5e-3)
 
     @pytest.mark.parametrize("precision", ["float32", "tf32", "float16", "bfloat16_linears"])
@@ -245,10 +321,14 @@ class TestSweep:
     ) -> None:
         path = toy.save_model(tmp_path / "toy", toy.family("LlamaConfig", num_key_value_heads=2))
         tokens = toy.repeating_tokens(21, batch=2)
-        found: list[Measured] = []
+        found: list[InterventionMeasurements] = []
         for use in (True, False):
             monkeypatch.setattr(kernel, "available", lambda _, use=use: use)
-            found.append(Replica(describe(path), toy.toy_scan(n_ctx=21, precision=precision), DEVICE).measure(tokens))
+            found.append(
+                Replica(
+                    describe(path), toy.toy_scan(n_ctx=21, precision=precision), DEVICE
+                ).measure(tokens)
+            )
         # Half formats round the weights of v before or after they are normalised.
         close = {"float32": 1e-5, "bfloat16_linears": 1e-5}.get(precision, 2e-3)
         for name in STATISTICS:
@@ -262,11 +342,15 @@ class TestSweep:
         q, k, v = drawn(1, 4, 2, 7, 8)
         label = torch.zeros(1, 7, dtype=torch.int32)
 
-        def refused(match: str, *tensors: Tensor, labels: Labels = (), scores: str = "float32") -> None:
+        def refused(
+            match: str, *tensors: Tensor, labels: Labels = (), scores: str = "float32"
+        ) -> None:
             with pytest.raises(ModelError, match=match):
                 sweep(*tensors, 1.0, labels, entropy=False, scores=scores)  # pyright: ignore[reportCallIssue]
 
-        refused(r"k \[1, 2, 6, 8\].*expected \[batch head pos d_head\]", q, k[:, :, 1:], v[:, :, 1:])
+        refused(
+            r"k \[1, 2, 6, 8\].*expected \[batch head pos d_head\]", q, k[:, :, 1:], v[:, :, 1:]
+        )
         refused("multiple of k's", q[:, :3], k, v)
         refused("expected", q[0], k, v)
         refused("d_head 257: the kernel takes at most 256", *[torch.zeros(1, 1, 2, 257)] * 3)
@@ -274,12 +358,27 @@ class TestSweep:
         refused("float16", q, k.half(), v.half())
         refused("did you mean 'tf32'", q, k, v, scores="tf3")
         refused("int64", q, k, v, labels=[(label.long(), label, 0)])
-        refused(r"\[1, 6\]: expected int32 \[batch pos\] = \[1, 7\]", q, k, v, labels=[(label, label[:, 1:], 0)])
+        refused(
+            r"\[1, 6\]: expected int32 \[batch pos\] = \[1, 7\]",
+            q,
+            k,
+            v,
+            labels=[(label, label[:, 1:], 0)],
+        )
 
 
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="they have run in this process")
 def test_all_of_the_above_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "TestSweep", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "TestSweep",
+        __file__,
+    ]
     done = subprocess.run(
         command,
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -291,20 +390,37 @@ def test_all_of_the_above_in_the_interpreter() -> None:
 
 
 def compiled(dtype: str, d_head: int, split: bool) -> Any:
-    """The kernel for an H100, as `sweep` would have it compiled: aligned tensors, two kinds of labels."""
+    """The kernel for an H100, as `sweep` would have it compiled: aligned tensors, two kinds of
+    labels.
+    """
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     function: Any = kernel._sweep_tile
-    tiles = kernel.TILES[{"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]][d_head]
-    chosen = {"GROUP": 1, "D_HEAD": d_head, "BLOCK_D": d_head, "DIMS": tiles.dims, "QUERIES": tiles.queries}
+    tiles = kernel.TILES[
+        {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    ][d_head]
+    chosen = {
+        "GROUP": 1,
+        "D_HEAD": d_head,
+        "BLOCK_D": d_head,
+        "DIMS": tiles.dims,
+        "QUERIES": tiles.queries,
+    }
     chosen |= {"KEYS": tiles.keys, "LAGS": (1, 0), "ENTROPY": True, "SPLIT": split}
-    types = dict.fromkeys("qkv", f"*{dtype}") | {"z": "*fp32", "rows": "*fp32", "scale": "fp32", "n_ctx": "i32"}
+    types = dict.fromkeys("qkv", f"*{dtype}") | {
+        "z": "*fp32",
+        "rows": "*fp32",
+        "scale": "fp32",
+        "n_ctx": "i32",
+    }
     types |= dict.fromkeys(["query_labels", "key_labels"], ("*i32", "*i32"))
     types |= dict.fromkeys(["q_stride", "k_stride", "v_stride"], ("i32", "i32", "i32", "constexpr"))
     types |= dict.fromkeys(chosen, "constexpr")
     signature = {name: types[name] for name in function.arg_names}
-    constants: dict[Any, Any] = {(function.arg_names.index(name),): value for name, value in chosen.items()}
+    constants: dict[Any, Any] = {
+        (function.arg_names.index(name),): value for name, value in chosen.items()
+    }
     divisible: dict[Any, Any] = {}
     for i, kind in enumerate(signature.values()):
         for j, part in enumerate(kind if isinstance(kind, tuple) else [kind]):
@@ -340,7 +456,9 @@ def test_it_compiles_for_an_h100(
     cubin = tmp_path / "sweep.cubin"
     cubin.write_bytes(made.asm["cubin"])
     dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([dump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    usage = subprocess.run(
+        [dump, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
     spilled = int(re.findall(r"STACK:(\d+)", usage)[0])
     assert spilled <= 8
 
@@ -348,9 +466,12 @@ def test_it_compiles_for_an_h100(
 def test_without_triton_it_is_not_available() -> None:
     assert not available(torch.device("cpu"))
     assert available(torch.device("cuda")) == torch.cuda.is_available()
-    code = "import sys, torch; sys.modules['triton'] = None; from workers.kernel import available; "
+    code = "import sys, torch; sys.modules['triton'] = None; from workers.engine.sweep_kernel import available; "
     code += "print(available(torch.device('cuda')))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == "False\n", done.stderr

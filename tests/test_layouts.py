@@ -1,4 +1,6 @@
-"""Labelled layouts: which token stands where, what the labels say, and that both reach the sequences table."""
+"""Labelled layouts: which token stands where, what the labels say, and that both reach the
+sequences table.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from jobs.plan import make_plan, prepare_run
 from schemas.errors import ScanError
 from schemas.scan import parse_scan
 from tests.toy_models import BOS, gpt2, save_model, toy_info, toy_scan
+from workers.inputs.sequences import Sequences, ShardInput
 from workers.replica import Replica
-from workers.sequences import Sequences, ShardInput
 from workers.shard import run_shard
 
 LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
@@ -35,7 +37,9 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
 """Family, options and the labels with BOS; a dot has none."""
 
 
-def shard_of(family: str, n_ctx: int, options: dict[str, Any] | None = None, **changes: Any) -> ShardInput:
+def shard_of(
+    family: str, n_ctx: int, options: dict[str, Any] | None = None, **changes: Any
+) -> ShardInput:
     scan = toy_scan(n_ctx=n_ctx, input={"family": family} | (options or {}), **changes)
     return Sequences(scan, toy_info()).shard(0)
 
@@ -46,19 +50,25 @@ def positions(labels: list[str], label: str) -> list[int]:
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize(("family", "options", "expected"), LAYOUTS)
-def test_a_layout_is_as_its_source_says(family: str, options: dict[str, Any], expected: str, bos: bool):
+def test_a_layout_is_as_its_source_says(
+    family: str, options: dict[str, Any], expected: str, bos: bool
+):
     symbols = [s.replace(".", "") for s in expected.split()][1 - bos :]
     shard = shard_of(family, len(symbols), options, bos=bos, sequences=20)
     assert shard.labels == [symbols] * 20
     for row in shard.tokens.tolist():
-        tokens = {label: {row[i] for i in positions(symbols, label)} for label in set(symbols) - {""}}
+        tokens = {
+            label: {row[i] for i in positions(symbols, label)} for label in set(symbols) - {""}
+        }
         assert [len(found) for found in tokens.values()] == [1] * len(tokens)
         assert len(set[int]().union(*tokens.values())) == len(tokens)
         assert (row[0] == BOS) == bos
     assert len({tuple(row) for row in shard.tokens.tolist()}) == 20
 
 
-@pytest.mark.parametrize(("family", "options", "expected"), [case for case in LAYOUTS if case[0] != "ngram_order"])
+@pytest.mark.parametrize(
+    ("family", "options", "expected"), [case for case in LAYOUTS if case[0] != "ngram_order"]
+)
 def test_unlabelled_tokens_are_fresh(family: str, options: dict[str, Any], expected: str):
     symbols = expected.split()
     for row in shard_of(family, len(symbols), options, sequences=20).tokens.tolist():
@@ -80,7 +90,8 @@ def test_the_order_test_has_the_reference_positions():
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_the_corrupted_partner_differs_in_one_token(n: int):
     clean, corrupt = (
-        shard_of(f, 3 * n, {"n": n}, seed=3, sequences=20).tokens for f in ("ngram_overlap", "ngram_corrupt")
+        shard_of(f, 3 * n, {"n": n}, seed=3, sequences=20).tokens
+        for f in ("ngram_overlap", "ngram_corrupt")
     )
     assert np.argwhere((clean != corrupt).any(0)).ravel().tolist() == [2 * n + 1]
     assert (clean[:, 2 * n + 1] == clean[:, 1]).all()
@@ -88,16 +99,22 @@ def test_the_corrupted_partner_differs_in_one_token(n: int):
 
 
 def test_the_reversed_layout_exchanges_the_first_two_sub_sequences():
-    clean, reverse = (shard_of(f, 12, {"n": 4}, sequences=20).tokens for f in ("ngram_overlap", "ngram_reversed"))
+    clean, reverse = (
+        shard_of(f, 12, {"n": 4}, sequences=20).tokens for f in ("ngram_overlap", "ngram_reversed")
+    )
     assert (reverse[:, [0, 5, 6, 7, 8, 1, 2, 3, 4, 9, 10, 11]] == clean).all()
 
 
 @pytest.mark.parametrize(("family", "options", "expected"), LAYOUTS)
-def test_a_sequence_does_not_depend_on_its_shard(family: str, options: dict[str, Any], expected: str):
+def test_a_sequence_does_not_depend_on_its_shard(
+    family: str, options: dict[str, Any], expected: str
+):
     n_ctx = len(expected.split())
     input_ = {"family": family} | options
     whole = Sequences(toy_scan(n_ctx=n_ctx, sequences=7, seed=2, input=input_), toy_info()).shard(0)
-    parts = Sequences(toy_scan(n_ctx=n_ctx, sequences=7, sequences_per_shard=3, seed=2, input=input_), toy_info())
+    parts = Sequences(
+        toy_scan(n_ctx=n_ctx, sequences=7, sequences_per_shard=3, seed=2, input=input_), toy_info()
+    )
     for number in (2, 0, 1):
         shard = parts.shard(number)
         assert shard.tokens.tolist() == whole.tokens[3 * number : 3 * number + 3].tolist()
@@ -109,7 +126,10 @@ def test_with_replacement_tokens_may_meet():
     shard = shard_of("abac", 13, options | {"distinct": False})
     assert set(shard.tokens[:, 1:].ravel().tolist()) <= {2, 3, 4}
     assert (shard.tokens[:, [2, 6]] == shard.tokens[:, [12]]).all()
-    with pytest.raises(ScanError, match=r"^input: 10 token ids wanted from low = 2 on and below high = 5, 3 are there"):
+    with pytest.raises(
+        ScanError,
+        match=r"^input: 10 token ids wanted from low = 2 on and below high = 5, 3 are there",
+    ):
         shard_of("abac", 13, options)
 
 
@@ -142,13 +162,17 @@ def test_with_replacement_tokens_may_meet():
         ),
     ],
 )  # fmt: skip
-def test_a_layout_that_does_not_fit_is_refused(family: str, n_ctx: int, options: dict[str, Any], message: str):
+def test_a_layout_that_does_not_fit_is_refused(
+    family: str, n_ctx: int, options: dict[str, Any], message: str
+):
     with pytest.raises(ScanError) as caught:
         shard_of(family, n_ctx, options)
     assert str(caught.value) == message
 
 
-def sequences_tables(tmp_path: Path, family: str, options: dict[str, Any], bos: bool) -> list[dict[str, Any]]:
+def sequences_tables(
+    tmp_path: Path, family: str, options: dict[str, Any], bos: bool
+) -> list[dict[str, Any]]:
     """The rows of the sequences table of two shards, measured and committed."""
     fields = {
         "model": str(save_model(tmp_path / "model", gpt2())), "n_ctx": 12 + bos, "bos": bos, "sequences": 3,
@@ -171,7 +195,16 @@ def test_labels_stand_beside_the_tokens_in_the_sequences_table(tmp_path: Path, b
     assert [row["sequence"] for row in rows] == [0, 1, 2]
     for row in rows:
         assert row["labels"] == ["", "", "A", "B", "", "", "", "", "A", "C", "", "", "A"][1 - bos :]
-        assert len({token for token, label in zip(row["tokens"], row["labels"], strict=True) if label == "A"}) == 1
+        assert (
+            len(
+                {
+                    token
+                    for token, label in zip(row["tokens"], row["labels"], strict=True)
+                    if label == "A"
+                }
+            )
+            == 1
+        )
     assert list(rows[0]).index("labels") == list(rows[0]).index("tokens") + 1
 
 

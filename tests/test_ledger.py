@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import schemas.commits as ledger
-from jobs.finish import folded
-from jobs.lock import alone
+from jobs.run_lock import locked
+from jobs.run_loop import folded
 from jobs.spans import Spans
 from schemas.commits import COMMITS, Commit, Failure, drop, fold
 from schemas.errors import RunError, ScanError
 from schemas.places import StorePath, names, place
-from schemas.runs import RunDirectory
+from schemas.run_directory import RunDirectory
 from tests.toy_runs import Row, local, write_run
 
 
@@ -67,9 +67,13 @@ def test_whoever_folds_may_die_before_all_files_are_deleted(
     assert list(run.commits()) == before
 
 
-def test_whoever_folds_may_die_before_the_fold_is_there(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_folds_may_die_before_the_fold_is_there(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = list(run.commits())
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(RunError, match=r"fold-000000-.*No space left on device"):
         fold(run.commits_directory, before)
     assert list(run.commits()) == before
@@ -91,7 +95,9 @@ def test_a_late_attempt_at_a_folded_shard_does_not_count(run: RunDirectory) -> N
     assert next(run.commits()) == first
 
 
-def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(run: RunDirectory) -> None:
+def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(
+    run: RunDirectory,
+) -> None:
     before = list(run.commits())
     fold(run.commits_directory, before)
     drop(run.commits_directory, run.run_id, [3, 5])
@@ -104,7 +110,9 @@ def test_a_shard_that_is_taken_back_is_missing_until_it_is_committed_anew(run: R
     assert 5 not in shards(run)
 
 
-def test_a_reader_that_is_overtaken_by_a_fold_reads_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_is_overtaken_by_a_fold_reads_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = list(run.commits())
     listed = ledger.names
     overtaken: list[str] = []
@@ -130,7 +138,9 @@ def test_a_reader_that_is_overtaken_by_a_fold_reads_again(run: RunDirectory, mon
         lambda commit: [],
     ],
 )
-def test_what_is_no_commit_of_this_run_is_passed_over(run: RunDirectory, spoil: Callable[[Any], Any]) -> None:
+def test_what_is_no_commit_of_this_run_is_passed_over(
+    run: RunDirectory, spoil: Callable[[Any], Any]
+) -> None:
     file = local(run.commit_file(3))
     file.write_text(json.dumps(spoil(json.loads(file.read_bytes()))))
     assert shards(run) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
@@ -138,13 +148,17 @@ def test_what_is_no_commit_of_this_run_is_passed_over(run: RunDirectory, spoil: 
 
 def test_a_fold_holds_every_field_of_a_commit(run: RunDirectory) -> None:
     assert set(Commit.model_fields) == set(COMMITS.names)
-    commit = next(run.commits()).model_copy(update={"bad_rows": ["a.jsonl:7 (text is null)"], "seconds": 0.1234})
+    commit = next(run.commits()).model_copy(
+        update={"bad_rows": ["a.jsonl:7 (text is null)"], "seconds": 0.1234}
+    )
     fold(run.commits_directory, [commit])
     assert next(run.commits()) == commit
 
 
-def test_a_driver_folds_while_outcomes_pass(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.finish.FOLD", 4)
+def test_a_driver_folds_while_outcomes_pass(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.run_loop.FOLD", 4)
     before = list(run.commits())
     outcomes: list[Commit | Failure] = [*before[:5], Failure(99, "why"), *before[5:]]
     assert list(folded(run, outcomes)) == outcomes
@@ -161,13 +175,21 @@ def test_files_of_folded_commits_are_looked_for_by_name(run: RunDirectory) -> No
     table = run.ledger()
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
     assert run.damaged_files([table]) == {heads(2): [2], heads(7): [7]}
-    assert run.damaged_files([table], thorough=True) == {heads(2): [2], heads(3): [3], heads(7): [7]}
+    assert run.damaged_files([table], thorough=True) == {
+        heads(2): [2],
+        heads(3): [3],
+        heads(7): [7],
+    }
 
 
 def test_one_driver_at_a_time(run: RunDirectory) -> None:
-    with alone(run), pytest.raises(RunError, match="another process is at work on this run"), alone(run):
+    with (
+        locked(run),
+        pytest.raises(RunError, match="another process is at work on this run"),
+        locked(run),
+    ):
         pass
-    with alone(run):
+    with locked(run):
         pass
 
 
@@ -214,4 +236,8 @@ def test_places() -> None:
     assert place("runs") == Path("runs")
     store = place("s3://bucket//runs/")
     assert store == StorePath("s3://bucket/runs")
-    assert (str((store / "a") / "b"), (store / "a").name, (store / "a").parent) == ("s3://bucket/runs/a/b", "a", store)
+    assert (str((store / "a") / "b"), (store / "a").name, (store / "a").parent) == (
+        "s3://bucket/runs/a/b",
+        "a",
+        store,
+    )

@@ -1,4 +1,6 @@
-"""Every column equals its definition, written out plainly in float64 on Hugging Face's own eager attention."""
+"""Every column equals its definition, written out plainly in float64 on Hugging Face's own eager
+attention.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from schemas.scan import Scan, parse_scan
 from schemas.statistics import STATISTICS
 from schemas.tables import chance_column
 from tests.definitions import by_pattern, definitions
-from workers.models import describe, find_model
-from workers.replica import Measured, Replica
-from workers.sequences import Sequences
+from workers.inputs.sequences import Sequences
+from workers.model.model_info import describe, find_model
+from workers.replica import InterventionMeasurements, Replica
 
 TEXT = """To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer the slings and arrows of
 outrageous fortune, or to take arms against a sea of troubles, and by opposing end them. Σ A[q,k] = 1; naïve café.
@@ -41,7 +43,9 @@ def scan_of(n_ctx: int, **fields: Any) -> Scan:
 
 @cache
 def replica(engine: str = "fused") -> Replica:
-    return Replica(describe(find_model("bundled:gpt2-mini")), scan_of(256, engine=engine), threads=1)
+    return Replica(
+        describe(find_model("bundled:gpt2-mini")), scan_of(256, engine=engine), threads=1
+    )
 
 
 def tokens_of(n_ctx: int) -> np.ndarray:
@@ -67,14 +71,20 @@ def reference(tokens: np.ndarray) -> dict[str, np.ndarray]:
     for block in model.transformer.h:
         block.attn.c_attn.register_forward_hook(lambda m, a, out: qkv.append(out))
         block.attn.c_proj.register_forward_pre_hook(lambda m, a: z.append(a[0]))
-        block.register_forward_hook(lambda m, a, out: resid_post.append(out[0] if isinstance(out, tuple) else out))
+        block.register_forward_hook(
+            lambda m, a, out: resid_post.append(out[0] if isinstance(out, tuple) else out)
+        )
     with torch.no_grad():
-        out = model(torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True)
+        out = model(
+            torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True
+        )
     columns: dict[str, list[float]] = {}
     n_layers, n_heads, n_ctx = len(qkv), model.config.n_head, tokens.shape[1]
     for s in range(len(tokens)):
         for layer in range(n_layers):
-            pre, post = (r[s].norm(dim=-1).tolist() for r in (out.hidden_states[layer], resid_post[layer]))
+            pre, post = (
+                r[s].norm(dim=-1).tolist() for r in (out.hidden_states[layer], resid_post[layer])
+            )
             q, k, v = (x.view(n_ctx, n_heads, -1) for x in qkv[layer][s].chunk(3, dim=-1))
             for head in range(n_heads):
                 heads_z = z[layer][s].view(n_ctx, n_heads, -1)[:, head]
@@ -91,7 +101,9 @@ def reference(tokens: np.ndarray) -> dict[str, np.ndarray]:
                 values["sink_logit_margin"] = float(np.mean(margins)) if margins else math.nan
                 for name, value in values.items():
                     columns.setdefault(name, []).append(value)
-    return {name: np.array(c).reshape(len(tokens), n_layers, n_heads) for name, c in columns.items()}
+    return {
+        name: np.array(c).reshape(len(tokens), n_layers, n_heads) for name, c in columns.items()
+    }
 
 
 def norms(name: str, vectors: torch.Tensor) -> dict[str, float]:
@@ -110,7 +122,9 @@ def one_head(a: np.ndarray, t: list[int]) -> dict[str, float]:
     def mean(values: Sequence[float]) -> float:
         return float(np.mean(values)) if values else math.nan
 
-    triggers, others = ([i for i in queries if i >= 1 and is_trigger(t[i]) == kind] for kind in (True, False))
+    triggers, others = (
+        [i for i in queries if i >= 1 and is_trigger(t[i]) == kind] for kind in (True, False)
+    )
     both = bool(triggers and others)
     return {
         "sink_mass_triggers": mean([a[i, 0] for i in triggers if both]),
@@ -132,7 +146,9 @@ def one_head(a: np.ndarray, t: list[int]) -> dict[str, float]:
     }
 
 
-def assert_equal(found: np.ndarray, expected: np.ndarray, name: str, tolerance: float = 1e-5) -> None:
+def assert_equal(
+    found: np.ndarray, expected: np.ndarray, name: str, tolerance: float = 1e-5
+) -> None:
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected), err_msg=name)
     probability = STATISTICS[name].range == (0, 1)
     scale = 1 if probability else np.maximum(1, np.abs(expected))
@@ -160,10 +176,12 @@ def test_every_registered_statistic_is_the_same_in_both_engines(name: str) -> No
 
 
 @cache
-def both_engines() -> tuple[Measured, Measured]:
+def both_engines() -> tuple[InterventionMeasurements, InterventionMeasurements]:
     tokens = tokens_of(131)
     labels = labels_of(tokens)
-    return replica("fused").measure(tokens, labels=labels), replica("dense").measure(tokens, labels=labels)
+    return replica("fused").measure(tokens, labels=labels), replica("dense").measure(
+        tokens, labels=labels
+    )
 
 
 def test_values_lie_in_the_registered_range() -> None:
@@ -182,7 +200,9 @@ def test_chance_is_what_uniform_attention_scores() -> None:
         expected = one_head(uniform, sequence.tolist()) | by_pattern(uniform, sequence.tolist())
         for name in expected:
             if STATISTICS[name].chance:
-                assert found[chance_column(name)][i] == pytest.approx(expected[name], rel=1e-5, nan_ok=True), name
+                assert found[chance_column(name)][i] == pytest.approx(
+                    expected[name], rel=1e-5, nan_ok=True
+                ), name
 
 
 def test_induction_score_on_a_repeated_block_is_the_strict_score() -> None:
@@ -194,7 +214,9 @@ def test_induction_score_on_a_repeated_block_is_the_strict_score() -> None:
     with torch.no_grad():
         patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
     strict = torch.stack([p.diagonal(-24, 2, 3)[..., 2:].mean(-1) for p in patterns], dim=1).numpy()
-    np.testing.assert_allclose(replica().measure(tokens).heads["induction_score"], strict, atol=1e-6)
+    np.testing.assert_allclose(
+        replica().measure(tokens).heads["induction_score"], strict, atol=1e-6
+    )
 
 
 def test_batches_do_not_change_a_row() -> None:
@@ -202,7 +224,9 @@ def test_batches_do_not_change_a_row() -> None:
     whole = Replica(replica().model.info, scan_of(64, batch_size=12), threads=1).measure(tokens)
     single = Replica(replica().model.info, scan_of(64, batch_size=5), threads=1).measure(tokens)
     for name in STATISTICS:
-        np.testing.assert_allclose(whole.heads[name], single.heads[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            whole.heads[name], single.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
 
 
 def test_not_a_number_fails_and_names_layer_and_statistic() -> None:
@@ -228,10 +252,16 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
             }
         )
         return {
-            n: v.mean(0) for n, v in Replica(info, scan).measure(Sequences(scan, info).shard(0).tokens).heads.items()
+            n: v.mean(0)
+            for n, v in Replica(info, scan)
+            .measure(Sequences(scan, info).shard(0).tokens)
+            .heads.items()
         }
 
-    repeated, unrepeated = measure(family="repeated_random", period=25), measure(family="uniform_random")
+    repeated, unrepeated = (
+        measure(family="repeated_random", period=25),
+        measure(family="uniform_random"),
+    )
     assert unrepeated["previous_token_score"][0].max() > 0.9
     resting = (repeated["induction_score"] > 0.6) & (unrepeated["sink_mass"] > 0.9)
     assert resting[1].any()

@@ -1,4 +1,6 @@
-"""Models of several architectures: both engines agree, edits are seen and undone, what cannot be right is refused."""
+"""Models of several architectures: both engines agree, edits are seen and undone, what cannot be
+right is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ import pytest
 import torch
 
 from schemas.errors import HeadcountError, MeasureError, ModelError
-from schemas.outputs import OUTPUTS
+from schemas.predictions import PREDICTIONS
 from schemas.scan import Scan
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.batch import measure_batch
-from workers.fused import FusedEngine
+from workers.engine.fused_engine import FusedEngine
+from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, edited_weights, find_intervention, intervention
-from workers.models import describe, find_model
-from workers.replica import Measured, Replica
-from workers.sequences import Sequences
-from workers.tokens import TextTokenizer
+from workers.model.model_info import describe, find_model
+from workers.model.text_tokenizer import TextTokenizer
+from workers.replica import InterventionMeasurements, Replica
 
 GQA = {"num_key_value_heads": 2}
 
@@ -42,7 +44,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral-window-20": lambda: toy.family("MistralConfig", sliding_window=20, **GQA),
     "gemma2-capped": lambda: toy.family("Gemma2Config", head_dim=8, sliding_window=64, **GQA),
     "opt": lambda: toy.family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
-    "gpt-neo": lambda: toy.family("GPTNeoConfig", attention_types=[[["global", "local"], 1]], window_size=20),
+    "gpt-neo": lambda: toy.family(
+        "GPTNeoConfig", attention_types=[[["global", "local"], 1]], window_size=20
+    ),
     "qwen3": lambda: toy.family("Qwen3Config", head_dim=8, **GQA),
     "gemma2-plain": lambda: toy.family(
         "Gemma2Config", head_dim=8, sliding_window=64, attn_logit_softcapping=None, **GQA
@@ -93,8 +97,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def differences(a: Measured, b: Measured) -> dict[str, float]:
-    """Largest difference of each statistic, relative where values are large; both must be undefined together."""
+def differences(a: InterventionMeasurements, b: InterventionMeasurements) -> dict[str, float]:
+    """Largest difference of each statistic, relative where values are large; both must be undefined
+    together.
+    """
     found: dict[str, float] = {}
     for name in STATISTICS:
         x, y = a.heads[name], b.heads[name]
@@ -104,7 +110,9 @@ def differences(a: Measured, b: Measured) -> dict[str, float]:
 
 
 def problem_of(path: Path | str, **changes: Any) -> str:
-    """The one line with which a model is refused, somewhere between its description and its first measurement."""
+    """The one line with which a model is refused, somewhere between its description and its first
+    measurement.
+    """
     with pytest.raises(ModelError) as caught:
         toy.measure(find_model(str(path)), toy.repeating_tokens(4), **changes)
     assert "\n" not in str(caught.value)
@@ -136,23 +144,31 @@ def test_both_engines_agree_on_every_statistic(shelf: Shelf, name: str, n_ctx: i
         ("qwen3", ["query_norm", "key_norm", "sink_key_norm"]),
     ],
 )
-def test_both_engines_agree_on_queries_keys_and_scores(shelf: Shelf, name: str, statistics: list[str]):
+def test_both_engines_agree_on_queries_keys_and_scores(
+    shelf: Shelf, name: str, statistics: list[str]
+):
     tokens = toy.repeating_tokens(17)
-    worst = differences(*(shelf.replica(name, engine).measure(tokens) for engine in ("fused", "dense")))
+    worst = differences(
+        *(shelf.replica(name, engine).measure(tokens) for engine in ("fused", "dense"))
+    )
     assert {k: worst[k] for k in statistics if not worst[k] < 1e-5} == {}
 
 
 def test_queries_scaled_before_attention_are_left_to_the_dense_engine(shelf: Shelf):
     assert "(the length of q in the last layer differs by" in problem_of(shelf.path("opt"))
     assert problem_of(shelf.path("opt")).endswith("use engine = 'dense'")
-    assert np.isfinite(shelf.replica("opt", "dense").measure(toy.repeating_tokens(17)).heads["sink_logit_margin"]).all()
+    assert np.isfinite(
+        shelf.replica("opt", "dense").measure(toy.repeating_tokens(17)).heads["sink_logit_margin"]
+    ).all()
 
 
 def test_scores_that_are_not_scaled_are_left_to_the_dense_engine(shelf: Shelf):
     from transformers import AutoModelForCausalLM
 
     assert problem_of(shelf.path("gpt-neo")).endswith("use engine = 'dense'")
-    model: Any = AutoModelForCausalLM.from_pretrained(shelf.path("gpt-neo"), attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        shelf.path("gpt-neo"), attn_implementation="eager"
+    )
     made: dict[str, list[torch.Tensor]] = {"q": [], "k": []}
     for block in model.transformer.h:
         for name, found in made.items():
@@ -165,9 +181,15 @@ def test_scores_that_are_not_scaled_are_left_to_the_dense_engine(shelf: Shelf):
     heads = replica.measure(tokens).heads
     for layer, (pattern, q, k) in enumerate(zip(patterns, *made.values(), strict=True)):
         scores = torch.einsum("bqhe,bkhe->bhqk", *(x.unflatten(-1, (4, 8)) for x in (q, k)))
-        margin = torch.stack([scores[:, :, i, 0] - scores[:, :, i, 1:i].mean(-1) for i in range(2, 17)]).mean(0)
-        np.testing.assert_allclose(heads["sink_mass"][:, layer], pattern[..., 1:, 0].mean(-1), atol=1e-5)
-        np.testing.assert_allclose(heads["sink_logit_margin"][:, layer], margin, rtol=1e-4, atol=1e-4)
+        margin = torch.stack(
+            [scores[:, :, i, 0] - scores[:, :, i, 1:i].mean(-1) for i in range(2, 17)]
+        ).mean(0)
+        np.testing.assert_allclose(
+            heads["sink_mass"][:, layer], pattern[..., 1:, 0].mean(-1), atol=1e-5
+        )
+        np.testing.assert_allclose(
+            heads["sink_logit_margin"][:, layer], margin, rtol=1e-4, atol=1e-4
+        )
     with pytest.raises(ModelError, match="does not show the scores behind the pattern of layer 0"):
         replica.measure(tokens, "zero_inactive_heads(entropy,1.0)")
     with pytest.raises(ModelError, match="does not show the scores behind the pattern of layer"):
@@ -175,7 +197,9 @@ def test_scores_that_are_not_scaled_are_left_to_the_dense_engine(shelf: Shelf):
 
 
 def test_engines_agree_beyond_one_tile_of_queries(tmp_path: Path):
-    path = toy.save_model(tmp_path / "long", toy.gpt2(n_positions=200, n_layer=2, n_embd=16, n_head=2))
+    path = toy.save_model(
+        tmp_path / "long", toy.gpt2(n_positions=200, n_layer=2, n_embd=16, n_head=2)
+    )
     tokens = toy.repeating_tokens(131, batch=2, distinct=20)
     worst = differences(toy.measure(path, tokens), toy.measure(path, tokens, engine="dense"))
     assert {k: v for k, v in worst.items() if not v < 1e-5} == {}
@@ -186,32 +210,46 @@ def test_a_batch_is_its_sequences(shelf: Shelf):
     together = shelf.replica("llama-gqa").measure(tokens)
     alone = [shelf.replica("llama-gqa").measure(row[None]) for row in tokens]
     for name, values in together.heads.items():
-        np.testing.assert_allclose(values, np.concatenate([a.heads[name] for a in alone]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            values, np.concatenate([a.heads[name] for a in alone]), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-inverse-layer", "llama-gqa", "neox-parallel"])
 def test_statistics_are_those_of_the_library_s_own_attention(shelf: Shelf, name: str):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(shelf.path(name), attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        shelf.path(name), attn_implementation="eager", dtype=torch.float32
+    )
     tokens = toy.repeating_tokens(17, batch=2)
     with torch.inference_mode():
-        output = model(torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True)
+        output = model(
+            torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True
+        )
     heads = shelf.replica(name).measure(tokens).heads
     for layer, pattern in enumerate(output.attentions):
         previous = pattern.diagonal(-1, dim1=-2, dim2=-1).mean(-1)
         entropy = -torch.xlogy(pattern, pattern).sum(-1).mean(-1)
         np.testing.assert_allclose(heads["previous_token_score"][:, layer], previous, atol=1e-5)
-        np.testing.assert_allclose(heads["sink_mass"][:, layer], pattern[..., 1:, 0].mean(-1), atol=1e-5)
+        np.testing.assert_allclose(
+            heads["sink_mass"][:, layer], pattern[..., 1:, 0].mean(-1), atol=1e-5
+        )
         np.testing.assert_allclose(heads["entropy"][:, layer], entropy, atol=1e-5)
         norm = output.hidden_states[layer].norm(dim=-1).mean(-1)
-        np.testing.assert_allclose(heads["resid_pre_norm"][:, layer], norm[:, None].expand(-1, 4), rtol=1e-5)
+        np.testing.assert_allclose(
+            heads["resid_pre_norm"][:, layer], norm[:, None].expand(-1, 4), rtol=1e-5
+        )
 
 
 def test_scaling_by_the_layer_changes_the_later_layers_alone(shelf: Shelf):
     tokens = toy.repeating_tokens(17)
-    plain, scaled = (shelf.replica(name).measure(tokens).heads["entropy"] for name in ("gpt2", "gpt2-inverse-layer"))
-    # Scores of layer i are divided by i + 1: nothing happens in layer 0, attention flattens in the layers behind it.
+    plain, scaled = (
+        shelf.replica(name).measure(tokens).heads["entropy"]
+        for name in ("gpt2", "gpt2-inverse-layer")
+    )
+    # Scores of layer i are divided by i + 1: nothing happens in layer 0, attention flattens in the
+    # layers behind it.
     assert scaled[:, 0].tolist() == plain[:, 0].tolist()
     assert (scaled[:, 2] > plain[:, 2]).all()
 
@@ -223,26 +261,42 @@ def test_a_legacy_model_measures_what_its_weights_say(shelf: Shelf):
     resid = w["embed.W_E"][tokens[0]] + w["pos_embed.W_pos"][:17]
     for layer in range(2):
         b = f"blocks.{layer}"
-        normed = torch.nn.functional.layer_norm(resid, (32,), w[f"{b}.ln1.w"], w[f"{b}.ln1.b"], 1e-5)
+        normed = torch.nn.functional.layer_norm(
+            resid, (32,), w[f"{b}.ln1.w"], w[f"{b}.ln1.b"], 1e-5
+        )
         q, k, v = (
-            torch.einsum("td,hde->hte", normed, w[f"{b}.attn.W_{n}"]) + w[f"{b}.attn.b_{n}"][:, None] for n in "QKV"
+            torch.einsum("td,hde->hte", normed, w[f"{b}.attn.W_{n}"])
+            + w[f"{b}.attn.b_{n}"][:, None]
+            for n in "QKV"
         )
         scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(17, 17).triu(1).bool(), -torch.inf)
         pattern = scores.softmax(-1)
         z = pattern @ v
-        np.testing.assert_allclose(heads["sink_mass"][0, layer], pattern[:, 1:, 0].mean(-1), atol=1e-5)
+        np.testing.assert_allclose(
+            heads["sink_mass"][0, layer], pattern[:, 1:, 0].mean(-1), atol=1e-5
+        )
         lead = [q @ k.mT / 8**0.5 for q, k in zip(q, k, strict=True)]
         margins = [np.mean([s[i, 0] - s[i, 1:i].mean() for i in range(2, 17)]) for s in lead]
-        np.testing.assert_allclose(heads["sink_logit_margin"][0, layer], margins, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(heads["query_norm"][0, layer], q.norm(dim=-1).mean(-1), rtol=1e-5)
-        np.testing.assert_allclose(heads["head_output_norm"][0, layer], z.norm(dim=-1).mean(-1), rtol=1e-5)
+        np.testing.assert_allclose(
+            heads["sink_logit_margin"][0, layer], margins, rtol=1e-5, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            heads["query_norm"][0, layer], q.norm(dim=-1).mean(-1), rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            heads["head_output_norm"][0, layer], z.norm(dim=-1).mean(-1), rtol=1e-5
+        )
         resid = resid + torch.einsum("hte,hed->td", z, w[f"{b}.attn.W_O"]) + w[f"{b}.attn.b_O"]
-        np.testing.assert_allclose(heads["resid_post_norm"][0, layer, 0], resid.norm(dim=-1).mean(), rtol=1e-5)
+        np.testing.assert_allclose(
+            heads["resid_post_norm"][0, layer, 0], resid.norm(dim=-1).mean(), rtol=1e-5
+        )
 
 
 def test_a_legacy_pth_and_its_safetensors_measure_the_same(shelf: Shelf):
     tokens = toy.repeating_tokens(17, batch=2)
-    pth, safetensors = (shelf.replica(f"legacy-{ending}").measure(tokens) for ending in ("pth", "safetensors"))
+    pth, safetensors = (
+        shelf.replica(f"legacy-{ending}").measure(tokens) for ending in ("pth", "safetensors")
+    )
     for name in STATISTICS:
         np.testing.assert_array_equal(pth.heads[name], safetensors.heads[name])
 
@@ -271,14 +325,23 @@ def test_capped_scores_are_refused(shelf: Shelf):
     "config",
     [
         lambda: toy.gpt2(scale_attn_weights=False),
-        lambda: toy.family("GPTNeoConfig", num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
         lambda: toy.family(
-            "GptOssConfig", head_dim=8, num_local_experts=2, sliding_window=64, rope_parameters=None, **GQA
+            "GPTNeoConfig", num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8
+        ),
+        lambda: toy.family(
+            "GptOssConfig",
+            head_dim=8,
+            num_local_experts=2,
+            sliding_window=64,
+            rope_parameters=None,
+            **GQA,
         ),
     ],
     ids=["unscaled", "own-attention", "sinks"],
 )
-def test_attention_that_is_not_the_causal_softmax_is_refused(tmp_path: Path, config: Callable[[], Any]):
+def test_attention_that_is_not_the_causal_softmax_is_refused(
+    tmp_path: Path, config: Callable[[], Any]
+):
     assert problem_of(toy.save_model(tmp_path / "other", config())).endswith("use engine = 'dense'")
 
 
@@ -286,7 +349,12 @@ def test_attention_that_is_not_the_causal_softmax_is_refused(tmp_path: Path, con
 def test_folded_weights_keep_the_patterns_and_change_the_values(shelf: Shelf, name: str):
     tokens = toy.repeating_tokens(17)
     raw, folded = (
-        toy.measure(shelf.path(name), tokens, weights=weights, outputs=["losses", "final_probabilities"])
+        toy.measure(
+            shelf.path(name),
+            tokens,
+            weight_processing=weights,
+            predictions=["losses", "final_probabilities"],
+        )
         for weights in ("raw", "folded")
     )
     assert folded.engine == "dense"
@@ -298,7 +366,9 @@ def test_folded_weights_keep_the_patterns_and_change_the_values(shelf: Shelf, na
             assert np.isnan(folded.heads[column]).all()
             raw.heads[column][:] = np.nan
     worst = differences(raw, folded)
-    assert {k: worst[k] for k in ("sink_mass", "entropy", "induction_score") if not worst[k] < 1e-5} == {}
+    assert {
+        k: worst[k] for k in ("sink_mass", "entropy", "induction_score") if not worst[k] < 1e-5
+    } == {}
     assert worst["value_norm"] > 1e-3
 
 
@@ -307,24 +377,47 @@ def test_folded_weights_keep_the_patterns_and_change_the_values(shelf: Shelf, na
 
 def test_a_model_is_described_without_loading_it(shelf: Shelf):
     info = describe(shelf.path("llama-gqa"))
-    assert (info.layout, info.n_layers, info.n_heads, info.d_model, info.d_head) == ("huggingface", 2, 4, 32, 8)
+    assert (info.layout, info.n_layers, info.n_heads, info.d_model, info.d_head) == (
+        "huggingface",
+        2,
+        4,
+        32,
+        8,
+    )
     assert (info.n_ctx, info.d_vocab, info.bos_token_id, info.eos_token_id) == (40, 61, 0, 1)
     legacy = describe(shelf.path("legacy-pth"))
-    assert (legacy.layout, legacy.n_layers, legacy.n_heads, legacy.d_model, legacy.d_head) == ("legacy", 2, 4, 32, 8)
-    assert (legacy.n_ctx, legacy.d_vocab, legacy.bos_token_id, legacy.eos_token_id) == (40, 61, 0, 0)
+    assert (legacy.layout, legacy.n_layers, legacy.n_heads, legacy.d_model, legacy.d_head) == (
+        "legacy",
+        2,
+        4,
+        32,
+        8,
+    )
+    assert (legacy.n_ctx, legacy.d_vocab, legacy.bos_token_id, legacy.eos_token_id) == (
+        40,
+        61,
+        0,
+        0,
+    )
 
 
 def test_the_description_knows_the_weights_and_not_their_place(shelf: Shelf, tmp_path: Path):
     here = describe(shelf.path("gpt2")).record
     assert describe(toy.copy_of(shelf.path("gpt2"), tmp_path / "gpt2")).record == here
-    toy.change_weights(tmp_path / "gpt2", lambda w: w["transformer.wpe.weight"].view(-1)[5].add_(1e-3))
-    assert describe(tmp_path / "gpt2").record == here | {"sha256": describe(tmp_path / "gpt2").sha256}
+    toy.change_weights(
+        tmp_path / "gpt2", lambda w: w["transformer.wpe.weight"].view(-1)[5].add_(1e-3)
+    )
+    assert describe(tmp_path / "gpt2").record == here | {
+        "sha256": describe(tmp_path / "gpt2").sha256
+    }
     assert describe(tmp_path / "gpt2").sha256 != here["sha256"]
 
 
 def test_a_special_token_outside_the_vocabulary_is_none(shelf: Shelf, tmp_path: Path):
     path = toy.copy_of(
-        shelf.path("gpt2"), tmp_path / "m", lambda p: toy.change_config(p, bos_token_id=61, eos_token_id=[7, 8])
+        shelf.path("gpt2"),
+        tmp_path / "m",
+        lambda p: toy.change_config(p, bos_token_id=61, eos_token_id=[7, 8]),
     )
     info = describe(path)
     assert (info.bos_token_id, info.eos_token_id) == (None, 7)
@@ -351,10 +444,14 @@ def test_the_first_token_of_a_legacy_model_is_its_own_or_that_of_its_tokenizer(
 def test_an_unknown_bundled_model_is_answered_with_the_nearest_name():
     with pytest.raises(ModelError) as caught:
         find_model("bundled:gpt2-mimi")
-    assert str(caught.value).startswith("model: unknown bundled model 'gpt2-mimi': did you mean 'gpt2-mini'? Known: ")
+    assert str(caught.value).startswith(
+        "model: unknown bundled model 'gpt2-mimi': did you mean 'gpt2-mini'? Known: "
+    )
 
 
-@pytest.mark.parametrize("spec", ["/no/such/model", "./no-such-model", "~nobody-of-that-name/x", "a/b/c"])
+@pytest.mark.parametrize(
+    "spec", ["/no/such/model", "./no-such-model", "~nobody-of-that-name/x", "a/b/c"]
+)
 def test_a_directory_that_is_not_there_is_named(spec: str):
     assert problem_of(spec) == f"model {spec!r}: no such directory"
 
@@ -364,7 +461,9 @@ def test_a_hub_id_without_the_network_fails_at_once_on_one_line(spec: str):
     began = time.perf_counter()
     line = problem_of(spec)
     assert time.perf_counter() - began < 5
-    assert line.startswith(f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub (")
+    assert line.startswith(
+        f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub ("
+    )
 
 
 def config_is(content: bytes) -> Callable[[Path], object]:
@@ -450,10 +549,22 @@ class Payload:
 @pytest.mark.parametrize(
     ("edit", "line"),
     [
-        (lambda p: (p / "toy_final.pth").write_bytes(b""), "/toy_final.pth: the weights cannot be read ("),
-        (lambda p: (p / "toy_final.pth").write_bytes(b"PK and no zip"), "/toy_final.pth: the weights cannot be read ("),
-        (lambda p: torch.save([1], p / "toy_final.pth"), "/toy_final.pth: the weights cannot be read ("),
-        (lambda p: torch.save({"embed.W_E": 3}, p / "toy_final.pth"), ": the weights do not fit config.json ("),
+        (
+            lambda p: (p / "toy_final.pth").write_bytes(b""),
+            "/toy_final.pth: the weights cannot be read (",
+        ),
+        (
+            lambda p: (p / "toy_final.pth").write_bytes(b"PK and no zip"),
+            "/toy_final.pth: the weights cannot be read (",
+        ),
+        (
+            lambda p: torch.save([1], p / "toy_final.pth"),
+            "/toy_final.pth: the weights cannot be read (",
+        ),
+        (
+            lambda p: torch.save({"embed.W_E": 3}, p / "toy_final.pth"),
+            ": the weights do not fit config.json (",
+        ),
         (lambda p: torch.save({}, p / "toy_final.pth"), ": the weights do not fit config.json ("),
         (
             config_with(n_heads=2, d_head=16),
@@ -461,7 +572,10 @@ class Payload:
         ),
         (config_with(n_layers=3), ": the weights do not fit config.json ("),
         (config_with(d_vocab=60), ": the weights do not fit config.json ("),
-        (config_with(act_fn="nonsense", attn_only=False, d_mlp=8), ": the weights do not fit config.json ("),
+        (
+            config_with(act_fn="nonsense", attn_only=False, d_mlp=8),
+            ": the weights do not fit config.json (",
+        ),
         (config_with(n_heads=0), "/config.json: n_heads is 0, expected a positive integer"),
         (
             config_with(positional_embedding_type="rotary"),
@@ -496,7 +610,9 @@ def test_code_in_a_pth_is_refused_and_not_run(shelf: Shelf, tmp_path: Path):
     made = tmp_path / "made-by-the-payload"
     path = toy.copy_of(shelf.path("legacy-pth"), tmp_path / "m")
     torch.save(toy.legacy_state() | {"code": Payload(made)}, path / "toy_final.pth")
-    assert problem_of(path).startswith(f"{path}/toy_final.pth: the weights cannot be read (Weights only load failed")
+    assert problem_of(path).startswith(
+        f"{path}/toy_final.pth: the weights cannot be read (Weights only load failed"
+    )
     assert not made.exists()
 
 
@@ -504,7 +620,9 @@ def test_code_in_a_pth_is_refused_and_not_run(shelf: Shelf, tmp_path: Path):
 
 
 def text_scan(**changes: Any) -> Scan:
-    return toy.toy_scan(**{"sequences": "all", "input": {"family": "text", "files": "unread"}} | changes)
+    return toy.toy_scan(
+        **{"sequences": "all", "input": {"family": "text", "files": "unread"}} | changes
+    )
 
 
 def tokenizer_problem(path: Path) -> str:
@@ -539,7 +657,9 @@ def test_text_needs_a_tokenizer(shelf: Shelf):
 
 
 def test_a_tokenizer_that_is_none_is_named(shelf: Shelf, tmp_path: Path):
-    path = toy.copy_of(shelf.path("bytes"), tmp_path / "m", lambda p: (p / "tokenizer.json").write_text("{}"))
+    path = toy.copy_of(
+        shelf.path("bytes"), tmp_path / "m", lambda p: (p / "tokenizer.json").write_text("{}")
+    )
     assert tokenizer_problem(path).startswith(f"{path}/tokenizer.json: not a tokenizer (")
 
 
@@ -548,12 +668,16 @@ def test_a_tokenizer_of_one_token_is_refused(shelf: Shelf, tmp_path: Path):
 
     path = toy.copy_of(shelf.path("bytes"), tmp_path / "m")
     Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(path / "tokenizer.json"))
-    assert tokenizer_problem(path).startswith(f"{path}: its tokenizer has 1 tokens and the model 257; ")
+    assert tokenizer_problem(path).startswith(
+        f"{path}: its tokenizer has 1 tokens and the model 257; "
+    )
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(shelf: Shelf, tmp_path: Path):
     path = toy.copy_of(shelf.path("gpt2"), tmp_path / "m", toy.byte_tokenizer)
-    assert tokenizer_problem(path).startswith(f"{path}: its tokenizer has 257 tokens and the model 61; ")
+    assert tokenizer_problem(path).startswith(
+        f"{path}: its tokenizer has 257 tokens and the model 61; "
+    )
 
 
 def test_a_slow_tokenizer_s_files_are_read(shelf: Shelf, tmp_path: Path):
@@ -569,7 +693,9 @@ def test_a_slow_tokenizer_s_files_are_read(shelf: Shelf, tmp_path: Path):
 
 
 def spoil(path: Path) -> None:
-    toy.change_weights(path, lambda w: w["transformer.h.1.attn.c_attn.weight"][3].fill_(float("nan")))
+    toy.change_weights(
+        path, lambda w: w["transformer.h.1.attn.c_attn.weight"][3].fill_(float("nan"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -606,16 +732,18 @@ def test_nan_after_the_last_layer_names_the_output(
 
     path = toy.copy_of(shelf.path("gpt2"), tmp_path / "m", spoil_last_norm)
     with pytest.raises(MeasureError) as caught:
-        toy.measure(path, toy.repeating_tokens(n_ctx, batch=2), outputs=[output])
+        toy.measure(path, toy.repeating_tokens(n_ctx, batch=2), predictions=[output])
     assert str(caught.value) == (
         f"{output} is nan for sequence 0 of the shard{place}; expected a finite number: look at the model's weights and precision"
     )
 
 
 def test_an_output_without_a_value_is_null_and_no_error(shelf: Shelf) -> None:
-    found = toy.measure(shelf.path("gpt2"), toy.repeating_tokens(1, batch=2), outputs=list(OUTPUTS)).sequences
+    found = toy.measure(
+        shelf.path("gpt2"), toy.repeating_tokens(1, batch=2), predictions=list(PREDICTIONS)
+    ).sequences
     undefined = {"loss", "loss_early", "loss_late", "losses"}
-    assert {name for name in OUTPUTS if np.isnan(found[name]).any()} == undefined
+    assert {name for name in PREDICTIONS if np.isnan(found[name]).any()} == undefined
 
 
 # Interventions
@@ -623,7 +751,9 @@ def test_an_output_without_a_value_is_null_and_no_error(shelf: Shelf) -> None:
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "legacy-pth"])
-def test_none_is_bit_identical_to_measuring_without_an_intervention(shelf: Shelf, name: str, engine: str):
+def test_none_is_bit_identical_to_measuring_without_an_intervention(
+    shelf: Shelf, name: str, engine: str
+):
     replica = shelf.replica(name, engine)
     tokens = torch.from_numpy(toy.repeating_tokens(17, batch=2)).long()
     with torch.inference_mode():
@@ -667,11 +797,15 @@ def edits() -> Iterator[None]:
 
 
 def weights_of(replica: Replica) -> dict[str, bytes]:
-    return {name: weight.numpy().tobytes() for name, weight in replica.model.bare.state_dict().items()}
+    return {
+        name: weight.numpy().tobytes() for name, weight in replica.model.bare.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("name", ["gpt2", "legacy-pth"])
-def test_a_zero_query_bias_is_seen_by_both_engines_and_undone(shelf: Shelf, tmp_path: Path, name: str):
+def test_a_zero_query_bias_is_seen_by_both_engines_and_undone(
+    shelf: Shelf, tmp_path: Path, name: str
+):
     tokens = toy.repeating_tokens(17, batch=2)
     fused, dense = shelf.replica(name), shelf.replica(name, "dense")
     before, weights = fused.measure(tokens), weights_of(fused)
@@ -718,17 +852,22 @@ def test_an_edit_of_a_weight_matrix_is_measured_and_undone(shelf: Shelf, name: s
     # What is left of the queries is their bias; where there is none, attention is uniform.
     assert differences(edited, before)["query_norm"] > 1e-2
     if name == "llama-gqa":
-        np.testing.assert_allclose(edited.heads["entropy"], np.log(np.arange(17) + 1).mean(), rtol=1e-5)
+        np.testing.assert_allclose(
+            edited.heads["entropy"], np.log(np.arange(17) + 1).mean(), rtol=1e-5
+        )
     assert weights_of(replica) == weights
     assert differences(replica.measure(tokens), before) == dict.fromkeys(STATISTICS, 0.0)
 
 
 @pytest.mark.usefixtures("edits")
 @pytest.mark.parametrize(
-    ("edit", "problem"), [("spoil_query_bias", "layer 0, head 0: .* is (nan|inf)"), ("break_off", "on purpose")]
+    ("edit", "problem"),
+    [("spoil_query_bias", "layer 0, head 0: .* is (nan|inf)"), ("break_off", "on purpose")],
 )
 @pytest.mark.parametrize("name", ["gpt2", "legacy-pth"])
-def test_weights_are_restored_when_measuring_raises(shelf: Shelf, name: str, edit: str, problem: str):
+def test_weights_are_restored_when_measuring_raises(
+    shelf: Shelf, name: str, edit: str, problem: str
+):
     replica = shelf.replica(name)
     weights = weights_of(replica)
     with pytest.raises(MeasureError, match=problem):
@@ -740,7 +879,10 @@ def test_weights_are_edited_inside_the_context_alone(shelf: Shelf):
     replica = shelf.replica("gpt2")
     bias = replica.model.bare.get_parameter("transformer.h.2.attn.c_attn.bias")
     before = bias.clone()
-    with torch.inference_mode(), edited_weights(replica.model, find_intervention("zero_query_bias")):
+    with (
+        torch.inference_mode(),
+        edited_weights(replica.model, find_intervention("zero_query_bias")),
+    ):
         # The first third are the queries' biases; keys and values keep theirs.
         inside = bias.clone()
     assert inside[:32].tolist() == [0.0] * 32
@@ -784,8 +926,19 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
         assert (plain.engine, edited.engine) == ("fused", "fused")
         assert (edited.heads["sink_value_norm"] == 0).all()
         found = {s: np.abs(edited.heads[s] - plain.heads[s]) for s in STATISTICS}
-        changed = {"sink_value_norm", "value_norm", "head_output_norm", "resid_post_norm", "sink_resid_post_norm"}
-        changed |= {"sink_value_result_norm", "value_result_norm", "head_result_norm", "sink_resid_post_top3"}
+        changed = {
+            "sink_value_norm",
+            "value_norm",
+            "head_output_norm",
+            "resid_post_norm",
+            "sink_resid_post_norm",
+        }
+        changed |= {
+            "sink_value_result_norm",
+            "value_result_norm",
+            "head_result_norm",
+            "sink_resid_post_top3",
+        }
         changed |= {"head_result_norm_last", "head_output_norm_last"}
         unsure = {"sink_logit_margin"} if name == "legacy-pth" else set()
         for statistic in STATISTICS.keys() - unsure:

@@ -1,4 +1,6 @@
-"""Activation patching: what comes from the run on the partner sequences, held against hooks of TransformerLens's own."""
+"""Activation patching: what comes from the run on the partner sequences, held against hooks of
+TransformerLens's own.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from schemas.errors import ModelError, ScanError
 from schemas.scan import Input, parse_scan
 from tests import toy_models as toy
 from tests.toy_runs import local
+from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, intervention
-from workers.replica import Measured, Replica
-from workers.sequences import Sequences
+from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
 TOKENS = toy.repeating_tokens(13, batch=5)
@@ -31,7 +33,10 @@ Z = "blocks.{}.attn.hook_z"
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     grouped = toy.family("LlamaConfig", num_key_value_heads=2)
     configs = {"gpt2": toy.gpt2(), "llama-gqa": grouped}
-    return {name: toy.save_model(tmp_path_factory.mktemp(name), config) for name, config in configs.items()}
+    return {
+        name: toy.save_model(tmp_path_factory.mktemp(name), config)
+        for name, config in configs.items()
+    }
 
 
 @pytest.fixture
@@ -42,7 +47,9 @@ def patches() -> Iterator[None]:
 
     def patch_every_head(z: Tensor, partner: Tensor, *, head: int) -> Tensor:
         """A head of every layer comes from the partner."""
-        return torch.cat([z[:, :, :head], partner[:, :, head : head + 1], z[:, :, head + 1 :]], dim=2)
+        return torch.cat(
+            [z[:, :, :head], partner[:, :, head : head + 1], z[:, :, head + 1 :]], dim=2
+        )
 
     before = dict(INTERVENTIONS)
     for edit in (patch_mlp, patch_every_head):
@@ -53,7 +60,7 @@ def patches() -> Iterator[None]:
 
 
 def replica(path: Path, engine: str = "fused", **changes: Any) -> Replica:
-    return toy.replica(path, engine=engine, outputs=["final_logits", "losses"], **changes)
+    return toy.replica(path, engine=engine, predictions=["final_logits", "losses"], **changes)
 
 
 def logits_by_hooks(model: Any, tokens: np.ndarray, hooks: dict[str, Any]) -> Tensor:
@@ -67,7 +74,9 @@ def logits_by_hooks(model: Any, tokens: np.ndarray, hooks: dict[str, Any]) -> Te
 def noted(model: Any, tokens: np.ndarray, name: str, **others: Any) -> Tensor:
     """An activation of a run."""
     found: list[Tensor] = []
-    logits_by_hooks(model, tokens, {name: lambda value, hook: found.append(value.clone()), **others})
+    logits_by_hooks(
+        model, tokens, {name: lambda value, hook: found.append(value.clone()), **others}
+    )
     return found[0]
 
 
@@ -88,10 +97,14 @@ def test_a_patch_is_the_partners_output_of_that_head_and_nothing_else(
     for text, hook in (("patch_head(1,2)", whole), ("patch_head_at(1,2,9)", at_nine)):
         found = run.measure(TOKENS, text, partner=PARTNER)
         expected = logits_by_hooks(run.model.bridge, TOKENS, {Z.format(1): hook})
-        np.testing.assert_allclose(found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(
+            found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
+        )
         assert found.engine == engine
     norms = run.measure(TOKENS, "patch_head(1,2)", partner=PARTNER).heads["head_output_norm"]
-    np.testing.assert_allclose(norms[:, 1, 2], other[:, :, 2].norm(dim=-1).mean(-1).numpy(), rtol=1e-5)
+    np.testing.assert_allclose(
+        norms[:, 1, 2], other[:, :, 2].norm(dim=-1).mean(-1).numpy(), rtol=1e-5
+    )
     plain = run.measure(TOKENS).heads["head_output_norm"]
     np.testing.assert_array_equal(norms[:, 0], plain[:, 0])
     np.testing.assert_array_equal(norms[:, 1, [0, 1, 3]], plain[:, 1, [0, 1, 3]])
@@ -111,10 +124,12 @@ def test_the_partners_run_has_the_other_edits(paths: dict[str, Path], engine: st
 
     found = run.measure(TOKENS, "zero_head(0,1)+patch_head(1,2)", partner=PARTNER)
     expected = logits_by_hooks(run.model.bridge, TOKENS, {Z.format(0): zero, Z.format(1): patch})
-    np.testing.assert_allclose(found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(
+        found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
+    )
 
 
-def same(a: Measured, b: Measured) -> None:
+def same(a: InterventionMeasurements, b: InterventionMeasurements) -> None:
     for columns in ("heads", "sequences"):
         for name, values in getattr(a, columns).items():
             np.testing.assert_array_equal(values, getattr(b, columns)[name])
@@ -128,7 +143,10 @@ def test_a_patch_from_the_sequence_itself_changes_nothing(paths: dict[str, Path]
 
 def test_every_batch_has_its_own_partners(paths: dict[str, Path]) -> None:
     whole, parts = (replica(paths["gpt2"], batch_size=size) for size in (5, 2))
-    a, b = (run.measure(TOKENS, "patch_head(0,1)", partner=PARTNER).sequences["losses"] for run in (whole, parts))
+    a, b = (
+        run.measure(TOKENS, "patch_head(0,1)", partner=PARTNER).sequences["losses"]
+        for run in (whole, parts)
+    )
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -139,29 +157,44 @@ def test_any_activation_can_come_from_the_partner(paths: dict[str, Path], engine
     for layer in (0, 2):  # The last layer's MLP comes after all that a plain pass has to see.
         name = f"blocks.{layer}.hook_mlp_out"
         other = noted(run.model.bridge, PARTNER, name)
-        found = run.measure(TOKENS, f"patch_mlp({layer})", partner=PARTNER).sequences["final_logits"]
-        expected = logits_by_hooks(run.model.bridge, TOKENS, {name: lambda value, hook, other=other: other})
+        found = run.measure(TOKENS, f"patch_mlp({layer})", partner=PARTNER).sequences[
+            "final_logits"
+        ]
+        expected = logits_by_hooks(
+            run.model.bridge, TOKENS, {name: lambda value, hook, other=other: other}
+        )
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-5, rtol=1e-5)
-    # Every layer of the partner's run is as it would be alone: what is patched is not patched there.
+    # Every layer of the partner's run is as it would be alone: what is patched is not patched
+    # there.
     one_by_one = "+".join(f"patch_head({layer},3)" for layer in range(3))
-    same(run.measure(TOKENS, "patch_every_head(3)", partner=PARTNER), run.measure(TOKENS, one_by_one, partner=PARTNER))
+    same(
+        run.measure(TOKENS, "patch_every_head(3)", partner=PARTNER),
+        run.measure(TOKENS, one_by_one, partner=PARTNER),
+    )
 
 
 def test_a_patch_needs_partners(paths: dict[str, Path]) -> None:
-    with pytest.raises(ModelError, match=r"patch_head\(1,2\): .*partner sequences, and none are given"):
+    with pytest.raises(
+        ModelError, match=r"patch_head\(1,2\): .*partner sequences, and none are given"
+    ):
         replica(paths["gpt2"]).measure(TOKENS, "patch_head(1,2)")
     scan = toy.toy_scan(interventions=["none", "patch_head(0,0)"], model=str(paths["gpt2"]))
     with pytest.raises(
-        ScanError, match=r"'patch_head\(0,0\)' .*has none; families with partners: ngram_corrupt, ngram_overlap"
+        ScanError,
+        match=r"'patch_head\(0,0\)' .*has none; families with partners: ngram_corrupt, ngram_overlap",
     ):
         make_plan(scan, "toy")
 
 
-@pytest.mark.parametrize(("family", "other"), [("ngram_overlap", "ngram_corrupt"), ("ngram_corrupt", "ngram_overlap")])
+@pytest.mark.parametrize(
+    ("family", "other"), [("ngram_overlap", "ngram_corrupt"), ("ngram_corrupt", "ngram_overlap")]
+)
 def test_the_partner_of_a_layout_is_its_twin(family: str, other: str) -> None:
     def shard_of(family: str, *interventions: str) -> Any:
         fields = {"input": {"family": family, "n": 4}, "interventions": ["none", *interventions]}
-        return Sequences(toy.toy_scan(n_ctx=12, sequences=9, sequences_per_shard=4, **fields), toy.toy_info()).shard(1)
+        return Sequences(
+            toy.toy_scan(n_ctx=12, sequences=9, sequences_per_shard=4, **fields), toy.toy_info()
+        ).shard(1)
 
     one, two = (shard_of(name, "patch_head(0,0)") for name in (family, other))
     assert shard_of(family).partner is None  # Nothing asks for it.
@@ -174,17 +207,21 @@ def test_the_partner_of_a_layout_is_its_twin(family: str, other: str) -> None:
 def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
     fields = {
         "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "ngram_corrupt"}, "out": str(tmp_path),
-        "interventions": ["none", "patch_head(0,7)"], "outputs": ["final_logits"], "statistics": ["head_output_norm"],
+        "interventions": ["none", "patch_head(0,7)"], "predictions": ["final_logits"], "statistics": ["head_output_norm"],
         "sequences": 6, "sequences_per_shard": 4,
     }  # fmt: skip
     plan = make_plan(parse_scan(fields), "patch")
     prepare_run(plan, "")
     run = Replica(plan.info, plan.scan, "cpu", threads=1)
-    clean = Sequences(plan.scan.model_copy(update={"input": Input(family="ngram_overlap")}), plan.info)
+    clean = Sequences(
+        plan.scan.model_copy(update={"input": Input(family="ngram_overlap")}), plan.info
+    )
     for shard in range(2):
         run_shard(run, plan.run, plan.sequences.shard(shard))
         rows = {
-            name: pq.read_table(local(plan.run.data_file("heads", name, shard)))["head_output_norm"].to_numpy()
+            name: pq.read_table(local(plan.run.data_file("heads", name, shard)))[
+                "head_output_norm"
+            ].to_numpy()
             for name in plan.scan.interventions
         }
         partner = run.measure(clean.shard(shard).tokens).heads["head_output_norm"]

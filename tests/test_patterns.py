@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.pairs import KEPT_PER_QUERY, TokenPairs, find_matches
-from workers.patterns import DensePattern, FusedPattern, uniform_pattern
+from workers.engine.dense_pattern import DensePattern
+from workers.engine.fused_pattern import FusedPattern, uniform_pattern
+from workers.engine.token_pairs import KEPT_PER_QUERY, TokenPairs, find_matches
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[FusedPattern, DensePattern]:
@@ -27,16 +28,28 @@ def drawn(
     batch: int, heads: int, n_ctx: int, d_head: int, spread: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(n_ctx)
-    q, k, v = (spread * torch.randn(batch, heads, n_ctx, d_head, generator=generator) for _ in range(3))
+    q, k, v = (
+        spread * torch.randn(batch, heads, n_ctx, d_head, generator=generator) for _ in range(3)
+    )
     return q, k, v, torch.randint(5, (batch, n_ctx), generator=generator)
 
 
-def ask_all(pattern: FusedPattern | DensePattern, matches: dict[str, TokenPairs]) -> dict[str, Tensor]:
+def ask_all(
+    pattern: FusedPattern | DensePattern, matches: dict[str, TokenPairs]
+) -> dict[str, Tensor]:
     answers = {f"key {k}": pattern.key(k) for k in range(min(4, pattern.n_ctx))}
     answers |= {f"lag {d}": pattern.lag(d) for d in range(min(3, pattern.n_ctx))}
     answers |= {name: pattern.mass(pairs) for name, pairs in matches.items()}
-    answers |= {"entropy": pattern.entropy(), "distance": pattern.distance(), "score 0": pattern.score(0)}
-    answers |= {"received": pattern.received(), "by lag": pattern.by_lag(), "row": pattern.row(pattern.n_ctx // 2)}
+    answers |= {
+        "entropy": pattern.entropy(),
+        "distance": pattern.distance(),
+        "score 0": pattern.score(0),
+    }
+    answers |= {
+        "received": pattern.received(),
+        "by lag": pattern.by_lag(),
+        "row": pattern.row(pattern.n_ctx // 2),
+    }
     answers["rows"] = pattern.rows(max(pattern.n_ctx - 5, 0))
     answers |= {"row scores": pattern.row_scores(pattern.n_ctx - 1)}
     return answers | {"earlier score": pattern.earlier_score()[..., 2:]}
@@ -52,7 +65,11 @@ def test_fused_equals_dense(n_ctx: int, batch: int) -> None:
     expected = ask_all(dense, matches)
     for name, answer in ask_all(fused, matches).items():
         torch.testing.assert_close(
-            answer.double(), expected[name].double(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            answer.double(),
+            expected[name].double(),
+            rtol=1e-5,
+            atol=2e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     torch.testing.assert_close(fused.z.double(), dense.pattern @ v.double(), rtol=1e-5, atol=1e-6)
 
@@ -61,7 +78,9 @@ def test_fused_equals_dense_where_the_matrix_itself_is_asked_for() -> None:
     q, k, v, tokens = drawn(3, 2, 11, 7)
     fused, dense = both(q, k, v, tokens)
     torch.testing.assert_close(fused.dense().double(), dense.dense(), rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(fused.dense_scores().double().tril(), dense.dense_scores().tril(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        fused.dense_scores().double().tril(), dense.dense_scores().tril(), rtol=1e-5, atol=2e-6
+    )
 
 
 def test_both_take_a_bias_out_of_the_queries() -> None:
@@ -69,7 +88,9 @@ def test_both_take_a_bias_out_of_the_queries() -> None:
     bias = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     expected, _ = both(q - bias[:, None], k, v, tokens)
     for pattern in both(q, k, v, tokens):
-        assert pattern.score_scale(q.transpose(1, 2), k.transpose(1, 2)).item() == pytest.approx(0.5, rel=1e-6)
+        assert pattern.score_scale(q.transpose(1, 2), k.transpose(1, 2)).item() == pytest.approx(
+            0.5, rel=1e-6
+        )
         found = pattern.without(bias, q.transpose(1, 2), k.transpose(1, 2))
         torch.testing.assert_close(found.dense().float(), expected.dense(), rtol=1e-5, atol=2e-6)
 
@@ -88,7 +109,7 @@ def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.Monke
     q, k, v, tokens = drawn(5, 2, 100, 4)
     matches = find_matches(tokens)
     together = ask_all(FusedPattern(q, k, v, 0.5, matches), matches)
-    monkeypatch.setattr("workers.patterns.fused.TILE_BYTES", {"cpu": 1})
+    monkeypatch.setattr("workers.engine.fused_pattern.TILE_BYTES", {"cpu": 1})
     alone = ask_all(FusedPattern(q, k, v, 0.5, matches), matches)
     for name, answer in together.items():
         torch.testing.assert_close(answer, alone[name], rtol=1e-5, atol=1e-6)
@@ -128,13 +149,20 @@ def test_uniform_pattern_attends_to_all_keys_alike() -> None:
     matches = find_matches(tokens)
     pattern = uniform_pattern(matches, tokens)
     torch.testing.assert_close(pattern.key(0)[0, 0], torch.tensor([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]))
-    torch.testing.assert_close(pattern.mass(matches["copies"])[0, 0], torch.tensor([0, 0, 1 / 3, 1 / 4, 2 / 5]))
-    torch.testing.assert_close(pattern.entropy()[0, 0], torch.tensor([math.log(n) for n in range(1, 6)]))
+    torch.testing.assert_close(
+        pattern.mass(matches["copies"])[0, 0], torch.tensor([0, 0, 1 / 3, 1 / 4, 2 / 5])
+    )
+    torch.testing.assert_close(
+        pattern.entropy()[0, 0], torch.tensor([math.log(n) for n in range(1, 6)])
+    )
 
 
 def test_matches_are_the_earlier_copies_and_what_follows_them() -> None:
     matches = find_matches(torch.tensor([[7, 8, 7, 7]]))
-    pairs = {name: torch.stack(p.members(slice(0, 1), 0, 4), dim=1).tolist() for name, p in matches.items()}
+    pairs = {
+        name: torch.stack(p.members(slice(0, 1), 0, 4), dim=1).tolist()
+        for name, p in matches.items()
+    }
     assert pairs["copies"] == [[0, 2, 0], [0, 3, 0], [0, 3, 2]]
     assert pairs["successors"] == [[0, 2, 1], [0, 3, 1], [0, 3, 3]]
     assert matches["copies"].count.tolist() == [[0, 0, 1, 2]]
@@ -162,9 +190,12 @@ def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> 
         # A single token repeated makes all pairs copies of one another.
         matches = find_matches(torch.arange(n_ctx)[None] % alphabet)
         ask_all(FusedPattern(q, k, v, 0.25, matches), matches)
-    # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra columns.
+    # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra
+    # columns.
     assert largest.numel <= max(max(heads, 3) * 64 * n_ctx, heads * n_ctx * (d_head + 2))
-    kept = sum(m.numel() for pairs in matches.values() for found in pairs._kept.values() for m in found)
+    kept = sum(
+        m.numel() for pairs in matches.values() for found in pairs._kept.values() for m in found
+    )
     assert kept <= len(matches) * 3 * KEPT_PER_QUERY * n_ctx
     assert (kept > 0) == (alphabet > 1)
 

@@ -1,4 +1,6 @@
-"""Number formats: what rounding does to single numbers, that every precision is felt, and what is refused."""
+"""Number formats: what rounding does to single numbers, that every precision is felt, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,26 @@ from benchmarks.precision import PAGE, RESULTS, acceptable, page
 from schemas.precision import FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.statistics import STATISTICS, select
 from tests import toy_models as toy
-from workers.formats import Products, linears_in, rounded
-from workers.replica import Measured, resolve_precision
+from workers.engine.number_formats import Products, linears_in, rounded
+from workers.replica import InterventionMeasurements, resolve_precision
 
 
 @pytest.mark.parametrize(
-    ("factors", "bits"), [("float16", 10), ("bfloat16", 7), ("tf32", 10), ("float32", 23), ("float64", 52)]
+    ("factors", "bits"),
+    [("float16", 10), ("bfloat16", 7), ("tf32", 10), ("float32", 23), ("float64", 52)],
 )
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_format_keeps_its_bits_and_rounds_to_nearest_even(factors: str, bits: int, sign: float) -> None:
+def test_a_format_keeps_its_bits_and_rounds_to_nearest_even(
+    factors: str, bits: int, sign: float
+) -> None:
     step = 2.0**-bits
     inside = {1.0: 1.0, 1 + step: 1 + step, 1 + 3 * step: 1 + 3 * step}
-    between = {1 + step / 2: 1.0, 1 + 3 * step / 2: 1 + 2 * step, 1 + 0.75 * step: 1 + step, 1 + 0.25 * step: 1.0}
+    between = {
+        1 + step / 2: 1.0,
+        1 + 3 * step / 2: 1 + 2 * step,
+        1 + 0.75 * step: 1 + step,
+        1 + 0.25 * step: 1.0,
+    }
     for value, expected in (inside | (between if bits < 23 else {})).items():
         found = rounded(torch.tensor([sign * value], dtype=torch.float64), factors)
         assert found.item() == sign * expected, value
@@ -43,16 +53,24 @@ def test_formats_have_their_range() -> None:
 @pytest.mark.parametrize("shape", [(1,), (7,), (2, 5), (1, 1), (3, 64)])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("conv", [True, False])
-def test_linear_layers_in_float32_are_what_they_were(shape: tuple[int, ...], with_bias: bool, conv: bool) -> None:
+def test_linear_layers_in_float32_are_what_they_were(
+    shape: tuple[int, ...], with_bias: bool, conv: bool
+) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(*shape, 24), torch.randn(10, 24), torch.randn(10) if with_bias else None
+    x, weight, bias = (
+        torch.randn(*shape, 24),
+        torch.randn(10, 24),
+        torch.randn(10) if with_bias else None,
+    )
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     with torch.inference_mode(), linears_in("float32", "cpu"):
         if conv and bias is not None:
             stored = weight.T.contiguous()
             found = torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10)
             stored.zero_()
-            assert torch.equal(torch.addmm(bias, x.view(-1, 24), stored)[0], bias)  # No copy of a weight is kept.
+            assert torch.equal(
+                torch.addmm(bias, x.view(-1, 24), stored)[0], bias
+            )  # No copy of a weight is kept.
         else:
             found = F.linear(x, weight, bias)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
@@ -72,21 +90,26 @@ CONFIGS = {
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("precision")
     return {
-        name: toy.save_legacy(root / name, "safetensors") if config is None else toy.save_model(root / name, config())
+        name: toy.save_legacy(root / name, "safetensors")
+        if config is None
+        else toy.save_model(root / name, config())
         for name, config in CONFIGS.items()
     }
 
 
-def drift(found: Measured, exact: Measured) -> float:
+def drift(found: InterventionMeasurements, exact: InterventionMeasurements) -> float:
     """Mean over all values of the difference, relative where values are large."""
     differences = [
-        np.abs(found.heads[name] - exact.heads[name]) / np.maximum(1, np.abs(exact.heads[name])) for name in STATISTICS
+        np.abs(found.heads[name] - exact.heads[name]) / np.maximum(1, np.abs(exact.heads[name]))
+        for name in STATISTICS
     ]
     return float(np.nanmean(np.concatenate([d.ravel() for d in differences])))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_precision_drifts_as_far_as_its_bits_let_it(paths: dict[str, Path], name: str) -> None:
+def test_every_precision_drifts_as_far_as_its_bits_let_it(
+    paths: dict[str, Path], name: str
+) -> None:
     tokens = toy.repeating_tokens(30, batch=4)
     measured = {p: toy.measure(paths[name], tokens, precision=p) for p in PRECISIONS}
     assert {m.precision for m in measured.values()} == set(PRECISIONS)
@@ -112,18 +135,24 @@ def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
         seen.append(tuple(weight.shape))
         return F.linear(x, weight, bias)
 
-    monkeypatch.setattr("workers.fused.linears_in", lambda *_: Products(noting))
+    monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: Products(noting))
     replica.measure(toy.repeating_tokens(8))
     kinds = {"Linear", "Conv1D"}
-    layers = [m for block in replica.model.blocks for m in block.modules() if type(m).__name__ in kinds]
+    layers = [
+        m for block in replica.model.blocks for m in block.modules() if type(m).__name__ in kinds
+    ]
     assert len(seen) == len(layers) > 0
 
 
 def test_float64_is_the_library_s_own_forward_pass_in_float64(paths: dict[str, Path]) -> None:
     tokens = toy.repeating_tokens(30, batch=2)
-    model: Any = GPT2LMHeadModel.from_pretrained(paths["gpt2"], attn_implementation="eager").double().eval()
+    model: Any = (
+        GPT2LMHeadModel.from_pretrained(paths["gpt2"], attn_implementation="eager").double().eval()
+    )
     with torch.no_grad():
-        out = model(torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True)
+        out = model(
+            torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True
+        )
     patterns = torch.stack(out.attentions, dim=1)
     heads = toy.measure(paths["gpt2"], tokens, precision="float64").heads
     lag = patterns.diagonal(-1, 3, 4).mean(-1).numpy()
@@ -138,10 +167,14 @@ def test_float64_is_the_library_s_own_forward_pass_in_float64(paths: dict[str, P
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_dense_engine_computes_in_float64_too(paths: dict[str, Path], name: str) -> None:
     tokens = toy.repeating_tokens(20, batch=2)
-    fused, dense = (toy.measure(paths[name], tokens, precision="float64", engine=e) for e in ("fused", "dense"))
+    fused, dense = (
+        toy.measure(paths[name], tokens, precision="float64", engine=e) for e in ("fused", "dense")
+    )
     for column in STATISTICS:
         # Hugging Face computes the softmax of eager attention in float32 whatever the model is in.
-        np.testing.assert_allclose(dense.heads[column], fused.heads[column], rtol=1e-6, atol=3e-7, err_msg=column)
+        np.testing.assert_allclose(
+            dense.heads[column], fused.heads[column], rtol=1e-6, atol=3e-7, err_msg=column
+        )
 
 
 def test_auto_is_the_fastest_acceptable_of_the_device_unless_the_bridge_measures() -> None:
@@ -152,15 +185,20 @@ def test_auto_is_the_fastest_acceptable_of_the_device_unless_the_bridge_measures
         assert resolved(device) == fastest
         assert resolved(device, precision="bfloat16") == "bfloat16"
         assert resolved(device, engine="dense") == "float32"
-        assert resolved(device, weights="folded") == "float32"
-        assert resolved(device, interventions=["none", "zero_first_value", "zero_query_bias"]) == fastest
+        assert resolved(device, weight_processing="folded") == "float32"
+        assert (
+            resolved(device, interventions=["none", "zero_first_value", "zero_query_bias"])
+            == fastest
+        )
 
 
 def test_the_page_holds_the_measurements_and_they_allow_the_defaults() -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == page(results)
     # What was registered later is measured with the next make precision.
-    assert {name for case in results["cases"].values() for name in case["drift"]["float32"]} >= STANDARD
+    assert {
+        name for case in results["cases"].values() for name in case["drift"]["float32"]
+    } >= STANDARD
     assert len(results["cases"]) >= 4
     for case in results["cases"].values():
         assert case["sequences"] >= 200
@@ -181,7 +219,12 @@ def test_an_edited_weight_is_felt_in_every_precision(paths: dict[str, Path]) -> 
     tokens = toy.repeating_tokens(20, batch=2)
     for precision in PRECISIONS:
         replica = toy.replica(paths["gpt2"], precision=precision)
-        before, edited, after = (replica.measure(tokens, i) for i in ("none", "zero_query_bias", "none"))
+        before, edited, after = (
+            replica.measure(tokens, i) for i in ("none", "zero_query_bias", "none")
+        )
         assert (edited.heads["query_norm"] != before.heads["query_norm"]).all(), precision
         for name in STATISTICS:
-            assert np.array_equal(before.heads[name], after.heads[name], equal_nan=True), (precision, name)
+            assert np.array_equal(before.heads[name], after.heads[name], equal_nan=True), (
+                precision,
+                name,
+            )

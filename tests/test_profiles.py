@@ -13,21 +13,21 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from jobs.compact import compact
+from jobs.compaction import compact
 from jobs.cost import measure_cost
-from jobs.finish import missing_shards
 from jobs.plan import Plan, make_plan, prepare_run
-from queries.connect import connect
-from queries.output import run_query
+from jobs.run_loop import missing_shards
+from queries.answers import run_query
+from queries.connection import connect
 from schemas.errors import MeasureError, QueryError, RunError
 from schemas.profiles import PROFILES, select_profiles
 from schemas.scan import parse_scan
 from schemas.tables import profiles_schema
 from tests import toy_models as toy
 from tests.toy_runs import local, read_manifest, write_run
-from workers.patterns import DensePattern
-from workers.profiles import Aggregate, Profiles, aggregates, merge, profiles_table, reduced
-from workers.replica import Measured, Replica
+from workers.engine.dense_pattern import DensePattern
+from workers.profile_means import Aggregate, Profiles, aggregates, merge, profiles_table, reduced
+from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
 T, SHARDS, PER_SHARD = 7, 3, 5
@@ -45,12 +45,14 @@ def tokens() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def measured(model: Path, tokens: np.ndarray) -> Measured:
+def measured(model: Path, tokens: np.ndarray) -> InterventionMeasurements:
     return measure(model, tokens)
 
 
-def measure(model: Path, tokens: np.ndarray, **changes: Any) -> Measured:
-    return toy.measure(model, tokens, **{"profiles": ALL, "statistics": ["sink_alpha", "value_norm"]} | changes)
+def measure(model: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
+    return toy.measure(
+        model, tokens, **{"profiles": ALL, "statistics": ["sink_alpha", "value_norm"]} | changes
+    )
 
 
 def by_hand(values: np.ndarray) -> Aggregate:
@@ -85,7 +87,8 @@ def test_exact_aggregates_of_two_toy_sequences() -> None:
     rows = torch.tensor([[[1, 0], [0.75, 0.25]], [[1, 0], [0.25, 0.75]]])[:, None]
     pattern = DensePattern(rows, rows)
     expected = {
-        # Mean over queries of A[q, q-d]: (1 + 0.25)/2 and (1 + 0.75)/2 at lag 0; 0.75 and 0.25 at lag 1.
+        # Mean over queries of A[q, q-d]: (1 + 0.25)/2 and (1 + 0.75)/2 at lag 0; 0.75 and 0.25 at
+        # lag 1.
         "attention_by_lag": ([[0.75, 0.5]], [[0.03125, 0.125]]),
         "attention_received_by_key": ([[0.75, 0.5]], [[0.03125, 0.125]]),
         "sink_attention_by_query": ([[1, 0.5]], [[0, 0.125]]),
@@ -94,7 +97,9 @@ def test_exact_aggregates_of_two_toy_sequences() -> None:
         "attention_by_pair": ([[1, 0.5, 0.5]], [[0, 0.125, 0.125]]),
     }
     for name, wanted in expected.items():
-        assert reduced(PROFILES[name], PROFILES[name].compute(pattern)).tolist() == list(wanted), name
+        assert reduced(PROFILES[name], PROFILES[name].compute(pattern)).tolist() == list(wanted), (
+            name
+        )
 
 
 def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
@@ -108,24 +113,32 @@ def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
         aggregates({"score_by_pair": mean}, first=8, count=3)
     shared = torch.zeros(2, 3, 10, dtype=torch.float64)
     shared[0, 2, 9] = math.inf
-    with pytest.raises(MeasureError, match=r"layer 2: profile resid_pre_norm_by_key is not finite at key 9 "):
+    with pytest.raises(
+        MeasureError, match=r"layer 2: profile resid_pre_norm_by_key is not finite at key 9 "
+    ):
         aggregates({"resid_pre_norm_by_key": shared}, first=0, count=1)
 
 
-def test_weights_that_are_not_numbers_are_an_error(model: Path, tmp_path: Path, tokens: np.ndarray) -> None:
+def test_weights_that_are_not_numbers_are_an_error(
+    model: Path, tmp_path: Path, tokens: np.ndarray
+) -> None:
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.h.2.mlp.c_proj.bias"][:] = math.inf
 
     spoilt = toy.copy_of(model, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil))
     fields = {"profiles": ["resid_post_norm_by_key"], "statistics": ["sink_alpha"]}
-    with pytest.raises(MeasureError, match="layer 2: profile resid_post_norm_by_key is not finite at key 0"):
+    with pytest.raises(
+        MeasureError, match="layer 2: profile resid_post_norm_by_key is not finite at key 0"
+    ):
         toy.measure(spoilt, tokens, **fields)
 
 
-# Measured on a model
+# InterventionMeasurements on a model
 
 
-def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(measured: Measured) -> None:
+def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(
+    measured: InterventionMeasurements,
+) -> None:
     for name, aggregate in measured.profiles.items():
         axis = PROFILES[name].axis
         entries = T * (T + 1) // 2 if axis == "pair" else T
@@ -138,16 +151,20 @@ def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(measured: Mea
     assert list(measured.profiles) == ALL
 
 
-def test_a_query_attends_with_one(measured: Measured) -> None:
+def test_a_query_attends_with_one(measured: InterventionMeasurements) -> None:
     lags = measured.profiles["attention_by_lag"].mean
     np.testing.assert_allclose(lags @ (T - np.arange(T)), T, rtol=1e-6)
     received = measured.profiles["attention_received_by_key"].mean
     np.testing.assert_allclose(received @ (T - np.arange(T)), T, rtol=1e-6)
-    np.testing.assert_allclose(measured.profiles["last_attention_by_key"].mean.sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        measured.profiles["last_attention_by_key"].mean.sum(-1), 1, rtol=1e-6
+    )
     np.testing.assert_allclose(measured.profiles["attention_by_pair"].mean[..., 0], 1, rtol=1e-6)
 
 
-def test_profiles_agree_with_one_another_and_with_the_statistics(measured: Measured) -> None:
+def test_profiles_agree_with_one_another_and_with_the_statistics(
+    measured: InterventionMeasurements,
+) -> None:
     mean = {name: aggregate.mean for name, aggregate in measured.profiles.items()}
     query, key = np.tril_indices(T)
     pairs = np.zeros((3, 4, T, T))
@@ -155,16 +172,26 @@ def test_profiles_agree_with_one_another_and_with_the_statistics(measured: Measu
     close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
     np.testing.assert_allclose(pairs[..., 0], mean["sink_attention_by_query"], **close)
     np.testing.assert_allclose(pairs[..., -1, :], mean["last_attention_by_key"], **close)
-    np.testing.assert_allclose(pairs.sum(-2) / (T - np.arange(T)), mean["attention_received_by_key"], **close)
+    np.testing.assert_allclose(
+        pairs.sum(-2) / (T - np.arange(T)), mean["attention_received_by_key"], **close
+    )
     for lag in range(T):
         diagonal = pairs.diagonal(-lag, -2, -1).mean(-1)
         np.testing.assert_allclose(diagonal, mean["attention_by_lag"][..., lag], **close)
-    np.testing.assert_allclose(mean["score_by_pair"][..., query == T - 1], mean["last_score_by_key"], **close)
-    np.testing.assert_allclose(mean["sink_attention_by_query"].mean(-1), measured.heads["sink_alpha"].mean(0), **close)
-    np.testing.assert_allclose(mean["value_norm_by_key"].mean(-1), measured.heads["value_norm"].mean(0), **close)
+    np.testing.assert_allclose(
+        mean["score_by_pair"][..., query == T - 1], mean["last_score_by_key"], **close
+    )
+    np.testing.assert_allclose(
+        mean["sink_attention_by_query"].mean(-1), measured.heads["sink_alpha"].mean(0), **close
+    )
+    np.testing.assert_allclose(
+        mean["value_norm_by_key"].mean(-1), measured.heads["value_norm"].mean(0), **close
+    )
 
 
-def test_the_dense_engine_measures_the_same(model: Path, tokens: np.ndarray, measured: Measured) -> None:
+def test_the_dense_engine_measures_the_same(
+    model: Path, tokens: np.ndarray, measured: InterventionMeasurements
+) -> None:
     dense = measure(model, tokens, engine="dense")
     assert (dense.engine, measured.engine) == ("dense", "fused")
     for name, aggregate in dense.profiles.items():
@@ -174,11 +201,15 @@ def test_the_dense_engine_measures_the_same(model: Path, tokens: np.ndarray, mea
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_the_batch_size_changes_nothing(model: Path, tokens: np.ndarray, measured: Measured, size: int) -> None:
+def test_the_batch_size_changes_nothing(
+    model: Path, tokens: np.ndarray, measured: InterventionMeasurements, size: int
+) -> None:
     found = measure(model, tokens, batch_size=size).profiles
     for name, aggregate in measured.profiles.items():
         assert found[name].count == aggregate.count
-        np.testing.assert_allclose(found[name].mean, aggregate.mean, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[name].mean, aggregate.mean, rtol=1e-5, atol=1e-6, err_msg=name
+        )
         np.testing.assert_allclose(found[name].m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
@@ -271,17 +302,30 @@ def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> 
         rows = ask(connection, f"{question} ORDER BY layer, head, query, key, lag")
         n = expected.count
         assert [row[2] for row in rows] == [n] * expected.mean.size
-        np.testing.assert_allclose([row[3] for row in rows], expected.mean.ravel(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            [row[3] for row in rows], expected.mean.ravel(), rtol=1e-5, atol=1e-6
+        )
         sd = np.sqrt(expected.m2.ravel() / (n - 1))
         np.testing.assert_allclose([row[4] for row in rows], sd, rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose([row[5] for row in rows], sd / n**0.5, rtol=1e-3, atol=1e-5)
 
 
 def test_sql_merges_exactly(tmp_path: Path) -> None:
-    # Shard 0: 1, 3 (mean 2, M2 2). Shard 1: 5, 5, 8 (mean 6, M2 6). Together: mean 4.4, M2 = 124 - 5·4.4² = 27.2.
+    # Shard 0: 1, 3 (mean 2, M2 2). Shard 1: 5, 5, 8 (mean 6, M2 6). Together: mean 4.4, M2 = 124 -
+    # 5·4.4² = 27.2.
     entry = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2}
-    shards = [entry | {"count": 2, "mean": 2.0, "m2": 2.0}, entry | {"count": 3, "mean": 6.0, "m2": 6.0}]
-    shared = {"layer": 0, "profile": "resid_pre_norm_by_key", "key": 0, "count": 1, "mean": 7.0, "m2": 0.0}
+    shards = [
+        entry | {"count": 2, "mean": 2.0, "m2": 2.0},
+        entry | {"count": 3, "mean": 6.0, "m2": 6.0},
+    ]
+    shared = {
+        "layer": 0,
+        "profile": "resid_pre_norm_by_key",
+        "key": 0,
+        "count": 1,
+        "mean": 7.0,
+        "m2": 0.0,
+    }
     run = write_run(
         tmp_path, "a-1", {"sink_mass": lambda row: 0.5},
         profiles=lambda shard: [shards[shard], *[shared][: 1 - shard]],
@@ -299,22 +343,45 @@ def test_where_no_run_has_profiles_the_views_are_empty(tmp_path: Path) -> None:
 
 
 def test_runs_with_and_without_profiles_are_read_together(tmp_path: Path) -> None:
-    entry = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2, "count": 2, "mean": 2.0, "m2": 2.0}
+    entry = {
+        "layer": 0,
+        "head": 1,
+        "profile": "attention_by_lag",
+        "lag": 2,
+        "count": 2,
+        "mean": 2.0,
+        "m2": 2.0,
+    }
     write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.5})
     write_run(tmp_path, "b-1", {"sink_mass": lambda row: 0.5}, profiles=lambda shard: [entry])
     connection = connect(tmp_path)
-    assert ask(connection, "SELECT run_id, shard, mean FROM profiles ORDER BY shard") == [("b-1", 0, 2), ("b-1", 1, 2)]
+    assert ask(connection, "SELECT run_id, shard, mean FROM profiles ORDER BY shard") == [
+        ("b-1", 0, 2),
+        ("b-1", 1, 2),
+    ]
     assert ask(connection, "SELECT count(*) FROM heads") == [(2 * 4 * 2 * 3,)]
 
 
 def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
-    entry = {"layer": 0, "head": 1, "profile": "attention_by_lag", "lag": 2, "count": 2, "mean": 2.0, "m2": 2.0}
-    runs = [write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [entry]) for n in ("a", "b")]
+    entry = {
+        "layer": 0,
+        "head": 1,
+        "profile": "attention_by_lag",
+        "lag": 2,
+        "count": 2,
+        "mean": 2.0,
+        "m2": 2.0,
+    }
+    runs = [
+        write_run(tmp_path, n, {"sink_mass": lambda row: 0.5}, profiles=lambda _: [entry])
+        for n in ("a", "b")
+    ]
     manifest = local(runs[1].manifest_file)
     fingerprint = read_manifest(runs[1])["profiles"]["attention_by_lag"]["fingerprint"]
     manifest.write_text(manifest.read_text().replace(fingerprint, "other"))
     with pytest.raises(
-        QueryError, match=r"profile 'attention_by_lag' has one formula in run a \(\w+\) and another in run b"
+        QueryError,
+        match=r"profile 'attention_by_lag' has one formula in run a \(\w+\) and another in run b",
     ):
         connect(tmp_path)
 
@@ -323,7 +390,9 @@ def test_every_column_of_both_views_is_described(plan: Plan) -> None:
     sql = "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = '{}' AND schema_name = 'main'"
     for view in ("profiles", "profile_means"):
         described = dict(connect(plan.run.path).execute(sql.format(view)).fetchall())
-        assert [name for name, comment in described.items() if not comment and name != "model"] == []
+        assert [
+            name for name, comment in described.items() if not comment and name != "model"
+        ] == []
         assert described["head"].endswith("NULL where the heads of a layer share the values.")
 
 
@@ -336,7 +405,10 @@ def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_the_same_rows(
     measure_shards(again)
     assert missing_shards(again).tolist() == []
     for shard in range(SHARDS):
-        a, b = (pq.ParquetFile(p.run.data_file("profiles", "zero_query_bias", shard)).read() for p in (again, plan))
+        a, b = (
+            pq.ParquetFile(p.run.data_file("profiles", "zero_query_bias", shard)).read()
+            for p in (again, plan)
+        )
         assert a.drop_columns(["mean", "m2"]).equals(b.drop_columns(["mean", "m2"]))
         np.testing.assert_allclose(a["mean"], b["mean"], rtol=1e-5, atol=1e-6)
 
@@ -355,12 +427,16 @@ def test_compacting_keeps_every_row(tmp_path: Path, model: Path) -> None:
     assert [row[10] for row in rows("profile_means")] == means
 
 
-def test_a_run_that_measured_other_profiles_is_not_gone_on_with(tmp_path: Path, model: Path) -> None:
+def test_a_run_that_measured_other_profiles_is_not_gone_on_with(
+    tmp_path: Path, model: Path
+) -> None:
     first = begin(tmp_path, model, profiles=["attention_by_lag"])
     assert begin(tmp_path, model, profiles=["attention_by_lag"]).run.run_id == first.run.run_id
     other = parse_scan(first.scan.model_dump(mode="json") | {"profiles": []})
     assert other.fingerprint != first.scan.fingerprint
-    with pytest.raises(RunError, match=r"differing keys: profiles\.attention_by_lag .*scan\.profiles"):
+    with pytest.raises(
+        RunError, match=r"differing keys: profiles\.attention_by_lag .*scan\.profiles"
+    ):
         make_plan(other, "toy", first.run.run_id)
 
 

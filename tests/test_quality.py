@@ -1,9 +1,10 @@
 """Thirteen checks of quality, by number: here, or where `ELSEWHERE` says.
 
-1 a pattern is a causal distribution · 2 shares add up · 3 scores are the sum of their four terms · 4 Δ is the stream times its
-coupling · 5 what is of position 0 knows nothing after it · 6 batches and replicas change nothing · 7 the library's own numbers ·
-8 controls do nothing and edits do something · 9 uniform attention's published levels · 10 published bands of GPT-2's sink ·
-11 aggregates merge · 12 each row once · 13 no number that is none
+1 a pattern is a causal distribution · 2 shares add up · 3 scores are the sum of their four terms ·
+4 Δ is the stream times its coupling · 5 what is of position 0 knows nothing after it · 6 batches
+and replicas change nothing · 7 the library's own numbers · 8 controls do nothing and edits do
+something · 9 uniform attention's published levels · 10 published bands of GPT-2's sink · 11
+aggregates merge · 12 each row once · 13 no number that is none
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from transformers import GPT2LMHeadModel
 from schemas.formulas import evaluate
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
-from workers.models import find_model
-from workers.pairs import find_matches
-from workers.patterns import uniform_pattern
+from workers.engine.fused_pattern import uniform_pattern
+from workers.engine.token_pairs import find_matches
+from workers.model.model_info import find_model
 from workers.replica import Replica
 
 ELSEWHERE = {
@@ -83,7 +84,7 @@ def repeated(n: int = 3) -> np.ndarray:
 
 @cache
 def replica(engine: str) -> Replica:
-    return toy.replica(find_model("bundled:gpt2-mini"), engine=engine, outputs=["loss"])
+    return toy.replica(find_model("bundled:gpt2-mini"), engine=engine, predictions=["loss"])
 
 
 @cache
@@ -93,7 +94,10 @@ def layers(engine: str) -> list[Seen]:
 
     def keep(layer: int, seen: Any) -> None:
         if layer == len(found) and "pattern" in seen:
-            questions = {"matrix": seen["pattern"].dense(), "scores": seen["pattern"].dense_scores()}
+            questions = {
+                "matrix": seen["pattern"].dense(),
+                "scores": seen["pattern"].dense_scores(),
+            }
             found.append({**seen, **questions})
 
     with torch.inference_mode():
@@ -150,18 +154,28 @@ def test_03_scores_are_the_sum_of_their_four_terms(engine: str) -> None:
 
 @both_engines
 def test_05_what_is_of_position_0_knows_nothing_after_it(engine: str) -> None:
-    names = ["sink_key_norm", "sink_value_norm", "sink_score_shift", "sink_resid_pre_norm", "sink_resid_post_norm"]
+    names = [
+        "sink_key_norm",
+        "sink_value_norm",
+        "sink_score_shift",
+        "sink_resid_pre_norm",
+        "sink_resid_post_norm",
+    ]
     tokens = repeated()
     alone = replica(engine).measure(tokens[:1, :1]).heads
     for n_ctx in (1, 2, 7, T):
         found = replica(engine).measure(tokens[:, :n_ctx]).heads
         for name in names:
-            np.testing.assert_allclose(found[name], alone[name].repeat(3, 0), rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                found[name], alone[name].repeat(3, 0), rtol=1e-5, err_msg=name
+            )
 
 
 @both_engines
 def test_07_the_loss_is_the_library_s_own(engine: str) -> None:
-    model: Any = GPT2LMHeadModel.from_pretrained(find_model("bundled:gpt2-mini"), attn_implementation="eager").eval()
+    model: Any = GPT2LMHeadModel.from_pretrained(
+        find_model("bundled:gpt2-mini"), attn_implementation="eager"
+    ).eval()
     tokens = torch.from_numpy(repeated()).long()
     with torch.no_grad():
         expected = [model(one[None], labels=one[None]).loss.item() for one in tokens]
@@ -192,14 +206,18 @@ def test_08_a_zero_bias_set_to_zero_changes_no_bit(tmp_path: Path, engine: str) 
         (1024, 0.0073, 0.0014),
     ],
 )  # fmt: skip
-def test_09_uniform_attention_has_its_published_levels(n_ctx: int, all_queries: float, late: float) -> None:
+def test_09_uniform_attention_has_its_published_levels(
+    n_ctx: int, all_queries: float, late: float
+) -> None:
     found = uniform(torch.zeros(1, n_ctx, dtype=torch.long), "sink_alpha", "sink_mass_late")
     assert found == pytest.approx([all_queries, late], abs=5e-5)
 
 
 def test_09_uniform_attention_has_its_published_induction_score() -> None:
     block = torch.arange(25)
-    found = uniform(torch.cat([torch.tensor([BOS]), block, block])[None], "induction_diagonal_strict")
+    found = uniform(
+        torch.cat([torch.tensor([BOS]), block, block])[None], "induction_diagonal_strict"
+    )
     assert found == pytest.approx([0.0266], abs=5e-5)
 
 

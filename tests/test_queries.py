@@ -1,4 +1,6 @@
-"""The views over small runs with exact numbers; what counts, what is refused, what an answer looks like."""
+"""The views over small runs with exact numbers; what counts, what is refused, what an answer looks
+like.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from queries.cli import mount
-from queries.connect import QUERIES, VIEWS, connect, view_descriptions
-from queries.output import run_query, write_csv, write_json, write_parquet, write_table
+from queries.answers import run_query, write_csv, write_json, write_parquet, write_table
+from queries.connection import QUERIES, VIEWS, connect, view_descriptions
+from queries.query_commands import mount
 from schemas.errors import QueryError, RunError
 from schemas.statistics import STATISTICS
 from tests.toy_runs import Row, local, read_manifest, write_run
 
 NORMS = {
-    # T = 5: (5·4 - 8)/4 = 3 over the others; (5·2 - 2)/4 = 2; and residuals that are the same for all heads.
+    # T = 5: (5·4 - 8)/4 = 3 over the others; (5·2 - 2)/4 = 2; and residuals that are the same for
+    # all heads.
     "value_norm": lambda row: 4.0,
     "sink_value_norm": lambda row: 8.0,
     "key_norm": lambda row: 2.0,
@@ -42,7 +45,9 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return list(run_query(connection, question).rows())
 
 
-def text(connection: duckdb.DuckDBPyConnection, question: str, writer: Any, limit: int | None = None) -> str:
+def text(
+    connection: duckdb.DuckDBPyConnection, question: str, writer: Any, limit: int | None = None
+) -> str:
     out = io.StringIO()
     writer(run_query(connection, question), out, limit)
     return out.getvalue()
@@ -67,7 +72,13 @@ def test_by_head_means_and_deviations(tmp_path: Path) -> None:
 def test_by_head_knows_every_statistic_and_leaves_null_out(tmp_path: Path) -> None:
     cells = dict.fromkeys(STATISTICS, lambda row: None if row.sequence == 0 else 3.0)
     connection = connect(write_run(tmp_path, "a-1", cells, layers=1, heads=1).path)
-    row = dict(zip(run_query(connection, "by_head").schema.names, ask(connection, "by_head")[0], strict=True))
+    row = dict(
+        zip(
+            run_query(connection, "by_head").schema.names,
+            ask(connection, "by_head")[0],
+            strict=True,
+        )
+    )
     assert {name: row[f"mean_{name}"] for name in STATISTICS} == dict.fromkeys(STATISTICS, 3.0)
     assert {row[f"sd_{name}"] for name in STATISTICS} == {0.0}
     assert row["sequences"] == 4
@@ -75,7 +86,10 @@ def test_by_head_knows_every_statistic_and_leaves_null_out(tmp_path: Path) -> No
 
 def test_by_layer_is_mean_and_maximum_of_the_heads(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", {"sink_mass": lambda row: row.layer + row.head / 4})
-    assert ask(connect(tmp_path), "SELECT layer, heads, sequences, mean_sink_mass, max_sink_mass FROM by_layer") == [
+    assert ask(
+        connect(tmp_path),
+        "SELECT layer, heads, sequences, mean_sink_mass, max_sink_mass FROM by_layer",
+    ) == [
         (0, 3, 4, 0.25, 0.5),
         (1, 3, 4, 1.25, 1.5),
     ]
@@ -136,15 +150,24 @@ def test_layer_norms_and_undefined_ratios(tmp_path: Path) -> None:
 
 def test_a_sequence_of_one_token_has_no_others(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", NORMS, n_ctx=1, layers=1, heads=1)
-    assert ask(connect(tmp_path), "SELECT value_norm_first, value_norm_others, value_norm_ratio FROM sink_values") == [
-        (8.0, None, None)
-    ]
+    assert ask(
+        connect(tmp_path),
+        "SELECT value_norm_first, value_norm_others, value_norm_ratio FROM sink_values",
+    ) == [(8.0, None, None)]
 
 
 def test_by_pile_set_is_not_multiplied_by_interventions(tmp_path: Path) -> None:
     cells = {"sink_mass": lambda row: row.sequence / 8}
     sets = ["Github", "Wikipedia (en)", None]
-    write_run(tmp_path, "a-1", cells, layers=1, heads=1, pile_sets=sets, interventions=("none", "zero_query_bias"))
+    write_run(
+        tmp_path,
+        "a-1",
+        cells,
+        layers=1,
+        heads=1,
+        pile_sets=sets,
+        interventions=("none", "zero_query_bias"),
+    )
     question = "SELECT intervention, pile_set_name, sequences, mean_sink_mass FROM by_pile_set"
     assert ask(connect(tmp_path), question) == [
         ("none", "Github", 2, 1.5 / 8),
@@ -156,25 +179,43 @@ def test_by_pile_set_is_not_multiplied_by_interventions(tmp_path: Path) -> None:
 
 def test_dormant_induction_heads_join_runs_of_the_same_weights(tmp_path: Path) -> None:
     def cells(induction: float | None, sink_mass: float) -> Any:
-        return {"induction_score": lambda row: induction, "sink_mass": lambda row: sink_mass / (1 + row.head)}
+        return {
+            "induction_score": lambda row: induction,
+            "sink_mass": lambda row: sink_mass / (1 + row.head),
+        }
 
     size: dict[str, Any] = {"layers": 1, "heads": 2}
     write_run(tmp_path, "rep-1", cells(0.75, 0.125), family="repeated_random", **size)
     write_run(tmp_path, "uni-1", cells(None, 0.5), family="uniform_random", **size)
-    write_run(tmp_path, "other-1", cells(None, 0.5), family="uniform_random", model="another", **size)
-    columns = "label, induction_repeated, sink_unrepeated, is_dormant, sink_repeated, sink_text, text_run"
+    write_run(
+        tmp_path, "other-1", cells(None, 0.5), family="uniform_random", model="another", **size
+    )
+    columns = (
+        "label, induction_repeated, sink_unrepeated, is_dormant, sink_repeated, sink_text, text_run"
+    )
     question = f"SELECT {columns} FROM dormant_induction_heads"
     expected = [("L0H0", 0.75, 0.5, True, 0.125), ("L0H1", 0.75, 0.25, False, 0.0625)]
     assert ask(connect(tmp_path), question) == [(*row, None, None) for row in expected]
     write_run(tmp_path, "pile-1", cells(0.25, 0.25), family="pile", **size)
-    assert ask(connect(tmp_path), question) == [(*expected[0], 0.25, "pile-1"), (*expected[1], 0.125, "pile-1")]
+    assert ask(connect(tmp_path), question) == [
+        (*expected[0], 0.25, "pile-1"),
+        (*expected[1], 0.125, "pile-1"),
+    ]
 
 
 def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
-    write_run(tmp_path, "toy-scan-0a1b", {"sink_mass": sink, "sink_logit_margin": sink}, commit=[0], sequences=5)
+    write_run(
+        tmp_path,
+        "toy-scan-0a1b",
+        {"sink_mass": sink, "sink_logit_margin": sink},
+        commit=[0],
+        sequences=5,
+    )
     connection = connect(tmp_path)
     columns = "run_id, name, model, n_ctx, input_family, input_options, interventions, shards, shards_done, complete"
-    assert ask(connection, f"SELECT {columns}, sequences, sequences_done, rows, tokens, seconds FROM runs") == [
+    assert ask(
+        connection, f"SELECT {columns}, sequences, sequences_done, rows, tokens, seconds FROM runs"
+    ) == [
         (
             "toy-scan-0a1b",
             "toy-scan",
@@ -198,7 +239,10 @@ def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
         (1, 2, 4, "missing", None, None),
         (2, 4, 5, "missing", None, None),
     ]
-    assert ask(connection, "SELECT name, unit, range_low, range_high, chance, runs FROM statistics ORDER BY name") == [
+    assert ask(
+        connection,
+        "SELECT name, unit, range_low, range_high, chance, runs FROM statistics ORDER BY name",
+    ) == [
         ("sink_logit_margin", "logits", float("-inf"), float("inf"), False, 1),
         ("sink_mass", "probability", 0.0, 1.0, True, 1),
     ]
@@ -213,7 +257,9 @@ def test_every_shipped_query_answers_and_is_described(tmp_path: Path) -> None:
         assert description.endswith(".") or "." in description, name
         ask(connection, name)
     comments = dict(
-        connection.execute("SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'by_head'").fetchall()
+        connection.execute(
+            "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'by_head'"
+        ).fetchall()
     )
     assert comments["mean_entropy"] == f"Mean over sequences: {STATISTICS['entropy'].description}"
     assert comments["head"] == "Head within the layer, from 0."
@@ -227,14 +273,19 @@ def test_adding_a_query_is_one_file(tmp_path: Path) -> None:
     )
     write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
     connection = connect(tmp_path / "runs", folder)
-    assert view_descriptions(connection)["a_first"] == "Heads of layer 1. Stands on by_head, which comes later."
+    assert (
+        view_descriptions(connection)["a_first"]
+        == "Heads of layer 1. Stands on by_head, which comes later."
+    )
     assert ask(connection, "SELECT label FROM a_first") == [("L1H0",), ("L1H1",), ("L1H2",)]
 
 
 # What counts
 
 
-def test_only_whole_committed_files_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_whole_committed_files_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink}, sequences=10, commit=[0, 1, 2])
     home = local(run.path)
     heads = home / "heads" / "intervention=none"
@@ -265,7 +316,10 @@ def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path)
     run = write_run(tmp_path, "a-1", {"sink_mass": sink})
     file = local(run.data_file("heads", "none", 0))
     file.write_bytes(bytes(file.stat().st_size))
-    assert ask(connect(tmp_path), "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [(2,), (3,)]
+    assert ask(connect(tmp_path), "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [
+        (2,),
+        (3,),
+    ]
 
 
 def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
@@ -273,7 +327,9 @@ def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
     entry = read_manifest(run)
     entry["statistics"]["entropy"] = entry["statistics"]["sink_mass"]
     local(run.manifest_file).write_text(json.dumps(entry))
-    with pytest.raises(QueryError, match=r'table heads do not fit their manifests: .*"entropy" not found'):
+    with pytest.raises(
+        QueryError, match=r'table heads do not fit their manifests: .*"entropy" not found'
+    ):
         connect(tmp_path)
 
 
@@ -296,13 +352,17 @@ def test_a_run_without_commits_is_empty_and_has_its_columns(tmp_path: Path) -> N
     assert (types["run_id"], types["layer"], types["sink_mass"]) == ("VARCHAR", "SMALLINT", "FLOAT")
 
 
-def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_and_a_directory_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "date=2026-01-01 o'clock"
     run = write_run(home, "a-1", {"sink_mass": sink})
     write_run(home, "b-2", {"entropy": lambda row: 1.0})
     monkeypatch.chdir(local(run.path))
     assert ask(connect(Path(".")), "SELECT DISTINCT run_id FROM heads") == [("a-1",)]
-    question = "SELECT run_id, count(sink_mass), count(entropy), count(*) FROM heads GROUP BY 1 ORDER BY 1"
+    question = (
+        "SELECT run_id, count(sink_mass), count(entropy), count(*) FROM heads GROUP BY 1 ORDER BY 1"
+    )
     assert ask(connect(home), question) == [("a-1", 24, 0, 24), ("b-2", 0, 24, 24)]
     assert "date" not in run_query(connect(home), "heads").schema.names
     with pytest.raises(RunError, match="no run here"):
@@ -312,7 +372,9 @@ def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: py
 def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", {"sink_mass": sink})
     run = write_run(tmp_path, "b-2", {"sink_mass": sink}, fingerprints={"sink_mass": "changed"})
-    with pytest.raises(QueryError, match=r"'sink_mass'.* run a-1 .* run b-2 \(changed\); query one run"):
+    with pytest.raises(
+        QueryError, match=r"'sink_mass'.* run a-1 .* run b-2 \(changed\); query one run"
+    ):
         connect(tmp_path)
     assert read_manifest(run)["statistics"]["sink_mass"]["fingerprint"] == "changed"
     assert ask(connect(run.path), "SELECT count(*) FROM heads") == [(24,)]
@@ -364,7 +426,12 @@ def test_writing_is_refused(small: Path, sql: str) -> None:
     with pytest.raises(QueryError, match="read-only") as refusal:
         ask(connection, sql.format(run=run))
     assert "\n" not in str(refusal.value)
-    assert sorted(path.name for path in run.iterdir()) == ["commits", "heads", "manifest.json", "sequences"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "commits",
+        "heads",
+        "manifest.json",
+        "sequences",
+    ]
     assert ask(connection, "SELECT count(*) FROM runs") == [(1,)]
 
 
@@ -417,7 +484,10 @@ def test_questions_of_every_kind(small: Path) -> None:
     assert ask(connection, pivot) == [(2, 4, 4), (1, 4, 4), (0, 4, 4)]
     assert "Read Parquet" in ask(connection, "EXPLAIN FROM heads")[0][1]
     assert "Total Time" in ask(connection, "EXPLAIN ANALYZE FROM heads")[0][1]
-    assert ask(connection, "SELECT head FROM heads ORDER BY head DESC, layer LIMIT 2") == [(2,), (2,)]
+    assert ask(connection, "SELECT head FROM heads ORDER BY head DESC, layer LIMIT 2") == [
+        (2,),
+        (2,),
+    ]
     assert list(run_query(connection, "SELECT layer FROM by_layer", limit=1).rows()) == [(0,)]
 
 
@@ -437,13 +507,25 @@ def test_json_is_valid_and_keeps_null(small: Path) -> None:
     columns = "0.1::FLOAT AS a, 'NaN'::DOUBLE AS b, '-inf'::FLOAT AS c, NULL AS d, sum(layer) AS e, [1.5] AS f"
     columns += ", [0.1::FLOAT, NULL] AS g, NULL::FLOAT[] AS h, []::FLOAT[] AS i"
     assert json.loads(text(connect(small), f"SELECT {columns} FROM heads", write_json)) == [
-        {"a": 0.1, "b": None, "c": None, "d": None, "e": 12, "f": [1.5], "g": [0.1, None], "h": None, "i": []}
+        {
+            "a": 0.1,
+            "b": None,
+            "c": None,
+            "d": None,
+            "e": 12,
+            "f": [1.5],
+            "g": [0.1, None],
+            "h": None,
+            "i": [],
+        }
     ]
     assert json.loads(text(connect(small), "FROM heads WHERE false", write_json)) == []
 
 
 def test_parquet(small: Path, tmp_path: Path) -> None:
-    write_parquet(run_query(connect(small), "SELECT layer, sink_mass FROM heads"), tmp_path / "out.parquet")
+    write_parquet(
+        run_query(connect(small), "SELECT layer, sink_mass FROM heads"), tmp_path / "out.parquet"
+    )
     table = pq.read_table(tmp_path / "out.parquet")
     assert (table.num_rows, table.column_names, str(table.schema.field("sink_mass").type)) == (
         24,
@@ -451,7 +533,9 @@ def test_parquet(small: Path, tmp_path: Path) -> None:
         "float",
     )
     with pytest.raises(QueryError, match="cannot be written"):
-        write_parquet(run_query(connect(small), "heads"), tmp_path / "no" / "such" / "folder.parquet")
+        write_parquet(
+            run_query(connect(small), "heads"), tmp_path / "no" / "such" / "folder.parquet"
+        )
 
 
 def test_table_is_exact_and_says_what_it_leaves_out(small: Path) -> None:
@@ -471,7 +555,12 @@ def test_table_is_exact_and_says_what_it_leaves_out(small: Path) -> None:
         "[0.3333, –, 12,346]   [none, –]",
         "",
     ]
-    assert text(connect(small), "SELECT 1 AS a WHERE false", write_table).split("\n") == ["a", "─", "no rows", ""]
+    assert text(connect(small), "SELECT 1 AS a WHERE false", write_table).split("\n") == [
+        "a",
+        "─",
+        "no rows",
+        "",
+    ]
 
 
 def test_a_terminal_shows_what_fits_and_names_the_rest(small: Path) -> None:
@@ -484,7 +573,15 @@ def test_a_terminal_shows_what_fits_and_names_the_rest(small: Path) -> None:
         patch.setenv("TERM", "dumb")  # No colours, 80 columns.
         write_table(run_query(connect(small), "by_head"), out)
     lines = out.getvalue().splitlines()
-    assert lines[0].split() == ["run_id", "model", "intervention", "input_family", "layer", "head", "label"]
+    assert lines[0].split() == [
+        "run_id",
+        "model",
+        "intervention",
+        "input_family",
+        "layer",
+        "head",
+        "label",
+    ]
     rest = "… 5 more columns: sequences, mean_sink_mass, mean_entropy, sd_sink_mass, sd_entropy"
     assert out.getvalue().replace(" \n", " ").replace("\n", " ").rstrip().endswith(rest)
     assert max(map(len, lines)) <= 80
@@ -527,8 +624,8 @@ def test_cli(app: typer.Typer, small: Path, tmp_path: Path) -> None:
 
 def test_asking_for_help_is_quick_and_needs_no_torch() -> None:
     code = (
-        "import sys, queries.cli; heavy = {'plotly', 'duckdb', 'torch', 'ray', 'pyarrow'} & set(sys.modules); "
-        "assert not heavy, heavy; import queries.report, queries.output; "
+        "import sys, queries.query_commands; heavy = {'plotly', 'duckdb', 'torch', 'ray', 'pyarrow'} & set(sys.modules); "
+        "assert not heavy, heavy; import queries.report, queries.answers; "
         "assert not {'torch', 'ray', 'workers', 'jobs', 'plotly'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=QUERIES.parent)

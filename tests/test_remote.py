@@ -1,4 +1,6 @@
-"""Runs as jobs of a real Ray cluster that wants a token: submitted twice, stopped, resumed; what goes wrong is one line."""
+"""Runs as jobs of a real Ray cluster that wants a token: submitted twice, stopped, resumed; what
+goes wrong is one line.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.plan import make_plan, prepare_run
-from jobs.portable import portable_scan, replan
-from jobs.remote import Cluster, _forwarded
+from jobs.portable_scan import portable_scan, replan
+from jobs.submission import JobClient, _forwarded
 from schemas.errors import HeadcountError, RunError, ScanError
-from schemas.runs import RunDirectory
+from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +51,9 @@ family = "repeated_random"
 
 
 def free_port() -> int:
-    """A port at which nobody listens, and which no system hands out and no Ray worker takes by itself before we do."""
+    """A port at which nobody listens, and which no system hands out and no Ray worker takes by
+    itself before we do.
+    """
     for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -100,7 +104,9 @@ def cluster() -> Iterator[str]:
 
 
 def answers(url: str) -> bool:
-    request = urllib.request.Request(f"{url}/api/version", headers={"Authorization": f"Bearer {TOKEN}"})
+    request = urllib.request.Request(
+        f"{url}/api/version", headers={"Authorization": f"Bearer {TOKEN}"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=5) as response:
             return response.status == 200
@@ -117,7 +123,12 @@ def environment(token: str | None = TOKEN) -> dict[str, str]:
 def start(*words: str, token: str | None = TOKEN, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "headcount", *words]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment(token) | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment(token) | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -145,7 +156,9 @@ def scan_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_submitted_twice_stopped_and_resumed_is_one_complete_run(cluster: str, scan_file: Path, tmp_path: Path) -> None:
+def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "my runs"
     run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
     name, path, at = run.run_id, str(run.path), ("--address", cluster)
@@ -187,10 +200,18 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(cluster: str, s
         SHARDS * 5 * info.n_layers * info.n_heads
     )
 
-    asked = ("list",), ("list", str(out)), ("status", path, "--format", "json"), ("logs", f"{name}0")
+    asked = (
+        ("list",),
+        ("list", str(out)),
+        ("status", path, "--format", "json"),
+        ("logs", f"{name}0"),
+    )
     with ThreadPoolExecutor() as pool:
         jobs, runs, status, unknown = pool.map(lambda words: headcount(*words, *at), asked)
-    assert [line.split()[:2] for line in jobs[1].splitlines()[1:]] == [[name, "STOPPED"], [f"{name}-2", "SUCCEEDED"]]
+    assert [line.split()[:2] for line in jobs[1].splitlines()[1:]] == [
+        [name, "STOPPED"],
+        [f"{name}-2", "SUCCEEDED"],
+    ]
     assert runs[1].splitlines()[1].split()[1::4] == [f"{SHARDS}/{SHARDS}", "SUCCEEDED"]
     found = json.loads(status[1])
     assert (found["complete"], found["job"]) == (True, "SUCCEEDED")
@@ -202,8 +223,8 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(cluster: str, s
 def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from jobs.remote import Cluster
-from schemas.runs import RunDirectory
+from jobs.submission import JobClient
+from schemas.run_directory import RunDirectory
 cluster, run = Cluster({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
 last = cluster.last
 cluster.last = lambda run_id: None
@@ -211,7 +232,12 @@ print(cluster.start(run, ["--help"], {{}}))
 print(cluster.start(run, ["--help"], {{}}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
@@ -228,22 +254,29 @@ def test_a_wrong_or_missing_token_is_one_line(cluster: str, token: str | None) -
 
 def test_a_dead_address_is_one_line() -> None:
     line = refused("list", "--address", f"127.0.0.1:{(port := free_port())}")
-    assert line.startswith(f"error: http://127.0.0.1:{port}: no Ray cluster answers there (Connection refused)")
+    assert line.startswith(
+        f"error: http://127.0.0.1:{port}: no Ray cluster answers there (Connection refused)"
+    )
 
 
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "http://127.0.0.1:99999999", "", "https://"])
+@pytest.mark.parametrize(
+    "address", ["ray://127.0.0.1:10001", "http://127.0.0.1:99999999", "", "https://"]
+)
 def test_an_impossible_address_is_refused(address: str) -> None:
     with pytest.raises(
-        RunError, match=f"^{address}: expected http://HOST:8265, the address of the cluster's dashboard$"
+        RunError,
+        match=f"^{address}: expected http://HOST:8265, the address of the cluster's dashboard$",
     ):
-        Cluster(address)
+        JobClient(address)
 
 
 class Old(BaseHTTPRequestHandler):
     """A cluster of another version."""
 
     def do_GET(self) -> None:
-        content = b'{"version": "4", "ray_version": "2.40.0"}' if self.path == "/api/version" else b"[]"
+        content = (
+            b'{"version": "4", "ray_version": "2.40.0"}' if self.path == "/api/version" else b"[]"
+        )
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -267,10 +300,22 @@ def test_another_version_of_ray_is_one_line(tmp_path: Path) -> None:
     [
         ([], "out: runs means another place on every node"),
         (["out=~/runs"], "out: ~/runs means another place"),
-        (["out=/r", "input.family=pile", "input.files=a/*.jsonl"], "input.files: a/*.jsonl means another place"),
-        (["out=/r", "input.family=text", 'input.files=["/a", "b"]'], "input.files: b means another place"),
-        (["out=s3://b/r", "model=models/gpt2-mini"], "model: models/gpt2-mini is a directory of this machine"),
-        (["out=s3://b/r", "model=./gpt2-mini"], "model: ./gpt2-mini is a directory of this machine"),
+        (
+            ["out=/r", "input.family=pile", "input.files=a/*.jsonl"],
+            "input.files: a/*.jsonl means another place",
+        ),
+        (
+            ["out=/r", "input.family=text", 'input.files=["/a", "b"]'],
+            "input.files: b means another place",
+        ),
+        (
+            ["out=s3://b/r", "model=models/gpt2-mini"],
+            "model: models/gpt2-mini is a directory of this machine",
+        ),
+        (
+            ["out=s3://b/r", "model=./gpt2-mini"],
+            "model: ./gpt2-mini is a directory of this machine",
+        ),
         (["out=s3://b/r", "n_ctx=100000"], "n_ctx: 100000 is beyond"),
         (["out=s3://b/r", "input.periodd=3"], "did you mean 'period'"),
         (["out=s3://b/r", "input.period=300"], "input.period: expected 1 to"),
@@ -292,7 +337,10 @@ def test_what_every_node_can_see_is_taken(scan_file: Path) -> None:
     for overrides in (
         ["out=s3://bucket/runs"],
         ["out=/mnt/runs", "model=openai-community/gpt2"],
-        ["out=gs://bucket/runs", "input={family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}"],
+        [
+            "out=gs://bucket/runs",
+            "input={family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}",
+        ],
     ):
         portable_scan(scan_file, overrides)
 
@@ -320,7 +368,11 @@ def test_a_plan_is_made_again_from_the_manifest_alone_unless_the_run_was_renamed
     plan = make_plan(load_scan(scan_file, overrides), "far")
     prepare_run(plan, SCAN)
     again = replan(plan.run)
-    assert (again.manifest.identity, again.run, again.tokens) == (plan.manifest.identity, plan.run, plan.tokens)
+    assert (again.manifest.identity, again.run, again.tokens) == (
+        plan.manifest.identity,
+        plan.run,
+        plan.tokens,
+    )
     assert again.sequences.shard(0).tokens.tolist() == plan.sequences.shard(0).tokens.tolist()
     renamed = RunDirectory(Path(str(plan.run.path)).rename(tmp_path / "runs" / "run_id=other-1"))
     with pytest.raises(RunError, match=f"this is run {plan.run.run_id}"):

@@ -1,4 +1,6 @@
-"""The report, opened from disk in a real browser: what is drawn, what it says, and that it asks for nothing."""
+"""The report, opened from disk in a real browser: what is drawn, what it says, and that it asks for
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ LAYERS, HEADS = 3, 5
 
 
 def cells() -> dict[str, Cell]:
-    """All statistics; the residual norms and the coverage do not differ between heads, duplicates are undefined."""
+    """All statistics; the residual norms and the coverage do not differ between heads, duplicates
+    are undefined.
+    """
 
     def resid(row: Row) -> float:
         return 10.0 * (1 + row.layer)
@@ -49,7 +53,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     size: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "model": "a <b>model</b>"}
     write_run(folder, "a-1", cells(), family="pile", pile_sets=[EVIL, "Github"], commit=[0], **size)
-    write_run(folder, "b-2", cells(), family="repeated_random", interventions=("none", "zero_query_bias"), **size)
+    write_run(
+        folder,
+        "b-2",
+        cells(),
+        family="repeated_random",
+        interventions=("none", "zero_query_bias"),
+        **size,
+    )
     write_run(folder, "c-3", cells(), family="uniform_random", commit=[], **size)
     write_run(folder, "d-4", cells(), family="uniform_random", **size)
     output = folder / "report.html"
@@ -78,7 +89,9 @@ def section(page: webdriver.Chrome, index: int) -> WebElement:
 
 def card(section: WebElement, title: str) -> WebElement:
     return next(
-        c for c in section.find_elements(By.CSS_SELECTOR, "figure") if title == c.find_element(By.TAG_NAME, "h4").text
+        c
+        for c in section.find_elements(By.CSS_SELECTOR, "figure")
+        if title == c.find_element(By.TAG_NAME, "h4").text
     )
 
 
@@ -116,7 +129,9 @@ def test_every_head_statistic_has_a_drawn_heatmap(page: webdriver.Chrome) -> Non
 def test_a_heatmap_says_which_head_is_which(page: webdriver.Chrome) -> None:
     figure = card(section(page, 0), "induction_score")
     drawn = trace(page, figure)
-    assert drawn["data"]["z"] == [[(la * HEADS + h) / 16 for h in range(HEADS)] for la in range(LAYERS)]
+    assert drawn["data"]["z"] == [
+        [(la * HEADS + h) / 16 for h in range(HEADS)] for la in range(LAYERS)
+    ]
     assert (drawn["data"]["zmin"], drawn["data"]["zmax"]) == (0, 1)
     assert drawn["data"]["hovertemplate"].startswith("L%{y}H%{x}")
     labels = [e.text for e in figure.find_elements(By.CSS_SELECTOR, ".xtitle, .ytitle")]
@@ -134,7 +149,9 @@ def test_hovering_shows_the_head_and_its_value(page: webdriver.Chrome) -> None:
     image = figure.find_element(By.CSS_SELECTOR, ".hm image")
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", image)
     cell = image.size["width"] / HEADS
-    webdriver.ActionChains(page).move_to_element_with_offset(image, int(cell), 0).pause(0.3).perform()
+    webdriver.ActionChains(page).move_to_element_with_offset(image, int(cell), 0).pause(
+        0.3
+    ).perform()
     # One cell right of the middle, in the middle row: layer 1, head 3.
     assert figure.find_element(By.CSS_SELECTOR, ".hoverlayer").text == "L1H3  0.5"
 
@@ -155,7 +172,10 @@ def test_it_says_what_was_scanned_and_what_is_missing(page: webdriver.Chrome) ->
     shown = section(page, 0)
     assert "a <b>model</b> (raw weights)" in shown.text
     assert "10 in 2 sequences of 5" in shown.text
-    assert "Incomplete. 1 of 2 shards are done: the numbers below cover 2 of 4 sequences." in shown.text
+    assert (
+        "Incomplete. 1 of 2 shards are done: the numbers below cover 2 of 4 sequences."
+        in shown.text
+    )
     assert "Incomplete" not in section(page, 1).text
     assert "No rows yet." in section(page, 3).text
 
@@ -166,7 +186,8 @@ def test_rankings_and_dormant_heads(page: webdriver.Chrome) -> None:
     assert rows[10] == "L2H4 0.875 0.25 0.5"
     (dormant,) = page.find_elements(By.CSS_SELECTOR, "body > .grid")
     assert dormant.find_element(By.CSS_SELECTOR, "tbody tr").text == "L2H4 0.875 0.875 0.875 0.875"
-    # Scores are n/16 for n = 0 … 14; sixteen times 0.4 is 6.4, so 7 to 14 are induction heads and sinks.
+    # Scores are n/16 for n = 0 … 14; sixteen times 0.4 is 6.4, so 7 to 14 are induction heads and
+    # sinks.
     assert (
         "8 of the heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4 and a-1."
         in page.find_element(By.TAG_NAME, "body").text
@@ -175,7 +196,11 @@ def test_rankings_and_dormant_heads(page: webdriver.Chrome) -> None:
 
 
 def test_names_are_data_and_never_markup(page: webdriver.Chrome, report: Path) -> None:
-    figure = next(f for f in section(page, 0).find_elements(By.CSS_SELECTOR, "figure") if "part of the Pile" in f.text)
+    figure = next(
+        f
+        for f in section(page, 0).find_elements(By.CSS_SELECTOR, "figure")
+        if "part of the Pile" in f.text
+    )
     ticks = [tick.text for tick in figure.find_elements(By.CSS_SELECTOR, ".ytick text")]
     assert sorted(ticks) == [f"{EVIL} (1)", "Github (1)"]
     assert EVIL not in report.read_text(encoding="utf-8")
@@ -185,17 +210,25 @@ def test_every_section_is_drawn_when_it_is_chosen(page: webdriver.Chrome) -> Non
     for index, button in enumerate(page.find_elements(By.CSS_SELECTOR, "nav button")):
         shown = section(page, index)
         places = shown.find_elements(By.CSS_SELECTOR, ".plot")
-        assert all(place.find_elements(By.CSS_SELECTOR, "svg.main-svg") for place in places), button.text
+        assert all(place.find_elements(By.CSS_SELECTOR, "svg.main-svg") for place in places), (
+            button.text
+        )
     assert [b.text for b in page.find_elements(By.CSS_SELECTOR, "nav button")] == [
         "a-1", "b-2 · none", "b-2 · zero_query_bias", "c-3", "d-4"
     ]  # fmt: skip
 
 
-def test_it_asks_for_nothing_and_complains_about_nothing(page: webdriver.Chrome, report: Path) -> None:
+def test_it_asks_for_nothing_and_complains_about_nothing(
+    page: webdriver.Chrome, report: Path
+) -> None:
     for index in range(5):
         section(page, index)
     messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
-    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    urls = [
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    ]
     assert [url for url in urls if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
     assert page.get_log("browser") == []
     markup = re.sub(r"<script.*?</script>", "", report.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -227,7 +260,7 @@ def test_the_report_says_which_engine_measured_an_intervention(tmp_path: Path) -
 def test_predictions_are_told_with_their_change_from_the_untouched_model(tmp_path: Path) -> None:
     fields = {
         "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "sequences": 6, "input": {"family": "repeated_random"},
-        "interventions": ["none", "zero_head(1,6)"], "outputs": ["loss", "losses"], "statistics": ["sink_mass"],
+        "interventions": ["none", "zero_head(1,6)"], "predictions": ["loss", "losses"], "statistics": ["sink_mass"],
         "out": str(tmp_path),
     }  # fmt: skip
     plan = make_plan(parse_scan(fields), "small")
@@ -235,12 +268,17 @@ def test_predictions_are_told_with_their_change_from_the_untouched_model(tmp_pat
     replica, shard = Replica(plan.info, plan.scan, threads=1), plan.sequences.shard(0)
     run_shard(replica, plan.run, shard)
     none, zero = (
-        replica.measure(shard.tokens, name).sequences["loss"].astype(float) for name in fields["interventions"]
+        replica.measure(shard.tokens, name).sequences["loss"].astype(float)
+        for name in fields["interventions"]
     )
     write_report(plan.run.path, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     expected = [
-        [f"{value:.4g}" for values in told for value in (values.mean(), values.std(ddof=1) / 6**0.5)]
+        [
+            f"{value:.4g}"
+            for values in told
+            for value in (values.mean(), values.std(ddof=1) / 6**0.5)
+        ]
         for told in ([none], [zero, zero - none])
     ]
     rows = re.findall(r"<tr><td title=\"[^\"]+\">loss</td><td>nats</td>(.*?)</tr>", page)
@@ -250,7 +288,9 @@ def test_predictions_are_told_with_their_change_from_the_untouched_model(tmp_pat
 def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
-    long = cells() | {name: lambda row: 4.0 * 4**row.layer for name in STATISTICS if "resid" in name}
+    long = cells() | {
+        name: lambda row: 4.0 * 4**row.layer for name in STATISTICS if "resid" in name
+    }
     for run, n_ctx in (("s-1", 5), ("s-2", 9)):
         write_run(tmp_path, run, long, n_ctx=n_ctx, layers=LAYERS, heads=HEADS)
     write_run(tmp_path, "t-3", cells(), n_ctx=7, layers=LAYERS, heads=HEADS)
@@ -258,5 +298,7 @@ def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
     browser.get((tmp_path / "report.html").as_uri())
     buttons = [button.text for button in browser.find_elements(By.CSS_SELECTOR, "nav button")]
     assert buttons == ["s-1 · 5 tokens", "s-2 · 9 tokens", "t-3"]
-    ticks = card(section(browser, 0), "Residual stream").find_elements(By.CSS_SELECTOR, ".ytick text")
+    ticks = card(section(browser, 0), "Residual stream").find_elements(
+        By.CSS_SELECTOR, ".ytick text"
+    )
     assert sorted((tick.text for tick in ticks), key=float) == ["5", "10", "20", "50"]

@@ -1,4 +1,6 @@
-"""`headcount reproduce`: every system runs on its miniature, shows its phenomena, and is not mistaken for the published model."""
+"""`headcount reproduce`: every system runs on its miniature, shows its phenomena, and is not
+mistaken for the published model.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs.reproduce import plans
-from jobs.systems import Check, Phenomenon, System, systems
-from jobs.verdicts import Finding, judge
+from reproduce.system import Check, Phenomenon, System, systems
+from reproduce.system_runs import plans
+from reproduce.verdicts import Finding, judge
 from schemas.errors import ScanError
-from schemas.outputs import OUTPUTS
+from schemas.predictions import PREDICTIONS
 from schemas.statistics import STATISTICS
 from tests import published
 from tests import toy_models as toy
-from workers.loading import load_model
-from workers.models import find_model
+from workers.model.loading import load_model
+from workers.model.model_info import find_model
 from workers.replica import Replica
 
 SYSTEMS = systems()
@@ -40,7 +42,9 @@ def reproduce(*words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_every_system_runs_on_its_miniature_and_shows_its_phenomena(name: str, tmp_path: Path) -> None:
+def test_every_system_runs_on_its_miniature_and_shows_its_phenomena(
+    name: str, tmp_path: Path
+) -> None:
     words = [name, "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json")]
     code, output = reproduce(*words)
     found: list[dict[str, Any]] = json.loads((tmp_path / "found.json").read_text())
@@ -49,7 +53,9 @@ def test_every_system_runs_on_its_miniature_and_shows_its_phenomena(name: str, t
     system = SYSTEMS[name]
     figures = [f for f in found if f["published"] != "holds"]
     assert {f["verdict"] for f in figures} == {"not comparable"}
-    assert sorted(f["name"] for f in figures) == sorted(key for check in system.check for key in check.published)
+    assert sorted(f["name"] for f in figures) == sorted(
+        key for check in system.check for key in check.published
+    )
     assert len(found) - len(figures) >= len(system.phenomenon)
     assert all(math.isfinite(f["measured"]) for f in found if f["measured"] is not None)
     # Run again, nothing is measured twice.
@@ -84,13 +90,18 @@ def test_a_system_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_an_override_may_be_of_one_scan(tmp_path: Path) -> None:
     system = SYSTEMS["previous_token"]
     made = plans(
-        system, system.bundled_model, str(tmp_path), ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"]
+        system,
+        system.bundled_model,
+        str(tmp_path),
+        ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"],
     )
     assert [(plan.scan.sequences, plan.scan.seed) for plan in made] == [(8, 129), (8, 7), (8, 129)]
     assert [plan.scan.input.options for plan in made] == [{"distinct": True}, {}, {}]
 
 
-def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_published(tmp_path: Path) -> None:
+def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_published(
+    tmp_path: Path,
+) -> None:
     system = SYSTEMS["recency_bias"]
     (plan,) = [
         p
@@ -100,7 +111,9 @@ def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_publish
     tokens = plan.sequences.shard(0).tokens
     bridge = load_model(plan.info, "raw", "cpu").bridge
     state = load_file(Path(plan.info.path) / "model.safetensors")
-    shared = state["blocks.0.attn.b_V"] + torch.einsum("d,hde->he", state["blocks.0.ln1.b"], state["blocks.0.attn.W_V"])
+    shared = state["blocks.0.attn.b_V"] + torch.einsum(
+        "d,hde->he", state["blocks.0.ln1.b"], state["blocks.0.attn.W_V"]
+    )
     found: list[torch.Tensor] = []
     hooks = [
         ("hook_pos_embed", lambda value, hook: value * 0),
@@ -158,9 +171,14 @@ def toy_system(**fields: Any) -> System:
 def verdicts(
     system: System, answers: dict[str, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> list[Finding]:
-    monkeypatch.setattr("jobs.verdicts.find_model", lambda model: Path(model))
-    monkeypatch.setattr("jobs.verdicts.describe", lambda path: toy.toy_info(n_layers=1 if str(path) == "m" else 2))
-    return judge("toy", system, "m", answers.__getitem__) + judge("toy", system, "other", answers.__getitem__)
+    monkeypatch.setattr("reproduce.verdicts.find_model", lambda model: Path(model))
+    monkeypatch.setattr(
+        "reproduce.verdicts.describe",
+        lambda path: toy.toy_info(n_layers=1 if str(path) == "m" else 2),
+    )
+    return judge("toy", system, "m", answers.__getitem__) + judge(
+        "toy", system, "other", answers.__getitem__
+    )
 
 
 def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +214,14 @@ def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_phenomenon_compares_a_quotient_by_a_spread() -> None:
     # 0 / 0 is NaN, and DuckDB holds NaN to be greater than every number.
     quotient = re.compile(r"/ \(?(sqrt|stddev|\S*standard_error)[^,>]*> *\d")
-    assert [name for name, s in SYSTEMS.items() for p in s.phenomenon if quotient.search(p.sql)] == []
+    assert [
+        name for name, s in SYSTEMS.items() for p in s.phenomenon if quotient.search(p.sql)
+    ] == []
 
 
-def phenomena(name: str, views: tuple[str, ...], tables: dict[str, str]) -> duckdb.DuckDBPyConnection:
+def phenomena(
+    name: str, views: tuple[str, ...], tables: dict[str, str]
+) -> duckdb.DuckDBPyConnection:
     """A connection with some of a system's views, over tables that are made up."""
     connection = duckdb.connect()
     for table, sql in tables.items():
@@ -241,7 +263,9 @@ def test_the_residual_norm_at_bos_is_held_against_the_other_positions() -> None:
     assert connection.execute("SELECT resid_ratio FROM head").fetchall() == [(0.4,)]
 
 
-def test_mistakes_in_the_sql_of_a_system_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_the_sql_of_a_system_are_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = """title = ""\nsource = ""\nmeasured = ""\npublished_model = "m"\npublished_sizes = { n_layers = 9 }
 bundled_model = "bundled:gpt2-mini"
 [scan.random]
@@ -249,7 +273,7 @@ n_ctx = 8\nsequences = 2\nstatistics = ["sink_mass"]\ninput = { family = "unifor
 [[check]]\ntolerance = 1\npublished = {}\nsql = "SELECT 'sink', avg(sink_mass) FROM system_heads"
 [[phenomenon]]\nsql = "SELECT 'sink', avg(sink_mass), true FROM system_heads"
 """
-    monkeypatch.setattr("jobs.systems.SYSTEMS", tmp_path)
+    monkeypatch.setattr("reproduce.system.SYSTEMS", tmp_path)
     for part, wrong, line in (
         ("", "", ""),
         (
@@ -276,25 +300,37 @@ n_ctx = 8\nsequences = 2\nstatistics = ["sink_mass"]\ninput = { family = "unifor
             assert done.exit_code == 0
 
 
-def test_an_unknown_system_and_a_wrong_field_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_system_and_a_wrong_field_are_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, output = reproduce("recency")
     assert code == 1
     assert "unknown system 'recency': did you mean 'recency_bias'?" in output
     assert "--list names them" in reproduce()[1]
     listed = reproduce("--list")[1]
-    assert [n for n, s in SYSTEMS.items() if f" {n} " not in listed or s.published_model.split()[0] not in listed] == []
-    unknown = reproduce("recency_bias", "--set", "random-49.n_ctx=8", "--out", str(tmp_path / "runs"))[1]
+    assert [
+        n
+        for n, s in SYSTEMS.items()
+        if f" {n} " not in listed or s.published_model.split()[0] not in listed
+    ] == []
+    unknown = reproduce(
+        "recency_bias", "--set", "random-49.n_ctx=8", "--out", str(tmp_path / "runs")
+    )[1]
     assert (
         "--set random-49.n_ctx=8: unknown scan or field 'random-49': did you mean 'random-48'? Known: abac-10"
         in unknown
     )
     unwritable = reproduce(
-        "recency_bias", "--json", str(tmp_path / "no" / "found.json"), "--out", str(tmp_path / "runs")
+        "recency_bias",
+        "--json",
+        str(tmp_path / "no" / "found.json"),
+        "--out",
+        str(tmp_path / "runs"),
     )
     assert f"found.json: cannot be written ({tmp_path / 'no'} is no directory)" in unwritable[1]
     assert not (tmp_path / "runs").exists()
     (tmp_path / "odd.toml").write_text('title = "odd"\nchek = []')
-    monkeypatch.setattr("jobs.systems.SYSTEMS", tmp_path)
+    monkeypatch.setattr("reproduce.system.SYSTEMS", tmp_path)
     with pytest.raises(ScanError, match=r"odd.toml: source: Field required"):
         systems()
 
@@ -310,10 +346,14 @@ def test_overrides_reach_every_scan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2-mini", "attn-only-2l-mini"])
 def test_outputs_are_what_the_whole_model_predicts(name: str, engine: str) -> None:
     tokens = np.random.default_rng(0).integers(1, 200, size=(5, 21)).astype(np.int32)
-    replica = toy.replica(find_model(f"bundled:{name}"), outputs=list(OUTPUTS), engine=engine, batch_size=2)
+    replica = toy.replica(
+        find_model(f"bundled:{name}"), predictions=list(PREDICTIONS), engine=engine, batch_size=2
+    )
     found = replica.measure(tokens).sequences
     with torch.inference_mode():
-        logits = replica.model.bridge(torch.from_numpy(tokens).long(), return_type="logits").double()
+        logits = replica.model.bridge(
+            torch.from_numpy(tokens).long(), return_type="logits"
+        ).double()
     logprobs, ids = logits.log_softmax(-1), torch.from_numpy(tokens).long()
     losses = -logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     expected = {
@@ -328,9 +368,9 @@ def test_outputs_are_what_the_whole_model_predicts(name: str, engine: str) -> No
 
 def test_logits_in_small_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(0).integers(1, 200, size=(3, 9)).astype(np.int32)
-    replica = toy.replica(find_model("bundled:gpt2-mini"), outputs=["losses", "final_logits"])
+    replica = toy.replica(find_model("bundled:gpt2-mini"), predictions=["losses", "final_logits"])
     whole = replica.measure(tokens).sequences
-    monkeypatch.setattr("workers.outputs.CHUNK_BYTES", 1)
+    monkeypatch.setattr("workers.engine.prediction_inputs.CHUNK_BYTES", 1)
     pieces = replica.measure(tokens).sequences
     for column in ("losses", "final_logits"):
         np.testing.assert_allclose(pieces[column], whole[column], atol=1e-5)

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.finish import tokens_of
 from jobs.plan import make_plan, prepare_run
+from jobs.run_loop import tokens_of
 from schemas.errors import RunError
-from schemas.runs import RunDirectory
+from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, load_scan
 from tests.processes import MARK, kill
 from tests.toy_runs import local
@@ -70,11 +70,18 @@ def rows(run: RunDirectory) -> dict[str, pa.Table]:
     tables: dict[str, pa.Table] = {}
     for table in keys:
         for intervention in ("none", "zero_query_bias"):
-            files = [f for c in run.commits() for f in c.files if (f.table, f.intervention) == (table, intervention)]
+            files = [
+                f
+                for c in run.commits()
+                for f in c.files
+                if (f.table, f.intervention) == (table, intervention)
+            ]
             joined = pa.concat_tables(
                 [pq.read_table(local(run.path) / f.path) for f in files]
             ).replace_schema_metadata()
-            tables[f"{table} {intervention}"] = joined.sort_by([(key, "ascending") for key in keys[table]])
+            tables[f"{table} {intervention}"] = joined.sort_by(
+                [(key, "ascending") for key in keys[table]]
+            )
     return tables
 
 
@@ -87,7 +94,9 @@ def assert_same_rows(run: RunDirectory, expected: dict[str, pa.Table]) -> None:
             if a.dtype == "float32":
                 # Another process may sum in another order: float32 noise, and the same NULLs.
                 assert (a.isna() == b.isna()).all(), f"{name}.{column}"
-                assert ((a - b).abs().fillna(0) <= 1e-5 * (1 + b.abs().fillna(0))).all(), f"{name}.{column}"
+                assert ((a - b).abs().fillna(0) <= 1e-5 * (1 + b.abs().fillna(0))).all(), (
+                    f"{name}.{column}"
+                )
             else:
                 assert a.map(str).tolist() == b.map(str).tolist(), f"{name}.{column}"
 
@@ -101,10 +110,19 @@ def start(scan_file: Path, tmp_path: Path) -> Iterator[Callable[[Path], subproce
 
     def begin(out: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "headcount", "scan", str(scan_file), "--set", f"out={out}"]
-        environment = os.environ | {MARK: str(tmp_path), "PYTHONPATH": str(FAULTS), "FAULTS": str(orders)}
+        environment = os.environ | {
+            MARK: str(tmp_path),
+            "PYTHONPATH": str(FAULTS),
+            "FAULTS": str(orders),
+        }
         started.append(
             subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         )
         return started[-1]
@@ -133,7 +151,10 @@ def run_of(scan_file: Path, out: Path) -> RunDirectory:
 
 
 def test_a_driver_killed_and_one_interrupted_then_resumed(
-    scan_file: Path, undisturbed: dict[str, pa.Table], start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path
+    scan_file: Path,
+    undisturbed: dict[str, pa.Table],
+    start: Callable[[Path], subprocess.Popen[str]],
+    tmp_path: Path,
 ) -> None:
     run = run_of(scan_file, tmp_path)
     for commits, fatal in ((2, signal.SIGKILL), (5, signal.SIGINT)):
@@ -147,7 +168,9 @@ def test_a_driver_killed_and_one_interrupted_then_resumed(
         _, errors = driver.communicate(timeout=60)
         assert driver.returncode == (130 if fatal is signal.SIGINT else -fatal)
         assert "Traceback" not in errors
-        assert ("goes on where it stopped with the same command" in errors) == (fatal is signal.SIGINT)
+        assert ("goes on where it stopped with the same command" in errors) == (
+            fatal is signal.SIGINT
+        )
         kill(str(tmp_path))
         assert len(done(run)) == commits
         for order in (tmp_path / "orders").iterdir():
@@ -162,14 +185,22 @@ def test_a_driver_killed_and_one_interrupted_then_resumed(
     _, errors = last.communicate(timeout=300)
     assert last.returncode == 0, errors
     assert f"{len(before)} of them done" in errors
-    assert all(local(run.commit_file(shard)).stat().st_mtime_ns == written for shard, written in before.items())
+    assert all(
+        local(run.commit_file(shard)).stat().st_mtime_ns == written
+        for shard, written in before.items()
+    )
     assert [c.shard for c in run.commits()] == list(range(SHARDS))
     assert_same_rows(run, undisturbed)
 
 
 def test_the_tokens_of_shards_know_that_the_last_is_short(scan_file: Path, tmp_path: Path) -> None:
     plan = make_plan(load_scan(scan_file, [f"out={tmp_path}", "sequences=10"]), "short")
-    assert [tokens_of(plan, np.array(shards, int)) for shards in ([], [0], [2], [0, 2])] == [0, 512, 256, 768]
+    assert [tokens_of(plan, np.array(shards, int)) for shards in ([], [0], [2], [0, 2])] == [
+        0,
+        512,
+        256,
+        768,
+    ]
     assert tokens_of(plan, np.arange(3)) == plan.tokens == 1280
 
 
@@ -182,8 +213,16 @@ def test_a_poisoned_shard_fails_alone_and_is_retried(tmp_path: Path) -> None:
         f'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 24\nsequences_per_shard = 8\nout = "{tmp_path}/runs"\n'
         f'[input]\nfamily = "pile"\nfiles = "{texts}"\n'
     )
-    command = [sys.executable, "-m", "tests.toy_replica", "scan", str(scan_file)]  # The model has no part in it.
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.toy_replica",
+        "scan",
+        str(scan_file),
+    ]  # The model has no part in it.
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+    )
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert f"{texts}:10 (invalid JSON)" in ended.stderr
@@ -196,10 +235,14 @@ def test_a_poisoned_shard_fails_alone_and_is_retried(tmp_path: Path) -> None:
     assert "1 of 9 rows are bad" in failure[1]
 
 
-def test_a_changed_scan_is_refused_for_a_named_run_with_the_keys_that_differ(scan_file: Path, tmp_path: Path) -> None:
+def test_a_changed_scan_is_refused_for_a_named_run_with_the_keys_that_differ(
+    scan_file: Path, tmp_path: Path
+) -> None:
     scan = load_scan(scan_file, [f"out={tmp_path}", "sequences=8"])
     run = run_here(scan)
-    changed = load_scan(scan_file, [f"out={tmp_path}", "sequences=8", "seed=7", "input.distinct=true"])
+    changed = load_scan(
+        scan_file, [f"out={tmp_path}", "sequences=8", "seed=7", "input.distinct=true"]
+    )
     with pytest.raises(RunError) as refused:
         make_plan(changed, "killed", run.run_id)
     assert "scan.input.distinct (false, now true), scan.seed (0, now 7)" in str(refused.value)

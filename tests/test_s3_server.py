@@ -1,4 +1,6 @@
-"""The S3 server and the proxy of the tests do what they say, and S3's clients do what this project relies on."""
+"""The S3 server and the proxy of the tests do what they say, and S3's clients do what this project
+relies on.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_processes_end_with_whoever_started_them() -> None:
         "server = s.S3Server().__enter__(); proxy = s.FaultProxy(server).__enter__()\n"
         "print(server.port, proxy.port, flush=True); os.kill(os.getpid(), 9)"
     )
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == -9
     assert all(refuses(int(port)) for port in ended.stdout.split())
 
@@ -121,7 +125,9 @@ def test_the_proxy_passes_bytes_on_as_they_are() -> None:
         b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
         b"5;chunk-signature=0\r\nhello\r\n0\r\nx-trailer: 1\r\n\r\n"
     )
-    answer = b"HTTP/1.1 200 OK\r\nX-Odd: y\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    answer = (
+        b"HTTP/1.1 200 OK\r\nX-Odd: y\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    )
     go_on = b"HTTP/1.1 100 Continue\r\n\r\n"
     arrived: list[bytes] = []
 
@@ -157,7 +163,9 @@ def test_the_proxy_knows_heads_and_ranges(server: S3Server, proxy: FaultProxy, k
     connection = http.client.HTTPConnection(proxy.host, proxy.port)
 
     def ask(method: str, **headers: str) -> tuple[int, str | None, bytes]:
-        headers["Authorization"] = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"
+        headers["Authorization"] = (
+            "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"
+        )
         connection.request(method, f"/bucket/{key}", headers=headers)
         response = connection.getresponse()
         return response.status, response.headers["Content-Length"], response.read()
@@ -264,7 +272,9 @@ def test_the_client_itself_is_killed(
 
 
 def test_rules_choose_requests(proxy: FaultProxy) -> None:
-    def answers(*rules: Rule, path: str = "/bucket/k%3D1/none?list-type=2", method: str = "GET") -> list[int]:
+    def answers(
+        *rules: Rule, path: str = "/bucket/k%3D1/none?list-type=2", method: str = "GET"
+    ) -> list[int]:
         proxy.set_rules(*rules)
         return [proxy.request(method, path)[0] for _ in range(4)]
 
@@ -330,7 +340,9 @@ def test_arrow_reads_lists_and_deletes(proxy: FaultProxy, key: str) -> None:
     assert methods(proxy) == "HEAD GET"
 
     proxy.clear()
-    assert [info.path for info in client.get_file_info(fs.FileSelector(path.rpartition("/")[0]))] == [path]
+    assert [
+        info.path for info in client.get_file_info(fs.FileSelector(path.rpartition("/")[0]))
+    ] == [path]
     assert methods(proxy) == "GET"
 
     proxy.clear()
@@ -389,7 +401,9 @@ def test_arrow_does_not_wait_for_ever(server: S3Server, proxy: FaultProxy, key: 
 
 
 @pytest.mark.parametrize("size", [1000, 20 * MB])
-def test_arrow_publishes_what_a_failed_block_had_written(server: S3Server, key: str, size: int) -> None:
+def test_arrow_publishes_what_a_failed_block_had_written(
+    server: S3Server, key: str, size: int
+) -> None:
     client = arrow(server)
 
     def fail() -> None:
@@ -414,7 +428,9 @@ def test_a_lost_part_is_never_published(proxy: FaultProxy, key: str) -> None:
 
 
 class DuckFiles(ArrowFSWrapper):
-    """Arrow's client for DuckDB, which compares addresses with what it may read before `..` is resolved."""
+    """Arrow's client for DuckDB, which compares addresses with what it may read before `..` is
+    resolved.
+    """
 
     protocol = "s3"  # pyright: ignore[reportAssignmentType]
     cachable = False
@@ -439,7 +455,9 @@ def test_duckdb_reads_what_it_may_and_nothing_else(server: S3Server, tmp_path: P
         connection.execute("SET lock_configuration = true")
 
         paths = [f"s3://bucket/duck/k={k}/x.parquet" for k in (1, 2)]
-        query = "SELECT k, sum(v) FROM read_parquet(?, hive_partitioning = true) GROUP BY k ORDER BY k"
+        query = (
+            "SELECT k, sum(v) FROM read_parquet(?, hive_partitioning = true) GROUP BY k ORDER BY k"
+        )
         assert connection.execute(query, [paths]).fetchall() == [(1, 3), (2, 3)]
 
         for path in ("s3://bucket/ducks/k=1/x.parquet", str(tmp_path / "x.parquet")):

@@ -1,4 +1,6 @@
-"""Scan files: what is read, what is refused and in which words, and what the fingerprint depends on."""
+"""Scan files: what is read, what is refused and in which words, and what the fingerprint depends
+on.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_a_minimal_scan_has_these_defaults():
     assert parse_scan(MINIMAL).model_dump() == {
         "model": "toy",
         "revision": None,
-        "weights": "raw",
+        "weight_processing": "raw",
         "precision": "auto",
         "engine": "fused",
         "n_ctx": 8,
@@ -53,7 +55,7 @@ def test_a_minimal_scan_has_these_defaults():
         "profiles": (),
         "curves": (),
         "weight_statistics": (),
-        "outputs": (),
+        "predictions": (),
         "sequences": 3,
         "sequences_per_shard": 256,
         "batch_size": "auto",
@@ -68,7 +70,7 @@ def test_a_minimal_scan_has_these_defaults():
         ("model", 3, "input should be a valid string"),
         ("model", "", "string should have at least 1 character"),
         ("revision", 3, "input should be a valid string"),
-        ("weights", "rwa", "input should be 'raw' or 'folded'"),
+        ("weight_processing", "rwa", "input should be 'raw' or 'folded'"),
         ("precision", 16, "input should be a valid string"),
         ("engine", None, "input should be 'fused' or 'dense'"),
         ("n_ctx", "8", "input should be a valid integer"),
@@ -92,7 +94,9 @@ def test_a_minimal_scan_has_these_defaults():
         ("out", 3, "input should be a valid string"),
     ],
 )
-def test_a_wrong_value_is_one_line_with_key_expectation_and_value(key: str, value: object, problem: str):
+def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
+    key: str, value: object, problem: str
+):
     assert lines_of(MINIMAL | {key: value}) == [f"{key}: {problem}, got {value!r}"]
 
 
@@ -133,22 +137,30 @@ def test_a_wrong_place_is_named(changes: dict[str, Any], line: str):
 
 def test_an_unknown_statistic_is_answered_with_the_nearest_name():
     (line,) = lines_of(MINIMAL | {"statistics": ["sink_mas"]})
-    assert line.startswith("statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: ")
+    assert line.startswith(
+        "statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: "
+    )
 
 
 def test_an_unknown_profile_is_answered_with_the_nearest_name():
     (line,) = lines_of(MINIMAL | {"profiles": ["attention_by_lags"]})
-    assert line.startswith("profiles: unknown profile 'attention_by_lags': did you mean 'attention_by_lag'? Known: ")
+    assert line.startswith(
+        "profiles: unknown profile 'attention_by_lags': did you mean 'attention_by_lag'? Known: "
+    )
 
 
 def test_no_profiles_are_asked_for_unless_told_and_pairs_up_to_64_tokens():
     assert parse_scan(MINIMAL | {"profiles": []}).profiles == ()
-    assert parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 64}).profiles == ("score_by_pair",)
+    assert parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 64}).profiles == (
+        "score_by_pair",
+    )
 
 
 def test_a_scan_without_profiles_is_recorded_as_before_there_were_any():
     assert "profiles" not in parse_scan(MINIMAL).record
-    assert parse_scan(MINIMAL | {"profiles": ["attention_by_lag"]}).record["profiles"] == ["attention_by_lag"]
+    assert parse_scan(MINIMAL | {"profiles": ["attention_by_lag"]}).record["profiles"] == [
+        "attention_by_lag"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +173,9 @@ def test_a_scan_without_profiles_is_recorded_as_before_there_were_any():
     ],
 )
 def test_a_missing_key_is_named_with_what_it_means(key: str, expected: str):
-    assert lines_of({k: v for k, v in MINIMAL.items() if k != key}) == [f"{key}: missing; expected {expected}"]
+    assert lines_of({k: v for k, v in MINIMAL.items() if k != key}) == [
+        f"{key}: missing; expected {expected}"
+    ]
 
 
 def test_several_problems_are_several_lines():
@@ -192,12 +206,16 @@ def test_options_of_the_input_are_kept_as_written(scan_file: Path):
         ('statistics=["entropy", "sink_mass"]', "statistics", ("entropy", "sink_mass")),
     ],
 )
-def test_an_override_is_a_toml_value_or_a_bare_string(scan_file: Path, override: str, key: str, value: object):
+def test_an_override_is_a_toml_value_or_a_bare_string(
+    scan_file: Path, override: str, key: str, value: object
+):
     assert getattr(load_scan(scan_file, [override]), key) == value
 
 
 def test_overrides_reach_into_tables_and_the_last_one_counts(scan_file: Path):
-    scan = load_scan(scan_file, ["input.packing=document", "input.packing=concat", "input.files=c.jsonl"])
+    scan = load_scan(
+        scan_file, ["input.packing=document", "input.packing=concat", "input.files=c.jsonl"]
+    )
     assert scan.input.options == {"files": "c.jsonl", "packing": "concat"}
 
 
@@ -236,8 +254,14 @@ def test_a_wrong_override_is_explained_like_a_wrong_file(scan_file: Path):
     ("content", "problem"),
     [
         (b"n_ctx = ", "not valid TOML: Invalid value (at end of document)"),
-        (b"n_ctx = 1\nn_ctx = 2\n", "not valid TOML: Cannot overwrite a value (at line 2, column 10)"),
-        (b'model = "\xff"', "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 9: invalid start byte"),
+        (
+            b"n_ctx = 1\nn_ctx = 2\n",
+            "not valid TOML: Cannot overwrite a value (at line 2, column 10)",
+        ),
+        (
+            b'model = "\xff"',
+            "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 9: invalid start byte",
+        ),
     ],
 )
 def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, problem: str):
@@ -269,7 +293,7 @@ CHANGES: dict[str, Any] = {
     "model": "other",
     "revision": "main",
     "precision": "float64",
-    "weights": "folded",
+    "weight_processing": "folded",
     "engine": "dense",
     "n_ctx": 9,
     "bos": False,
@@ -279,7 +303,7 @@ CHANGES: dict[str, Any] = {
     "profiles": ["attention_by_lag"],
     "curves": ["score_shift_by_key"],
     "weight_statistics": ["query_bias_norm"],
-    "outputs": ["loss"],
+    "predictions": ["loss"],
     "sequences": 4,
     "sequences_per_shard": 8,
     "batch_size": 2,
@@ -302,10 +326,10 @@ def test_an_unknown_precision_is_answered_with_the_nearest():
     assert "float32" in line
 
 
-@pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weights": "folded"}])
+@pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weight_processing": "folded"}])
 def test_a_low_precision_needs_the_fused_engine(bridged: dict[str, str]):
     assert lines_of(MINIMAL | bridged | {"precision": "bfloat16"}) == [
-        "precision: engine = 'dense' and weights = 'folded' compute in float32 or float64, got 'bfloat16'"
+        "precision: engine = 'dense' and weight_processing = 'folded' compute in float32 or float64, got 'bfloat16'"
     ]
     for precision in ("auto", "float32", "float64"):
         assert parse_scan(MINIMAL | bridged | {"precision": precision}).precision == precision
@@ -317,12 +341,17 @@ def test_the_fingerprint_does_not_depend_on_where_the_run_is_written():
 
 def test_the_fingerprint_does_not_depend_on_the_order_of_keys():
     options = {"family": "pile", "files": "a", "packing": "concat"}
-    backwards = {key: MINIMAL[key] for key in reversed(MINIMAL)} | {"input": dict(reversed(options.items()))}
+    backwards = {key: MINIMAL[key] for key in reversed(MINIMAL)} | {
+        "input": dict(reversed(options.items()))
+    }
     assert parse_scan(backwards).fingerprint == parse_scan(MINIMAL | {"input": options}).fingerprint
 
 
 def test_a_default_written_out_is_the_same_scan():
-    assert parse_scan(MINIMAL | {"seed": 0, "bos": True}).fingerprint == parse_scan(MINIMAL).fingerprint
+    assert (
+        parse_scan(MINIMAL | {"seed": 0, "bos": True}).fingerprint
+        == parse_scan(MINIMAL).fingerprint
+    )
 
 
 def test_the_run_id_is_the_name_and_the_fingerprint():

@@ -1,4 +1,6 @@
-"""What a shard writes: whole files, the right types, the keys of the run, and the record that makes it count."""
+"""What a shard writes: whole files, the right types, the keys of the run, and the record that makes
+it count.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.finish import missing_shards
 from jobs.plan import Plan, check_precision, make_plan, prepare_run
+from jobs.run_loop import missing_shards
 from schemas.errors import RunError
 from schemas.places import write_whole
 from schemas.scan import parse_scan
@@ -41,7 +43,8 @@ def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
         assert (commit.engine, commit.precision) == ("fused", "float32")
         assert 0 < commit.compute_seconds < commit.seconds
     first, second = plan.run.commits()
-    # One replica, one shard after the other: it had nothing to wait for first, and then for the first one's files.
+    # One replica, one shard after the other: it had nothing to wait for first, and then for the
+    # first one's files.
     assert first.idle_seconds == 0
     assert second.idle_seconds >= first.seconds - first.compute_seconds - 1e-3
 
@@ -49,14 +52,17 @@ def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
 def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
     check_precision(plan, "cpu")
     with pytest.raises(
-        RunError, match=r"begun in float32, and precision = 'auto' means float16x2_linears on this cuda"
+        RunError,
+        match=r"begun in float32, and precision = 'auto' means float16x2_linears on this cuda",
     ):
         check_precision(plan, "cuda")
 
 
 def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
     names = sorted(
-        p.relative_to(local(plan.run.path)).as_posix() for p in local(plan.run.path).rglob("*") if p.is_file()
+        p.relative_to(local(plan.run.path)).as_posix()
+        for p in local(plan.run.path).rglob("*")
+        if p.is_file()
     )
     assert names == [
         "commits/shard-000000.json",
@@ -74,8 +80,12 @@ def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
 def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
     table = pq.ParquetFile(plan.run.data_file("heads", "none", 1)).read()
     assert table.num_rows == 2 * 2 * 8
-    keys = list(zip(*(table[name].to_pylist() for name in ("layer", "sequence", "head")), strict=True))
-    assert keys == [(layer, sequence, head) for layer in range(2) for sequence in (3, 4) for head in range(8)]
+    keys = list(
+        zip(*(table[name].to_pylist() for name in ("layer", "sequence", "head")), strict=True)
+    )
+    assert keys == [
+        (layer, sequence, head) for layer in range(2) for sequence in (3, 4) for head in range(8)
+    ]
     assert set(table["shard"].to_pylist()) == {1}
     assert table.schema.field("layer").type == pa.int16()
     assert table.schema.field("entropy").type == pa.float32()
@@ -98,7 +108,10 @@ def test_undefined_is_null_and_never_zero(plan: Plan) -> None:
     assert heads["match_coverage"].to_pylist() == [0.0] * heads.num_rows
     assert sequences["chance_induction_score"].null_count == 3
     assert sequences["file"].null_count == 3
-    assert sequences["chance_sink_mass"].to_pylist() == [pytest.approx((1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 4)] * 3
+    assert (
+        sequences["chance_sink_mass"].to_pylist()
+        == [pytest.approx((1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 4)] * 3
+    )
 
 
 def test_sequences_hold_the_tokens(plan: Plan) -> None:
@@ -138,13 +151,20 @@ def test_the_last_failure_is_noted(plan: Plan) -> None:
     plan.run.failure_file(7).unlink()
 
 
-def test_a_file_that_cannot_be_written_whole_is_not_seen_and_the_old_one_stays(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_whole_is_not_seen_and_the_old_one_stays(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "shard-000000.parquet"
     write_whole(path, b"old")
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(RunError, match=r"shard-000000\.parquet: cannot be written \(File too large\)"):
+        with pytest.raises(
+            RunError, match=r"shard-000000\.parquet: cannot be written \(File too large\)"
+        ):
             write_whole(path, b"x" * 5000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

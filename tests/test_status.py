@@ -1,4 +1,6 @@
-"""What is said of a run from its directory alone: how far, how fast, what failed; fast and small for a million shards."""
+"""What is said of a run from its directory alone: how far, how fast, what failed; fast and small
+for a million shards.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from filelock import FileLock
 from jobs.status import as_lines, read_status
 from schemas.commits import COMMITS, DROPPED, FOLD
 from schemas.errors import RunError
-from schemas.runs import Manifest, RunDirectory
+from schemas.run_directory import Manifest, RunDirectory
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
@@ -55,7 +57,9 @@ def fold_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
         "seconds": 2.5, "compute_seconds": 1.5, "idle_seconds": 0.5, "finished": NOW - timedelta(seconds=5),
         "host": "one", "replica": "one-7", "attempt": 1, "engine": "fused", "precision": "float32",
     } | columns  # fmt: skip
-    empty = pa.ListArray.from_arrays(np.zeros(n + 1, np.int32), pa.array([], COMMITS.field("files").type.value_type))
+    empty = pa.ListArray.from_arrays(
+        np.zeros(n + 1, np.int32), pa.array([], COMMITS.field("files").type.value_type)
+    )
     arrays = []
     for field in COMMITS:
         value = values.get(field.name)
@@ -64,7 +68,9 @@ def fold_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
         elif field.name == "bad_rows":
             arrays.append(pa.array([value or []] * n, field.type))
         else:
-            arrays.append(pa.array(value if isinstance(value, np.ndarray) else [value] * n, field.type))
+            arrays.append(
+                pa.array(value if isinstance(value, np.ndarray) else [value] * n, field.type)
+            )
     table = pa.table(arrays, schema=COMMITS).append_column(DROPPED, pa.array(np.zeros(n, bool)))
     directory = Path(str(run.commits_directory))
     directory.mkdir(exist_ok=True)
@@ -80,7 +86,9 @@ def note_failure(run: RunDirectory, shard: int, error: str) -> None:
 
 def headcount(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headcount", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
@@ -94,9 +102,17 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3))
-    fold_shards(run, np.array([3, 4]), host="two", replica="two-9", compute_seconds=0.5, idle_seconds=0.5)
+    fold_shards(
+        run, np.array([3, 4]), host="two", replica="two-9", compute_seconds=0.5, idle_seconds=0.5
+    )
     # This one left an hour ago, and was slow.
-    fold_shards(run, np.array([5]), replica="one-1", compute_seconds=100.0, finished=NOW - timedelta(hours=1))
+    fold_shards(
+        run,
+        np.array([5]),
+        replica="one-1",
+        compute_seconds=100.0,
+        finished=NOW - timedelta(hours=1),
+    )
     status = read_status(run, NOW)
     assert [(p.replica, p.tokens_per_second, p.busy, p.shards) for p in status.replicas] == [
         ("two-9", 64.0, 0.5, 2),
@@ -119,11 +135,16 @@ def test_a_run_that_stands_still_has_no_time_left_but_a_last_commit(tmp_path: Pa
     fold_shards(run, np.arange(3), finished=NOW - timedelta(hours=3))
     status = read_status(run, NOW)
     assert status.tokens_per_second is status.seconds_left is None
-    assert "commit    the last 3 h 0 min ago, at 2026-05-01T09:00:00+00:00 by the clock of one" in as_lines(status)
+    assert (
+        "commit    the last 3 h 0 min ago, at 2026-05-01T09:00:00+00:00 by the clock of one"
+        in as_lines(status)
+    )
     assert not any(line.startswith("speed") for line in as_lines(status))
 
 
-@pytest.mark.parametrize("wrong", [timedelta(days=400), timedelta(seconds=90), timedelta(0), -timedelta(days=9000)])
+@pytest.mark.parametrize(
+    "wrong", [timedelta(days=400), timedelta(seconds=90), timedelta(0), -timedelta(days=9000)]
+)
 def test_clocks_that_are_wrong_make_no_absurd_numbers(tmp_path: Path, wrong: timedelta) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3))
@@ -138,7 +159,9 @@ def test_clocks_that_are_wrong_make_no_absurd_numbers(tmp_path: Path, wrong: tim
 
 
 @pytest.mark.parametrize("measured", [(0.0, 0.0), (-1.0, -1.0), (float("nan"), 0.0)])
-def test_a_replica_that_measured_no_time_has_no_speed(tmp_path: Path, measured: tuple[float, float]) -> None:
+def test_a_replica_that_measured_no_time_has_no_speed(
+    tmp_path: Path, measured: tuple[float, float]
+) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3), compute_seconds=measured[0], idle_seconds=measured[1])
     status = read_status(run, NOW)
@@ -187,10 +210,14 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
         read_status(RunDirectory(tmp_path / "run_id=none-1"))
     done = headcount("status", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {tmp_path}: expected the directory of a run, …/run_id=NAME-HASH\n"
+    assert (
+        done.stderr == f"error: {tmp_path}: expected the directory of a run, …/run_id=NAME-HASH\n"
+    )
 
 
-def test_the_command_prints_lines_or_one_object_and_exits_with_0_for_a_run_that_is_not_complete(tmp_path: Path) -> None:
+def test_the_command_prints_lines_or_one_object_and_exits_with_0_for_a_run_that_is_not_complete(
+    tmp_path: Path,
+) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3))
     done = headcount("status", os.path.relpath(str(run.path), ROOT))
@@ -198,7 +225,12 @@ def test_the_command_prints_lines_or_one_object_and_exits_with_0_for_a_run_that_
     assert "shards    3 of 10 done, 7 missing, 0 of them failed" in done.stdout
     done = headcount("status", str(run.path), "--format", "json")
     found = json.loads(done.stdout)
-    assert (found["complete"], found["done"], found["shards"], found["run_id"]) == (False, 3, SHARDS, "toy-1a2b3c4d")
+    assert (found["complete"], found["done"], found["shards"], found["run_id"]) == (
+        False,
+        3,
+        SHARDS,
+        "toy-1a2b3c4d",
+    )
 
 
 def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
@@ -217,7 +249,9 @@ def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
     assert "not a manifest" in done.stderr
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak memory of one program")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="only Linux tells the peak memory of one program"
+)
 def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_path: Path) -> None:
     shards = 100_000
     run = make_run(tmp_path, shards + 1)
@@ -226,7 +260,7 @@ def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_
         fold_shards(run, span, finished=(NOW - timedelta(seconds=5 + (shards - first) / 1000)))
     program = (
         "import sys, time\n"
-        "from jobs.cluster_cli import status\n"
+        "from jobs.cluster_commands import status\n"
         "status(sys.argv[1], None, 'json')\n"
         "print(time.process_time(), *[l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')])"
     )

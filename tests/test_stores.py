@@ -1,4 +1,6 @@
-"""Runs and corpora in an object store: the same rows, the same answers, and nothing else within reach."""
+"""Runs and corpora in an object store: the same rows, the same answers, and nothing else within
+reach.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ import zstandard
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs.compact import compact
-from jobs.finish import missing_shards
+from jobs.compaction import compact
 from jobs.plan import Plan, make_plan, prepare_run
+from jobs.run_loop import missing_shards
 from jobs.status import read_status
-from queries.connect import connect
-from queries.output import run_query
+from queries.answers import run_query
+from queries.connection import connect
 from schemas.commits import fold
 from schemas.errors import CorpusError, QueryError, RunError, ScanError
 from schemas.places import StorePath, matching, names, place, write_whole
@@ -36,8 +38,12 @@ def store() -> Iterator[FaultProxy]:
     with S3Server() as server, FaultProxy(server) as proxy:
         os.environ |= proxy.env()
         for number, half in enumerate((TEXTS[:3], TEXTS[3:])):
-            lines = "\n".join(json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in half).encode()
-            write_whole(place(f"s3://bucket/pile/part-{number}.jsonl.zst"), zstandard.compress(lines))
+            lines = "\n".join(
+                json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in half
+            ).encode()
+            write_whole(
+                place(f"s3://bucket/pile/part-{number}.jsonl.zst"), zstandard.compress(lines)
+            )
         yield proxy
     os.environ.clear()
     os.environ |= before
@@ -75,18 +81,29 @@ def done(store: FaultProxy) -> Plan:
 def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Path) -> None:
     assert place("s3://bucket/pile/part-0.jsonl.zst").is_file()
     texts = tmp_path / "texts.jsonl"
-    texts.write_text("\n".join(json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in TEXTS))
+    texts.write_text(
+        "\n".join(json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in TEXTS)
+    )
     local = plan_of("stored", str(tmp_path / "runs"), str(texts))
     measure(local)
-    question = "SELECT sequence, layer, head, sink_mass, entropy, resid_post_norm FROM heads ORDER BY ALL"
+    question = (
+        "SELECT sequence, layer, head, sink_mass, entropy, resid_post_norm FROM heads ORDER BY ALL"
+    )
     here, there = (connect(p.scan.out).execute(question).fetchall() for p in (local, done))
     assert here == there
     assert len(here) == 6 * done.info.n_layers * done.info.n_heads
     origin = "SELECT sequence, file, row, pile_set_name FROM sequences ORDER BY ALL"
-    assert connect(done.scan.out).execute(origin).fetchall()[3] == (3, "s3://bucket/pile/part-1.jsonl.zst", 0, "Greek")
+    assert connect(done.scan.out).execute(origin).fetchall()[3] == (
+        3,
+        "s3://bucket/pile/part-1.jsonl.zst",
+        0,
+        "Greek",
+    )
 
 
-def test_the_commit_is_the_last_object_and_each_file_is_one_put(done: Plan, store: FaultProxy) -> None:
+def test_the_commit_is_the_last_object_and_each_file_is_one_put(
+    done: Plan, store: FaultProxy
+) -> None:
     measure(done, range(1))
     written = [r.path for r in store.requests() if r.method in ("PUT", "POST")]
     assert len(written) == 3
@@ -118,7 +135,9 @@ def test_queries_reach_the_run_and_nothing_else_in_the_store(done: Plan) -> None
 
 def test_the_command_line_takes_addresses(done: Plan, tmp_path: Path) -> None:
     runner = CliRunner()
-    asked = runner.invoke(app, ["query", str(done.run.path), "SELECT count(*) AS n FROM sequences", "--format", "csv"])
+    asked = runner.invoke(
+        app, ["query", str(done.run.path), "SELECT count(*) AS n FROM sequences", "--format", "csv"]
+    )
     assert asked.output.split() == ["n", "6"]
     report = tmp_path / "report.html"
     assert runner.invoke(app, ["report", done.scan.out, "-o", str(report)]).exit_code == 0
@@ -143,14 +162,19 @@ def test_names_of_interventions_are_names_of_objects(store: FaultProxy) -> None:
     names = ("none", "scale_query_bias(0.5)+zero_head(1,2)")
     fields = {
         "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 2, "interventions": names, "out": "s3://bucket/edited",
-        "input": {"family": "uniform_random"}, "statistics": ["sink_mass"], "profiles": ["attention_by_lag"], "outputs": ["losses"],
+        "input": {"family": "uniform_random"}, "statistics": ["sink_mass"], "profiles": ["attention_by_lag"],
+        "predictions": ["losses"],
     }  # fmt: skip
     plan = make_plan(parse_scan(fields), "edited")
     prepare_run(plan, "")
     measure(plan, range(1))
     assert missing_shards(plan, verify=True).tolist() == []
     for view in ("heads", "profiles", "sequences"):
-        rows = connect("s3://bucket/edited").execute(f"SELECT DISTINCT intervention FROM {view} ORDER BY 1").fetchall()
+        rows = (
+            connect("s3://bucket/edited")
+            .execute(f"SELECT DISTINCT intervention FROM {view} ORDER BY 1")
+            .fetchall()
+        )
         assert [name for (name,) in rows] == list(names)
 
 
@@ -171,7 +195,9 @@ def test_a_store_that_falters_loses_nothing(store: FaultProxy) -> None:
 def test_a_store_that_refuses_is_one_clear_line(store: FaultProxy) -> None:
     plan = plan_of("refused", "s3://bucket/refused")
     store.set_rules(Rule({"status": 403}, method="PUT", count=None))
-    with pytest.raises(RunError, match=r"heads/.*shard-000000\.parquet: cannot be written .*ACCESS_DENIED"):
+    with pytest.raises(
+        RunError, match=r"heads/.*shard-000000\.parquet: cannot be written .*ACCESS_DENIED"
+    ):
         measure(plan)
     store.set_rules(Rule({"status": 403}, count=None))
     with pytest.raises(RunError, match="cannot be read"):
@@ -189,7 +215,13 @@ def test_what_is_not_there_is_one_clear_line(store: FaultProxy) -> None:
         plan_of("none", "s3://bucket/none", "s3://bucket/pile/*.txt")
     with pytest.raises(ScanError, match="must hold no credentials"):
         parse_scan(
-            {"model": "m", "n_ctx": 2, "sequences": 1, "input": {"family": "pile"}, "out": "s3://a:b@bucket/runs"}
+            {
+                "model": "m",
+                "n_ctx": 2,
+                "sequences": 1,
+                "input": {"family": "pile"},
+                "out": "s3://a:b@bucket/runs",
+            }
         )
 
 
@@ -198,7 +230,10 @@ def test_globs_in_a_store(store: FaultProxy) -> None:
         write_whole(StorePath(f"s3://bucket/{key}"), key.encode())
 
     def found(pattern: str) -> list[str]:
-        return sorted(str(p).removeprefix("s3://bucket/g/") for p, _ in matching(StorePath(f"s3://bucket/{pattern}")))
+        return sorted(
+            str(p).removeprefix("s3://bucket/g/")
+            for p, _ in matching(StorePath(f"s3://bucket/{pattern}"))
+        )
 
     assert found("g/*.jsonl") == ["a.jsonl", "b.jsonl"]
     assert found("g/**/*.jsonl") == ["a.jsonl", "b.jsonl", "deep/c.jsonl", "deep/er/d.jsonl"]

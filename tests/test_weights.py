@@ -1,4 +1,6 @@
-"""Statistics of the weights alone: exact numbers, the law they obey, and the way through a shard into the view."""
+"""Statistics of the weights alone: exact numbers, the law they obey, and the way through a shard
+into the view.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.compact import compact
+from jobs.compaction import compact
 from jobs.cost import measure_cost
-from jobs.finish import missing_shards
 from jobs.plan import Plan, make_plan, prepare_run
-from queries.connect import connect
-from queries.output import run_query
+from jobs.run_loop import missing_shards
+from queries.answers import run_query
+from queries.connection import connect
 from schemas.errors import MeasureError, QueryError, RunError, ScanError
 from schemas.scan import parse_scan
 from schemas.tables import weights_schema
-from schemas.weights import WEIGHT_STATISTICS, select_weight_statistics, weight
+from schemas.weight_statistics import WEIGHT_STATISTICS, select_weight_statistics, weight
 from tests import toy_models as toy
 from tests.toy_runs import local, read_manifest, write_run
 from workers.replica import Replica
@@ -32,7 +34,9 @@ ALL = list(WEIGHT_STATISTICS)
 T = 6
 
 Raw = dict[str, np.ndarray]
-"""`b_Q [layer head d_head]`, `W_K [layer head d_model d_head]`, `W_pos` and `EPE` `[pos d_model]`, in float64."""
+"""`b_Q [layer head d_head]`, `W_K [layer head d_model d_head]`, `W_pos` and `EPE` `[pos d_model]`,
+in float64.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +50,20 @@ def legacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def raw_gpt2(path: Path) -> Raw:
-    """From the file's own tensors: `c_attn` is `[d_model 3·d_model]`, queries first, then keys, head by head."""
+    """From the file's own tensors: `c_attn` is `[d_model 3·d_model]`, queries first, then keys,
+    head by head.
+    """
     state = {name: t.double().numpy() for name, t in load_file(path / "model.safetensors").items()}
     heads, d_model, d_head = 4, 32, 8
     b_q, w_k = [], []
     for layer in range(3):
         attn = f"transformer.h.{layer}.attn.c_attn"
         b_q.append(state[f"{attn}.bias"][:d_model].reshape(heads, d_head))
-        w_k.append(state[f"{attn}.weight"][:, d_model : 2 * d_model].reshape(d_model, heads, d_head).swapaxes(0, 1))
+        w_k.append(
+            state[f"{attn}.weight"][:, d_model : 2 * d_model]
+            .reshape(d_model, heads, d_head)
+            .swapaxes(0, 1)
+        )
     p, mlp = state["transformer.wpe.weight"], "transformer.h.0.mlp"
     x = p @ state[f"{mlp}.c_fc.weight"] + state[f"{mlp}.c_fc.bias"]
     gelu = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -64,7 +74,10 @@ def raw_gpt2(path: Path) -> Raw:
 def raw_legacy(path: Path) -> Raw:
     """An attention-only model has no MLP, so its effective positions are its positions."""
     state = {name: t.double().numpy() for name, t in load_file(path / "model.safetensors").items()}
-    found = {name: np.stack([state[f"blocks.{la}.attn.{name}"] for la in range(2)]) for name in ("b_Q", "W_K")}
+    found = {
+        name: np.stack([state[f"blocks.{la}.attn.{name}"] for la in range(2)])
+        for name in ("b_Q", "W_K")
+    }
     return found | {"W_pos": state["pos_embed.W_pos"], "EPE": state["pos_embed.W_pos"]}
 
 
@@ -83,12 +96,17 @@ def expected_of(raw: Raw) -> Raw:
         "centred_position_norm": np.sqrt(raw["W_pos"].var(-1) * raw["W_pos"].shape[1]),
         "position_product_first": seen @ seen[0],
         "position_product_second": seen @ seen[1],
-        **{f"position_component_{1 + c}": coordinates for c, coordinates in enumerate(components(seen))},
+        **{
+            f"position_component_{1 + c}": coordinates
+            for c, coordinates in enumerate(components(seen))
+        },
     }
 
 
 def components(seen: np.ndarray) -> np.ndarray:
-    """Coordinates `[component pos]` along the three largest eigenvectors of the covariance of coordinates."""
+    """Coordinates `[component pos]` along the three largest eigenvectors of the covariance of
+    coordinates.
+    """
     rows = seen - seen.mean(0)
     _, vectors = np.linalg.eigh(rows.T @ rows)
     found = (rows @ vectors[:, -3:]).T[::-1]
@@ -113,12 +131,16 @@ def check(table: pa.Table, expected: Raw) -> None:
         keys = ["layer", "head"] if values.ndim >= 2 or axis == "none" else []
         keys += [] if axis == "none" else [axis]
         for row in rows:
-            assert {k for k in ("layer", "head", "position", "dimension") if row[k] is not None} == set(keys)
-            assert row["value"] == pytest.approx(values[tuple(row[k] for k in keys)], rel=1e-11, abs=1e-13)
+            assert {
+                k for k in ("layer", "head", "position", "dimension") if row[k] is not None
+            } == set(keys)
+            assert row["value"] == pytest.approx(
+                values[tuple(row[k] for k in keys)], rel=1e-11, abs=1e-13
+            )
         assert rows == sorted(rows, key=lambda row: [row[k] for k in keys])
 
 
-# Measured on a model
+# InterventionMeasurements on a model
 
 
 def test_a_gpt2_has_the_numbers_of_its_tensors(gpt2: Path) -> None:
@@ -131,7 +153,9 @@ def test_an_attention_only_model_has_the_numbers_of_its_tensors(legacy: Path) ->
     check(table_of(legacy), expected_of(raw_legacy(legacy)))
 
 
-@pytest.mark.parametrize("changes", [{"engine": "dense"}, {"precision": "bfloat16"}, {"precision": "float64"}])
+@pytest.mark.parametrize(
+    "changes", [{"engine": "dense"}, {"precision": "bfloat16"}, {"precision": "float64"}]
+)
 def test_engine_and_precision_change_nothing(gpt2: Path, changes: dict[str, str]) -> None:
     check(table_of(gpt2, **changes), expected_of(raw_gpt2(gpt2)))
 
@@ -140,7 +164,11 @@ def test_the_shift_of_a_key_is_its_input_times_the_coupling(gpt2: Path) -> None:
     tokens = toy.repeating_tokens(T, batch=3)
     profiles = ["score_shift_by_key", "score_shift_lead_by_key"]
     replica = toy.replica(
-        gpt2, precision="float64", profiles=profiles, statistics=["sink_alpha"], weight_statistics=ALL
+        gpt2,
+        precision="float64",
+        profiles=profiles,
+        statistics=["sink_alpha"],
+        weight_statistics=ALL,
     )
     inputs: list[torch.Tensor] = []
 
@@ -156,9 +184,13 @@ def test_the_shift_of_a_key_is_its_input_times_the_coupling(gpt2: Path) -> None:
     for row in rows_of(replica.weights(), "bias_key_coupling"):
         coupling[row["layer"], row["head"], row["dimension"]] = row["value"]
     shifts = np.einsum("lbkd,lhd->blhk", torch.stack(inputs).numpy(), coupling)
-    np.testing.assert_allclose(measured["score_shift_by_key"].mean, shifts.mean(0), rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(
+        measured["score_shift_by_key"].mean, shifts.mean(0), rtol=1e-9, atol=1e-11
+    )
     lead = shifts - shifts.min(-1, keepdims=True)
-    np.testing.assert_allclose(measured["score_shift_lead_by_key"].mean, lead.mean(0), rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(
+        measured["score_shift_lead_by_key"].mean, lead.mean(0), rtol=1e-9, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,14 +204,22 @@ def test_what_a_model_has_not_is_no_row(tmp_path: Path, family: str, expected: s
     path = toy.save_model(tmp_path / "model", toy.family(family, num_key_value_heads=2))
     assert set(table_of(path)["weight"].unique().to_pylist()) == expected
     profiles = ["score_shift_by_key", "attention_by_lag"]
-    assert list(toy.measure(path, toy.repeating_tokens(T), profiles=profiles).profiles) == ["attention_by_lag"]
+    assert list(toy.measure(path, toy.repeating_tokens(T), profiles=profiles).profiles) == [
+        "attention_by_lag"
+    ]
     assert toy.measure(path, toy.repeating_tokens(T), profiles=profiles[:1]).profiles == {}
 
 
 def test_an_mlp_that_is_no_module_leaves_the_effective_positions_undefined(tmp_path: Path) -> None:
-    path = toy.save_model(tmp_path / "opt", toy.family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32))
+    path = toy.save_model(
+        tmp_path / "opt", toy.family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32)
+    )
     found = table_of(path, engine="dense")["weight"].unique().to_pylist()
-    assert set(found) == set(ALL) - {"bias_position_cosine", "effective_position_norm", "first_effective_position"}
+    assert set(found) == set(ALL) - {
+        "bias_position_cosine",
+        "effective_position_norm",
+        "first_effective_position",
+    }
 
 
 def test_the_cosine_with_a_bias_of_zero_is_null(gpt2: Path, tmp_path: Path) -> None:
@@ -205,21 +245,28 @@ def test_weights_that_are_not_numbers_are_an_error(gpt2: Path, tmp_path: Path) -
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ScanError, match="unknown weight statistic 'query_bias_nrm': did you mean 'query_bias_norm'"):
+    with pytest.raises(
+        ScanError, match="unknown weight statistic 'query_bias_nrm': did you mean 'query_bias_norm'"
+    ):
         toy.toy_scan(weight_statistics=["query_bias_nrm"])
     with pytest.raises(ScanError, match="weight_statistics: expected each name once, got"):
         toy.toy_scan(weight_statistics=["position_norm", "position_norm"])
 
 
 def test_folded_weights_are_refused() -> None:
-    with pytest.raises(ScanError, match=r"weight_statistics: .* they expect weights = 'raw', got 'folded'"):
-        toy.toy_scan(weight_statistics=ALL, weights="folded")
-    assert toy.toy_scan(weights="folded").weight_statistics == ()
+    with pytest.raises(
+        ScanError,
+        match=r"weight_statistics: .* they expect weight_processing = 'raw', got 'folded'",
+    ):
+        toy.toy_scan(weight_statistics=ALL, weight_processing="folded")
+    assert toy.toy_scan(weight_processing="folded").weight_statistics == ()
 
 
 def test_a_scan_without_them_is_recorded_as_before_there_were_any() -> None:
     assert "weight_statistics" not in toy.toy_scan().record
-    assert toy.toy_scan(weight_statistics=["position_norm"]).record["weight_statistics"] == ["position_norm"]
+    assert toy.toy_scan(weight_statistics=["position_norm"]).record["weight_statistics"] == [
+        "position_norm"
+    ]
 
 
 def test_they_come_in_registry_order() -> None:
@@ -233,7 +280,9 @@ def test_a_weight_statistic_names_weights() -> None:
         Formula
         """
 
-    with pytest.raises(ValueError, match="weight statistic 'broken': unknown weight 'b_Qs': did you mean 'b_Q'"):
+    with pytest.raises(
+        ValueError, match="weight statistic 'broken': unknown weight 'b_Qs': did you mean 'b_Q'"
+    ):
         weight(axis="none", unit="", source="")(broken)
     assert "broken" not in WEIGHT_STATISTICS
 
@@ -302,9 +351,10 @@ def test_a_query_reads_them_and_every_column_is_described(plan: Plan, gpt2: Path
 def test_a_scan_that_measures_only_edits_has_them_too(tmp_path: Path, gpt2: Path) -> None:
     edited = measure_shards(begin(tmp_path, gpt2, interventions=["zero_query_bias"]))
     assert files_of(edited) == ["weights/intervention=none/shard-000000.parquet"]
-    assert ask(local(edited.run.path), "SELECT min(value) > 0 FROM weights WHERE weight = 'query_bias_norm'") == [
-        (True,)
-    ]
+    assert ask(
+        local(edited.run.path),
+        "SELECT min(value) > 0 FROM weights WHERE weight = 'query_bias_norm'",
+    ) == [(True,)]
 
 
 def test_a_scan_without_them_writes_none(tmp_path: Path, gpt2: Path) -> None:
@@ -339,7 +389,10 @@ def test_a_run_that_measured_others_is_not_gone_on_with(tmp_path: Path, gpt2: Pa
     first = begin(tmp_path, gpt2, weight_statistics=["position_norm"])
     other = parse_scan(first.scan.model_dump(mode="json") | {"weight_statistics": []})
     assert other.fingerprint != first.scan.fingerprint
-    with pytest.raises(RunError, match=r"differing keys: scan\.weight_statistics .*weight_statistics\.position_norm"):
+    with pytest.raises(
+        RunError,
+        match=r"differing keys: scan\.weight_statistics .*weight_statistics\.position_norm",
+    ):
         make_plan(other, "toy", first.run.run_id)
 
 
@@ -352,10 +405,18 @@ def test_what_a_plan_costs_counts_the_file_once(plan: Plan) -> None:
 
 def test_two_formulas_of_one_name_are_refused(tmp_path: Path) -> None:
     entry = {"weight": "position_norm", "position": 0, "value": 1.0}
-    runs = [write_run(tmp_path, name, {"sink_mass": lambda row: 0.5}, weights=[entry]) for name in ("a", "b")]
-    assert ask(tmp_path, "SELECT run_id, position, value FROM weights ORDER BY run_id") == [("a", 0, 1), ("b", 0, 1)]
+    runs = [
+        write_run(tmp_path, name, {"sink_mass": lambda row: 0.5}, weights=[entry])
+        for name in ("a", "b")
+    ]
+    assert ask(tmp_path, "SELECT run_id, position, value FROM weights ORDER BY run_id") == [
+        ("a", 0, 1),
+        ("b", 0, 1),
+    ]
     manifest = local(runs[1].manifest_file)
     fingerprint = read_manifest(runs[1])["weight_statistics"]["position_norm"]["fingerprint"]
     manifest.write_text(manifest.read_text().replace(fingerprint, "other"))
-    with pytest.raises(QueryError, match="weight statistic 'position_norm' has one formula in run a"):
+    with pytest.raises(
+        QueryError, match="weight statistic 'position_norm' has one formula in run a"
+    ):
         connect(tmp_path)

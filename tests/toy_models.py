@@ -1,4 +1,6 @@
-"""Models, tokenizers and scans that are small enough to make in a moment, with random weights of sensible scale."""
+"""Models, tokenizers and scans that are small enough to make in a moment, with random weights of
+sensible scale.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import numpy as np
 import torch
 
 from schemas.scan import Scan, parse_scan
-from workers.models import ModelInfo, describe
-from workers.replica import Measured, Replica
+from workers.model.model_info import ModelInfo, describe
+from workers.replica import InterventionMeasurements, Replica
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -80,8 +82,15 @@ def legacy_state(d_mlp: int | None = None) -> dict[str, torch.Tensor]:
                 f"{block}.attn.W_{name}": draw(heads, d_model, d_head),
                 f"{block}.attn.b_{name}": draw(heads, d_head),
             }
-        state |= {f"{block}.attn.W_O": draw(heads, d_head, d_model), f"{block}.attn.b_O": draw(d_model)}
-    return state | {"ln_final.w": 1 + draw(d_model), "ln_final.b": draw(d_model), "unembed.W_U": draw(d_model, D_VOCAB)}
+        state |= {
+            f"{block}.attn.W_O": draw(heads, d_head, d_model),
+            f"{block}.attn.b_O": draw(d_model),
+        }
+    return state | {
+        "ln_final.w": 1 + draw(d_model),
+        "ln_final.b": draw(d_model),
+        "unembed.W_U": draw(d_model, D_VOCAB),
+    }
 
 
 LEGACY_CONFIG = {
@@ -92,7 +101,9 @@ LEGACY_CONFIG = {
 
 
 def save_legacy(path: Path, ending: str, **changes: Any) -> Path:
-    """Write an attention-only model as TransformerLens did: config.json and a .pth, or the same as safetensors."""
+    """Write an attention-only model as TransformerLens did: config.json and a .pth, or the same as
+    safetensors.
+    """
     from safetensors.torch import save_file
 
     path.mkdir(parents=True)
@@ -105,14 +116,19 @@ def save_legacy(path: Path, ending: str, **changes: Any) -> Path:
 
 
 def byte_tokenizer(path: Path, special: str = "<|endoftext|>") -> Path:
-    """Write tokenizer.json of 257 tokens: one for each byte, in the order of the bytes, and the end of text."""
+    """Write tokenizer.json of 257 tokens: one for each byte, in the order of the bytes, and the end
+    of text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    # Byte-level pre-tokenisers stand printable bytes for themselves and shift the others beyond 255.
+    # Byte-level pre-tokenisers stand printable bytes for themselves and shift the others beyond
+    # 255.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = iter(range(256, 512))
     letters = [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([special])
@@ -123,7 +139,13 @@ def byte_tokenizer(path: Path, special: str = "<|endoftext|>") -> Path:
 def save_byte_model(path: Path) -> Path:
     """Write a one-layer GPT-2 that reads bytes."""
     config = gpt2(
-        vocab_size=257, n_positions=64, n_embd=8, n_layer=1, n_head=2, bos_token_id=BYTE_BOS, eos_token_id=BYTE_BOS
+        vocab_size=257,
+        n_positions=64,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=BYTE_BOS,
+        eos_token_id=BYTE_BOS,
     )
     return byte_tokenizer(save_model(path, config))
 
@@ -156,14 +178,32 @@ def change_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]
 
 def toy_scan(**changes: Any) -> Scan:
     """A scan with little in it."""
-    fields = {"model": "toy", "n_ctx": 8, "input": {"family": "uniform_random"}, "sequences": 4, "statistics": "all"}
+    fields = {
+        "model": "toy",
+        "n_ctx": 8,
+        "input": {"family": "uniform_random"},
+        "sequences": 4,
+        "statistics": "all",
+    }
     return parse_scan(fields | changes)
 
 
 def toy_info(**changes: Any) -> ModelInfo:
     """What a model says of itself, without a model."""
-    sizes: dict[str, Any] = {"n_layers": 1, "n_heads": 2, "d_model": 8, "d_head": 4, "n_ctx": 64, "d_vocab": D_VOCAB}
-    rest: dict[str, Any] = {"path": "/nowhere/toy", "name": "toy", "layout": "huggingface", "sha256": "0" * 16}
+    sizes: dict[str, Any] = {
+        "n_layers": 1,
+        "n_heads": 2,
+        "d_model": 8,
+        "d_head": 4,
+        "n_ctx": 64,
+        "d_vocab": D_VOCAB,
+    }
+    rest: dict[str, Any] = {
+        "path": "/nowhere/toy",
+        "name": "toy",
+        "layout": "huggingface",
+        "sha256": "0" * 16,
+    }
     return ModelInfo(**sizes | rest | {"bos_token_id": BOS, "eos_token_id": EOS} | changes)  # pyright: ignore
 
 
@@ -172,11 +212,13 @@ def replica(path: Path, **changes: Any) -> Replica:
     return Replica(describe(path), toy_scan(model=str(path), n_ctx=4, **changes), "cpu", threads=1)
 
 
-def measure(path: Path, tokens: np.ndarray, **changes: Any) -> Measured:
+def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
     """Load a model and measure tokens `[sequence pos]`."""
     return replica(path, **changes).measure(tokens)
 
 
 def repeating_tokens(n_ctx: int, batch: int = 1, distinct: int = 7) -> np.ndarray:
     """Random tokens out of a few, so that many have earlier copies: `[batch n_ctx]`."""
-    return np.random.default_rng(n_ctx).integers(2, 2 + distinct, size=(batch, n_ctx)).astype(np.int32)
+    return (
+        np.random.default_rng(n_ctx).integers(2, 2 + distinct, size=(batch, n_ctx)).astype(np.int32)
+    )

@@ -1,4 +1,6 @@
-"""A replica that computes nothing, for tests of what happens around it; `python -m tests.toy_replica` is headcount with it."""
+"""A replica that computes nothing, for tests of what happens around it; `python -m
+tests.toy_replica` is headcount with it.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,21 @@ import numpy as np
 
 from schemas.statistics import select
 from schemas.tables import chance_column
-from workers.models import ModelInfo
-from workers.replica import Measured, Replica
+from workers.model.model_info import ModelInfo
+from workers.replica import InterventionMeasurements, Replica
 
 PACE = 0.25
 """Seconds of a shard, so that there is time to disturb a run."""
 
 
 class ToyReplica(Replica):
-    """A replica that is there at once; its numbers tell sequences, layers, heads and statistics apart."""
+    """A replica that is there at once; its numbers tell sequences, layers, heads and statistics
+    apart.
+    """
 
-    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
+    ) -> None:
         self.info, self.scan, self.free_since = info, scan, None
 
     def measure(
@@ -29,15 +35,17 @@ class ToyReplica(Replica):
         intervention: str = "none",
         labels: list[list[str]] | None = None,
         partner: np.ndarray | None = None,
-    ) -> Measured:
+    ) -> InterventionMeasurements:
         """Numbers made of the tokens, after whatever this replica does first."""
         self.misbehave(int(tokens[0, 1]))
         chosen = select(self.scan.statistics)
         sequence = (tokens * np.arange(1, tokens.shape[1] + 1)).sum(1).astype(np.float32)
-        head = np.arange(self.info.n_layers * self.info.n_heads, dtype=np.float32).reshape(1, self.info.n_layers, -1)
+        head = np.arange(self.info.n_layers * self.info.n_heads, dtype=np.float32).reshape(
+            1, self.info.n_layers, -1
+        )
         heads = {s.name: sequence[:, None, None] + head / 64 + i for i, s in enumerate(chosen)}
         chance = {chance_column(s.name): sequence for s in chosen if s.chance}
-        return Measured(heads, chance, {}, {}, "none", "float32")
+        return InterventionMeasurements(heads, chance, {}, {}, "none", "float32")
 
     def misbehave(self, token: int) -> None:
         """Nothing; `token` tells the shards apart."""
@@ -52,9 +60,9 @@ class SteadyReplica(ToyReplica):
 
 
 if __name__ == "__main__":
-    import jobs.finish
+    import jobs.run_loop
     from headcount import main
     from tests import toy_replica
 
-    jobs.finish.finish = partial(jobs.finish.finish, replica=toy_replica.SteadyReplica)
+    jobs.run_loop.run_to_end = partial(jobs.run_loop.run_to_end, replica=toy_replica.SteadyReplica)
     main()

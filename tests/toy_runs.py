@@ -1,4 +1,6 @@
-"""Small run directories with the real layout and schemas, and numbers that are easy to check by hand."""
+"""Small run directories with the real layout and schemas, and numbers that are easy to check by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,16 @@ import pyarrow.parquet as pq
 from schemas.commits import Commit, DataFile
 from schemas.places import Place
 from schemas.profiles import PROFILES
-from schemas.runs import Manifest, RunDirectory
+from schemas.run_directory import Manifest, RunDirectory
 from schemas.statistics import Statistic, select
-from schemas.tables import chance_column, heads_schema, profiles_schema, sequences_schema, weights_schema
-from schemas.weights import WEIGHT_STATISTICS
+from schemas.tables import (
+    chance_column,
+    heads_schema,
+    profiles_schema,
+    sequences_schema,
+    weights_schema,
+)
+from schemas.weight_statistics import WEIGHT_STATISTICS
 
 
 class Row(NamedTuple):
@@ -60,9 +68,11 @@ def write_run(
     profiles: Callable[[int], list[Entry]] | None = None,
     weights: Sequence[Entry] = (),
 ) -> RunDirectory:
-    """Write a run; `columns` gives each statistic's value per row, `commit` the shards to write (all unless told).
+    """Write a run; `columns` gives each statistic's value per row, `commit` the shards to write
+    (all unless told).
 
-    `profiles` gives the rows of `profiles` of each shard, `weights` those of `weights`, which lie with shard 0.
+    `profiles` gives the rows of `profiles` of each shard, `weights` those of `weights`, which lie
+    with shard 0.
     """
     statistics = select(list(columns))
     directory = RunDirectory.of(out, name)
@@ -74,7 +84,7 @@ def write_run(
         identity={
             "scan": {
                 "model": model,
-                "weights": "raw",
+                "weight_processing": "raw",
                 "precision": "float32",
                 "engine": "fused",
                 "n_ctx": n_ctx,
@@ -90,8 +100,12 @@ def write_run(
         shards=shards,
         sequences=sequences,
         statistics={s.name: s.record | _fingerprint(s.name, fingerprints) for s in statistics},
-        profiles={p: PROFILES[p].record for p in {row["profile"] for row in profiles(0)}} if profiles else {},
-        weight_statistics={w: WEIGHT_STATISTICS[w].record for w in {row["weight"] for row in weights}},
+        profiles={p: PROFILES[p].record for p in {row["profile"] for row in profiles(0)}}
+        if profiles
+        else {},
+        weight_statistics={
+            w: WEIGHT_STATISTICS[w].record for w in {row["weight"] for row in weights}
+        },
         model={
             "name": model,
             "n_layers": layers,
@@ -109,7 +123,12 @@ def write_run(
         span = range(shard * per_shard, min((shard + 1) * per_shard, sequences))
         files = []
         for intervention in interventions:
-            rows = [Row(intervention, s, la, h) for s in span for la in range(layers) for h in range(heads)]
+            rows = [
+                Row(intervention, s, la, h)
+                for s in span
+                for la in range(layers)
+                for h in range(heads)
+            ]
             table = _heads(rows, columns, statistics, family, shard)
             files.append(_write(directory, "heads", intervention, shard, table))
             origins = [pile_sets[s % len(pile_sets)] for s in span]
@@ -126,7 +145,9 @@ def write_run(
     return directory
 
 
-def write_commit(directory: RunDirectory, shard: int, span: range, files: list[DataFile], tokens: int) -> None:
+def write_commit(
+    directory: RunDirectory, shard: int, span: range, files: list[DataFile], tokens: int
+) -> None:
     """Write the record that makes a shard done; `tokens` per sequence, over all interventions."""
     commit = Commit(
         run_id=directory.run_id,
@@ -153,7 +174,11 @@ def write_commit(directory: RunDirectory, shard: int, span: range, files: list[D
 
 
 def _heads(
-    rows: list[Row], columns: Mapping[str, Cell], statistics: tuple[Statistic, ...], family: str, shard: int
+    rows: list[Row],
+    columns: Mapping[str, Cell],
+    statistics: tuple[Statistic, ...],
+    family: str,
+    shard: int,
 ) -> pa.Table:
     content: dict[str, list[Any]] = {
         "input_family": [family] * len(rows),
@@ -187,13 +212,19 @@ def _sequences(
     return pa.table(content, schema=sequences_schema(statistics))
 
 
-def _write(directory: RunDirectory, table: str, intervention: str, shard: int, content: pa.Table) -> DataFile:
+def _write(
+    directory: RunDirectory, table: str, intervention: str, shard: int, content: pa.Table
+) -> DataFile:
     path = local(directory.data_file(table, intervention, shard))
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(content, path, compression="zstd")
     relative = str(path.relative_to(local(directory.path)))
     return DataFile(
-        table=table, intervention=intervention, path=relative, rows=content.num_rows, bytes=path.stat().st_size
+        table=table,
+        intervention=intervention,
+        path=relative,
+        rows=content.num_rows,
+        bytes=path.stat().st_size,
     )
 
 

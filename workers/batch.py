@@ -13,31 +13,36 @@ from torch import Tensor
 
 from schemas.errors import MeasureError
 from schemas.formulas import Formula, evaluate
-from schemas.outputs import Output, compute_outputs
 from schemas.pattern import Labels
+from schemas.predictions import Prediction, compute_predictions
 from schemas.profiles import Profile
 from schemas.statistics import Statistic
 from schemas.tables import chance_column
-from workers.dense import DenseEngine
-from workers.fused import FusedEngine
-from workers.outputs import check_outputs, predictions
-from workers.pairs import find_matches
-from workers.patterns import uniform_pattern
-from workers.profiles import Profiles, aggregates, check_curves, merge, reduced
-from workers.weights import WEIGHTS, attention_weights, effective_or_nan, has_rotary_positions
+from workers.engine.dense_engine import DenseEngine
+from workers.engine.fused_engine import FusedEngine
+from workers.engine.fused_pattern import uniform_pattern
+from workers.engine.prediction_inputs import check_predictions, prediction_inputs
+from workers.engine.token_pairs import find_matches
+from workers.model.layer_weights import (
+    READABLE_WEIGHTS,
+    attention_weights,
+    effective_or_nan,
+    has_rotary_positions,
+)
+from workers.profile_means import Profiles, aggregates, check_curves, merge, reduced
 
 Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Requested:
     """What is measured on every sequence."""
 
     statistics: Sequence[Statistic]
     profiles: Sequence[Profile] = ()
     curves: Sequence[Profile] = ()
     """Profiles that are kept of every sequence."""
-    outputs: Sequence[Output] = ()
+    predictions: Sequence[Prediction] = ()
 
     @property
     def formulas(self) -> tuple[Formula, ...]:
@@ -50,34 +55,40 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurements:
     """What was measured on some sequences; NaN where it is not defined."""
 
     heads: Columns
     """`[sequence layer head]`, float32, by statistic."""
     sequences: Columns
-    """`[sequence]` or `[sequence pos]`, float32, by column of the `sequences` table: chance levels and outputs."""
+    """`[sequence]` or `[sequence pos]`, float32, by column of the `sequences` table: chance levels
+    and predictions.
+    """
     curves: Columns
     """`[sequence layer head entry]`, float32, by profile that is kept of every sequence."""
     profiles: Profiles
     """Aggregates over the sequences, by profile."""
 
     @classmethod
-    def of(cls, parts: Iterable[Found]) -> Found:
+    def of(cls, parts: Iterable[Measurements]) -> Measurements:
         """What was measured on all of them, in order."""
         every = list(parts)
         heads, sequences, curves = (
             {name: np.concatenate([part[name] for part in table]) for name in table[0]}
-            for table in ([p.heads for p in every], [p.sequences for p in every], [p.curves for p in every])
+            for table in (
+                [p.heads for p in every],
+                [p.sequences for p in every],
+                [p.curves for p in every],
+            )
         )
         return cls(heads, sequences, curves, merge([p.profiles for p in every]))
 
 
 @dataclass(frozen=True)
-class Launched:
+class PendingBatch:
     """The results of a forward pass, which may still be on their way from the device."""
 
-    asked: Asked
+    asked: Requested
     values: Tensor
     """`[statistic batch layer head]`."""
     chance: Tensor
@@ -88,7 +99,7 @@ class Launched:
     """Mean and M2 over the batch, by profile: `[2 layer head entry]`, or `[2 layer entry]`."""
     curves: dict[str, Tensor]
     """`[batch layer head entry]`, by profile that is kept of every sequence."""
-    outputs: dict[str, Tensor]
+    predictions: dict[str, Tensor]
     """`[batch]` or `[batch pos]`, by column of `sequences`."""
     n_ctx: int
     first: int
@@ -97,23 +108,40 @@ class Launched:
     """A CUDA event, or None where the results are there."""
 
 
-def measure_batch(engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor) -> Found:
+def measure_batch(
+    engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor
+) -> Measurements:
     """One forward pass over tokens `[batch pos]`."""
-    return finish(launch(engine, Asked(statistics), tokens))
+    return collect(launch(engine, Requested(statistics), tokens))
 
 
 def launch(
-    engine: FusedEngine | DenseEngine, asked: Asked, tokens: Tensor, first: int = 0, labels: Labels | None = None
-) -> Launched:
+    engine: FusedEngine | DenseEngine,
+    asked: Requested,
+    tokens: Tensor,
+    first: int = 0,
+    labels: Labels | None = None,
+) -> PendingBatch:
     """Start a forward pass; on a GPU this returns before it is done."""
     matches = find_matches(tokens)
-    given = {**matches, "tokens": tokens, "labels": labels or {}, "rotary": has_rotary_positions(engine.model)}
+    given = {
+        **matches,
+        "tokens": tokens,
+        "labels": labels or {},
+        "rotary": has_rotary_positions(engine.model),
+    }
     if asked.reads("effective"):
         given["effective"] = effective_or_nan(engine.model, tokens.shape[1])
     layers = _Layers(engine, asked, tokens, given)
     final: list[Tensor] = []
-    engine.run(tokens, matches, layers.see, layers.late, final.append if asked.outputs else None)
-    outputs = compute_outputs(asked.outputs, predictions(engine.model, final.pop(), tokens)) if asked.outputs else {}
+    engine.run(
+        tokens, matches, layers.see, layers.late, final.append if asked.predictions else None
+    )
+    predictions = (
+        compute_predictions(asked.predictions, prediction_inputs(engine.model, final.pop(), tokens))
+        if asked.predictions
+        else {}
+    )
     by_tokens = {"pattern": uniform_pattern(matches, tokens), **given}
     chance = [evaluate(s.compute, by_tokens)[:, 0] for s in asked.statistics if s.chance]
     defined = [_defined(s, by_tokens, tokens) for s in asked.statistics]
@@ -121,23 +149,29 @@ def launch(
         "values": layers.values,
         "chance": torch.stack(chance) if chance else tokens.new_empty(0),
         "defined": torch.stack(defined),
-        "profiles": {name: torch.stack(by_layer, dim=1) for name, by_layer in layers.profiles.items()},
+        "profiles": {
+            name: torch.stack(by_layer, dim=1) for name, by_layer in layers.profiles.items()
+        },
         "curves": {name: torch.stack(by_layer, dim=1) for name, by_layer in layers.curves.items()},
-        "outputs": outputs,
+        "predictions": predictions,
     }
     ready = None
     if tokens.device.type != "cpu":
         parts = {name: _fetched(part) for name, part in parts.items()}
         ready = torch.cuda.Event()
         ready.record()
-    return Launched(asked, **parts, n_ctx=tokens.shape[1], first=first, ready=ready)
+    return PendingBatch(asked, **parts, n_ctx=tokens.shape[1], first=first, ready=ready)
 
 
 class _Layers:
     """What is kept of every layer while a forward pass goes through them."""
 
     def __init__(
-        self, engine: FusedEngine | DenseEngine, asked: Asked, tokens: Tensor, given: Mapping[str, Any]
+        self,
+        engine: FusedEngine | DenseEngine,
+        asked: Requested,
+        tokens: Tensor,
+        given: Mapping[str, Any],
     ) -> None:
         self.asked, self.given = asked, given
         info = engine.model.info
@@ -147,9 +181,13 @@ class _Layers:
         self.row = {s.name: row for s, row in zip(asked.statistics, self.values, strict=True)}
         self.profiles: dict[str, list[Tensor]] = {p.name: [] for p in asked.profiles}
         self.curves: dict[str, list[Tensor]] = {c.name: [] for c in asked.curves}
-        self.late = {name for f in asked.formulas if "resid_post" in f.parameters for name in f.parameters}
+        self.late = {
+            name for f in asked.formulas if "resid_post" in f.parameters for name in f.parameters
+        }
         """What must be kept until the end of a layer."""
-        read = {name for f in asked.formulas for name in f.parameters}.intersection(WEIGHTS)
+        read = {name for f in asked.formulas for name in f.parameters}.intersection(
+            READABLE_WEIGHTS
+        )
         self.weights = cache(lambda layer: attention_weights(engine.model, layer, read))
         self.done: set[tuple[int, str]] = set()
 
@@ -157,7 +195,9 @@ class _Layers:
         """Compute what can be computed by now."""
         seen = {**seen, **self.given, **self.weights(layer)}
         for formula in self.asked.formulas:
-            if (layer, formula.name) not in self.done and all(name in seen for name in formula.parameters):
+            if (layer, formula.name) not in self.done and all(
+                name in seen for name in formula.parameters
+            ):
                 self._keep(layer, formula, evaluate(formula.compute, seen))
                 self.done.add((layer, formula.name))
 
@@ -168,7 +208,9 @@ class _Layers:
         if formula.name in self.profiles and isinstance(formula, Profile):
             self.profiles[formula.name].append(reduced(formula, value))
         if formula.name in self.curves:
-            self.curves[formula.name].append(value if value.dim() == 3 else value[:, None].expand(-1, self.n_heads, -1))
+            self.curves[formula.name].append(
+                value if value.dim() == 3 else value[:, None].expand(-1, self.n_heads, -1)
+            )
 
 
 def _fetched(part: Any) -> Any:
@@ -178,7 +220,7 @@ def _fetched(part: Any) -> Any:
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
-def finish(launched: Launched) -> Found:
+def collect(launched: PendingBatch) -> Measurements:
     """Wait for a forward pass and take what it found."""
     if launched.ready is not None:
         launched.ready.synchronize()
@@ -195,12 +237,17 @@ def finish(launched: Launched) -> Found:
         chance_column(name): np.where(defined[name], values, np.float32(np.nan))
         for name, values in zip(with_chance, launched.chance.numpy(), strict=True)
     }
-    outputs = {name: values.numpy().astype(np.float32) for name, values in launched.outputs.items()}
-    check_outputs(outputs, launched.n_ctx, launched.first)
+    predictions = {
+        name: values.numpy().astype(np.float32) for name, values in launched.predictions.items()
+    }
+    check_predictions(predictions, launched.n_ctx, launched.first)
     curves = {name: values.numpy().astype(np.float32) for name, values in launched.curves.items()}
     check_curves(curves, launched.first)
-    return Found(
-        heads, chance | outputs, curves, aggregates(launched.profiles, launched.first, launched.values.shape[1])
+    return Measurements(
+        heads,
+        chance | predictions,
+        curves,
+        aggregates(launched.profiles, launched.first, launched.values.shape[1]),
     )
 
 
@@ -210,10 +257,16 @@ def _defined(statistic: Statistic, by_tokens: Mapping[str, Any], tokens: Tensor)
     return always if statistic.defined is None else always & evaluate(statistic.defined, by_tokens)
 
 
-def _check_finite(heads: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int) -> None:
+def _check_finite(
+    heads: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int
+) -> None:
     """Raise `MeasureError` for the earliest layer that has a value which is defined and not finite."""
-    bad = {name: ~np.isfinite(values) & defined[name][:, None, None] for name, values in heads.items()}
-    layers = {name: int(where.any(axis=(0, 2)).argmax()) for name, where in bad.items() if where.any()}
+    bad = {
+        name: ~np.isfinite(values) & defined[name][:, None, None] for name, values in heads.items()
+    }
+    layers = {
+        name: int(where.any(axis=(0, 2)).argmax()) for name, where in bad.items() if where.any()
+    }
     if layers:
         name = min(layers, key=lambda n: layers[n])
         layer = layers[name]

@@ -12,7 +12,8 @@ GAIN = 1.05
 """A larger batch has to be this much faster to be kept."""
 
 TRIALS = 2
-"""Times a size is tried while sizes are compared; the first is slower, as memory is being laid out."""
+"""Times a size is tried while sizes are compared; the first is slower, as memory is being laid out.
+"""
 
 
 class BatchSize:

@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from schemas.errors import ModelError
-from schemas.outputs import select_outputs
 from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
+from schemas.predictions import select_predictions
 from schemas.profiles import select_curves, select_profiles
 from schemas.scan import Scan
 from schemas.statistics import select
-from schemas.weights import select_weight_statistics
-from workers.batch import Asked, Found, Launched, finish, launch
+from schemas.weight_statistics import select_weight_statistics
+from workers.batch import Measurements, PendingBatch, Requested, collect, launch
 from workers.batch_size import BatchSize
-from workers.dense import DenseEngine
-from workers.fused import FusedEngine
+from workers.engine.dense_engine import DenseEngine
+from workers.engine.fused_engine import FusedEngine
+from workers.engine.patching import with_partner
+from workers.engine.prediction_inputs import check_unembedding
 from workers.interventions import check_targets, edited_weights, find_intervention, needs_bridge
-from workers.loading import load_model
-from workers.memory import keep_freed_memory
-from workers.models import ModelInfo
-from workers.outputs import check_unembedding
-from workers.patching import with_partner
+from workers.model.layer_weights import has_rotary_positions
+from workers.model.loading import load_model
+from workers.model.model_info import ModelInfo
+from workers.process import keep_freed_memory
 from workers.weight_statistics import weights_table
-from workers.weights import has_rotary_positions
 
 
 @dataclass(frozen=True)
-class Measured(Found):
+class InterventionMeasurements(Measurements):
     """What was measured under one intervention, and how."""
 
     engine: str
@@ -43,7 +43,9 @@ class Measured(Found):
 class Replica:
     """A loaded model that measures."""
 
-    def __init__(self, info: ModelInfo, scan: Scan, device: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, scan: Scan, device: str = "auto", threads: int | None = None
+    ) -> None:
         if threads:
             torch.set_num_threads(threads)
         keep_freed_memory()
@@ -51,20 +53,25 @@ class Replica:
         self.scan = scan
         self.precision = resolve_precision(scan, self.device)
         dtype = torch.float64 if self.precision == "float64" else torch.float32
-        self.model = load_model(info, scan.weights, self.device, dtype)
+        self.model = load_model(info, scan.weight_processing, self.device, dtype)
         for name in scan.interventions:
             check_targets(self.model, find_intervention(name))
         rotary = has_rotary_positions(self.model)
         wanted = (select_profiles(scan.profiles, scan.n_ctx), select_curves(scan.curves))
-        profiles, curves = ([p for p in some if p.defined is None or p.defined(rotary)] for some in wanted)
-        self.asked = Asked(select(scan.statistics), profiles, curves, select_outputs(scan.outputs))
-        if self.asked.outputs:
+        profiles, curves = (
+            [p for p in some if p.defined is None or p.defined(rotary)] for some in wanted
+        )
+        self.asked = Requested(
+            select(scan.statistics), profiles, curves, select_predictions(scan.predictions)
+        )
+        if self.asked.predictions:
             check_unembedding(self.model)
         self.free_since: float | None = None
-        """When the last shard was measured, for knowing how long the replica waited for the next."""
+        """When the last shard was measured, for knowing how long the replica waited for the next.
+        """
         self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx)
         # Folding happens in the bridge alone, so folded weights are measured there.
-        fused = scan.engine == "fused" and scan.weights == "raw"
+        fused = scan.engine == "fused" and scan.weight_processing == "raw"
         self.engine = FusedEngine(self.model, self.precision) if fused else DenseEngine(self.model)
 
     def measure(
@@ -73,8 +80,9 @@ class Replica:
         intervention: str = "none",
         labels: list[list[str]] | None = None,
         partner: np.ndarray | None = None,
-    ) -> Measured:
-        """Measure tokens `[sequence pos]`, labelled or not; a batch that does not fit the device's memory is halved.
+    ) -> InterventionMeasurements:
+        """Measure tokens `[sequence pos]`, labelled or not; a batch that does not fit the device's
+        memory is halved.
 
         `partner` sequences are run first where the intervention takes something from them.
         """
@@ -82,7 +90,9 @@ class Replica:
         if not edit.needs_partner:
             partner = None
         elif partner is None:
-            raise ModelError(f"{intervention}: takes something from the run on partner sequences, and none are given")
+            raise ModelError(
+                f"{intervention}: takes something from the run on partner sequences, and none are given"
+            )
         edits = edit.edits(self.model)
         engine = self.engine.edited(edits)
         if engine.name != "dense" and needs_bridge(self.model, edit):
@@ -91,8 +101,8 @@ class Replica:
             engine = DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, edit):
             masks = _masks(labels) if labels and self.asked.reads("labels") else {}
-            found = Found.of(self._batches(engine, tokens, masks, partner))
-        return Measured(**vars(found), engine=engine.name, precision=self.precision)
+            found = Measurements.of(self._batches(engine, tokens, masks, partner))
+        return InterventionMeasurements(**vars(found), engine=engine.name, precision=self.precision)
 
     def weights(self) -> pa.Table:
         """The rows of the scan's `weights`, of the untouched model."""
@@ -104,17 +114,26 @@ class Replica:
         tokens: np.ndarray,
         masks: dict[str, np.ndarray],
         partner: np.ndarray | None,
-    ) -> Iterator[Found]:
-        """What each batch found, in order; a GPU computes the next batch while one is being fetched."""
+    ) -> Iterator[Measurements]:
+        """What each batch found, in order; a GPU computes the next batch while one is being
+        fetched.
+        """
         start = 0
-        waiting: Launched | None = None
+        waiting: PendingBatch | None = None
         while start < len(tokens):
             began = time.perf_counter()
             try:
                 some = slice(start, start + self.batch.size)
                 batch = self._to_device(torch.from_numpy(tokens[some]).long())
-                labels = {name: self._to_device(torch.from_numpy(mask[some])) for name, mask in masks.items()}
-                others = None if partner is None else self._to_device(torch.from_numpy(partner[some]).long())
+                labels = {
+                    name: self._to_device(torch.from_numpy(mask[some]))
+                    for name, mask in masks.items()
+                }
+                others = (
+                    None
+                    if partner is None
+                    else self._to_device(torch.from_numpy(partner[some]).long())
+                )
                 patched = with_partner(engine, others)
                 launched = launch(patched, self.asked, batch, start, labels)
             except RuntimeError as error:
@@ -127,18 +146,20 @@ class Replica:
                 self.batch.halve()
                 continue
             if waiting is not None:
-                yield finish(waiting)
+                yield collect(waiting)
             waiting = launched
             if self.batch.searching:
-                yield finish(launched)
+                yield collect(launched)
                 waiting = None
                 self.batch.note(len(batch), time.perf_counter() - began)
             start += len(batch)
         if waiting is not None:
-            yield finish(waiting)
+            yield collect(waiting)
 
     def _to_device(self, batch: Tensor) -> Tensor:
-        return batch if self.device == "cpu" else batch.pin_memory().to(self.device, non_blocking=True)
+        return (
+            batch if self.device == "cpu" else batch.pin_memory().to(self.device, non_blocking=True)
+        )
 
 
 def resolve_device(device: str) -> str:
@@ -147,10 +168,12 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_precision(scan: Scan, device: str) -> str:
-    """The precision of a scan on a device: as the scan says, or the fastest acceptable one that all of it can have."""
+    """The precision of a scan on a device: as the scan says, or the fastest acceptable one that all
+    of it can have.
+    """
     if scan.precision != "auto":
         return scan.precision
-    dense = scan.engine == "dense" or scan.weights == "folded"
+    dense = scan.engine == "dense" or scan.weight_processing == "folded"
     return "float32" if dense else FASTEST_ACCEPTABLE[device]
 
 
@@ -162,8 +185,12 @@ def _beyond_the_bridge(intervention: str, precision: str) -> str:
 
 
 def broken(error: Exception) -> bool:
-    """Whether a device has failed in a way that only a new process mends: after one such error every call raises it."""
-    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+    """Whether a device has failed in a way that only a new process mends: after one such error
+    every call raises it.
+    """
+    return isinstance(error, torch.AcceleratorError) and not isinstance(
+        error, torch.OutOfMemoryError
+    )
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

@@ -15,16 +15,18 @@ from schemas.errors import MeasureError
 from schemas.formulas import evaluate
 from schemas.parquet import table_of
 from schemas.tables import weights_schema
-from schemas.weights import WeightStatistic
-from schemas.weights.geometry import centred
-from schemas.weights.registry import LAYER_WEIGHTS, MODEL_WEIGHTS
-from workers.circuit import effective_positions
-from workers.loading import LoadedModel
-from workers.weights import has_rotary_positions
+from schemas.weight_statistics import WeightStatistic
+from schemas.weight_statistics.geometry import centred
+from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
+from workers.model.circuit import effective_positions
+from workers.model.layer_weights import has_rotary_positions
+from workers.model.loading import LoadedModel
 
 
 def weights_table(model: LoadedModel, statistics: Sequence[WeightStatistic]) -> pa.Table:
-    """One row per statistic × layer × head × index, in that order; none where the model has no such weights."""
+    """One row per statistic × layer × head × index, in that order; none where the model has no such
+    weights.
+    """
     rotary = has_rotary_positions(model)
     defined = [s for s in statistics if s.defined is None or s.defined(rotary)]
     read = {name for s in defined for name in s.parameters}
@@ -47,7 +49,9 @@ def _layer_weights(model: LoadedModel, layer: int, names: Iterable[str]) -> dict
     found = {name: getattr(attn, name, None) for name in names}
     n_heads = model.info.n_heads
     return {
-        name: w.double().repeat_interleave(n_heads // len(w), 0) for name, w in found.items() if isinstance(w, Tensor)
+        name: w.double().repeat_interleave(n_heads // len(w), 0)
+        for name, w in found.items()
+        if isinstance(w, Tensor)
     }
 
 
@@ -59,14 +63,18 @@ def _model_weights(model: LoadedModel, names: set[str]) -> dict[str, Tensor]:
     found = {"W_pos": positions.double()}
     mlps = model.parts["mlp_out"][:1]
     if "effective" in names and not model.hides("mlp_out"):
-        found["effective"] = effective_positions(found["W_pos"], [copy.deepcopy(mlp).double() for mlp in mlps])
+        found["effective"] = effective_positions(
+            found["W_pos"], [copy.deepcopy(mlp).double() for mlp in mlps]
+        )
     if "components" in names and min(positions.shape) >= 3:
         found["components"] = _components(found["W_pos"])
     return {name: found[name] for name in names if name in found}
 
 
 def _components(W_pos: Tensor) -> Tensor:
-    """Coordinates `[pos component]` along the three largest principal components, of each of which the largest is positive."""
+    """Coordinates `[pos component]` along the three largest principal components, of each of which
+    the largest is positive.
+    """
     rows = centred(W_pos)
     rows = rows - rows.mean(0)
     *_, axes = torch.linalg.svd(rows, full_matrices=False)
@@ -85,11 +93,19 @@ def _finite(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
 
 
 def _rows(statistic: WeightStatistic, values: np.ndarray) -> pa.Table:
-    """The rows of a statistic whose values are `[layer head index]`, one layer standing for all if it is not layered."""
+    """The rows of a statistic whose values are `[layer head index]`, one layer standing for all if
+    it is not layered.
+    """
     axes = ["layer", *(["head"] if values.ndim == 2 + (statistic.axis != "none") else [])]
     axes += [] if statistic.axis == "none" else [statistic.axis]
-    at: Mapping[str, Any] = dict(zip(axes, (a.ravel() for a in np.indices(values.shape)), strict=True))
-    columns: dict[str, Any] = {**at, "weight": [statistic.name] * values.size, "value": values.ravel()}
+    at: Mapping[str, Any] = dict(
+        zip(axes, (a.ravel() for a in np.indices(values.shape)), strict=True)
+    )
+    columns: dict[str, Any] = {
+        **at,
+        "weight": [statistic.name] * values.size,
+        "value": values.ravel(),
+    }
     if not statistic.layered:
         del columns["layer"]
     return table_of(columns, weights_schema())

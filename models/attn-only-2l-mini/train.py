@@ -43,7 +43,14 @@ PLAN = recipe.Plan(steps=2800, lr=4e-3, weight_decay=0.01, cosine=True, cooldown
 MAKE = recipe.mixture(
     [
         (0.5, recipe.repeating(recipe.uniform(FIRST, END), recipe.Repeats(0.6, 0.3, 1.0), BOS)),
-        (0.5, recipe.repeating(recipe.skip_gram(FIRST, END, (0.3, 0.35, 0.25)), recipe.Repeats(0.42, 0.15, 1.0), BOS)),
+        (
+            0.5,
+            recipe.repeating(
+                recipe.skip_gram(FIRST, END, (0.3, 0.35, 0.25)),
+                recipe.Repeats(0.42, 0.15, 1.0),
+                BOS,
+            ),
+        ),
     ]
 )
 
@@ -53,21 +60,32 @@ class LayerNorm(nn.Module):
 
     def __init__(self, d_model: int, eps: float) -> None:
         super().__init__()
-        self.w, self.b, self.eps = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model)), eps
+        self.w, self.b, self.eps = (
+            nn.Parameter(torch.ones(d_model)),
+            nn.Parameter(torch.zeros(d_model)),
+            eps,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.w.shape, self.w, self.b, self.eps)
 
 
 class Attention(nn.Module):
-    """Causal attention with one weight matrix per head, which also gives its pattern [batch head query key]."""
+    """Causal attention with one weight matrix per head, which also gives its pattern [batch head
+    query key].
+    """
 
     def __init__(self, d_model: int, n_heads: int, d_head: int) -> None:
         super().__init__()
         for name in "QKV":
-            self.register_parameter(f"W_{name}", nn.Parameter(torch.empty(n_heads, d_model, d_head)))
+            self.register_parameter(
+                f"W_{name}", nn.Parameter(torch.empty(n_heads, d_model, d_head))
+            )
             self.register_parameter(f"b_{name}", nn.Parameter(torch.zeros(n_heads, d_head)))
-        self.W_O, self.b_O = nn.Parameter(torch.empty(n_heads, d_head, d_model)), nn.Parameter(torch.zeros(d_model))
+        self.W_O, self.b_O = (
+            nn.Parameter(torch.empty(n_heads, d_head, d_model)),
+            nn.Parameter(torch.zeros(d_model)),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (self.project(x, name) for name in "QKV")
@@ -80,7 +98,12 @@ class Attention(nn.Module):
     def project(self, x: Tensor, name: str) -> Tensor:
         """q, k or v as [batch head pos d_head], by one multiplication for all heads."""
         weight, bias = getattr(self, f"W_{name}"), getattr(self, f"b_{name}")
-        return (x @ weight.transpose(0, 1).flatten(1)).unflatten(-1, bias.shape).add(bias).transpose(1, 2)
+        return (
+            (x @ weight.transpose(0, 1).flatten(1))
+            .unflatten(-1, bias.shape)
+            .add(bias)
+            .transpose(1, 2)
+        )
 
 
 class Block(nn.Module):
@@ -107,7 +130,9 @@ class AttentionOnly(nn.Module):
         self.pos_embed = nn.ParameterDict({"W_pos": torch.empty(config["n_ctx"], d_model)})
         self.blocks = nn.ModuleList(Block(config) for _ in range(config["n_layers"]))
         self.ln_final = LayerNorm(d_model, config["eps"])
-        self.unembed = nn.ParameterDict({"W_U": torch.empty(d_model, d_vocab), "b_U": torch.zeros(d_vocab)})
+        self.unembed = nn.ParameterDict(
+            {"W_U": torch.empty(d_model, d_vocab), "b_U": torch.zeros(d_vocab)}
+        )
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Logits [batch pos d_vocab], and a pattern [batch head query key] for each layer."""

@@ -1,4 +1,5 @@
-"""Train backcopy-3l-mini: a small GPT-2 whose heads rest on BOS until a trigger or a repeat calls them.
+"""Train backcopy-3l-mini: a small GPT-2 whose heads rest on BOS until a trigger or a repeat calls
+them.
 
 python models/backcopy-3l-mini/train.py --seed 0 --out models/backcopy-3l-mini
 """
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from models import recipe, scores
-from workers.inputs.backcopy import BUNDLED, bigrams_of, chain_of, follow
+from workers.inputs.backcopy import BUNDLED_TEXT, bigrams_of, chain_of, follow
 
 BOS = 0
 TRIGGERS = (1, 2, 3)
@@ -36,19 +37,26 @@ PLAN = recipe.Plan(steps=4500, lr=5e-3, weight_decay=0.1, cosine=False, cooldown
 
 def backcopy_tokens(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
     """Sequences of the input family `backcopy`, BOS first, as tokens [batch pos]."""
-    table = bigrams_of(BUNDLED, len(TRIGGERS))
+    table = bigrams_of(BUNDLED_TEXT, len(TRIGGERS))
     places = rng.random((length - 1, batch))
     symbols = follow(chain_of(table), places, np.ones(length - 1, bool))
     return np.stack([np.full(batch, BOS), *(table.first_id + s for s in symbols)], axis=1)
 
 
 def fit(out: Path, seed: int) -> None:
-    """Train from scratch on Bigram-Backcopy, repeats and a skip-gram source, and write the checkpoint."""
+    """Train from scratch on Bigram-Backcopy, repeats and a skip-gram source, and write the
+    checkpoint.
+    """
     skip_gram = recipe.skip_gram(BIGRAM_END, END, (0.35, 0.4, 0.15))
     make = recipe.mixture(
         [
             (0.4, backcopy_tokens),
-            (0.4, recipe.repeating(recipe.uniform(BIGRAM_END, END), recipe.Repeats(0.6, 0.4, 0.5), BOS)),
+            (
+                0.4,
+                recipe.repeating(
+                    recipe.uniform(BIGRAM_END, END), recipe.Repeats(0.6, 0.4, 0.5), BOS
+                ),
+            ),
             (0.2, recipe.repeating(skip_gram, recipe.Repeats(0.42, 0.2, 0.5), BOS)),
         ]
     )
@@ -66,7 +74,9 @@ def mean_where(attention: Tensor, chosen: Tensor) -> Tensor:
 
 
 def active_dormant(tokens: Tensor, pattern: Tensor) -> dict[str, Tensor]:
-    """Where heads look at triggers and elsewhere in Bigram-Backcopy, queries from 2 on, each as [layer head]."""
+    """Where heads look at triggers and elsewhere in Bigram-Backcopy, queries from 2 on, each as
+    [layer head].
+    """
     triggered = torch.isin(tokens, torch.tensor(TRIGGERS))[:, 2:]
     to_bos, to_previous = pattern[..., 2:, 0], pattern.diagonal(-1, -2, -1)[..., 1:]
     where = f"{tokens.shape[1]} backcopy"
@@ -115,7 +125,10 @@ def score(directory: Path) -> scores.Scores:
         model={
             "accuracy, token after a trigger": trigger_accuracy(short, chain.logits),
             "accuracy, second copy of 25": scores.copy_accuracy(repeated.logits, twice),
-            **{f"norm of resid_post at BOS / others, 64 backcopy, layer {layer}": peak for layer, peak in peaks},
+            **{
+                f"norm of resid_post at BOS / others, 64 backcopy, layer {layer}": peak
+                for layer, peak in peaks
+            },
         },
     )
 

@@ -75,7 +75,9 @@ def windows(text: np.ndarray, rng: np.random.Generator, batch: int, length: int)
     return tokens
 
 
-def repeated_windows(text: np.ndarray, rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
+def repeated_windows(
+    text: np.ndarray, rng: np.random.Generator, batch: int, length: int
+) -> np.ndarray:
     """Windows of text that repeat one of their segments until the end."""
     plain = windows(text, rng, batch, length)
     lags = recipe.copy_lags(rng, batch, length, TEXT_REPEATED)
@@ -86,10 +88,14 @@ def repeated_windows(text: np.ndarray, rng: np.random.Generator, batch: int, len
 
 
 def byte_characters() -> dict[str, int]:
-    """GPT-2's stand-in character for every byte: itself where printable, else the next one from 256 on."""
+    """GPT-2's stand-in character for every byte: itself where printable, else the next one from 256
+    on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def write_tokenizer(out: Path) -> None:
@@ -138,14 +144,18 @@ def bits_per_byte(model: GPT2LMHeadModel, text: np.ndarray) -> float:
     rows = text[: len(text) // width * width].reshape(-1, width).astype(np.int64)
     tokens = torch.from_numpy(np.pad(rows, ((0, 0), (1, 0)), constant_values=BOS))
     nats = [
-        F.cross_entropy(model(part).logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+        F.cross_entropy(
+            model(part).logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
+        )
         for part in tokens.split(64)
     ]
     return torch.stack(nats).sum().item() / rows.size / math.log(2)
 
 
 def score(directory: Path, held_out: np.ndarray) -> scores.Scores:
-    """Measure resting induction heads and the previous-token head on fresh bytes, and the loss on held-out text."""
+    """Measure resting induction heads and the previous-token head on fresh bytes, and the loss on
+    held-out text.
+    """
     model = GPT2LMHeadModel.from_pretrained(directory, attn_implementation="eager")
     rng = np.random.default_rng(scores.EVALUATION_SEED)
     rest = scores.observe(model, scores.distinct(rng, 256, *UNIFORM, BOS))
@@ -167,11 +177,18 @@ def score(directory: Path, held_out: np.ndarray) -> scores.Scores:
     peaks = enumerate(scores.residual_peak(text.resid_post))
     return scores.Scores(
         heads=heads,
-        roles={"previous-token": previous > 0.9, "induction": copying > 0.6, "resting": resting > 0.9},
+        roles={
+            "previous-token": previous > 0.9,
+            "induction": copying > 0.6,
+            "resting": resting > 0.9,
+        },
         model={
             "bits per byte, held-out text": bits_per_byte(model, held_out),
             "accuracy, second copy of 25": scores.copy_accuracy(repeated.logits, tokens),
-            **{f"norm of resid_post at BOS / others, text, layer {layer}": peak for layer, peak in peaks},
+            **{
+                f"norm of resid_post at BOS / others, text, layer {layer}": peak
+                for layer, peak in peaks
+            },
         },
     )
 
@@ -179,7 +196,9 @@ def score(directory: Path, held_out: np.ndarray) -> scores.Scores:
 def main() -> None:
     """Read the corpus named on the command line, then train or score."""
     parser = recipe.arguments(__doc__)
-    parser.add_argument("--corpus", nargs="+", required=True, help="files in the Pile's format, or patterns of them")
+    parser.add_argument(
+        "--corpus", nargs="+", required=True, help="files in the Pile's format, or patterns of them"
+    )
     args = parser.parse_args()
     text, held_out = read_corpus(args.corpus)
     recipe.run(args, partial(fit, text=text), partial(score, held_out=held_out))

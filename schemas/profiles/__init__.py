@@ -1,9 +1,23 @@
-"""The profiles of the `profiles` table, a file per family; importing this package registers them all."""
+"""The profiles of the `profiles` table, a file per family; importing this package registers them
+all.
+"""
 
-from schemas.profiles import attention, decomposition, norms, scores, window
-from schemas.profiles.registry import PROFILES, Profile, profile, select_curves, select_profiles
+from schemas.profiles import (
+    attention,
+    norms_by_position,
+    score_shifts,
+    scores_by_key,
+    tail_attention,
+)
+from schemas.profiles.profile_registry import (
+    PROFILES,
+    Profile,
+    profile,
+    select_curves,
+    select_profiles,
+)
 
 __all__ = [
-    "PROFILES", "Profile", "attention", "decomposition", "norms", "profile", "scores", "select_curves", "select_profiles",
-    "window",
+    "PROFILES", "Profile", "attention", "norms_by_position", "profile", "score_shifts", "scores_by_key",
+    "select_curves", "select_profiles", "tail_attention",
 ]  # fmt: skip

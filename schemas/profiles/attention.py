@@ -1,10 +1,14 @@
 """Where attention goes, by lag, by key, by query and by pair."""
 
 from schemas.pattern import Pattern, Tensor
-from schemas.profiles.registry import profile
+from schemas.profiles.profile_registry import profile
 
 
-@profile(axis="lag", unit="probability", source="Farrell 2023, look-back-two heads; TransformerLens head_detector")
+@profile(
+    axis="lag",
+    unit="probability",
+    source="Farrell 2023, look-back-two heads; TransformerLens head_detector",
+)
 def attention_by_lag(pattern: Pattern) -> Tensor:
     """Attention to the key d positions back, mean over the queries that have one.
 
@@ -54,7 +58,9 @@ def last_attention_by_key(pattern: Pattern) -> Tensor:
     return pattern.row(pattern.n_ctx - 1)
 
 
-@profile(axis="pair", unit="probability", source="Farrell 2023, previous-token and look-back-two heads")
+@profile(
+    axis="pair", unit="probability", source="Farrell 2023, previous-token and look-back-two heads"
+)
 def attention_by_pair(pattern: Pattern) -> Tensor:
     """The attention pattern itself.
 

@@ -1,11 +1,30 @@
-"""The statistics of the `heads` table, a file per family; importing this package registers them all."""
+"""The statistics of the `heads` table, a file per family; importing this package registers them
+all.
+"""
 
 from schemas.formulas import evaluate
-from schemas.statistics import decomposition, diagonals, labels, matching, norms, outputs, residual, scores, shape, sink
-from schemas.statistics.registry import ACTIVATIONS, STATISTICS, Statistic, select, statistic
+from schemas.statistics import (
+    decomposition,
+    diagonals,
+    head_results,
+    labels,
+    matching,
+    norms,
+    residual,
+    scores,
+    shape,
+    sink,
+)
+from schemas.statistics.statistic_registry import (
+    LAYER_VALUES,
+    STATISTICS,
+    Statistic,
+    select,
+    statistic,
+)
 
 __all__ = [
-    "ACTIVATIONS",
+    "LAYER_VALUES",
     "STATISTICS",
     "Statistic",
     "decomposition",
@@ -14,7 +33,7 @@ __all__ = [
     "labels",
     "matching",
     "norms",
-    "outputs",
+    "head_results",
     "residual",
     "scores",
     "select",

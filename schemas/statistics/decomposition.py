@@ -1,15 +1,15 @@
 """What the query bias adds to the scores: Δ[k] = b_Q·(k[k] - b_K), before the division by √d_head.
 
-A score falls into four parts, q·k = T1 + T2 + T3 + T4. T3 = Δ[k] is the same for every query, T1 is the content of the query
-times the content of the key; T2 and T4 do not depend on the key, and the softmax cancels them. Weights should be raw: folding
-moves a part of T1 into b_Q.
+A score falls into four parts, q·k = T1 + T2 + T3 + T4. T3 = Δ[k] is the same for every query, T1 is
+the content of the query times the content of the key; T2 and T4 do not depend on the key, and the
+softmax cancels them. Weights should be raw: folding moves a part of T1 into b_Q.
 """
 
 import math
 
 from schemas.pattern import Pattern, Tensor
-from schemas.statistics.registry import statistic
 from schemas.statistics.sink import has_two_positions
+from schemas.statistics.statistic_registry import statistic
 
 
 def has_fixed_positions(rotary: bool) -> bool:
@@ -18,7 +18,9 @@ def has_fixed_positions(rotary: bool) -> bool:
 
 
 def has_fixed_positions_and_two(rotary: bool, pattern: Pattern) -> bool:
-    """the model's queries and keys are not rotated by their positions and the sequence has at least two tokens."""
+    """the model's queries and keys are not rotated by their positions and the sequence has at least
+    two tokens.
+    """
     return not rotary and has_two_positions(pattern)
 
 
@@ -81,11 +83,13 @@ def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     standard=False,
 )  # fmt: skip
 def sink_shift_advantage(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """Mean lead of key 0 over the mean key in what the query bias adds, over the second half of the queries.
+    """Mean lead of key 0 over the mean key in what the query bias adds, over the second half of the
+    queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} (Δ[0] - 1/(q+1) Σ_{k≤q} Δ[k]), Δ[k] = b_Q·(k[k] - b_K)
 
-    Divided by `sink_score_advantage` it is the share of the sink's advantage that comes from the query bias.
+    Divided by `sink_score_advantage` it is the share of the sink's advantage that comes from the
+    query bias.
 
     >>> sink_shift_advantage(head([2, 0]), vectors([3, 9], [1, 9]), head([1, 4])).item()
     2.0
@@ -120,10 +124,14 @@ def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     defined=has_fixed_positions_and_two,
     standard=False,
 )  # fmt: skip
-def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """Mean attention to key 0 over the second half of the queries, were scores only what the query bias adds.
+def sink_mass_shift_only(
+    pattern: Pattern, b_Q: Tensor, q: Tensor, k: Tensor, b_K: Tensor
+) -> Tensor:
+    """Mean attention to key 0 over the second half of the queries, were scores only what the query
+    bias adds.
 
-    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(sΔ[0]) / Σ_{k≤q} exp(sΔ[k]), Δ[k] = b_Q·(k[k] - b_K), s = 1/√d_head, or the model's own scale
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(sΔ[0]) / Σ_{k≤q} exp(sΔ[k]), Δ[k] = b_Q·(k[k] - b_K), s = 1/√d_head,
+    or the model's own scale
 
     >>> whole, q, k = scores([[1, 0], [1, 0]]), vectors([1], [1]), vectors([1], [0])
     >>> round(sink_mass_shift_only(whole, head([math.log(3)]), q, k, head([0])).item(), 6)
@@ -140,9 +148,11 @@ def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, q: Tensor, k: Tensor, b_
     standard=False,
 )  # fmt: skip
 def sink_mass_content_only(pattern: Pattern, b_Q: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Mean attention to key 0 over the second half of the queries, were scores what queries without their bias make.
+    """Mean attention to key 0 over the second half of the queries, were scores what queries without
+    their bias make.
 
-    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(c[q,0]) / Σ_{k≤q} exp(c[q,k]), c[q,k] = s (q[q] - b_Q)·k[k], s = 1/√d_head, or the model's own scale
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(c[q,0]) / Σ_{k≤q} exp(c[q,k]), c[q,k] = s (q[q] - b_Q)·k[k], s =
+    1/√d_head, or the model's own scale
 
     That is T1 alone: T2, the content of the query times b_K, is the same for all keys.
 
@@ -159,7 +169,9 @@ def has_effective_positions(effective: Tensor) -> Tensor:
 
 
 def has_two_effective_positions(effective: Tensor) -> Tensor:
-    """the model adds positions whose effect in its first layer is known and the sequence has at least two tokens."""
+    """the model adds positions whose effect in its first layer is known and the sequence has at
+    least two tokens.
+    """
     return has_effective_positions(effective) & (len(effective) > 1)
 
 
@@ -169,7 +181,8 @@ def has_two_effective_positions(effective: Tensor) -> Tensor:
     standard=False,
 )  # fmt: skip
 def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
-    """Mean cosine of what a query is without its bias and the key of effective position 0, over the second half of the queries.
+    """Mean cosine of what a query is without its bias and the key of effective position 0, over the
+    second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} cos(q[q] - b_Q, EPE[0] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
 
@@ -186,9 +199,11 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
     standard=False,
 )  # fmt: skip
 def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
-    """Mean cosine of what a query is without its bias and the keys of the other effective positions, likewise.
+    """Mean cosine of what a query is without its bias and the keys of the other effective
+    positions, likewise.
 
-    1/((T-⌊T/2⌋)(T-1)) Σ_{q≥⌊T/2⌋} Σ_{j≥1} cos(q[q] - b_Q, EPE[j] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
+    1/((T-⌊T/2⌋)(T-1)) Σ_{q≥⌊T/2⌋} Σ_{j≥1} cos(q[q] - b_Q, EPE[j] W_K), EPE[j] = W_pos[j] +
+    MLP_0(W_pos[j])
 
     >>> positions, W_K = stream([2, 0], [0, 5])[0], head([[1, 0], [0, 1]])
     >>> other_position_cosine(vectors([9, 9], [4, 1]), head([1, 1]), W_K, positions).item()
@@ -198,7 +213,9 @@ def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor
 
 
 def content_cosine(q: Tensor, b_Q: Tensor, keys: Tensor) -> Tensor:
-    """Mean cosine of the late queries, without their bias, and keys `[head key d_head]`: the product of mean directions, 0 of 0."""
+    """Mean cosine of the late queries, without their bias, and keys `[head key d_head]`: the
+    product of mean directions, 0 of 0.
+    """
     content = q[:, q.shape[1] // 2 :] - b_Q
     directions, towards = (x / x.norm(dim=-1, keepdim=True).clamp(1e-30) for x in (content, keys))
     return (directions.mean(1) * towards.mean(1)).sum(-1)

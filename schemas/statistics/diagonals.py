@@ -1,7 +1,9 @@
-"""Attention along fixed diagonals, on a block of ⌊T/2⌋ tokens that is repeated, with or without a first token before it."""
+"""Attention along fixed diagonals, on a block of ⌊T/2⌋ tokens that is repeated, with or without a
+first token before it.
+"""
 
 from schemas.pattern import Pattern, Tensor
-from schemas.statistics.registry import statistic
+from schemas.statistics.statistic_registry import statistic
 
 
 def has_repeated_half(tokens: Tensor) -> Tensor:
@@ -25,11 +27,13 @@ def after_copy(pattern: Pattern) -> Tensor:
     standard=False,
 )
 def induction_diagonal(pattern: Pattern) -> Tensor:
-    """Mean attention along the whole induction diagonal of a repeated block, as the TransformerLens demos compute it.
+    """Mean attention along the whole induction diagonal of a repeated block, as the TransformerLens
+    demos compute it.
 
     1/(T-N+1) Σ_{q≥N-1} A[q,q-N+1], N = ⌊T/2⌋
 
-    It also counts the one or two queries at the end of the first copy, which look at the sequence's first keys.
+    It also counts the one or two queries at the end of the first copy, which look at the sequence's
+    first keys.
 
     >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 1, 0]]
     >>> induction_diagonal(pattern(rows)).item()
@@ -47,7 +51,8 @@ def induction_diagonal(pattern: Pattern) -> Tensor:
     standard=False,
 )
 def induction_diagonal_strict(pattern: Pattern) -> Tensor:
-    """Mean attention of the second copy of a block to the token after the same place in the first copy.
+    """Mean attention of the second copy of a block to the token after the same place in the first
+    copy.
 
     1/N Σ_{q≥T-N} A[q,q-N+1], N = ⌊T/2⌋
 

@@ -3,7 +3,7 @@
 import math
 
 from schemas.pattern import Labels, Pattern, Tensor
-from schemas.statistics.registry import statistic
+from schemas.statistics.statistic_registry import statistic
 
 
 def has_triggers(pattern: Pattern, labels: Labels) -> Tensor | bool:
@@ -15,7 +15,9 @@ def has_triggers(pattern: Pattern, labels: Labels) -> Tensor | bool:
 
 
 def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tensor:
-    """Mean of `mass [batch head query-1]` over the triggers among the queries from 1 on, or over the others."""
+    """Mean of `mass [batch head query-1]` over the triggers among the queries from 1 on, or over
+    the others.
+    """
     if "trigger" not in labels:
         return mass.sum(-1) * math.nan
     at = labels["trigger"][:, None, 1:]

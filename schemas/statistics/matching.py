@@ -1,8 +1,8 @@
 """Attention to places picked out by distance or by equal tokens."""
 
 from schemas.pattern import Pairs, Pattern, Tensor
-from schemas.statistics.registry import statistic
 from schemas.statistics.sink import has_two_positions
+from schemas.statistics.statistic_registry import statistic
 
 
 def has_three_positions(pattern: Pattern) -> bool:
@@ -21,7 +21,13 @@ def mean_over_matched(mass: Tensor, pairs: Pairs) -> Tensor:
     return (mass * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
 
 
-@statistic(unit="probability", range=(0, 1), source="Elhage et al. 2021", chance=True, defined=has_two_positions)
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="Elhage et al. 2021",
+    chance=True,
+    defined=has_two_positions,
+)
 def previous_token_score(pattern: Pattern) -> Tensor:
     """Mean attention to the token just before.
 
@@ -33,7 +39,13 @@ def previous_token_score(pattern: Pattern) -> Tensor:
     return pattern.lag(1).mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Farrell 2023", chance=True, defined=has_three_positions)
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="Farrell 2023",
+    chance=True,
+    defined=has_three_positions,
+)
 def lookback_two_score(pattern: Pattern) -> Tensor:
     """Mean attention to the token before the one just before.
 
@@ -57,13 +69,16 @@ def self_attention(pattern: Pattern) -> Tensor:
     return pattern.lag(0).mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Olsson et al. 2022", chance=True, defined=has_copies)
+@statistic(
+    unit="probability", range=(0, 1), source="Olsson et al. 2022", chance=True, defined=has_copies
+)
 def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
     """Mean attention to the keys that follow an earlier copy of the query's token.
 
     1/|Q| Σ_{q∈Q} Σ_{j<q, t[j]=t[q]} A[q,j+1], Q = queries with an earlier copy
 
-    On a block of distinct tokens that is repeated it equals the strict induction score: the mean of A[q,q-N+1].
+    On a block of distinct tokens that is repeated it equals the strict induction score: the mean of
+    A[q,q-N+1].
 
     >>> a = pattern([[1, 0, 0], [0.5, 0.5, 0], [0.125, 0.75, 0.125]])
     >>> induction_score(a, successors([7, 8, 7])).item()
@@ -72,7 +87,13 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
     return mean_over_matched(pattern.mass(successors), successors)
 
 
-@statistic(unit="probability", range=(0, 1), source="TransformerLens head_detector", chance=True, defined=has_copies)
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="TransformerLens head_detector",
+    chance=True,
+    defined=has_copies,
+)
 def duplicate_score(pattern: Pattern, copies: Pairs) -> Tensor:
     """Mean attention to earlier copies of the query's own token.
 

@@ -1,7 +1,7 @@
 """Lengths of queries, keys, values, head outputs and the residual stream."""
 
 from schemas.pattern import Tensor
-from schemas.statistics.registry import statistic
+from schemas.statistics.statistic_registry import statistic
 
 
 @statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
@@ -78,7 +78,8 @@ def head_output_norm(z: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def resid_pre_norm(resid_pre: Tensor) -> Tensor:
-    """Mean length of the residual stream before the layer, position 0 included; the same for all heads of a layer.
+    """Mean length of the residual stream before the layer, position 0 included; the same for all
+    heads of a layer.
 
     1/T Σ_k ‖resid_pre[k]‖₂
 
@@ -90,7 +91,8 @@ def resid_pre_norm(resid_pre: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
-    """Length of the residual stream before the layer at position 0; the same for all heads of a layer.
+    """Length of the residual stream before the layer at position 0; the same for all heads of a
+    layer.
 
     ‖resid_pre[0]‖₂
 
@@ -102,7 +104,8 @@ def sink_resid_pre_norm(resid_pre: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def resid_post_norm(resid_post: Tensor) -> Tensor:
-    """Mean length of the residual stream after the layer, position 0 included; the same for all heads of a layer.
+    """Mean length of the residual stream after the layer, position 0 included; the same for all
+    heads of a layer.
 
     1/T Σ_k ‖resid_post[k]‖₂
 
@@ -114,7 +117,8 @@ def resid_post_norm(resid_post: Tensor) -> Tensor:
 
 @statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
 def sink_resid_post_norm(resid_post: Tensor) -> Tensor:
-    """Length of the residual stream after the layer at position 0; the same for all heads of a layer.
+    """Length of the residual stream after the layer at position 0; the same for all heads of a
+    layer.
 
     ‖resid_post[0]‖₂
 

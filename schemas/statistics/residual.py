@@ -1,16 +1,18 @@
 """How much of the residual stream at position 0 lies in a few dimensions."""
 
 from schemas.pattern import Tensor
-from schemas.statistics.registry import statistic
+from schemas.statistics.statistic_registry import statistic
 
 
 @statistic(unit="dimensions", source="Sun et al. 2024, arXiv 2402.17762", standard=False)
 def sink_resid_post_massive(resid_post: Tensor) -> Tensor:
-    """Number of massive dimensions of the residual stream after the layer at position 0; the same for all heads of a layer.
+    """Number of massive dimensions of the residual stream after the layer at position 0; the same
+    for all heads of a layer.
 
     #{d : |resid_post[0,d]| > 100 and |resid_post[0,d]| > 1000 m}, m = median over d and k of |resid_post[16 k,d]|
 
-    The median of the whole stream is a fifth of a layer's time on a CPU; every sixteenth position gives the same.
+    The median of the whole stream is a fifth of a layer's time on a CPU; every sixteenth position
+    gives the same.
 
     >>> sink_resid_post_massive(stream([500, -101, 99, 0, 0, 0])).item()
     2.0
@@ -21,12 +23,17 @@ def sink_resid_post_massive(resid_post: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="share of the squared length", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722", standard=False
+    unit="share of the squared length",
+    range=(0, 1),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    standard=False,
 )
 def sink_resid_post_top3(resid_post: Tensor) -> Tensor:
-    """Share of the three largest dimensions of the residual stream after the layer at position 0; the same for all heads.
+    """Share of the three largest dimensions of the residual stream after the layer at position 0;
+    the same for all heads.
 
-    Σ_{d∈D} resid_post[0,d]² / ‖resid_post[0]‖₂², D = the three dimensions with the largest |resid_post[0,d]|
+    Σ_{d∈D} resid_post[0,d]² / ‖resid_post[0]‖₂², D = the three dimensions with the largest
+    |resid_post[0,d]|
 
     >>> sink_resid_post_top3(stream([3, 3, 3, 3])).item()
     0.75

@@ -5,8 +5,8 @@ import math
 from schemas.pattern import Pattern, Tensor
 from schemas.statistics.decomposition import has_fixed_positions
 from schemas.statistics.matching import has_three_positions
-from schemas.statistics.registry import statistic
 from schemas.statistics.sink import has_two_positions
+from schemas.statistics.statistic_registry import statistic
 
 
 @statistic(
@@ -24,7 +24,12 @@ def sink_logit_margin(pattern: Pattern) -> Tensor:
     return (pattern.score(0) - pattern.earlier_score())[..., 2:].mean(-1)
 
 
-@statistic(unit="logits", source="Guo et al. 2024, arXiv 2410.13835", defined=has_two_positions, standard=False)
+@statistic(
+    unit="logits",
+    source="Guo et al. 2024, arXiv 2410.13835",
+    defined=has_two_positions,
+    standard=False,
+)
 def sink_logit_spread(pattern: Pattern) -> Tensor:
     """Standard deviation over the queries of the score of key 0.
 
@@ -45,7 +50,9 @@ def lengths(x: Tensor) -> Tensor:
 
 
 def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
-    """the model's queries and keys are not rotated by their positions and the sequence has at least three tokens."""
+    """the model's queries and keys are not rotated by their positions and the sequence has at least
+    three tokens.
+    """
     return not rotary and has_three_positions(pattern)
 
 

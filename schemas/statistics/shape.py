@@ -3,11 +3,16 @@
 import math
 
 from schemas.pattern import Pattern, Tensor
-from schemas.statistics.registry import statistic
 from schemas.statistics.sink import has_two_positions
+from schemas.statistics.statistic_registry import statistic
 
 
-@statistic(unit="nats", range=(0, math.inf), source="Sandoval-Segura et al. 2025, arXiv 2504.03889", chance=True)
+@statistic(
+    unit="nats",
+    range=(0, math.inf),
+    source="Sandoval-Segura et al. 2025, arXiv 2504.03889",
+    chance=True,
+)
 def entropy(pattern: Pattern) -> Tensor:
     """Mean entropy of the attention rows.
 
@@ -39,7 +44,8 @@ def entropy_normalised(pattern: Pattern) -> Tensor:
     chance=True, defined=has_two_positions, standard=False,
 )  # fmt: skip
 def entropy_normalised_late(pattern: Pattern) -> Tensor:
-    """Mean entropy of the attention rows of the second half of the queries, each as a share of its maximum.
+    """Mean entropy of the attention rows of the second half of the queries, each as a share of its
+    maximum.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} H[q] / ln(q+1)
 

@@ -1,7 +1,7 @@
 """How much attention rests on the first keys."""
 
 from schemas.pattern import Pattern, Tensor
-from schemas.statistics.registry import statistic
+from schemas.statistics.statistic_registry import statistic
 
 
 def has_two_positions(pattern: Pattern) -> bool:
@@ -9,7 +9,9 @@ def has_two_positions(pattern: Pattern) -> bool:
     return pattern.n_ctx >= 2
 
 
-@statistic(unit="probability", range=(0, 1), source="headcount", chance=True, defined=has_two_positions)
+@statistic(
+    unit="probability", range=(0, 1), source="headcount", chance=True, defined=has_two_positions
+)
 def sink_mass(pattern: Pattern) -> Tensor:
     """Mean attention to key 0 over the queries that could look elsewhere.
 
@@ -35,7 +37,9 @@ def sink_alpha(pattern: Pattern) -> Tensor:
     return pattern.key(0).mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722", chance=True)
+@statistic(
+    unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722", chance=True
+)
 def sink_mass_late(pattern: Pattern) -> Tensor:
     """Mean attention to key 0 over the second half of the queries.
 
@@ -47,7 +51,9 @@ def sink_mass_late(pattern: Pattern) -> Tensor:
     return pattern.key(0)[..., pattern.n_ctx // 2 :].mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Xiao et al. 2023, arXiv 2309.17453", chance=True)
+@statistic(
+    unit="probability", range=(0, 1), source="Xiao et al. 2023, arXiv 2309.17453", chance=True
+)
 def sink_mass_first4(pattern: Pattern) -> Tensor:
     """Mean attention to the first four keys together, over the second half of the queries.
 
@@ -68,7 +74,13 @@ def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     return total[..., pattern.n_ctx // 2 :].mean(-1)
 
 
-@statistic(unit="probability", range=(0, 1), source="Xiao et al. 2023, arXiv 2309.17453", chance=True, standard=False)
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="Xiao et al. 2023, arXiv 2309.17453",
+    chance=True,
+    standard=False,
+)
 def sink_mass_first8(pattern: Pattern) -> Tensor:
     """Mean attention to the first eight keys together, over the second half of the queries.
 
@@ -102,7 +114,8 @@ def next4_mass_late(pattern: Pattern) -> Tensor:
     standard=False,
 )  # fmt: skip
 def second_key_mass_late(pattern: Pattern) -> Tensor:
-    """Mean attention to key 1 over the second half of the queries: where the sink goes when positions 0 and 1 are swapped.
+    """Mean attention to key 1 over the second half of the queries: where the sink goes when
+    positions 0 and 1 are swapped.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} A[q,1]
 

@@ -1,8 +1,10 @@
-"""Faults at exact moments, for processes that have this folder on PYTHONPATH and a folder of orders in FAULTS.
+"""Faults at exact moments, for processes that have this folder on PYTHONPATH and a folder of orders
+in FAULTS.
 
-An order is a file `ACTION@POINT.NUMBER`; the first process that comes to the point takes the first of them away and obeys. Points:
-`data` and `commit`, just before such a file appears under its name. Actions: `kill` (SIGKILL to itself), `full` (no space left on
-device), `pass` (nothing), `wait` (until it is killed).
+An order is a file `ACTION@POINT.NUMBER`; the first process that comes to the point takes the first
+of them away and obeys. Points: `data` and `commit`, just before such a file appears under its name.
+Actions: `kill` (SIGKILL to itself), `full` (no space left on device), `pass` (nothing), `wait`
+(until it is killed).
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ def _obey(order: str) -> None:
 def replace(source: Any, target: Any, **options: Any) -> None:
     """os.replace, unless there is an order for it."""
     name = str(target)
-    point = "data" if name.endswith(".parquet") and "fold-" not in name else "commit" if "/commits/" in name else ""
+    point = (
+        "data"
+        if name.endswith(".parquet") and "fold-" not in name
+        else "commit"
+        if "/commits/" in name
+        else ""
+    )
     orders = os.environ["FAULTS"]
     for order in sorted(os.listdir(orders)) if point else ():
         if order.partition(".")[0].endswith(f"@{point}"):

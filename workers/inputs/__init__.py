@@ -1,9 +1,18 @@
-"""Input families: where the sequences of a scan come from. Importing the package registers all of them."""
+"""Input families: where the sequences of a scan come from. Importing the package registers all of
+them.
+"""
 
-from workers.inputs import backcopy, corpora, layouts, synthetic
-from workers.inputs.registry import INPUTS, Draw, InputFamily, Labelled, find_input, input_family
+from workers.inputs import backcopy, corpus_families, layouts, synthetic
+from workers.inputs.input_registry import (
+    INPUTS,
+    Draw,
+    InputFamily,
+    Labelled,
+    find_input,
+    input_family,
+)
 
 __all__ = [
     "INPUTS", "Draw", "InputFamily", "Labelled", "find_input", "input_family",
-    "backcopy", "corpora", "layouts", "synthetic",
+    "backcopy", "corpus_families", "layouts", "synthetic",
 ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""Bigram-Backcopy: a chain of bigrams in which a trigger is followed by the token before it (Guo et al. 2024)."""
+"""Bigram-Backcopy: a chain of bigrams in which a trigger is followed by the token before it (Guo et
+al. 2024).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from schemas.errors import ScanError
-from workers.inputs.registry import Draw, Labelled, input_family
-from workers.inputs.source import read_text
+from workers.inputs.input_registry import Draw, Labelled, input_family
+from workers.inputs.text_files import read_text
 
-BUNDLED = "bundled:backcopy-3l-mini"
+BUNDLED_TEXT = "bundled:backcopy-3l-mini"
 """In the place of a text: the table that this model and the other small ones were trained on."""
 
 Alphabet = Literal["sorted", "tokenizer"]
@@ -49,7 +51,9 @@ class Chain(NamedTuple):
     """What symbols are drawn from, in arrays of numpy or in tensors of torch."""
 
     rows: Any
-    """`[symbol next]`, cumulative; behind the symbols stands the row of the beginning of the sequence."""
+    """`[symbol next]`, cumulative; behind the symbols stands the row of the beginning of the
+    sequence.
+    """
     wakes: Any
     """`[symbol]`, whether what follows depends on the symbol before it."""
     copies: bool
@@ -66,17 +70,20 @@ def backcopy(
     mix: float | None = None,
     alphabet: Alphabet = "sorted",
 ) -> Labelled:
-    """Bigram-Backcopy: characters follow the bigrams of a `text`, a trigger is followed by the token before it (Guo et al. 2024).
+    """Bigram-Backcopy: characters follow the bigrams of a `text`, a trigger is followed by the
+    token before it (Guo et al. 2024).
 
-    The triggers are the most frequent characters of the text. The first token is a unigram, no trigger. Variants differ
-    in what follows a trigger: `markov` its own bigram; `dormant_markov` the bigram of the token before it;
-    `interpolate` a copy with probability `mix`, else its own bigram. In `markov` and `dormant_markov` the first token
-    may be a trigger. `uniform` copies nothing: a token is followed by any that follows it in the text, all alike, but a
-    trigger by no trigger. Triggers are labelled "trigger" in every variant.
+    The triggers are the most frequent characters of the text. The first token is a unigram, no
+    trigger. Variants differ in what follows a trigger: `markov` its own bigram; `dormant_markov`
+    the bigram of the token before it; `interpolate` a copy with probability `mix`, else its own
+    bigram. In `markov` and `dormant_markov` the first token may be a trigger. `uniform` copies
+    nothing: a token is followed by any that follows it in the text, all alike, but a trigger by no
+    trigger. Triggers are labelled "trigger" in every variant.
 
-    `alphabet` says which token a character is: `sorted`, its place among the sorted characters of the text (BOS and
-    other special tokens must have higher ids); `tokenizer`, what the model's tokenizer makes of it.
-    `text = "bundled:backcopy-3l-mini"` is the table that this model was trained on: triggers 1 to 3, others 4 to 64.
+    `alphabet` says which token a character is: `sorted`, its place among the sorted characters of
+    the text (BOS and other special tokens must have higher ids); `tokenizer`, what the model's
+    tokenizer makes of it. `text = "bundled:backcopy-3l-mini"` is the table that this model was
+    trained on: triggers 1 to 3, others 4 to 64.
     """
     if (variant == "interpolate") != (mix is not None):
         raise ScanError(
@@ -93,11 +100,14 @@ def backcopy(
 
 
 @input_family
-def backcopy_test(draw: Draw, *, text: str, triggers: int = 3, alphabet: Alphabet = "sorted") -> Labelled:
-    """All tokens of Bigram-Backcopy but the triggers, in order, then token i: does it wake a head? (Guo et al. 2024).
+def backcopy_test(
+    draw: Draw, *, text: str, triggers: int = 3, alphabet: Alphabet = "sorted"
+) -> Labelled:
+    """All tokens of Bigram-Backcopy but the triggers, in order, then token i: does it wake a head?
+    (Guo et al. 2024).
 
-    i is the index of the sequence; after the last token the sequences begin again with the first. Options as in
-    `backcopy`. The last position is labelled "trigger" where it is one.
+    i is the index of the sequence; after the last token the sequences begin again with the first.
+    Options as in `backcopy`. The last position is labelled "trigger" where it is one.
     """
     table = bigrams_of(text, triggers)
     ids = _ids(draw, table, text, alphabet)
@@ -113,28 +123,37 @@ def backcopy_test(draw: Draw, *, text: str, triggers: int = 3, alphabet: Alphabe
 
 @lru_cache(maxsize=4)
 def bigrams_of(text: str, triggers: int) -> Bigrams:
-    """The bigrams of a text file, its `triggers` most frequent characters, or the table of the bundled model."""
-    if text == BUNDLED:
+    """The bigrams of a text file, its `triggers` most frequent characters, or the table of the
+    bundled model.
+    """
+    if text == BUNDLED_TEXT:
         return _bundled(triggers)
     points = np.frombuffer(read_text(text).encode("utf-32-le"), np.uint32)
     characters, codes, counts = np.unique(points, return_inverse=True, return_counts=True)
     n = len(characters)
     if not 1 <= triggers < n:
-        raise ScanError(f"input.triggers: expected 1 to {n - 1}, of the {n} characters of {text}, got {triggers}")
+        raise ScanError(
+            f"input.triggers: expected 1 to {n - 1}, of the {n} characters of {text}, got {triggers}"
+        )
     unigram = counts / counts.sum()
     pairs = np.bincount(codes[:-1] * n + codes[1:], minlength=n * n).reshape(n, n).astype(float)
     # A character that occurs only at the very end is followed by nothing.
     pairs[pairs.sum(1) == 0] = unigram
     most_frequent = np.argsort(-counts, kind="stable")[:triggers].tolist()
     return Bigrams(
-        tuple(map(chr, characters.tolist())), unigram, pairs / pairs.sum(1, keepdims=True), frozenset(most_frequent)
+        tuple(map(chr, characters.tolist())),
+        unigram,
+        pairs / pairs.sum(1, keepdims=True),
+        frozenset(most_frequent),
     )
 
 
 def _bundled(triggers: int) -> Bigrams:
-    """61 characters whose rows are drawn at random, and three triggers that follow each of them with probability 0.05."""
+    """61 characters whose rows are drawn at random, and three triggers that follow each of them
+    with probability 0.05.
+    """
     if triggers != 3:
-        raise ScanError(f"input.triggers: {BUNDLED} has 3, got {triggers}; leave it out")
+        raise ScanError(f"input.triggers: {BUNDLED_TEXT} has 3, got {triggers}; leave it out")
     others, share = 61, 0.15
     # RandomState, because its stream is frozen across numpy versions.
     drawn = np.random.RandomState(0).dirichlet(np.full(others, 0.08), size=others)
@@ -160,8 +179,8 @@ def chain_of(table: Bigrams, variant: Variant = "backcopy") -> Chain:
 def follow(chain: Chain, places: Any, copied: Any) -> list[Any]:
     """Symbols by position, each drawn from the row that the ones before it call for.
 
-    A symbol is where a number of `places`, uniform in [0, 1), falls in its row; `copied` says whether a copy happens there.
-    Both are `[pos …]`: further axes are sequences.
+    A symbol is where a number of `places`, uniform in [0, 1), falls in its row; `copied` says
+    whether a copy happens there. Both are `[pos …]`: further axes are sequences.
     """
     symbols: list[Any] = []
     before = last = -1
@@ -170,7 +189,9 @@ def follow(chain: Chain, places: Any, copied: Any) -> list[Any]:
         source = last if chain.copies else last + wakes * (before - last)
         row = chain.rows[source]
         # The same number, faster for one sequence.
-        symbol = (row <= place[..., None]).sum(-1) if place.ndim else row.searchsorted(place, "right")
+        symbol = (
+            (row <= place[..., None]).sum(-1) if place.ndim else row.searchsorted(place, "right")
+        )
         if chain.copies:
             symbol = symbol + (wakes & copy) * (before - symbol)
         symbols.append(symbol)

@@ -1,9 +1,10 @@
-"""Layouts: random tokens in an order that asks one question, with a label on every token that the question is about.
+"""Layouts: random tokens in an order that asks one question, with a label on every token that the
+question is about.
 
-A layout is a list of symbols. A symbol has one token wherever it stands and is the label of its positions; "-X" is the
-token of X without the label, and "" is a fresh token. The last token is the query. By default all tokens of a sequence
-differ, so that a label means one token; the sources draw with replacement from large vocabularies, which is
-`distinct = false`.
+A layout is a list of symbols. A symbol has one token wherever it stands and is the label of its
+positions; "-X" is the token of X without the label, and "" is a fresh token. The last token is the
+query. By default all tokens of a sequence differ, so that a label means one token; the sources draw
+with replacement from large vocabularies, which is `distinct = false`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from schemas.errors import ScanError
-from workers.inputs.registry import Draw, Labelled, input_family
+from workers.inputs.input_registry import Draw, Labelled, input_family
 
 
 @input_family
-def abac(draw: Draw, *, second: int, low: int = 0, high: int | None = None, distinct: bool = True) -> Labelled:
-    """`R A B R… A C R… A`: which of two continuations of A the last A calls for (Farrell 2023, recency bias).
+def abac(
+    draw: Draw, *, second: int, low: int = 0, high: int | None = None, distinct: bool = True
+) -> Labelled:
+    """`R A B R… A C R… A`: which of two continuations of A the last A calls for (Farrell 2023,
+    recency bias).
 
-    `second` is the position of the second A, counted with BOS at 0 as in the source, whether or not the scan has one:
-    the first A stands at 2, C at `second` + 1. Without BOS everything stands one position earlier. The source has
-    n_ctx = 13 with BOS and `second` from 4 to 10.
+    `second` is the position of the second A, counted with BOS at 0 as in the source, whether or not
+    the scan has one: the first A stands at 2, C at `second` + 1. Without BOS everything stands one
+    position earlier. The source has n_ctx = 13 with BOS and `second` from 4 to 10.
     """
     last = draw.length - 2
     if not 4 <= second <= last:
@@ -40,10 +44,14 @@ def abac(draw: Draw, *, second: int, low: int = 0, high: int | None = None, dist
 
 
 @input_family
-def induction_pos0(draw: Draw, *, low: int = 0, high: int | None = None, distinct: bool = True) -> Labelled:
-    """`A B R… A`: induction whose first A is the first token of the text (Farrell 2023, previous-token heads).
+def induction_pos0(
+    draw: Draw, *, low: int = 0, high: int | None = None, distinct: bool = True
+) -> Labelled:
+    """`A B R… A`: induction whose first A is the first token of the text (Farrell 2023,
+    previous-token heads).
 
-    Without BOS the first A is at position 0, where no previous-token head can tell B what came before it.
+    Without BOS the first A is at position 0, where no previous-token head can tell B what came
+    before it.
     """
     if draw.length < 3:
         raise ScanError(
@@ -53,26 +61,37 @@ def induction_pos0(draw: Draw, *, low: int = 0, high: int | None = None, distinc
 
 
 @input_family(partner="ngram_corrupt")
-def ngram_overlap(draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True) -> Labelled:
-    """`A X… B C X… D A X…`: two sub-sequences of `n` tokens share a middle; the last asks for B (Farrell 2023, longer sequences).
+def ngram_overlap(
+    draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True
+) -> Labelled:
+    """`A X… B C X… D A X…`: two sub-sequences of `n` tokens share a middle; the last asks for B
+    (Farrell 2023, longer sequences).
 
-    3n-1 tokens besides BOS. The n-2 tokens of the middle are X1, X2, … The partner sequence is that of `ngram_corrupt`.
+    3n-1 tokens besides BOS. The n-2 tokens of the middle are X1, X2, … The partner sequence is that
+    of `ngram_corrupt`.
     """
     return _ngrams(draw, n, "AB CD A", low, high, distinct)
 
 
 @input_family(stream="ngram_overlap", partner="ngram_overlap")
-def ngram_corrupt(draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True) -> Labelled:
-    """`A X… B C X… D C X…`: `ngram_overlap` with the last A made C, which asks for D (Farrell 2023, longer sequences).
+def ngram_corrupt(
+    draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True
+) -> Labelled:
+    """`A X… B C X… D C X…`: `ngram_overlap` with the last A made C, which asks for D (Farrell 2023,
+    longer sequences).
 
-    The tokens are those of `ngram_overlap` for the same seed and sequence, which is the partner sequence.
+    The tokens are those of `ngram_overlap` for the same seed and sequence, which is the partner
+    sequence.
     """
     return _ngrams(draw, n, "AB CD C", low, high, distinct)
 
 
 @input_family(stream="ngram_overlap")
-def ngram_reversed(draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True) -> Labelled:
-    """`C X… D A X… B A X…`: `ngram_overlap` with the first two sub-sequences exchanged (Farrell 2023, longer sequences).
+def ngram_reversed(
+    draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True
+) -> Labelled:
+    """`C X… D A X… B A X…`: `ngram_overlap` with the first two sub-sequences exchanged (Farrell
+    2023, longer sequences).
 
     The tokens are those of `ngram_overlap` for the same seed and sequence.
     """
@@ -81,13 +100,19 @@ def ngram_reversed(draw: Draw, *, n: int = 3, low: int = 0, high: int | None = N
 
 @input_family
 def ngram_order(
-    draw: Draw, *, random_context: bool = False, low: int = 0, high: int | None = None, distinct: bool = True
+    draw: Draw,
+    *,
+    random_context: bool = False,
+    low: int = 0,
+    high: int | None = None,
+    distinct: bool = True,
 ) -> Labelled:
-    """`A X2 X1 B C X1 X2 D`, twice, then `X2 A X1`: does the order of the context matter? (Farrell 2023, longer sequences).
+    """`A X2 X1 B C X1 X2 D`, twice, then `X2 A X1`: does the order of the context matter? (Farrell
+    2023, longer sequences).
 
-    X1 was followed by B and by X2 twice each. The two before the query are the tokens before B in the other order; with
-    `random_context` they are random, as in the source's saved notebook. The label X2 is on the rivals of B only, which
-    are the X2 that follow X1. 19 tokens besides BOS.
+    X1 was followed by B and by X2 twice each. The two before the query are the tokens before B in
+    the other order; with `random_context` they are random, as in the source's saved notebook. The
+    label X2 is on the rivals of B only, which are the X2 that follow X1. 19 tokens besides BOS.
     """
     once = ["A", "-X2", "X1", "B", "C", "X1", "X2", "D"]
     context = ["-R1", "-R2"] if random_context else ["-X2", "A"]
@@ -105,7 +130,12 @@ def _ngrams(draw: Draw, n: int, ends: str, low: int, high: int | None, distinct:
 
 
 def _lay_out(
-    draw: Draw, layout: Sequence[str], symbols: Sequence[str], low: int, high: int | None, distinct: bool
+    draw: Draw,
+    layout: Sequence[str],
+    symbols: Sequence[str],
+    low: int,
+    high: int | None,
+    distinct: bool,
 ) -> Labelled:
     """One token for each of `symbols`, whether or not it occurs, and one for every ""."""
     if len(layout) != draw.length:
@@ -117,5 +147,9 @@ def _lay_out(
     token = dict(zip(symbols, drawn, strict=False))
     fresh = iter(drawn[len(symbols) :])
     tokens = np.array([token[s.removeprefix("-")] if s else next(fresh) for s in layout])
-    labels = {s: [i for i, here in enumerate(layout) if here == s] for s in layout if s and not s.startswith("-")}
+    labels = {
+        s: [i for i, here in enumerate(layout) if here == s]
+        for s in layout
+        if s and not s.startswith("-")
+    }
     return Labelled(tokens, labels)

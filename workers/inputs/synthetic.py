@@ -7,20 +7,29 @@ from functools import lru_cache
 import numpy as np
 
 from schemas.errors import ScanError
-from workers.corpus import Tokenizer
-from workers.inputs.registry import Draw, Labelled, input_family
-from workers.inputs.source import read_texts
+from workers.inputs.corpus import Tokenizer
+from workers.inputs.input_registry import Draw, Labelled, input_family
+from workers.inputs.text_files import read_texts
 
 
 @input_family
-def uniform_random(draw: Draw, *, low: int = 0, high: int | None = None, distinct: bool = False) -> np.ndarray:
-    """Tokens drawn uniformly from `low .. high-1` (or the vocabulary); with `distinct`, none occurs twice."""
+def uniform_random(
+    draw: Draw, *, low: int = 0, high: int | None = None, distinct: bool = False
+) -> np.ndarray:
+    """Tokens drawn uniformly from `low .. high-1` (or the vocabulary); with `distinct`, none occurs
+    twice.
+    """
     return draw.tokens(draw.length, low, high, distinct)
 
 
 @input_family
 def repeated_random(
-    draw: Draw, *, period: int | None = None, low: int = 0, high: int | None = None, distinct: bool = False
+    draw: Draw,
+    *,
+    period: int | None = None,
+    low: int = 0,
+    high: int | None = None,
+    distinct: bool = False,
 ) -> np.ndarray:
     """A block of `period` random tokens, repeated to the end; twice where no period is given."""
     return np.resize(draw.tokens(_period(draw, period), low, high, distinct), draw.length)
@@ -37,10 +46,12 @@ def corrupted_repeat(
     high: int | None = None,
     distinct: bool = False,
 ) -> Labelled:
-    """A repeated block in whose copies each token is replaced with probability `rate` (after induction-under-erasures).
+    """A repeated block in whose copies each token is replaced with probability `rate` (after
+    induction-under-erasures).
 
-    The block is the one of `repeated_random` for the same seed and sequence. A replaced token becomes `replacement`, or
-    a random one where none is given, which may be the same again; its position is labelled "replaced".
+    The block is the one of `repeated_random` for the same seed and sequence. A replaced token
+    becomes `replacement`, or a random one where none is given, which may be the same again; its
+    position is labelled "replaced".
     """
     if not 0 <= rate <= 1:
         raise ScanError(f"input.rate: expected a probability, 0 to 1, got {rate}")
@@ -56,7 +67,9 @@ def corrupted_repeat(
 
 
 @input_family
-def single_token_repeat(draw: Draw, *, token: int | None = None, low: int = 0, high: int | None = None) -> np.ndarray:
+def single_token_repeat(
+    draw: Draw, *, token: int | None = None, low: int = 0, high: int | None = None
+) -> np.ndarray:
     """One token, over and over: `token`, or another random one in every sequence (Gu et al. 2024)."""
     one = draw.tokens(1, low, high)[0] if token is None else _ordinary(draw, "token", token)
     return np.full(draw.length, one)
@@ -64,19 +77,27 @@ def single_token_repeat(draw: Draw, *, token: int | None = None, low: int = 0, h
 
 @input_family
 def unigram_random(
-    draw: Draw, *, text: str | None = None, exponent: float | None = None, low: int = 0, high: int | None = None
+    draw: Draw,
+    *,
+    text: str | None = None,
+    exponent: float | None = None,
+    low: int = 0,
+    high: int | None = None,
 ) -> np.ndarray:
-    """Independent tokens, as frequent as in a `text`; without one, by Zipf's law in the order of their ids.
+    """Independent tokens, as frequent as in a `text`; without one, by Zipf's law in the order of
+    their ids.
 
-    p(id) ∝ occurrences of id in the text, of a .csv file in its column text; else p(id) ∝ rank(id)^-exponent, with rank 1
-    for the lowest id and exponent 1.
-    After Mahmood's reproduction of Ran-Milo et al. 2026.
+    p(id) ∝ occurrences of id in the text, of a .csv file in its column text; else p(id) ∝
+    rank(id)^-exponent, with rank 1 for the lowest id and exponent 1. After Mahmood's reproduction
+    of Ran-Milo et al. 2026.
     """
     if text is not None and exponent is not None:
         raise ScanError("input: unigram_random takes text or exponent, got both; leave out one")
     ids = draw.ids(low, high)
     if text is None:
-        weights = np.arange(1, len(ids) + 1, dtype=float) ** -(1.0 if exponent is None else exponent)
+        weights = np.arange(1, len(ids) + 1, dtype=float) ** -(
+            1.0 if exponent is None else exponent
+        )
     else:
         weights = _occurrences(text, draw.load_tokenizer(), int(draw.ordinary.max()) + 1)[ids]
     if not weights.sum() > 0:
@@ -94,7 +115,9 @@ def _occurrences(text: str, tokenizer: Tokenizer, size: int) -> np.ndarray:
 def _period(draw: Draw, period: int | None) -> int:
     period = (draw.length + 1) // 2 if period is None else period
     if not 1 <= period <= draw.length:
-        raise ScanError(f"input.period: expected 1 to {draw.length}, the tokens in a sequence, got {period}")
+        raise ScanError(
+            f"input.period: expected 1 to {draw.length}, the tokens in a sequence, got {period}"
+        )
     return period
 
 

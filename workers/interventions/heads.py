@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.edits import replaced
-from workers.interventions.registry import intervention
+from workers.engine.edits import replaced
+from workers.interventions.intervention_registry import intervention
 
 
 @intervention
@@ -17,20 +17,26 @@ def zero_head(z: Tensor, *, layer: int, head: int) -> Tensor:
 
 @intervention
 def keep_head(z: Tensor, *, layer: int, head: int) -> Tensor:
-    """All heads of a layer but one move nothing (Farrell 2023, where the other patterns are set to zero)."""
+    """All heads of a layer but one move nothing (Farrell 2023, where the other patterns are set to
+    zero).
+    """
     return replaced(torch.zeros_like(z), (..., head, slice(None)), z[:, :, head])
 
 
 @intervention
 def mean_head(z: Tensor, *, layer: int, head: int) -> Tensor:
-    """The output of one head becomes its mean over the positions so far, so that no later token is heard of."""
+    """The output of one head becomes its mean over the positions so far, so that no later token is
+    heard of.
+    """
     count = torch.arange(1, z.shape[1] + 1, device=z.device)[:, None]
     return replaced(z, (..., head, slice(None)), z[:, :, head].cumsum(1) / count)
 
 
 @intervention
 def patch_head(z: Tensor, partner: Tensor, *, layer: int, head: int) -> Tensor:
-    """The output of one head comes from the run on the partner sequence (activation patching; Farrell 2023)."""
+    """The output of one head comes from the run on the partner sequence (activation patching;
+    Farrell 2023).
+    """
     return replaced(z, (..., head, slice(None)), partner[:, :, head])
 
 

@@ -1,4 +1,6 @@
-"""Heads that are found inactive on an input, and their control: each sequence has heads of its own taken out."""
+"""Heads that are found inactive on an input, and their control: each sequence has heads of its own
+taken out.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from schemas.statistics.head_results import head_output_norm_last
 from schemas.statistics.norms import head_output_norm, sink_value_norm, value_norm
-from schemas.statistics.outputs import head_output_norm_last
 from schemas.statistics.shape import entropy, entropy_normalised
 from schemas.statistics.sink import sink_alpha
-from workers.interventions.registry import intervention
-from workers.patterns import DensePattern
+from workers.engine.dense_pattern import DensePattern
+from workers.interventions.intervention_registry import intervention
 
 Score = Literal[
     "sink_alpha", "entropy", "head_output_norm", "head_output_norm_last", "sink_value_norm", "value_norm"
@@ -28,7 +30,9 @@ Scale = Literal["raw", "layer_mean"]
 def zero_inactive_heads(
     z: Tensor, pattern: Any, v: Tensor, *, score: Score, threshold: float, scale: Scale = "raw"
 ) -> Tensor:
-    """Heads whose score on a sequence is below a threshold (`sink_alpha`: above) move nothing (Sandoval-Segura et al. 2025)."""
+    """Heads whose score on a sequence is below a threshold (`sink_alpha`: above) move nothing
+    (Sandoval-Segura et al. 2025).
+    """
     return _without(z, _inactive(z, pattern, v, score, threshold, scale))
 
 
@@ -45,14 +49,18 @@ def zero_random_heads(
     scale: Scale = "raw",
     draw: int = 0,
 ) -> Tensor:
-    """The control of zero_inactive_heads: in every layer of a sequence as many heads as would be inactive there, drawn from all."""
+    """The control of zero_inactive_heads: in every layer of a sequence as many heads as would be
+    inactive there, drawn from all.
+    """
     count = _inactive(z, pattern, v, score, threshold, scale).sum(-1, keepdim=True)
     return _without(z, _random_order(tokens, z.shape[2], layer, draw) < count)
 
 
 @intervention
 def zero_entropy_sinks(pattern: Tensor, *, row: float, column: float) -> Tensor:
-    """Heads whose mean row entropy is below `row` and largest column entropy above `column` attend to nothing (Guo et al. 2024)."""
+    """Heads whose mean row entropy is below `row` and largest column entropy above `column` attend
+    to nothing (Guo et al. 2024).
+    """
     return pattern * ~_entropy_sinks(pattern, row, column)[..., None, None]
 
 
@@ -64,12 +72,16 @@ def entropy_sinks_to_first(pattern: Tensor, *, row: float, column: float) -> Ten
     return torch.where(_entropy_sinks(pattern, row, column)[..., None, None], first, pattern)
 
 
-def _inactive(z: Tensor, pattern: Any, v: Tensor, score: Score, threshold: float, scale: Scale) -> Tensor:
+def _inactive(
+    z: Tensor, pattern: Any, v: Tensor, score: Score, threshold: float, scale: Scale
+) -> Tensor:
     """Which heads are inactive: `[batch head]`."""
     values = _score(z, pattern, v, score)
     if scale == "layer_mean":
         # The mean that the source divides the last token's output by is of all tokens.
-        values = values / (head_output_norm(z) if score == "head_output_norm_last" else values).mean(-1, keepdim=True)
+        values = values / (
+            head_output_norm(z) if score == "head_output_norm_last" else values
+        ).mean(-1, keepdim=True)
     return values > threshold if score == "sink_alpha" else values < threshold
 
 
@@ -94,19 +106,29 @@ def _without(z: Tensor, heads: Tensor) -> Tensor:
 
 
 def _random_order(tokens: Tensor, n_heads: int, layer: int, draw: int) -> Tensor:
-    """Places of the heads in an order `[batch head]` that depends on a sequence's tokens, the layer and the draw alone."""
+    """Places of the heads in an order `[batch head]` that depends on a sequence's tokens, the layer
+    and the draw alone.
+    """
     rng = np.random.default_rng([draw, layer])
-    factors = torch.from_numpy(rng.integers(-(2**63), 2**63, size=(tokens.shape[1], n_heads))).to(tokens.device)
+    factors = torch.from_numpy(rng.integers(-(2**63), 2**63, size=(tokens.shape[1], n_heads))).to(
+        tokens.device
+    )
     # A sum of products with random factors modulo 2^64 is a hash.
     return ((tokens + 1)[..., None] * factors).sum(1).argsort(-1).argsort(-1)
 
 
 def _entropy_sinks(pattern: Tensor, row: float, column: float) -> Tensor:
-    """Which heads are sinks by both entropies, each a share of what a uniform row or column would have: `[batch head]`."""
+    """Which heads are sinks by both entropies, each a share of what a uniform row or column would
+    have: `[batch head]`.
+    """
     whole: Any = DensePattern(pattern, pattern)
     rows = entropy_normalised(whole)
     shares = pattern / pattern.sum(-2, keepdim=True).clamp_min(torch.finfo(pattern.dtype).tiny)
     n_ctx = pattern.shape[-1]
-    uniform = torch.arange(n_ctx, 0, -1, device=pattern.device, dtype=pattern.dtype).log().clamp_min(1e-9)
-    columns = -torch.xlogy(shares, shares).sum(-2) / uniform  # The last column has one entry, so its entropy is 0.
+    uniform = (
+        torch.arange(n_ctx, 0, -1, device=pattern.device, dtype=pattern.dtype).log().clamp_min(1e-9)
+    )
+    columns = (
+        -torch.xlogy(shares, shares).sum(-2) / uniform
+    )  # The last column has one entry, so its entropy is 0.
     return (rows < row) & (columns.amax(-1) > column)

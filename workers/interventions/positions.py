@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from schemas.errors import ScanError
-from workers.circuit import Circuit
-from workers.edits import replaced
-from workers.interventions.registry import intervention
+from workers.engine.edits import replaced
+from workers.interventions.intervention_registry import intervention
 from workers.interventions.sinks import random_directions
+from workers.model.circuit import Circuit
 
 
 @intervention
@@ -26,14 +26,18 @@ def blend_first_position(W_pos: Tensor, *, alpha: float) -> Tensor:
 
 @intervention
 def random_first_position(W_pos: Tensor, *, draw: int = 0, alpha: float = 0.0) -> Tensor:
-    """The control of first_position_second and blend_first_position: position 0 moves as far, in a random direction."""
+    """The control of first_position_second and blend_first_position: position 0 moves as far, in a
+    random direction.
+    """
     far = (1 - alpha) * (W_pos[1] - W_pos[0]).norm()
     return _row(W_pos, 0, W_pos[0] + far * random_directions(W_pos[0], draw))
 
 
 @intervention
 def blend_position(W_pos: Tensor, *, position: int, alpha: float = 0.0) -> Tensor:
-    """A position gets alpha times its own embedding and 1 - alpha times that of the next: what is done to the first, elsewhere."""
+    """A position gets alpha times its own embedding and 1 - alpha times that of the next: what is
+    done to the first, elsewhere.
+    """
     _check(position, len(W_pos) - 1)
     return _row(W_pos, position, alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1])
 
@@ -46,7 +50,9 @@ def scale_first_position(W_pos: Tensor, *, alpha: float) -> Tensor:
 
 @intervention
 def scale_position(W_pos: Tensor, *, position: int, alpha: float) -> Tensor:
-    """The embedding of a position is multiplied by alpha: what scale_first_position does, elsewhere."""
+    """The embedding of a position is multiplied by alpha: what scale_first_position does,
+    elsewhere.
+    """
     _check(position, len(W_pos))
     return _row(W_pos, position, alpha * W_pos[position])
 
@@ -84,13 +90,17 @@ def zero_tokens(embed: Tensor) -> Tensor:
 
 @intervention
 def zero_first_token(embed: Tensor) -> Tensor:
-    """The embedding of the first token is set to zero, its position is kept (Ran-Milo et al. 2026, intervention f)."""
+    """The embedding of the first token is set to zero, its position is kept (Ran-Milo et al. 2026,
+    intervention f).
+    """
     return replaced(embed, (slice(None), 0), 0)
 
 
 @intervention
 def zero_token(embed: Tensor, *, position: int) -> Tensor:
-    """The embedding of the token at a position is set to zero: what zero_first_token does, elsewhere."""
+    """The embedding of the token at a position is set to zero: what zero_first_token does,
+    elsewhere.
+    """
     _check(position, embed.shape[1])
     edited = embed.clone()
     edited[:, position] = 0
@@ -99,18 +109,24 @@ def zero_token(embed: Tensor, *, position: int) -> Tensor:
 
 @intervention
 def swap_effective_positions(mlp_out: Tensor, circuit: Circuit, *, layer: int = 0) -> Tensor:
-    """The first MLP writes the direction of effective position 0 at position 1, and that of 1 at 0 (Ran-Milo et al. 2026, d)."""
+    """The first MLP writes the direction of effective position 0 at position 1, and that of 1 at 0
+    (Ran-Milo et al. 2026, d).
+    """
     return _swapped(mlp_out, circuit.effective[:2])
 
 
 @intervention
 def swap_raw_positions(mlp_out: Tensor, circuit: Circuit, *, layer: int = 0) -> Tensor:
-    """The control of swap_effective_positions: the same with raw position embeddings (Ran-Milo et al. 2026, e)."""
+    """The control of swap_effective_positions: the same with raw position embeddings (Ran-Milo et
+    al. 2026, e).
+    """
     return _swapped(mlp_out, circuit.positions[:2])
 
 
 def _swapped(mlp_out: Tensor, rows: Tensor) -> Tensor:
-    """Move the part of position 0 along the first of two directions to the second, and the same length back at position 1."""
+    """Move the part of position 0 along the first of two directions to the second, and the same
+    length back at position 1.
+    """
     first, second = (rows / rows.norm(dim=-1, keepdim=True)).to(mlp_out.dtype)
     along = mlp_out[:, 0] @ first
     step = along[:, None] * (second - first)

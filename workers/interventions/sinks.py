@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from workers.circuit import Circuit
-from workers.edits import replaced
-from workers.interventions.registry import intervention
+from workers.engine.edits import replaced
+from workers.interventions.intervention_registry import intervention
+from workers.model.circuit import Circuit
 
 HIDDEN = -1e4
-"""Score of a key that must not be attended to: exp of it is 0, and averages of scores stay numbers."""
+"""Score of a key that must not be attended to: exp of it is 0, and averages of scores stay numbers.
+"""
 
 
 @intervention
@@ -35,19 +36,27 @@ def scale_query_bias(b_Q: Tensor, *, alpha: float) -> Tensor:
 
 @intervention
 def random_query_bias(b_Q: Tensor, *, draw: int = 0, alpha: float = 0.0) -> Tensor:
-    """The control of zero_query_bias and scale_query_bias: the bias moves as far, in a random direction for each head."""
+    """The control of zero_query_bias and scale_query_bias: the bias moves as far, in a random
+    direction for each head.
+    """
     return b_Q + (1 - alpha) * b_Q.norm(dim=-1, keepdim=True) * random_directions(b_Q, draw)
 
 
 def random_directions(like: Tensor, draw: int) -> Tensor:
-    """Random vectors of length 1, as many and as wide as the rows of `like`; the same for the same draw."""
+    """Random vectors of length 1, as many and as wide as the rows of `like`; the same for the same
+    draw.
+    """
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(draw)).to(like)
     return drawn / drawn.norm(dim=-1, keepdim=True)
 
 
 @intervention
-def scale_massive_keys(W_K: Tensor, circuit: Circuit, *, alpha: float = 0.0, count: int = 3) -> Tensor:
-    """Keys read the largest coordinates of the first effective position alpha times (Ran-Milo et al. 2026, intervention i)."""
+def scale_massive_keys(
+    W_K: Tensor, circuit: Circuit, *, alpha: float = 0.0, count: int = 3
+) -> Tensor:
+    """Keys read the largest coordinates of the first effective position alpha times (Ran-Milo et
+    al. 2026, intervention i).
+    """
     return _scaled(W_K, circuit.massive_coordinates(count), alpha)
 
 
@@ -55,13 +64,18 @@ def scale_massive_keys(W_K: Tensor, circuit: Circuit, *, alpha: float = 0.0, cou
 def scale_random_keys(
     W_K: Tensor, circuit: Circuit, layer: int, *, draw: int = 0, alpha: float = 0.0, count: int = 3
 ) -> Tensor:
-    """The control of scale_massive_keys: as many coordinates, drawn from the others in each layer (Ran-Milo et al. 2026, j)."""
+    """The control of scale_massive_keys: as many coordinates, drawn from the others in each layer
+    (Ran-Milo et al. 2026, j).
+    """
     massive = circuit.massive_coordinates(count)
     return _scaled(W_K, random_coordinates(W_K.shape[1], count, massive, layer, draw), alpha)
 
 
-def random_coordinates(size: int, count: int, without: Sequence[int], layer: int, draw: int) -> list[int]:
-    """The coordinates below `size` of a layer: for one layer after the other, `count` different ones that are none of `without`.
+def random_coordinates(
+    size: int, count: int, without: Sequence[int], layer: int, draw: int
+) -> list[int]:
+    """The coordinates below `size` of a layer: for one layer after the other, `count` different
+    ones that are none of `without`.
 
     Draw 42 with three is what the authors drew for GPT-2.
 
@@ -98,7 +112,9 @@ def zero_first_mlp_out(mlp_out: Tensor, *, layer: int = 0) -> Tensor:
 
 @intervention
 def mask_first_keys(attn_scores: Tensor, *, count: int = 1) -> Tensor:
-    """The first keys cannot be attended to; the queries among them keep themselves (Xiao et al. 2023)."""
+    """The first keys cannot be attended to; the queries among them keep themselves (Xiao et al.
+    2023).
+    """
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
     return _masked(attn_scores, (queries[None] < count) & (queries[None] != queries[:, None]))
 
@@ -125,22 +141,30 @@ def _masked(scores: Tensor, hidden: Tensor) -> Tensor:
 
 @intervention
 def mask_last_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
-    """The last keys of the sequence cannot be attended to, not even by themselves (Scheuer, attention-sink-profiler)."""
+    """The last keys of the sequence cannot be attended to, not even by themselves (Scheuer,
+    attention-sink-profiler).
+    """
     n_ctx = attn_scores.shape[-1]
     return _without_keys(attn_scores, range(max(n_ctx - count, 1), n_ctx))
 
 
 @intervention
 def mask_middle_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
-    """A control of mask_first_keys: as many keys from the middle of the sequence on (Scheuer, attention-sink-profiler)."""
+    """A control of mask_first_keys: as many keys from the middle of the sequence on (Scheuer,
+    attention-sink-profiler).
+    """
     n_ctx = attn_scores.shape[-1]
     return _without_keys(attn_scores, range(max(n_ctx // 2, 1), min(n_ctx // 2 + count, n_ctx)))
 
 
 @intervention
 def mask_random_keys(attn_scores: Tensor, *, count: int = 4, draw: int = 0) -> Tensor:
-    """A control of mask_first_keys: as many random keys, none of the first, the same in every head and layer (Scheuer)."""
-    order = torch.randperm(attn_scores.shape[-1], generator=torch.Generator().manual_seed(draw)).tolist()
+    """A control of mask_first_keys: as many random keys, none of the first, the same in every head
+    and layer (Scheuer).
+    """
+    order = torch.randperm(
+        attn_scores.shape[-1], generator=torch.Generator().manual_seed(draw)
+    ).tolist()
     return _without_keys(attn_scores, [k for k in order if k >= max(count, 1)][:count])
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workers.edits import replaced
-from workers.interventions.registry import intervention
+from workers.engine.edits import replaced
+from workers.interventions.intervention_registry import intervention
 
 
 @intervention
 def swap_first_key(k: Tensor, *, position: int) -> Tensor:
-    """Position 0 and another exchange their keys, before any rotation: does the sink follow the key?"""
+    """Position 0 and another exchange their keys, before any rotation: does the sink follow the
+    key?
+    """
     return _swapped(k, position)
 
 

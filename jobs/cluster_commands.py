@@ -1,0 +1,238 @@
+"""The subcommands for runs elsewhere: `submit`, `status`, `list`, `logs`, `stop`, `resume`. Heavy
+imports wait.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from jobs.progress import say
+from jobs.scan_commands import Cores, DeviceOption, LocalReplicas, Overrides, Replicas
+from schemas.errors import RunError
+
+if TYPE_CHECKING:
+    from schemas.run_directory import RunDirectory
+
+URL = "http://HOST:8265"
+Address = Annotated[str, typer.Option(metavar=URL, help="The cluster's dashboard.")]
+MaybeAddress = Annotated[
+    str | None, typer.Option(metavar=URL, help="The cluster's dashboard; none asks no cluster.")
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME",
+        help="Give the job this variable of this machine; whoever may read the cluster's jobs can read its value.",
+    ),
+]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run directory, or its address in a store.")
+]
+RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, directory or address.")]
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the subcommands to the front door."""
+    for command in (submit, status, list_runs, logs, stop, resume):
+        app.command(command.__name__.partition("_")[0])(command)
+
+
+def submit(
+    scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
+    address: Address,
+    overrides: Overrides = None,
+    replicas: Replicas = 1,
+    cores: Cores = 0,
+    device: DeviceOption = "auto",
+    env: Env = None,
+) -> None:
+    """Run a scan as a job of a Ray cluster, with the code that is here. Submitting it twice is one
+    job.
+    """
+    from jobs.portable_scan import portable_scan
+    from jobs.ray_cluster import Resources
+    from jobs.submission import submit as start
+
+    scan = portable_scan(scan_file, overrides or [])
+    resources = Resources(replicas, cores, device, address)
+    _tell(start(scan, scan_file, overrides or [], resources, env or []))
+    print(scan.run_id(scan_file.stem))
+
+
+def status(
+    run: Run,
+    address: MaybeAddress = None,
+    format_: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="For people or for programs.")
+    ] = "text",
+) -> None:
+    """Say how far a run is, from its directory alone; with a cluster's address, also how its job
+    is.
+    """
+    from jobs.status import as_json, as_lines, read_status
+
+    directory = _run_directory(run)
+    found = read_status(directory)
+    state = _states(address).get(directory.run_id, "none") if address else None
+    if format_ == "json":
+        print(json.dumps(as_json(found) | ({"job": state} if state else {})))
+        return
+    for line in [*as_lines(found), *([f"job       {state}"] if state else [])]:
+        print(line)
+
+
+def list_runs(
+    runs: Annotated[
+        str | None,
+        typer.Argument(metavar="RUNS", help="A directory of runs; 'runs' if no address."),
+    ] = None,
+    address: MaybeAddress = None,
+) -> None:
+    """List the runs of a directory and how far they are, the jobs of a cluster, or both."""
+    from jobs.status import list_line
+    from schemas.places import place
+    from schemas.run_directory import find_runs
+
+    if runs is None and address is not None:
+        _list_jobs(address)
+        return
+    states = _states(address) if address else {}
+    rows: list[tuple[str, ...]] = [
+        ("run", "shards", "failed", "tokens", "created", *(["job"] if address else []))
+    ]
+    problems: list[RunError] = []
+    for run in find_runs(place(runs or "runs")):
+        try:
+            rows.append((*list_line(run), *([states.get(run.run_id, "none")] if address else [])))
+        except RunError as error:
+            problems.append(error)
+    _print_table(rows)
+    for problem in problems:
+        _tell(str(problem))
+
+
+def logs(
+    run: RunOrJob,
+    address: Address,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job ends.")
+    ] = False,
+) -> None:
+    """Print what the driver of a run's last job said."""
+
+    from jobs.submission import JobClient
+
+    cluster = JobClient(address)
+    job = cluster.find(run)
+    for text in cluster.log(job, follow):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    if follow:
+        _tell(f"{job.job_id}: {cluster.state(job)}")
+
+
+def stop(run: RunOrJob, address: Address) -> None:
+    """Stop a run's job; what is committed stays, and `resume` goes on."""
+
+    from jobs.submission import JobClient
+
+    cluster = JobClient(address)
+    job = cluster.find(run)
+    if job.ended:
+        _tell(f"{job.job_id}: has ended before, {job.state}")
+        return
+    _tell(
+        f"{job.job_id}: {cluster.stop(job).state}; headcount resume {job.run} --address {cluster.url} goes on"
+    )
+
+
+def resume(
+    run: Run,
+    address: MaybeAddress = None,
+    replicas: LocalReplicas = 1,
+    cores: Cores = 0,
+    device: DeviceOption = "auto",
+    env: Env = None,
+) -> None:
+    """Go on with a run from its directory alone: here, or as a job of a cluster. The scan file is
+    not needed.
+    """
+    from jobs.ray_cluster import Resources
+
+    directory = _run_directory(run)
+    resources = Resources(replicas, cores, device, address)
+    if address is not None:
+        from jobs.submission import resume as start
+
+        _tell(start(directory, resources, env or []))
+        return
+    if env:
+        raise RunError(
+            "--env: expected with --address only; a run that goes on here has this machine's variables"
+        )
+    from jobs.portable_scan import replan
+    from jobs.run_loop import run_to_end
+
+    failed = run_to_end(replan(directory), resources, Console(highlight=False, stderr=True))
+    print(directory.path)
+    if failed:
+        raise RunError(
+            f"{len(failed)} shards failed, all others are committed; mend the cause and resume again"
+        )
+
+
+def _run_directory(where: str) -> RunDirectory:
+    """A run directory by its path, made absolute, or by its address in a store."""
+    from schemas.places import absolute
+    from schemas.run_directory import RunDirectory
+
+    run = RunDirectory(absolute(where))
+    if not run.path.name.startswith("run_id="):
+        raise RunError(f"{where}: expected the directory of a run, …/run_id=NAME-HASH")
+    return run
+
+
+def _states(address: str | None) -> dict[str, str]:
+    """State of the last job of each run."""
+
+    from jobs.submission import JobClient
+
+    return {job.run_id: job.state for job in JobClient(address).jobs()} if address else {}
+
+
+def _list_jobs(address: str) -> None:
+    from datetime import UTC, datetime
+
+    from jobs.submission import JobClient
+
+    rows: list[tuple[str, ...]] = [("job", "state", "started", "run")]
+    for job in JobClient(address).jobs():
+        rows.append(
+            (
+                job.job_id,
+                job.state,
+                datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds"),
+                job.run,
+            )
+        )
+    _print_table(rows)
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    """Print rows in columns that are never cut, whatever they are printed to."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+
+
+def _tell(line: str) -> None:
+    say(Console(highlight=False, stderr=True), line)

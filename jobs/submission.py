@@ -1,0 +1,317 @@
+"""Runs as jobs of a Ray cluster, from a machine that need not belong to it.
+
+A job has the run's id, so that submitting twice is one job. Ray does not support giving the id of a
+deleted job to another, so one that resumes a run has a number of its own: NAME-HASH, NAME-HASH-2,
+NAME-HASH-3. The last one speaks for the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import ray
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobSubmissionClient
+
+from jobs.ray_cluster import Resources, last_line, staged_code
+from schemas.errors import HeadcountError, RunError, unknown
+from schemas.places import reason
+from schemas.run_directory import RunDirectory
+from schemas.scan import Scan
+
+PATIENCE = 10.0
+"""Seconds in which a cluster must take a connection."""
+
+STOPPING = 60.0
+"""Seconds in which a job must have ended after it was told to; Ray kills it after three."""
+
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of a cluster that measures a run."""
+
+    job_id: str
+    run_id: str
+    run: str
+    """Path or address of the run directory."""
+    attempt: int
+    state: str
+    """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
+    message: str
+    """Last line of what Ray says of it."""
+    started: float
+    """Seconds since 1970."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.state in ENDED
+
+
+class JobClient:
+    """The jobs of a Ray cluster."""
+
+    def __init__(self, address: str) -> None:
+        self.url = _url(address)
+        for chatter in (
+            "dashboard.modules.dashboard_sdk",
+            "dashboard.modules.job.sdk",
+            "_private.runtime_env.packaging",
+        ):
+            logging.getLogger(f"ray.{chatter}").setLevel(logging.WARNING)
+        # Ray prefers these to the address it is given; what was asked for on the command line
+        # counts here.
+        kept = {
+            name: os.environ.pop(name)
+            for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+            if name in os.environ
+        }
+        try:
+            with self._explained():
+                _knock(self.url)
+                self.client = JobSubmissionClient(self.url)
+        finally:
+            os.environ.update(kept)
+
+    def jobs(self) -> list[Job]:
+        """The jobs that measure runs, by run and in order."""
+        with self._explained():
+            found = [_job(details) for details in self.client.list_jobs()]
+        return sorted(
+            (job for job in found if job is not None),
+            key=lambda job: (job.run_id, job.attempt, job.started),
+        )
+
+    def last(self, run_id: str) -> Job | None:
+        """The last job of a run."""
+        return next((job for job in reversed(self.jobs()) if job.run_id == run_id), None)
+
+    def find(self, name: str) -> Job:
+        """A job by its id, or the last one of a run, by the run's id, directory or address."""
+        jobs = self.jobs()
+        name = name.rstrip("/").rpartition("/")[2].removeprefix("run_id=")
+        by_name = {job.run_id: job for job in jobs} | {
+            job.job_id: job for job in jobs if job.job_id != job.run_id
+        }
+        if name not in by_name:
+            raise RunError(f"{self.url}: {unknown('job', name, by_name)}")
+        return by_name[name]
+
+    def start(
+        self,
+        run: RunDirectory,
+        words: list[str],
+        env: dict[str, str],
+        scan_file: Path | None = None,
+    ) -> str:
+        """Start a job for a run, unless one is at work; says which of the two."""
+        self._check_version()
+        last = self.last(run.run_id)
+        if last is not None and not last.ended:
+            return self._at_work(last)
+        attempt = 1 if last is None else last.attempt + 1
+        job_id = run.run_id if attempt == 1 else f"{run.run_id}-{attempt}"
+        with self._explained(), staged_code() as code:
+            if scan_file is not None:
+                shutil.copy(scan_file, code / scan_file.name)
+            try:
+                self.client.submit_job(
+                    entrypoint=shlex.join(["python", "-m", "headcount", *words]),
+                    submission_id=job_id,
+                    runtime_env={"working_dir": str(code), "env_vars": env},
+                    metadata={
+                        "headcount": run.run_id,
+                        "run": str(run.path),
+                        "attempt": str(attempt),
+                    },
+                )
+            except (RuntimeError, OSError):
+                # Ray refuses the second of two that ask at once, and an answer may be lost on its
+                # way.
+                other = next((job for job in self.jobs() if job.job_id == job_id), None)
+                if other is None:
+                    raise
+                return self._at_work(other)
+        return f"{job_id}: submitted to {self.url}"
+
+    def stop(self, job: Job) -> Job:
+        """End a job, and wait until it has ended."""
+        until = time.monotonic() + STOPPING
+        while not job.ended:
+            if time.monotonic() > until:
+                raise RunError(
+                    f"{self.url}: job {job.job_id} is still {job.state} after {STOPPING:.0f} s; stop it again"
+                )
+            with self._explained():
+                self.client.stop_job(
+                    job.job_id
+                )  # One that waits for its node cannot be stopped yet: ask again.
+            time.sleep(0.5)
+            job = replace(job, state=self.state(job))
+        return job
+
+    def state(self, job: Job) -> str:
+        """The state of a job by now."""
+        with self._explained():
+            return str(self.client.get_job_status(job.job_id))
+
+    def log(self, job: Job, follow: bool = False) -> Iterator[str]:
+        """What the driver of a job printed, and with `follow` what it will print until it ends."""
+        with self._explained():
+            if not follow:
+                yield self.client.get_job_logs(job.job_id)
+                return
+            from aiohttp import ClientError
+
+            lines = self.client.tail_job_logs(job.job_id)
+
+            async def more() -> str | None:
+                try:
+                    return await anext(lines, None)
+                except ClientError as error:
+                    raise ConnectionError(str(error)) from None
+
+            with asyncio.Runner() as runner:
+                while (text := runner.run(more())) is not None:
+                    yield text
+
+    def _at_work(self, job: Job) -> str:
+        return f"{job.job_id}: already submitted to {self.url}, {job.state}; headcount logs {job.run_id} shows what it does"
+
+    def _check_version(self) -> None:
+        there, here = self.client._server_ray_version or "unknown", ray.__version__
+        if there.split(".")[:2] != here.split(".")[:2]:
+            raise RunError(
+                f"{self.url}: the cluster runs Ray {there}, this machine {here}; install ray[default]=={there} here, or "
+                "start the cluster from the image of this version"
+            )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what goes wrong between here and the cluster into one line."""
+        try:
+            yield
+        except HeadcountError:
+            raise
+        except AuthenticationError as error:
+            raise RunError(
+                f"{self.url}: the cluster refused the token ({_first_sentence(error.message)}); set RAY_AUTH_MODE=token, and the "
+                "cluster's token in RAY_AUTH_TOKEN or its file in RAY_AUTH_TOKEN_PATH (else ~/.ray/auth_token)"
+            ) from None
+        except ConnectionError as error:
+            raise RunError(
+                f"{self.url}: no Ray cluster answers there ({reason(error)}); expected the address of its dashboard, for "
+                "instance http://127.0.0.1:8265 while `ray dashboard cluster.yaml` runs"
+            ) from None
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{self.url}: what answers there is no Ray cluster, or failed ({last_line(str(error))})"
+            ) from None
+
+
+def submit(
+    scan: Scan, scan_file: Path, overrides: list[str], resources: Resources, env: list[str]
+) -> str:
+    """Start the job of a scan, once; says what became of it."""
+    cluster = JobClient(resources.address or "")
+    run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
+    last = cluster.last(run.run_id)
+    if last is not None and last.ended:
+        if last.state == "SUCCEEDED":
+            return f"{last.job_id}: has ended, SUCCEEDED; headcount status {last.run}"
+        raise RunError(
+            f"{last.job_id}: has ended, {last.state}{f' ({last.message})' if last.message else ''}; "
+            f"headcount resume {last.run} --address {cluster.url} goes on"
+        )
+    words = [
+        "scan",
+        scan_file.name,
+        *(word for override in overrides for word in ("--set", override)),
+    ]
+    return cluster.start(run, [*words, *_flags(resources)], _forwarded(env), scan_file)
+
+
+def resume(run: RunDirectory, resources: Resources, env: list[str]) -> str:
+    """Start another job for a run whose last one has ended; says what became of it."""
+    words = ["resume", str(run.path), *_flags(resources)]
+    return JobClient(resources.address or "").start(run, words, _forwarded(env))
+
+
+def _flags(resources: Resources) -> list[str]:
+    return [
+        "--replicas",
+        f"{resources.replicas}",
+        "--cores",
+        f"{resources.cores}",
+        "--device",
+        resources.device,
+    ]
+
+
+def _forwarded(names: list[str]) -> dict[str, str]:
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise RunError(f"--env {missing[0]}: expected the name of a variable that is set here")
+    return {name: os.environ[name] for name in names}
+
+
+def _url(address: str) -> str:
+    url = (address if "://" in address else f"http://{address}").rstrip("/")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise RunError(
+            f"{address}: expected http://HOST:8265, the address of the cluster's dashboard"
+        )
+    return url
+
+
+def _knock(url: str) -> None:
+    """Fail soon where nobody answers: Ray would wait for minutes."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if getproxies().get(parts.scheme) and not proxy_bypass(host):
+        return
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), timeout=PATIENCE).close()
+    except OSError as error:
+        raise ConnectionError(reason(error)) from None
+
+
+def _job(details: Any) -> Job | None:
+    """A job as Ray describes it; none where it is not ours."""
+    metadata = details.metadata or {}
+    if "headcount" not in metadata or details.submission_id is None:
+        return None
+    return Job(
+        job_id=details.submission_id,
+        run_id=metadata["headcount"],
+        run=metadata.get("run", ""),
+        attempt=int(metadata.get("attempt", "1")),
+        state=str(details.status),
+        message=last_line(details.message or ""),
+        started=(details.start_time or 0) / 1000,
+    )
+
+
+def _first_sentence(text: str) -> str:
+    return reason(RuntimeError(text.strip().partition("\n")[0].partition(". ")[0]))

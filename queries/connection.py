@@ -1,0 +1,278 @@
+"""A DuckDB connection over runs: views of what is committed, and nothing else within reach."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from queries import run_tables
+from queries.run_tables import Run
+from queries.stores import register_stores
+from schemas.errors import QueryError
+from schemas.places import Place, place
+from schemas.tables import (
+    KEYS,
+    ORIGIN,
+    PROFILE,
+    WEIGHT,
+    chance_column,
+    curves_schema,
+    heads_schema,
+    prediction_type,
+    profiles_schema,
+    sequences_schema,
+    weights_schema,
+)
+
+QUERIES = Path(__file__).parent
+"""The folder whose `.sql` files become views: the stem is the name, the first comment the
+description.
+"""
+
+VIEWS = {
+    "heads": "One row per run, intervention, sequence, layer and head: every statistic as it was measured.",
+    "sequences": "One row per run, intervention and sequence: where it came from, its tokens, what uniform attention would score.",
+    "curves": "One row per run, intervention, sequence, layer and head: lists with a number for every key, query or lag.",
+    "profiles": "One row per run, intervention, shard, layer, head, profile and entry: means over the shard's sequences.",
+    "weights": "One row per run, layer, head, weight statistic and index: what the weights say without any input.",
+    "runs": "One row per run: what was scanned, with which model, and how far it got.",
+    "shards": "One row per shard: done, missing or damaged, and who made it.",
+    "statistics": "One row per statistic: unit, range, meaning, formula and source.",
+}
+
+PARTITIONS = {
+    "run_id": (pa.string(), "Run that the row belongs to."),
+    "intervention": (
+        pa.string(),
+        "Edit of the model under which it was measured; none is the untouched model.",
+    ),
+}
+
+SCHEMAS = {
+    "heads": heads_schema([]),
+    "sequences": sequences_schema([]),
+    "curves": curves_schema([]),
+    "profiles": profiles_schema(),
+    "weights": weights_schema(),
+}
+"""Columns that a table has whatever was measured."""
+
+OWN = {
+    "runs": run_tables.RUNS,
+    "shards": run_tables.SHARDS,
+    "statistics": run_tables.STATISTICS,
+    "profiles": PROFILE,
+    "weights": WEIGHT,
+    "profile_means": PROFILE
+    | {
+        "count": (pa.int64(), "Sequences, over all shards."),
+        "mean": (pa.float64(), "Mean over the sequences of all shards."),
+        "sd": (pa.float64(), "Standard deviation over the sequences; NULL for a single one."),
+        "standard_error": (pa.float64(), "Standard error of the mean, sd / √count."),
+    },
+}
+"""Columns of a view that mean something there and not elsewhere."""
+
+
+def connect(path: str | Place, queries: Path = QUERIES) -> duckdb.DuckDBPyConnection:
+    """Open a run directory, or a directory of runs: views of what is committed, locked against
+    everything else.
+
+    Hand user SQL to `queries.answers.run_query`, which also refuses to write.
+    """
+    runs = run_tables.read_runs(place(path))
+    connection = duckdb.connect()
+    register_stores(connection, [run.directory.path for run in runs])
+    # DuckDB would otherwise take a misspelt view for a Python variable of whoever calls.
+    connection.execute("SET python_enable_replacements = false")
+    connection.execute("CREATE SCHEMA ledger")
+    statistics = run_tables.measured(runs)
+    chance = {
+        chance_column(name): entry for name, entry in statistics.items() if entry.get("chance")
+    }
+    predicted = {name: entry for run in runs for name, entry in run.manifest.predictions.items()}
+    curves = {name: entry for run in runs for name, entry in run.manifest.curves.items()}
+    types = {
+        name: prediction_type(entry.get("per_token", False)) for name, entry in predicted.items()
+    }
+    measured = {
+        "heads": dict.fromkeys(statistics, pa.float32()),
+        "sequences": dict.fromkeys(chance, pa.float32()) | types,
+        "curves": dict.fromkeys(curves, pa.list_(pa.float32())),
+    }
+    for table, schema in SCHEMAS.items():
+        _create(connection, table, _empty(schema, measured.get(table, {})))
+    _create(connection, "runs", run_tables.runs_table(runs))
+    _create(connection, "shards", run_tables.shards_table(runs))
+    _create(connection, "statistics", run_tables.statistics_table(runs))
+    descriptions = VIEWS | _create_queries(connection, queries)
+    _comment(connection, descriptions, statistics | predicted | curves)
+    # Binding a view opens a file of every run, so the views above are made while the tables below
+    # them are empty.
+    for table in SCHEMAS:
+        _point_at_files(connection, table, runs, measured.get(table, ()))
+    _lock(connection, runs)
+    return connection
+
+
+def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
+    """Every view and what it is for, tables first."""
+    sql = "SELECT view_name, comment FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal ORDER BY view_name"
+    found = dict(connection.cursor().execute(sql).fetchall())
+    return {name: found[name] for name in VIEWS} | found
+
+
+def _empty(schema: pa.Schema, columns: Mapping[str, pa.DataType]) -> pa.Table:
+    partitions = [pa.field(name, type_) for name, (type_, _) in PARTITIONS.items()]
+    return pa.schema(
+        [*partitions, *schema, *(pa.field(name, type_) for name, type_ in columns.items())]
+    ).empty_table()
+
+
+def _create(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
+    connection.register("content", content)
+    connection.execute(f"CREATE TABLE ledger.{name}_content AS FROM content")
+    connection.unregister("content")
+    connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
+    connection.execute(f"CREATE VIEW main.{name} AS FROM ledger.{name}")
+
+
+def _point_at_files(
+    connection: duckdb.DuckDBPyConnection, table: str, runs: list[Run], columns: Iterable[str]
+) -> None:
+    """Let `table` read the committed files: one `read_parquet` for all runs that have the same
+    columns.
+
+    `union_by_name` would open every file whenever a query is planned (20,000 files: 3 s); this
+    opens one per call.
+    """
+    keys = [*PARTITIONS, *SCHEMAS[table].names]
+
+    def own(run: Run) -> list[str]:
+        measured = run.manifest.statistics | run.manifest.predictions | run.manifest.curves
+        return [c for c in columns if c.removeprefix("chance_") in measured]
+
+    selects = [f"FROM ledger.{table}_content"]
+    for names, group in groupby(sorted(runs, key=own), key=own):
+        files = [file for run in group for file in run.files(table)]
+        if files:
+            selects.append(
+                f"SELECT {', '.join(map(_name, [*keys, *names]))} FROM read_parquet([{', '.join(map(_text, files))}], "
+                "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': VARCHAR})"
+            )
+    try:
+        connection.execute(
+            f"CREATE OR REPLACE VIEW ledger.{table} AS {' UNION ALL BY NAME '.join(selects)}"
+        )
+    except duckdb.Error as error:
+        raise QueryError(
+            f"the files of table {table} do not fit their manifests: {str(error).partition(chr(10))[0]}"
+        ) from None
+
+
+def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict[str, str]:
+    """Make each `.sql` file a view, whatever their order; return the descriptions.
+
+    A query that needs a column that no run has becomes a view that says so when it is asked for.
+    """
+    waiting = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.sql"))}
+    descriptions = {name: first_comment(sql) for name, sql in waiting.items()}
+    problems: dict[str, str] = {}
+    progress = True
+    while waiting and progress:
+        progress = False
+        for name, sql in list(waiting.items()):
+            try:
+                connection.execute(f"CREATE VIEW {_name(name)} AS {sql}")
+            except duckdb.Error as error:
+                problems[name] = _problem(error)
+            else:
+                del waiting[name]
+                progress = True
+    for name in waiting:
+        message = _text(f"view {name!r} cannot be answered from these runs: {problems[name]}")
+        connection.execute(
+            f"CREATE VIEW {_name(name)} AS SELECT error({message}) AS missing WHERE error({message}) IS NULL"
+        )
+    return descriptions
+
+
+def _problem(error: duckdb.Error) -> str:
+    message = str(error).partition("\n")[0]
+    column = re.search(r'column (?:named )?"([^"]+)"', message)
+    return f"it needs column {column[1]!r}, which none of them measured" if column else message
+
+
+def first_comment(sql: str) -> str:
+    """The comment that a query starts with, on one line.
+
+    >>> first_comment("-- Heads, ranked.\\n-- Two lines.\\nFROM heads -- not this")
+    'Heads, ranked. Two lines.'
+    """
+    lines = []
+    for line in sql.splitlines():
+        if not line.startswith("--"):
+            break
+        lines.append(line.removeprefix("--").strip())
+    return " ".join(lines)
+
+
+def _comment(
+    connection: duckdb.DuckDBPyConnection,
+    descriptions: dict[str, str],
+    statistics: dict[str, dict[str, str]],
+) -> None:
+    for name, text in descriptions.items():
+        connection.execute(f"COMMENT ON VIEW {_name(name)} IS {_text(text)}")
+    keys = {name: text for name, (_, text) in (PARTITIONS | KEYS | ORIGIN).items()}
+    prefixes = {
+        "": "",
+        "mean_": "Mean over sequences: ",
+        "sd_": "Standard deviation over sequences: ",
+        "max_": "Largest mean of a head: ",
+        "chance_": "What uniform attention would score: ",
+    }
+    sql = "SELECT table_name, column_name FROM duckdb_columns() WHERE schema_name = 'main' AND NOT internal"
+    for view, column in connection.execute(sql).fetchall():
+        text = OWN[view][column][1] if column in OWN.get(view, {}) else keys.get(column)
+        for prefix, words in prefixes.items():
+            entry = (
+                statistics.get(column.removeprefix(prefix)) if column.startswith(prefix) else None
+            )
+            if text is None and entry:
+                text = words + entry.get("description", "")
+        if text:
+            connection.execute(f"COMMENT ON COLUMN {_name(view)}.{_name(column)} IS {_text(text)}")
+
+
+def _lock(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> None:
+    """Leave the runs readable and nothing else; a query too big for memory may spill to the
+    temporary directory.
+    """
+    spill = os.path.join(tempfile.gettempdir(), f"headcount-{os.getpid()}")
+    directories = ", ".join(_text(str(run.directory.path)) for run in runs)
+    for setting in (
+        "parquet_metadata_cache = true",
+        f"temp_directory = {_text(spill)}",
+        "autoinstall_known_extensions = false",
+        "autoload_known_extensions = false",
+        f"allowed_directories = [{directories}]",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        connection.execute(f"SET {setting}")
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+def _name(value: str) -> str:
+    return '"' + value.replace('"', '""') + '"'

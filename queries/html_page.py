@@ -1,0 +1,74 @@
+"""What our pages share: one HTML file with Plotly in it, whose data is text and never markup."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from queries.connection import QUERIES
+from schemas.errors import QueryError
+
+Record = dict[str, Any]
+
+
+def write_html(template: Path, output: Path, content: Record, figures: list[Record]) -> None:
+    """Write the page that `TEMPLATE.html.j2` lays out and whose figures `TEMPLATE.js` draws; it
+    needs no network.
+    """
+    from plotly.offline import get_plotlyjs
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, QUERIES]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    scripts = {
+        "plotly": get_plotlyjs(),
+        # "</script>" inside data would end the script element.
+        "figures": json.dumps(plain(figures), allow_nan=False).replace("<", "\\u003c"),
+        "script": "\n".join(
+            script.read_text(encoding="utf-8")
+            for script in (QUERIES / "html.js", template.with_suffix(".js"))
+        ),
+    }
+    try:
+        environment.get_template(f"{template.name}.html.j2").stream(content | scripts).dump(
+            str(output), encoding="utf-8"
+        )
+    except OSError as error:
+        raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
+
+
+def add_figure(figures: list[Record], **content: Any) -> Record:
+    """Keep a figure for the page's script, and say which one it is."""
+    figures.append(content)
+    return {"figure": len(figures) - 1}
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: no NaN, no infinities, four to six digits."""
+    match value:
+        case float():
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        case dict():
+            return {key: plain(item) for key, item in value.items()}
+        case list():
+            return [plain(item) for item in value]
+    return value
+
+
+def number(value: Any) -> str:
+    """A number for people: four digits, a dash where it is undefined."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,297 @@
+"""What the runs say about themselves: which shards count, what was scanned, which statistics were
+measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.errors import QueryError
+from schemas.places import Place, absolute
+from schemas.run_directory import Manifest, RunDirectory, check_merged, find_runs, pc
+
+Columns = dict[str, tuple[pa.DataType, str]]
+
+MEANINGS = {
+    "statistics": "column",
+    "predictions": "column",
+    "profiles": "profile",
+    "curves": "profile",
+    "weight_statistics": "weight statistic",
+    "inputs": "input family",
+    "interventions": "intervention",
+}
+"""Fields of a manifest that say what names mean, and what each of these names."""
+
+RUNS: Columns = {
+    "run_id": (pa.string(), "Run: the name of the scan and the fingerprint of what it measures."),
+    "name": (pa.string(), "Name of the scan."),
+    "created": (pa.string(), "When the run was started."),
+    "model": (pa.string(), "Model, as the scan names it."),
+    "weight_processing": (
+        pa.string(),
+        "raw: as trained. folded: LayerNorm folded in and weights centred; norms differ.",
+    ),
+    "precision": (
+        pa.string(),
+        "Number formats of the model's products, as measured; where nothing is done yet, as asked for.",
+    ),
+    "engine": (pa.string(), "Engine that the scan asked for: fused or dense."),
+    "n_ctx": (pa.int32(), "Tokens in every sequence."),
+    "bos": (pa.bool_(), "Whether every sequence begins with the beginning-of-sequence token."),
+    "input_family": (pa.string(), "Family of inputs."),
+    "input_options": (pa.string(), "Options of the input family, as JSON."),
+    "interventions": (pa.list_(pa.string()), "Edits of the model; none is the untouched model."),
+    "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
+    "seed": (pa.int64(), "Seed of synthetic input."),
+    "n_layers": (pa.int32(), "Layers of the model."),
+    "n_heads": (pa.int32(), "Heads in a layer."),
+    "d_model": (pa.int32(), "Width of the residual stream."),
+    "d_head": (pa.int32(), "Width of a head."),
+    "shards": (pa.int64(), "Shards of the scan."),
+    "shards_done": (pa.int64(), "Shards with a commit and whole files."),
+    "complete": (pa.bool_(), "Whether every shard is done."),
+    "sequences": (pa.int64(), "Sequences of the scan."),
+    "sequences_done": (pa.int64(), "Sequences of the shards that are done."),
+    "rows": (pa.int64(), "Rows of the shards that are done."),
+    "tokens": (
+        pa.int64(),
+        "Tokens that went through the model, over all interventions, in the shards that are done.",
+    ),
+    "seconds": (
+        pa.float64(),
+        "Seconds of work in the shards that are done, added up over replicas.",
+    ),
+    "model_fingerprint": (pa.string(), "The same for runs of the same model: names its weights."),
+    "code": (pa.string(), "Fingerprint of the code that made the run."),
+}
+
+SHARDS: Columns = {
+    "run_id": (pa.string(), "Run."),
+    "shard": (pa.int64(), "Shard: the unit of work and of commit."),
+    "start": (pa.int64(), "First sequence of the shard."),
+    "stop": (pa.int64(), "One past the last sequence of the shard."),
+    "status": (
+        pa.string(),
+        "done, missing (no commit yet) or damaged (a committed file is gone or broken; left out of all views).",
+    ),
+    "rows": (pa.int64(), "Rows that were committed."),
+    "tokens": (pa.int64(), "Tokens that were committed."),
+    "seconds": (
+        pa.float64(),
+        "Seconds that the shard took, from the first forward pass to the last file.",
+    ),
+    "compute_seconds": (pa.float64(), "Of these, forward passes and reductions."),
+    "idle_seconds": (pa.float64(), "Seconds before it in which the replica waited for work."),
+    "finished": (pa.timestamp("us", "UTC"), "When it was committed, by the clock of that machine."),
+    "host": (pa.string(), "Machine that made it."),
+    "replica": (pa.string(), "Replica that made it."),
+    "attempt": (pa.int64(), "Attempt that succeeded."),
+    "engine": (
+        pa.string(),
+        "Engine that measured it, by intervention where several did, and in which layers it built patterns.",
+    ),
+    "precision": (pa.string(), "Number formats it was measured in."),
+    "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
+}
+
+STATISTICS: Columns = {
+    "name": (pa.string(), "Statistic: a column of heads."),
+    "unit": (pa.string(), "Unit."),
+    "range_low": (pa.float64(), "Smallest possible value."),
+    "range_high": (pa.float64(), "Largest possible value."),
+    "meaning": (pa.string(), "Meaning, in one sentence."),
+    "formula": (pa.string(), "Formula, in index notation."),
+    "source": (pa.string(), "Where the definition comes from."),
+    "chance": (
+        pa.bool_(),
+        "Whether sequences.chance_<name> holds what uniform attention would score.",
+    ),
+    "description": (pa.string(), "Meaning, formula and when it is NULL, on one line."),
+    "fingerprint": (pa.string(), "Fingerprint of the formula's code."),
+    "runs": (pa.int64(), "Runs that measured it."),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its manifest, its ledger, and what of it can be read."""
+
+    directory: RunDirectory
+    manifest: Manifest
+    ledger: pa.Table
+    """One row per commit, in shard order."""
+    damaged: dict[str, list[int]]
+    """Committed files that are gone or broken, and their shards."""
+
+    @cached_property
+    def whole(self) -> np.ndarray:
+        """For each commit, whether all of its files can be read."""
+        broken = [shard for shards in self.damaged.values() for shard in shards]
+        return ~np.isin(self.ledger["shard"].to_numpy(), broken)
+
+    @cached_property
+    def done(self) -> pa.Table:
+        """The commits whose files can be read."""
+        return self.ledger.filter(pa.array(self.whole))
+
+    def files(self, table: str) -> list[str]:
+        """Paths of a table's files that count."""
+        files = pc.list_flatten(self.done["files"])
+        paths = pc.struct_field(files, "path").filter(
+            pc.equal(pc.struct_field(files, "table"), table)
+        )
+        return [f"{self.directory.path}/{path}" for path in pc.unique(paths).to_pylist()]
+
+    @property
+    def scan(self) -> dict[str, Any]:
+        """The resolved scan."""
+        return self.manifest.identity.get("scan", {})
+
+
+def read_runs(path: Place) -> list[Run]:
+    """Read the manifests and ledgers at `path`, and warn on stderr of shards whose files are
+    damaged.
+    """
+    runs = [_read_run(directory) for directory in find_runs(absolute(path))]
+    for run in runs:
+        if run.damaged:
+            names = list(run.damaged)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            print(
+                f"warning: run {run.directory.run_id}: {names[0]}{more} is damaged (not as committed); its shard is "
+                "left out of every view. Run the same scan again to measure it anew.",
+                file=sys.stderr,
+            )
+    _same_meanings(runs)
+    return runs
+
+
+def _read_run(directory: RunDirectory) -> Run:
+    ledger = directory.ledger()
+    check_merged(ledger)
+    return Run(directory, directory.manifest(), ledger, directory.damaged_files([ledger]))
+
+
+def _same_meanings(runs: list[Run]) -> None:
+    """Refuse runs that use one name for two things."""
+    first: dict[tuple[str, str], tuple[str, str]] = {}
+    for run in runs:
+        for field, kind in MEANINGS.items():
+            for name, entry in getattr(run.manifest, field).items():
+                fingerprint = entry.get("fingerprint", "")
+                other, known = first.setdefault((kind, name), (run.directory.run_id, fingerprint))
+                if known != fingerprint:
+                    raise QueryError(
+                        f"{kind} {name!r} has one formula in run {other} ({known}) and another in run "
+                        f"{run.directory.run_id} ({fingerprint}); query one run directory at a time"
+                    )
+
+
+def measured(runs: list[Run]) -> dict[str, dict[str, Any]]:
+    """Every statistic that some run measured, as its manifest describes it."""
+    return {
+        name: entry for run in reversed(runs) for name, entry in run.manifest.statistics.items()
+    }
+
+
+def bounds(entry: dict[str, Any]) -> tuple[float, float]:
+    """The range of a statistic; JSON has no infinity, so a manifest writes it as a word or as null."""
+    low, high = entry.get("range") or (None, None)
+    return (
+        float("-inf") if low is None else float(low),
+        float("inf") if high is None else float(high),
+    )
+
+
+def runs_table(runs: list[Run]) -> pa.Table:
+    """One row per run."""
+    return _table(RUNS, [_run_row(run) for run in runs])
+
+
+def shards_table(runs: list[Run]) -> pa.Table:
+    """One row per shard, done or not."""
+    return pa.concat_tables([_shards(run) for run in runs])
+
+
+def statistics_table(runs: list[Run]) -> pa.Table:
+    """One row per statistic."""
+    rows = []
+    for name, entry in measured(runs).items():
+        low, high = bounds(entry)
+        count = sum(name in run.manifest.statistics for run in runs)
+        rows.append({**entry, "name": name, "range_low": low, "range_high": high, "runs": count})
+    return _table(STATISTICS, rows)
+
+
+def _run_row(run: Run) -> dict[str, Any]:
+    manifest, scan, done = run.manifest, run.scan, run.done
+    inputs = dict(scan.get("input", {}))
+    return {
+        **{
+            key: scan.get(key)
+            for key in ("model", "weight_processing", "engine", "n_ctx", "bos", "seed")
+        },
+        **{key: manifest.model.get(key) for key in ("n_layers", "n_heads", "d_model", "d_head")},
+        "run_id": run.directory.run_id,
+        "name": manifest.run_id.rpartition("-")[0] or manifest.run_id,
+        "created": manifest.created,
+        "precision": ", ".join(sorted(pc.unique(done["precision"]).to_pylist()))
+        or scan.get("precision"),
+        "input_family": inputs.pop("family", None),
+        "input_options": json.dumps(inputs, ensure_ascii=False),
+        "interventions": list(scan.get("interventions", ["none"])),
+        "statistics": list(manifest.statistics),
+        "shards": manifest.shards,
+        "shards_done": len(done),
+        "complete": len(done) >= manifest.shards,
+        "sequences": manifest.sequences,
+        "sequences_done": int((done["stop"].to_numpy() - done["start"].to_numpy()).sum()),
+        "rows": int(done["rows"].to_numpy().sum()),
+        "tokens": int(done["tokens"].to_numpy().sum()),
+        "seconds": float(done["seconds"].to_numpy().sum()),
+        "model_fingerprint": _model_fingerprint(manifest),
+        "code": manifest.code,
+    }
+
+
+def _model_fingerprint(manifest: Manifest) -> str:
+    identity = manifest.identity.get("model", manifest.model)
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _shards(run: Run) -> pa.Table:
+    """Commits with their status, and a row for each shard that has none."""
+    own = [name for name in SHARDS if name != "status"]
+    status = pa.array(np.where(run.whole, "done", "damaged"), pa.string())
+    known = run.ledger.select(own).append_column("status", status)
+    size, total = run.scan.get("sequences_per_shard"), run.manifest.sequences
+    missing = np.setdiff1d(np.arange(run.manifest.shards), known["shard"].to_numpy())
+    rows: dict[str, Any] = {"run_id": [run.directory.run_id] * len(missing), "shard": missing}
+    rows["status"] = ["missing"] * len(missing)
+    if size:
+        rows |= {"start": missing * size, "stop": np.minimum((missing + 1) * size, total)}
+    schema = _schema(SHARDS)
+    arrays = [
+        pa.array(rows[f.name], f.type) if f.name in rows else pa.nulls(len(missing), f.type)
+        for f in schema
+    ]
+    both = [known.select(schema.names).cast(schema), pa.Table.from_arrays(arrays, schema=schema)]
+    return pa.concat_tables(both).sort_by("shard")
+
+
+def _schema(columns: Columns) -> pa.Schema:
+    return pa.schema([(name, type_) for name, (type_, _) in columns.items()])
+
+
+def _table(columns: Columns, rows: list[dict[str, Any]]) -> pa.Table:
+    content = [{name: row.get(name) for name in columns} for row in rows]
+    return pa.Table.from_pylist(content, schema=_schema(columns))

@@ -1,0 +1,180 @@
+"""What a model predicts: columns of the `sequences` table, each one function, as statistics are.
+
+What a prediction reads is computed only where a scan asks for one that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from schemas.formulas import Ranged, chosen, described, evaluate
+from schemas.pattern import Tensor
+
+PREDICTION_INPUTS: dict[str, str] = {
+    "token_loss": "-ln p(t[i] | t[<i]) of every token, NaN for the first [batch pos]",
+    "final_logit": "logit after the last token of every token of the sequence [batch pos]",
+    "final_logprob": "ln p after the last token of every token of the sequence [batch pos]",
+    "effective": "effective positions EPE[i] = W_pos[i] + MLP_0(W_pos[i]), without a norm [pos d_model]",
+    "position_after_mlp": "what positions change in e + MLP_0(e), without a norm, of token embeddings e [batch pos d_model]",
+    "position_after_layer": "what positions change in the stream after the first layer [batch pos d_model]",
+}
+"""Every name that a prediction may take as a parameter.
+
+The last three are of the weights as they are, with no other edit, and NaN where a model adds no
+positions or has no MLP that is a module of its own.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(Ranged):
+    """A registered prediction: a column of `sequences`."""
+
+    per_token: bool
+    """Whether it is a list, parallel to `tokens`."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a run's manifest keeps of it."""
+        return super().record | {"per_token": self.per_token}
+
+
+PREDICTIONS: dict[str, Prediction] = {}
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+
+def prediction(
+    *, unit: str, range: tuple[float, float], source: str, per_token: bool = False
+) -> Callable[[F], F]:
+    """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` with NaN where a
+    token has no value.
+    """
+
+    def register(function: F) -> F:
+        fields = described(function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS)
+        fields |= {"unit": unit, "range": range, "source": source}
+        PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)
+        return function
+
+    return register
+
+
+def select_predictions(wanted: Iterable[str]) -> tuple[Prediction, ...]:
+    """The predictions of a scan, in registry order."""
+    return chosen(wanted, PREDICTIONS, "predictions", "prediction")
+
+
+def compute_predictions(
+    predictions: Iterable[Prediction], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The columns of some predictions."""
+    return {p.name: evaluate(p.compute, inputs) for p in predictions}
+
+
+@prediction(unit="nats", range=(0, math.inf), source="standard")
+def loss(token_loss: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token.
+
+    1/(T-1) Σ_{i≥1} -ln p(t[i] | t[<i])
+
+    >>> loss(nats([nan, 1, 3])).item()
+    2.0
+    """
+    return token_loss[:, 1:].mean(-1)
+
+
+@prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022")
+def loss_early(token_loss: Tensor) -> Tensor:
+    """Mean cross-entropy of the tokens in the first half: of a repeated block, its first copy.
+
+    1/⌊(T-1)/2⌋ Σ_{1≤i≤⌊(T-1)/2⌋} -ln p(t[i] | t[<i])
+
+    >>> loss_early(nats([nan, 1, 2, 5, 7])).item()
+    1.5
+    """
+    return token_loss[:, 1 : (token_loss.shape[1] + 1) // 2].mean(-1)
+
+
+@prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022")
+def loss_late(token_loss: Tensor) -> Tensor:
+    """Mean cross-entropy of the tokens in the second half: of a repeated block, its second copy.
+
+    1/⌈(T-1)/2⌉ Σ_{i>⌊(T-1)/2⌋} -ln p(t[i] | t[<i])
+
+    >>> loss_late(nats([nan, 1, 2, 5, 7])).item()
+    6.0
+    """
+    return token_loss[:, (token_loss.shape[1] + 1) // 2 :].mean(-1)
+
+
+@prediction(unit="nats", range=(0, math.inf), source="standard", per_token=True)
+def losses(token_loss: Tensor) -> Tensor:
+    """Cross-entropy of each token, NULL for the first.
+
+    -ln p(t[i] | t[<i])
+    """
+    return token_loss
+
+
+@prediction(unit="probability", range=(0, 1), source="Farrell 2023", per_token=True)
+def final_probabilities(final_logprob: Tensor) -> Tensor:
+    """Probability after the last token of each token of the sequence, whatever its place.
+
+    p(t[i] | t[0], …, t[T-1])
+    """
+    return final_logprob.exp()
+
+
+@prediction(unit="logit", range=(-math.inf, math.inf), source="Farrell 2023", per_token=True)
+def final_logits(final_logit: Tensor) -> Tensor:
+    """Logit after the last token of each token of the sequence; only differences within a sequence
+    mean anything.
+
+    logit(t[i] | t[0], …, t[T-1])
+    """
+    return final_logit
+
+
+@prediction(
+    unit="cosine",
+    range=(-1, 1),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
+    per_token=True,
+)
+def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
+    """Alignment of each effective position with what its position really changes after the first
+    MLP alone.
+
+    cos(EPE[i], (x + MLP_0(x)) - (e + MLP_0(e))), EPE[i] = W_pos[i] + MLP_0(W_pos[i]), x = e +
+    W_pos[i], e the token's embedding
+
+    >>> position_cosine_mlp(stream([3, 4])[0], stream([8, -6])).tolist()
+    [[0.0]]
+    """
+    return _cosine(effective, position_after_mlp)
+
+
+@prediction(
+    unit="cosine",
+    range=(-1, 1),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
+    per_token=True,
+)
+def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:
+    """Alignment of each effective position with what positions really change after the whole first
+    layer.
+
+    cos(EPE[i], L_0(e + W_pos)[i] - L_0(e)[i]), EPE[i] = W_pos[i] + MLP_0(W_pos[i]), L_0 the first
+    layer, e the token embeddings
+
+    >>> position_cosine_layer(stream([3, 4])[0], stream([6, 8])).tolist()
+    [[1.0]]
+    """
+    return _cosine(effective, position_after_layer)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))

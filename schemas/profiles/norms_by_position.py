@@ -1,0 +1,95 @@
+"""Lengths of queries, keys, values, head outputs and the residual stream, position by position."""
+
+from schemas.pattern import Tensor
+from schemas.profiles.profile_registry import profile
+from schemas.statistics.head_results import result_norms
+
+
+@profile(axis="key", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
+def value_norm_by_key(v: Tensor) -> Tensor:
+    """Length of the value vector.
+
+    ‖v[k]‖₂
+
+    >>> value_norm_by_key(vectors([3, 4], [0, 1])).tolist()
+    [[[5.0, 1.0]]]
+    """
+    return _by_head(v.norm(dim=-1))
+
+
+@profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
+def value_result_norm_by_key(v: Tensor, W_O: Tensor) -> Tensor:
+    """Length of the value vector after W_O.
+
+    ‖v[k] W_O‖₂
+
+    >>> value_result_norm_by_key(vectors([1], [0]), head([[3, 4]])).tolist()
+    [[[5.0, 0.0]]]
+    """
+    return result_norms(v, W_O)
+
+
+@profile(axis="key", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
+def key_norm_by_key(k: Tensor) -> Tensor:
+    """Length of the key vector.
+
+    ‖k[k]‖₂
+
+    >>> key_norm_by_key(vectors([3, 4], [0, 1])).tolist()
+    [[[5.0, 1.0]]]
+    """
+    return _by_head(k.norm(dim=-1))
+
+
+@profile(axis="query", unit="euclidean norm", source="Gu et al. 2024, arXiv 2410.10781")
+def query_norm_by_query(q: Tensor) -> Tensor:
+    """Length of the query vector.
+
+    ‖q[q]‖₂
+
+    >>> query_norm_by_query(vectors([3, 4], [0, 1])).tolist()
+    [[[5.0, 1.0]]]
+    """
+    return _by_head(q.norm(dim=-1))
+
+
+@profile(axis="query", unit="euclidean norm", source="Farrell 2023, recency bias in attn-only-2l")
+def head_output_norm_by_query(z: Tensor) -> Tensor:
+    """Length of the head's output before W_O; it falls as 1/√(q+1) where the head mixes all values
+    alike.
+
+    ‖z[q]‖₂, z[q] = Σ_k A[q,k] v[k]
+
+    >>> head_output_norm_by_query(vectors([3, 4], [0, 1])).tolist()
+    [[[5.0, 1.0]]]
+    """
+    return _by_head(z.norm(dim=-1))
+
+
+@profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
+def resid_pre_norm_by_key(resid_pre: Tensor) -> Tensor:
+    """Length of the residual stream before the layer; the same for all heads of a layer.
+
+    ‖resid_pre[k]‖₂
+
+    >>> resid_pre_norm_by_key(stream([3, 4], [0, 1])).tolist()
+    [[5.0, 1.0]]
+    """
+    return resid_pre.norm(dim=-1)
+
+
+@profile(axis="key", unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835")
+def resid_post_norm_by_key(resid_post: Tensor) -> Tensor:
+    """Length of the residual stream after the layer; the same for all heads of a layer.
+
+    ‖resid_post[k]‖₂
+
+    >>> resid_post_norm_by_key(stream([3, 4], [0, 1])).tolist()
+    [[5.0, 1.0]]
+    """
+    return resid_post.norm(dim=-1)
+
+
+def _by_head(lengths: Tensor) -> Tensor:
+    """From `[batch pos head]` to `[batch head pos]`."""
+    return lengths.swapaxes(1, 2)

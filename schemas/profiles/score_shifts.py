@@ -1,0 +1,34 @@
+"""What the query bias adds to the score of each key: Δ[k] = b_Q·(k[k] - b_K), before the division
+by √d_head.
+"""
+
+from schemas.pattern import Tensor
+from schemas.profiles.profile_registry import profile
+from schemas.statistics.decomposition import has_fixed_positions, shifts
+
+RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
+
+
+@profile(axis="key", unit="logits times √d_head", source=RAN_MILO, defined=has_fixed_positions)
+def score_shift_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+    """What the query bias adds to the score of a key, whatever the query.
+
+    Δ[k] = b_Q·(k[k] - b_K)
+
+    >>> score_shift_by_key(head([2, 0]), vectors([3, 9], [1, 9]), head([1, 4])).tolist()
+    [[[4.0, 0.0]]]
+    """
+    return shifts(b_Q, k, b_K).swapaxes(1, 2)
+
+
+@profile(axis="key", unit="logits times √d_head", source=RAN_MILO, defined=has_fixed_positions)
+def score_shift_lead_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+    """Lead of a key over the key of the same sequence to whose score the query bias adds least.
+
+    Δ[k] - min_j Δ[j], Δ[k] = b_Q·(k[k] - b_K)
+
+    >>> score_shift_lead_by_key(head([2, 0]), vectors([3, 9], [1, 9], [2, 9]), head([1, 4])).tolist()
+    [[[4.0, 0.0, 2.0]]]
+    """
+    shift = shifts(b_Q, k, b_K).swapaxes(1, 2)
+    return shift - shift.amin(-1)[..., None]

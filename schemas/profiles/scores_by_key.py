@@ -1,0 +1,30 @@
+"""Pre-softmax scores, scaled; the mean pattern is not the softmax of the mean score, so both are
+kept.
+"""
+
+from schemas.pattern import Pattern, Tensor
+from schemas.profiles.profile_registry import profile
+
+
+@profile(axis="key", unit="logits", source="Farrell 2023, recency bias in attn-only-2l")
+def last_score_by_key(pattern: Pattern) -> Tensor:
+    """Score of the last query.
+
+    S[T-1,k]
+
+    >>> last_score_by_key(scores([[0, 0], [3, -1]])).tolist()
+    [[[3.0, -1.0]]]
+    """
+    return pattern.row_scores(pattern.n_ctx - 1)
+
+
+@profile(axis="pair", unit="logits", source="Farrell 2023, previous-token and look-back-two heads")
+def score_by_pair(pattern: Pattern) -> Tensor:
+    """The score of every key that a query can see.
+
+    S[q,k], k ≤ q
+
+    >>> score_by_pair(scores([[2, 0], [3, -1]])).tolist()
+    [[[[2.0, -inf], [3.0, -1.0]]]]
+    """
+    return pattern.dense_scores()

@@ -1,0 +1,17 @@
+"""Where the last queries look, as one distribution over the keys."""
+
+from schemas.pattern import Pattern, Tensor
+from schemas.profiles.profile_registry import profile
+
+
+@profile(axis="key", unit="probability", source="Scheuer, attention-sink-profiler")
+def tail_attention_by_key(pattern: Pattern) -> Tensor:
+    """Attention of the last 64 queries, or of all where there are fewer: their mean distribution
+    over the keys.
+
+    1/n Σ_{q≥T-n} A[q,k], n = min(64, T)
+
+    >>> tail_attention_by_key(pattern([[1, 0], [0.5, 0.5]])).tolist()
+    [[[0.75, 0.25]]]
+    """
+    return pattern.rows(max(pattern.n_ctx - 64, 0)).mean(-2)

@@ -1,0 +1,78 @@
+"""Lengths of what a head writes to the residual stream: vectors after W_O."""
+
+from schemas.pattern import Tensor
+from schemas.statistics.statistic_registry import statistic
+
+
+def result_norms(x: Tensor, W_O: Tensor) -> Tensor:
+    """‖x W_O‖₂ of every `x [batch pos head d_head]`, by way of W_O W_Oᵀ, which is smaller: `[batch
+    head pos]`.
+    """
+    x = x.transpose(1, 2)
+    return ((x @ (W_O @ W_O.mT)) * x).sum(-1).clamp(min=0).sqrt()
+
+
+@statistic(
+    unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
+)
+def head_output_norm_last(z: Tensor) -> Tensor:
+    """Length of the head's output at the last query, before W_O.
+
+    ‖z[T-1]‖₂, z[q] = Σ_k A[q,k] v[k]
+
+    >>> head_output_norm_last(vectors([0, 0], [3, 4])).item()
+    5.0
+    """
+    return z[:, -1].norm(dim=-1)
+
+
+@statistic(
+    unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
+)
+def head_result_norm(z: Tensor, W_O: Tensor) -> Tensor:
+    """Mean length of what the head writes to the residual stream.
+
+    1/T Σ_q ‖z[q] W_O‖₂, z[q] = Σ_k A[q,k] v[k]
+
+    >>> head_result_norm(vectors([1], [0]), head([[3, 4]])).item()
+    2.5
+    """
+    return result_norms(z, W_O).mean(-1)
+
+
+@statistic(
+    unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=False
+)
+def head_result_norm_last(z: Tensor, W_O: Tensor) -> Tensor:
+    """Length of what the head writes to the residual stream at the last query.
+
+    ‖z[T-1] W_O‖₂, z[q] = Σ_k A[q,k] v[k]
+
+    >>> head_result_norm_last(vectors([1], [2]), head([[3, 4]])).item()
+    10.0
+    """
+    return result_norms(z[:, -1:], W_O)[..., 0]
+
+
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835", standard=False)
+def value_result_norm(v: Tensor, W_O: Tensor) -> Tensor:
+    """Mean length of the value vectors after W_O, position 0 included.
+
+    1/T Σ_k ‖v[k] W_O‖₂
+
+    >>> value_result_norm(vectors([1], [0]), head([[3, 4]])).item()
+    2.5
+    """
+    return result_norms(v, W_O).mean(-1)
+
+
+@statistic(unit="euclidean norm", source="Guo et al. 2024, arXiv 2410.13835", standard=False)
+def sink_value_result_norm(v: Tensor, W_O: Tensor) -> Tensor:
+    """Length of the value vector at position 0 after W_O.
+
+    ‖v[0] W_O‖₂
+
+    >>> sink_value_result_norm(vectors([2], [0]), head([[3, 4]])).item()
+    10.0
+    """
+    return result_norms(v[:, :1], W_O)[..., 0]

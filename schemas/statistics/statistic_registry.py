@@ -1,0 +1,86 @@
+"""What a statistic is: one function whose name is the column and whose parameters are the
+activations it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from schemas.formulas import Ranged, chosen, described
+from schemas.pattern import Tensor
+
+LAYER_VALUES: dict[str, str] = {
+    "pattern": "attention pattern, asked by question (schemas.pattern)",
+    "q": "queries [batch pos head d_head], after any rotation",
+    "k": "keys [batch pos head d_head], repeated where query heads share them",
+    "v": "values [batch pos head d_head], likewise",
+    "z": "Σ_k A[q,k] v[k], before W_O [batch pos head d_head]",
+    "resid_pre": "residual stream before the layer [batch pos d_model]",
+    "resid_post": "residual stream after the layer [batch pos d_model]",
+    "b_Q": "query bias [head d_head], zero where the model has none",
+    "b_K": "key bias [head d_head], likewise, repeated where query heads share it",
+    "W_K": "key projection [head d_model d_head], likewise",
+    "W_O": "output projection [head d_head d_model]",
+    "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]) [pos d_model], NaN where they are not known",
+    "rotary": "whether the model rotates q and k by their positions",
+    "tokens": "token ids [batch pos]",
+    "labels": "positions that the input family labels, a mask [batch pos] by label",
+    "copies": "for every query, the earlier keys that hold the same token",
+    "successors": "for every query, the keys that follow an earlier copy of its token",
+}
+"""Every name a statistic may take as a parameter, with its TransformerLens axes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic(Ranged):
+    """A registered statistic: a column of `heads`."""
+
+    chance: bool
+    standard: bool
+    """Whether a scan measures it unless told otherwise."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a run's manifest keeps of it."""
+        return super().record | {"chance": self.chance}
+
+
+STATISTICS: dict[str, Statistic] = {}
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+
+def statistic(
+    *,
+    unit: str,
+    range: tuple[float, float] = (0.0, math.inf),
+    source: str,
+    chance: bool = False,
+    defined: Callable[..., Tensor] | None = None,
+    standard: bool = True,
+) -> Callable[[F], F]:
+    """Register a function as a statistic of the `heads` table.
+
+    It returns `[batch head]`, or `[batch]` where all heads of a layer share the value. `chance`
+    also records what uniform attention would score (table `sequences`, column `chance_<name>`).
+    `defined` takes activations too and says, per sequence, where the statistic has a value;
+    elsewhere the column is NULL. What few scans need is not `standard`.
+    """
+
+    def register(function: F) -> F:
+        fields = described(function, "statistic", STATISTICS, "activation", LAYER_VALUES)
+        fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
+        STATISTICS[function.__name__] = Statistic(**fields, chance=chance, standard=standard)
+        return function
+
+    return register
+
+
+def select(wanted: str | Iterable[str]) -> tuple[Statistic, ...]:
+    """The statistics of a scan, in registry order: `"standard"`, `"all"`, or names."""
+    if isinstance(wanted, str) and wanted in ("standard", "all"):
+        return tuple(s for s in STATISTICS.values() if wanted == "all" or s.standard)
+    return chosen(wanted, STATISTICS, "statistics", "statistic")

@@ -1,0 +1,55 @@
+"""The query bias: which coordinates of the stream, and which positions, it makes every query look
+for.
+"""
+
+from schemas.pattern import Tensor
+from schemas.statistics.decomposition import has_fixed_positions
+from schemas.weight_statistics.weight_registry import weight
+
+
+@weight(axis="none", unit="euclidean norm", source="after Ran-Milo et al. 2026, arXiv 2604.14722")
+def query_bias_norm(b_Q: Tensor) -> Tensor:
+    """Length of the query bias.
+
+    ‖b_Q‖₂
+
+    >>> query_bias_norm(head([3, 4])).tolist()
+    [5.0]
+    """
+    return b_Q.norm(dim=-1)
+
+
+@weight(
+    axis="dimension", unit="logits times √d_head", source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 4",
+    defined=has_fixed_positions,
+)  # fmt: skip
+def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> Tensor:
+    """What a coordinate of the attention's input at a key adds, per unit, to the score of that key
+    for every query.
+
+    γ[d] = Σ_e b_Q[e] W_K[d,e]
+
+    With x[k] the attention's input, norm, gain and bias included, Σ_d x[k,d] γ[d] = Δ[k] of
+    `score_shift_by_key`.
+
+    >>> bias_key_coupling(head([1, 2]), head([[3, 4], [5, -1]])).tolist()
+    [[11.0, 3.0]]
+    """
+    return (W_K @ b_Q[..., None])[..., 0]
+
+
+@weight(
+    axis="position", unit="cosine", source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 2",
+    defined=has_fixed_positions,
+)  # fmt: skip
+def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
+    """Alignment of the query bias with the key that an effective position makes; NULL where one of
+    them is 0.
+
+    cos(b_Q, EPE[j] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
+
+    >>> bias_position_cosine(head([3, 4]), head([[1, 0], [0, 1]]), stream([6, 8], [-4, 3])[0]).tolist()
+    [[1.0, 0.0]]
+    """
+    keys = effective @ W_K
+    return (keys @ b_Q[..., None])[..., 0] / (keys.norm(dim=-1) * b_Q.norm(dim=-1)[..., None])

@@ -1,0 +1,76 @@
+"""What a weight statistic is: one function whose name is the value of column `weight` and whose
+parameters are weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
+
+from schemas.formulas import Along, checked_axis, chosen, described
+from schemas.pattern import Tensor
+
+Axis = Literal["dimension", "position", "none"]
+"""What a weight statistic runs over: coordinates of the residual stream, positions, or nothing."""
+
+LAYER_WEIGHTS: dict[str, str] = {
+    "W_Q": "query projection [head d_model d_head]",
+    "W_K": "key projection [head d_model d_head], repeated where query heads share it",
+    "b_Q": "query bias [head d_head]",
+    "b_K": "key bias [head d_head], repeated where query heads share it",
+}
+"""Weights that every layer has its own of."""
+
+MODEL_WEIGHTS: dict[str, str] = {
+    "W_pos": "position embeddings [pos d_model]",
+    "components": "W_pos, centred over coordinates and positions, along its three largest principal components [pos component]",
+    "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]), without a norm [pos d_model]",
+}
+"""Weights that a model has once. What a model has not makes the statistics that read it undefined.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightStatistic(Along):
+    """A registered weight statistic: values of column `weight`."""
+
+    @property
+    def layered(self) -> bool:
+        """Whether every layer has its own values."""
+        return any(name in LAYER_WEIGHTS for name in self.parameters)
+
+
+WEIGHT_STATISTICS: dict[str, WeightStatistic] = {}
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+
+def weight(
+    *, axis: Axis, unit: str, source: str, defined: Callable[..., bool] | None = None
+) -> Callable[[F], F]:
+    """Register a function as a statistic of the `weights` table.
+
+    Its parameters are names of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`, in float64. It returns `[head
+    index]`, or `[head]` along axis "none", and without the axis of heads where heads share the
+    values. `defined` takes `rotary` and says whether a model has the statistic; one that reads a
+    weight that the model has not is undefined too. NaN, for 0/0, becomes NULL.
+    """
+
+    def register(function: F) -> F:
+        name = function.__name__
+        fields = described(
+            function, "weight statistic", WEIGHT_STATISTICS, "weight", LAYER_WEIGHTS | MODEL_WEIGHTS
+        )
+        fields["axis"] = checked_axis(axis, get_args(Axis), f"weight statistic {name!r}")
+        WEIGHT_STATISTICS[name] = WeightStatistic(
+            **fields, unit=unit, source=source, defined=defined
+        )
+        return function
+
+    return register
+
+
+def select_weight_statistics(wanted: Iterable[str]) -> tuple[WeightStatistic, ...]:
+    """The weight statistics of a scan, in registry order."""
+    return chosen(wanted, WEIGHT_STATISTICS, "weight_statistics", "weight statistic")

@@ -1,0 +1,109 @@
+"""What an intervention changes while a model runs: functions of activations, each in one layer or
+in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+EDITABLE_ACTIVATIONS: dict[str, str] = {
+    "embed": "token embeddings [batch pos d_model]",
+    "pos_embed": "position embeddings as they are added [batch pos d_model]; batch may be 1",
+    "resid_pre": "residual stream before the layer [batch pos d_model]",
+    "q": "queries before any rotation [batch pos head d_head]",
+    "k": "keys before any rotation [batch pos head d_head]",
+    "v": "values [batch pos head d_head]",
+    "attn_scores": "scores, scaled; those of future keys are masked afterwards [batch head query key]",
+    "pattern": "attention pattern [batch head query key]",
+    "z": "Σ_k A[q,k] v[k], before W_O [batch pos head d_head]",
+    "attn_out": "what the attention adds to the stream [batch pos d_model]",
+    "mlp_out": "what the MLP adds to the stream [batch pos d_model]",
+    "resid_post": "residual stream after the layer [batch pos d_model]",
+}
+"""Every activation that can be edited, with its TransformerLens axes."""
+
+WHOLE_PATTERN = ("attn_scores", "pattern")
+"""Activations that exist only where a pattern is built."""
+
+SEEN = ("resid_pre", "q", "k", "v", "pattern", "z")
+"""Activations that an edit of a later one may read, as statistics see them: the pattern is asked by
+question.
+"""
+
+PARTNER = "partner"
+"""Read by an edit that wants its own target from the run on the partner sequences."""
+
+
+def readable(target: str) -> tuple[str, ...]:
+    """What an edit may read besides its target; queries, keys and values are made together.
+
+    >>> readable("v"), readable("pattern")
+    (('tokens', 'layer', 'partner', 'resid_pre'), ('tokens', 'layer', 'partner', 'resid_pre', 'q', 'k', 'v'))
+    """
+    order = list(EDITABLE_ACTIVATIONS)
+    until = order.index(
+        "q" if target in ("q", "k", "v") else "attn_scores" if target in WHOLE_PATTERN else target
+    )
+    return ("tokens", "layer", PARTNER, *(name for name in SEEN if order.index(name) < until))
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A function of one activation and of what it reads by name, which returns another and leaves
+    its arguments alone.
+    """
+
+    target: str
+    function: Callable[[Tensor, Mapping[str, Any]], Tensor]
+    layer: int | None = None
+    """The layer it is for; none means all of them."""
+    reads: frozenset[str] = frozenset()
+
+    def touches(self, name: str, layer: int | None) -> bool:
+        """Whether it edits an activation, in a layer where it has one."""
+        return self.target == name and (layer is None or self.layer in (None, layer))
+
+
+class Edits:
+    """Edits in the order in which they are applied."""
+
+    def __init__(self, edits: Iterable[Edit] = ()) -> None:
+        self.edits = tuple(edits)
+        self.reads = frozenset[str]().union(*(e.reads for e in self.edits))
+
+    def touch(self, name: str, layer: int | None = None) -> bool:
+        """Whether an activation is edited, in a layer where it has one."""
+        return any(e.touches(name, layer) for e in self.edits)
+
+    def apply(
+        self, name: str, layer: int | None, value: Tensor, known: Mapping[str, Any]
+    ) -> Tensor:
+        """An activation as edited; `known` is what edits may read in this layer."""
+        for edit in self.edits:
+            if edit.touches(name, layer):
+                value = edit.function(value, {**known, "layer": layer})
+        return value
+
+    def dense_layers(self, n_layers: int) -> list[int]:
+        """Layers whose pattern has to be built."""
+        return [
+            layer
+            for layer in range(n_layers)
+            if any(self.touch(name, layer) for name in WHOLE_PATTERN)
+        ]
+
+
+def replaced(x: Tensor, where: Any, value: Tensor | float) -> Tensor:
+    """A copy of a tensor with other values in some places.
+
+    >>> import torch
+    >>> replaced(torch.ones(3), slice(1), 0).tolist()
+    [0.0, 1.0, 1.0]
+    """
+    edited = x.clone()
+    edited[where] = value
+    return edited

@@ -1,0 +1,57 @@
+"""Activation patching: a run on other sequences, from which edits take what they read as `partner`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from workers.engine.dense_engine import DenseEngine, Done
+from workers.engine.edits import PARTNER, Edit, Edits
+from workers.engine.fused_engine import FusedEngine
+
+
+def with_partner(
+    engine: FusedEngine | DenseEngine, tokens: Tensor | None
+) -> FusedEngine | DenseEngine:
+    """The engine whose edits know the run on partner sequences `[batch pos]`, in which all other
+    edits are made too.
+    """
+    if tokens is None or PARTNER not in engine.edits.reads:
+        return engine
+    noted: dict[tuple[int, int | None], Tensor] = {}
+    places = list(enumerate(engine.edits.edits))
+    noting = [_noting(noted, i, edit) if PARTNER in edit.reads else edit for i, edit in places]
+    layers = engine.model.info.n_layers
+    wanted = sum(
+        layers if edit.layer is None else 1 for edit in engine.edits.edits if PARTNER in edit.reads
+    )
+
+    def stop(layer: int, seen: Mapping[str, Any]) -> None:
+        if len(noted) == wanted:
+            raise Done
+
+    engine.edited(Edits(noting)).run(tokens, {}, stop, ("resid_post",))
+    return engine.edited(
+        Edits(_given(noted, i, edit) if PARTNER in edit.reads else edit for i, edit in places)
+    )
+
+
+def _noting(noted: dict[tuple[int, int | None], Tensor], i: int, edit: Edit) -> Edit:
+    """Changes nothing, and notes what the edit would be made of."""
+
+    def note(value: Tensor, known: Mapping[str, Any]) -> Tensor:
+        noted[i, known["layer"]] = value
+        return value
+
+    return replace(edit, function=note, reads=frozenset[str]())
+
+
+def _given(noted: Mapping[tuple[int, int | None], Tensor], i: int, edit: Edit) -> Edit:
+    function: Callable[[Tensor, Mapping[str, Any]], Tensor] = edit.function
+    return replace(
+        edit,
+        function=lambda value, known: function(value, {**known, PARTNER: noted[i, known["layer"]]}),
+    )

@@ -1,0 +1,158 @@
+"""What predictions read, without ever holding all logits, and what the first layer makes of
+positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schemas.errors import MeasureError, ModelError
+from schemas.predictions import PREDICTION_INPUTS, PREDICTIONS, compute_predictions
+from workers.engine.dense_engine import Activations, DenseEngine, Done
+from workers.engine.edits import Edit, Edits
+from workers.model.circuit import effective_positions
+from workers.model.loading import LoadedModel
+
+CHUNK_BYTES = 64 << 20
+"""Logits that are held at a time."""
+
+UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Fields of a config that change logits after the unembedding."""
+
+
+class PredictionInputs(dict[str, Tensor]):
+    """What `schemas.predictions.PREDICTION_INPUTS` names, each computed when it is first asked for."""
+
+    def __init__(self, model: LoadedModel, hidden: Tensor, tokens: Tensor) -> None:
+        super().__init__()
+        self.model, self.hidden, self.tokens = model, hidden, tokens
+
+    def __missing__(self, name: str) -> Tensor:
+        self.update(FOUND_BY[name](self))
+        return self[name]
+
+    def rows(self, stream: Tensor) -> list[Tensor]:
+        """A stream in pieces whose logits may be held."""
+        return list(stream.split(max(1, CHUNK_BYTES // (4 * self.model.info.d_vocab))))
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Logits of a part of the stream."""
+        return self.model.parts["unembed"][0](x)
+
+
+def prediction_inputs(model: LoadedModel, hidden: Tensor, tokens: Tensor) -> PredictionInputs:
+    """What predictions read, from the stream after the last norm `[batch pos d_model]`."""
+    return PredictionInputs(model, hidden, tokens)
+
+
+def check_unembedding(model: LoadedModel) -> None:
+    """Refuse a model whose predictions are not the softmax of its unembedding."""
+    config = getattr(model.bare, "config", None)
+    for name in UNSUPPORTED:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ModelError(
+                f"{model.info.name}: {name} changes its logits, which predictions do not know; leave predictions out"
+            )
+    if not model.parts["unembed"]:
+        raise ModelError(f"{model.info.name}: no unembedding was found; leave predictions out")
+
+
+def check_predictions(found: Mapping[str, np.ndarray], n_ctx: int, first: int) -> None:
+    """Raise `MeasureError` for a prediction `[batch]` or `[batch pos]` that is not finite where it
+    has a value.
+    """
+    for name, values in found.items():
+        bad = np.argwhere(~np.isfinite(values) & _has_value(name, n_ctx))
+        if len(bad):
+            sequence, *position = bad[0]
+            where = "".join(f", position {p}" for p in position)
+            raise MeasureError(
+                f"{name} is {values[tuple(bad[0])]} for sequence {first + sequence} of the shard{where}; expected a finite "
+                "number: look at the model's weights and precision"
+            )
+
+
+@cache
+def _has_value(name: str, n_ctx: int) -> np.ndarray:
+    """Where a prediction must have a value, whatever the model: the first token has no loss, and
+    positions may be none.
+    """
+    some = dict.fromkeys(PREDICTION_INPUTS, torch.full((1, n_ctx, 1), math.nan))
+    some |= dict.fromkeys(("final_logit", "final_logprob"), torch.ones(1, n_ctx))
+    some["token_loss"] = torch.tensor([[math.nan, *[1.0] * (n_ctx - 1)]])
+    return ~compute_predictions([PREDICTIONS[name]], some)[name].isnan().numpy()
+
+
+def _token_losses(p: PredictionInputs) -> dict[str, Tensor]:
+    before, target = p.hidden[:, :-1].flatten(0, 1), p.tokens[:, 1:].flatten()
+    losses = [_losses(p.unembed(x), t) for x, t in zip(p.rows(before), p.rows(target), strict=True)]
+    token_loss = p.hidden.new_full(p.tokens.shape, math.nan)
+    if losses:
+        token_loss[:, 1:] = torch.cat(losses).view(len(p.tokens), -1)
+    return {"token_loss": token_loss}
+
+
+def _losses(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.logsumexp(-1) - logits.gather(-1, target[:, None])[:, 0]
+
+
+def _finals(p: PredictionInputs) -> dict[str, Tensor]:
+    ends = zip(p.rows(p.hidden[:, -1]), p.rows(p.tokens), strict=True)
+    final, logprobs = zip(*(_final(p.unembed(x), t) for x, t in ends), strict=True)
+    return {"final_logit": torch.cat(final), "final_logprob": torch.cat(logprobs)}
+
+
+def _final(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    own = logits.gather(-1, tokens)
+    return own, own - logits.logsumexp(-1, keepdim=True)
+
+
+def _positions(p: PredictionInputs) -> dict[str, Tensor]:
+    """Effective positions, and what positions change when they meet tokens."""
+    positions, mlps = getattr(p.model.bridge, "W_pos", None), p.model.parts["mlp_out"]
+    if not isinstance(positions, Tensor) or not mlps:
+        nowhere = p.hidden.new_full((*p.tokens.shape, 1), math.nan)
+        return {
+            "effective": nowhere[0],
+            "position_after_mlp": nowhere,
+            "position_after_layer": nowhere,
+        }
+    positions = positions[: p.tokens.shape[1]]
+    tokens = p.model.parts["embed"][0](p.tokens)
+    both = tokens + positions
+    return {
+        "effective": effective_positions(positions, mlps),
+        "position_after_mlp": positions + mlps[0](both) - mlps[0](tokens),
+        "position_after_layer": _first_layer(p, Edits()) - _first_layer(p, WITHOUT_POSITIONS),
+    }
+
+
+def _first_layer(p: PredictionInputs, edits: Edits) -> Tensor:
+    """The stream after the first layer `[batch pos d_model]`."""
+    found: list[Tensor] = []
+
+    def keep(_layer: int, seen: Activations) -> None:
+        found.append(seen["resid_post"])
+        raise Done
+
+    DenseEngine(p.model, edits).run(p.tokens, {}, keep)
+    return found[0]
+
+
+WITHOUT_POSITIONS = Edits([Edit("pos_embed", lambda positions, _: torch.zeros_like(positions))])
+
+FOUND_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
+    "token_loss": _token_losses,
+    "final_logit": _finals,
+    "final_logprob": _finals,
+    "effective": _positions,
+    "position_after_mlp": _positions,
+    "position_after_layer": _positions,
+}
+"""What computes each of `schemas.predictions.PREDICTION_INPUTS`."""

@@ -1,0 +1,216 @@
+"""The sequences of a scan, by index: the same tokens whatever shard, actor or order asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from schemas.errors import CorpusError, ModelError, ScanError
+from schemas.scan import Scan
+from workers.inputs import Draw, InputFamily, Labelled, find_input
+from workers.inputs.backcopy import BUNDLED_TEXT
+from workers.inputs.corpus import Corpus, Index, SequenceReader, build_index
+from workers.inputs.text_files import text_record
+from workers.interventions import find_intervention
+from workers.model.model_info import ModelInfo
+from workers.model.text_tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class ShardInput:
+    """What a replica needs of a shard: its sequences, and where they came from."""
+
+    shard: int
+    start: int
+    tokens: np.ndarray
+    """`[sequence pos]`, int32."""
+    origin: dict[str, list[Any]]
+    """Columns of the `sequences` table by name."""
+    bad_rows: list[str]
+    labels: list[list[str]] | None = None
+    """The label of every token, "" where it has none; none where the family has no labels."""
+    partner: np.ndarray | None = None
+    """The partner sequences, like `tokens`; none where the family has none."""
+
+
+class Sequences:
+    """Sequences `0 .. len-1` of a scan.
+
+    For a corpus, `index` must have been built (`make_index`) or read; `corpus` is given where its
+    files were listed before.
+    """
+
+    def __init__(
+        self, scan: Scan, info: ModelInfo, index: Index | None = None, corpus: Corpus | None = None
+    ) -> None:
+        self.scan, self.info, self.index = scan, info, index
+        if corpus is not None:
+            self.corpus = corpus
+        self.family = find_input(scan.input.family)
+        self.options = self.family.check(scan.input.options)
+        if scan.n_ctx > info.n_ctx:
+            raise ScanError(
+                f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}"
+            )
+        if scan.bos and info.bos_token_id is None:
+            raise ModelError(f"{info.name} names no beginning-of-sequence token; set bos = false")
+        if self.length < 1:
+            raise ScanError(
+                f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence token"
+            )
+        if self.family.synthetic and scan.sequences == "all":
+            raise ScanError(
+                f"sequences: expected a number, got 'all'; the family {self.family.name} has no end"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence that are not the beginning-of-sequence token."""
+        return self.scan.n_ctx - self.scan.bos
+
+    @cached_property
+    def corpus(self) -> Corpus | None:
+        """The corpus, its files listed; none where the family is synthetic."""
+        return None if self.family.synthetic else self.family.function(**self.options)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Identifies the files that the sequences depend on."""
+        if self.corpus is not None:
+            return self.corpus.record
+        text = self.options.get("text")
+        return {} if text is None or text == BUNDLED_TEXT else {"text": text_record(text)}
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer."""
+        return TextTokenizer(Path(self.info.path), self.info.d_vocab)
+
+    def make_index(self) -> None:
+        """Index the corpus as far as the scan needs it; nothing to do for a synthetic family."""
+        if self.corpus is not None and self.index is None:
+            enough = None if self.scan.sequences == "all" else self.scan.sequences
+            self.index = build_index(self.corpus, self.tokenizer, self._text_length, enough)
+
+    def __len__(self) -> int:
+        """How many sequences the scan has; a corpus that holds fewer than asked for is an error."""
+        if self.corpus is None:
+            return int(self.scan.sequences)
+        held, asked = len(self._reader), self.scan.sequences
+        if held == 0 or (asked != "all" and held < asked):
+            assert self.index is not None
+            bad = [f"{place} ({problem})" for place, problem in self.index.problems.items()]
+            raise CorpusError(
+                f"input: the corpus holds {held} sequences of {self._text_length} tokens of text ({self.corpus.packing} packing), "
+                f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or pack with concat"
+                f"{f'; {len(bad)} bad rows were left out, the first is {bad[0]}' if bad else ''}"
+            )
+        return held if asked == "all" else asked
+
+    @property
+    def shards(self) -> int:
+        """How many shards the sequences make."""
+        return -(-len(self) // self.scan.sequences_per_shard)
+
+    def shard(self, number: int) -> ShardInput:
+        """The input of one shard; in order they are read fastest."""
+        start = number * self.scan.sequences_per_shard
+        stop = min(start + self.scan.sequences_per_shard, len(self))
+        if self.corpus is None:
+            return self._drawn(number, start, stop)
+        bad_rows = self._reader.bad_rows(start, stop)
+        tokens, origin = self._reader.read(start, stop)
+        tokens = self._with_bos(self._arranged(start, tokens))
+        if self.corpus.repeat_bos:
+            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self._text_length + self.scan.bos)]
+        return ShardInput(number, start, tokens, origin, bad_rows)
+
+    @property
+    def _text_length(self) -> int:
+        """Tokens of text in a sequence of the corpus; the rest repeats them."""
+        assert self.corpus is not None
+        chunk = self.corpus.chunk or self.length
+        if chunk > self.length:
+            raise ScanError(
+                f"input.chunk: expected 1 to {self.length}, the tokens in a sequence, got {chunk}"
+            )
+        return chunk
+
+    def _arranged(self, start: int, text: np.ndarray) -> np.ndarray:
+        """Sequences of a corpus out of their text: repeated or shuffled where the family says so."""
+        assert self.corpus is not None
+        if self.corpus.chunk is not None:
+            return text[:, np.arange(self.length) % self.corpus.chunk]
+        if self.corpus.shuffled:
+            return np.array(
+                [self._draw_of(start + i).rng.permutation(row) for i, row in enumerate(text)]
+            )
+        return text
+
+    @cached_property
+    def _reader(self) -> SequenceReader:
+        assert self.corpus is not None
+        if self.index is None:
+            raise RuntimeError("make_index() comes first")
+        separator = (
+            self.info.eos_token_id if self.info.eos_token_id is not None else self.info.bos_token_id
+        )
+        if self.corpus.packing == "concat" and separator is None:
+            raise ModelError(
+                f"{self.info.name} names no end-of-text token to join documents with; pack by document"
+            )
+        return SequenceReader(self.corpus, self.index, self.tokenizer, self._text_length, separator)
+
+    @cached_property
+    def _ordinary(self) -> np.ndarray:
+        special = [t for t in (self.info.bos_token_id, self.info.eos_token_id) if t is not None]
+        return np.setdiff1d(np.arange(self.info.d_vocab), special)
+
+    def _draw_of(self, sequence: int) -> Draw:
+        stream = self.family.stream
+        return Draw.of(
+            self.scan.seed, sequence, stream, self.length, self._ordinary, lambda: self.tokenizer
+        )
+
+    def _drawn(self, number: int, start: int, stop: int) -> ShardInput:
+        drawn = [self._labelled(i, self.family) for i in range(start, stop)]
+        tokens = self._with_bos(np.array([tokens for tokens, _ in drawn], np.int32))
+        bos = [""] * self.scan.bos
+        labels = [bos + names for _, names in drawn if names is not None]
+        return ShardInput(
+            number, start, tokens, {}, [], labels or None, self._partners(start, stop)
+        )
+
+    def _partners(self, start: int, stop: int) -> np.ndarray | None:
+        """The partner of every sequence, where the family has partners and an intervention takes
+        something from them.
+        """
+        needed = any(find_intervention(name).needs_partner for name in self.scan.interventions)
+        if self.family.partner is None or not needed:
+            return None
+        family = find_input(self.family.partner)
+        drawn = [self._labelled(i, family)[0] for i in range(start, stop)]
+        return self._with_bos(np.array(drawn, np.int32))
+
+    def _labelled(self, sequence: int, family: InputFamily) -> tuple[np.ndarray, list[str] | None]:
+        """One sequence of a synthetic family, and the label of every token where the family has
+        labels.
+        """
+        returned = family.function(self._draw_of(sequence), **self.options)
+        tokens = np.asarray(returned.tokens if isinstance(returned, Labelled) else returned)
+        if tokens.shape != (self.length,):
+            raise ScanError(
+                f"input family {family.name}: returned shape {tokens.shape}, expected ({self.length},)"
+            )
+        return tokens, returned.names(family.name) if isinstance(returned, Labelled) else None
+
+    def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
+        if not self.scan.bos:
+            return tokens
+        return np.concatenate(
+            [np.full((len(tokens), 1), self.info.bos_token_id, np.int32), tokens], axis=1
+        )

@@ -1,0 +1,68 @@
+"""Files that inputs read: the project's own, and the text that a synthetic family takes its
+statistics from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+from schemas.errors import ScanError
+from schemas.places import place, reason
+from workers.inputs.documents import Source
+
+BUNDLED_PREFIX = "bundled:"
+PROJECT = Path(__file__).parent.parent.parent
+
+
+def located(path: str) -> str:
+    """A path as it is; `bundled:PATH` among the project's own files, wherever the command is run."""
+    return (
+        str(PROJECT / path.removeprefix(BUNDLED_PREFIX))
+        if path.startswith(BUNDLED_PREFIX)
+        else path
+    )
+
+
+@lru_cache(maxsize=4)
+def read_text(path: str) -> str:
+    """A UTF-8 text file; a process reads it once, so that all its sequences come from the same
+    content.
+    """
+    try:
+        content = place(located(path)).read_bytes()
+    except OSError as error:
+        raise ScanError(
+            f"input.text: {path} cannot be read ({reason(error)}); expected a UTF-8 text file"
+        ) from None
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ScanError(
+            f"input.text: {path} is not UTF-8 (byte {error.start}); expected a UTF-8 text file"
+        ) from None
+    if not text:
+        raise ScanError(f"input.text: {path} is empty; expected a UTF-8 text file")
+    return text
+
+
+def read_texts(path: str) -> list[str]:
+    """The texts of a file: of a .csv file the column text of each row, of another all that it
+    holds.
+    """
+    if not path.endswith(".csv"):
+        return [read_text(path)]
+    return [
+        document.text
+        for document in Source("csv", located(path), 0).documents()
+        if document.problem is None
+    ]
+
+
+def text_record(path: str) -> dict[str, str]:
+    """Identifies a text file without its place on this machine."""
+    return {
+        "name": Path(path).name,
+        "sha256": hashlib.sha256(read_text(path).encode()).hexdigest()[:16],
+    }

@@ -1,0 +1,3 @@
+"""What happens to a model: its files, its weights, its tokenizer. The one room that knows
+TransformerLens and module trees.
+"""

@@ -1,0 +1,57 @@
+"""Text to token ids, with the tokenizer that lies beside a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import ModelError
+
+
+class TextTokenizer:
+    """A model's tokenizer; special tokens written out in a text are text."""
+
+    def __init__(self, path: Path, d_vocab: int) -> None:
+        self._tokenizer = _load(path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        size = self._tokenizer.get_vocab_size()
+        if size < 2 or size > d_vocab:
+            raise ModelError(
+                f"{path}: its tokenizer has {size} tokens and the model {d_vocab}; tokenizer files are missing or another model's"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """The same for several texts, on all cores."""
+        return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _load(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    if (path / "tokenizer.json").is_file():
+        try:
+            return Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:
+            raise ModelError(f"{path}/tokenizer.json: not a tokenizer ({error})") from None
+    if not any(
+        (path / name).is_file()
+        for name in ("vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
+    ):
+        raise ModelError(
+            f"{path}: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        ).backend_tokenizer
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"{path}: its tokenizer cannot be loaded ({reason})") from None
