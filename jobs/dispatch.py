@@ -21,7 +21,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from jobs.plan import Plan
+from jobs.plan import Plan, begun_precisions
 from jobs.ray_cluster import Resources, last_line
 from jobs.replica_actor import DEPTH, ReplicaActor
 from jobs.spans import Spans
@@ -102,6 +102,7 @@ class _Dispatch:
         # made anew; this one is kept here.
         self.known = ray.put((plan.sequences.index, plan.sequences.corpus))
         known = cloudpickle.dumps(self.known)  # pyright: ignore[reportPrivateImportUsage]
+        begun = begun_precisions(plan.run)
         gpu = resources.device == "cuda"
         options = {
             "num_cpus": max(1, resources.cores) if gpu else resources.cores,
@@ -113,9 +114,7 @@ class _Dispatch:
         }
         make = ReplicaActor.options(**options).remote
         self.seats = [
-            _Seat(
-                make(plan.scan, plan.info, plan.run, plan.manifest.code, known, resources, replica)
-            )
+            _Seat(make(plan.scan, plan.info, plan.run, plan.code, begun, known, resources, replica))
             for _ in range(min(resources.replicas, self.missing))
         ]
 

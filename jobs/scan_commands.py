@@ -33,6 +33,14 @@ DeviceOption = Annotated[
     typer.Option(help="What replicas compute on; auto: GPUs if there."),
 ]
 
+AllowOtherCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-other-code",
+        help="Go on with a run that other measuring code began; every shard says which code measured it.",
+    ),
+]
+
 
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
@@ -70,7 +78,7 @@ def plan(
         values.add_row(f"input.{option}", str(value), "")
     console.print(values)
     cost = measure_cost(made)
-    done = len(made.run.ledger([]))
+    done = made.done
     table = Table(
         "cost", "", title="measured on this machine, extrapolated to the scan", title_justify="left"
     )
@@ -116,6 +124,7 @@ def scan(
         bool,
         typer.Option(help="Open every file of shards that are done, and measure broken ones anew."),
     ] = False,
+    allow_other_code: AllowOtherCode = False,
 ) -> None:
     """Run scans. A run that was stopped, however it was, goes on with the same command."""
     from schemas.scan import load_scan
@@ -139,8 +148,9 @@ def scan(
             + "".join(f"\n# --set {o}" for o in overrides or ()),
         )
         _print_bad_rows(console, made.bad_rows)
+        resources = Resources(replicas, cores, device, address)
         failed += len(
-            run_to_end(made, Resources(replicas, cores, device, address), console, verify)
+            run_to_end(made, resources, console, verify, allow_other_code=allow_other_code)
         )
         print(made.run.path)
     if failed:
