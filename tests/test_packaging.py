@@ -139,7 +139,7 @@ print(code_fingerprint())
     assert answer.split() == [
         "model,n",
         f"bundled:attn-only-2l-mini,{256 * 2 * 8}",
-        f"bundled:gpt2-mini,{2 * 4 * 6}",
+        f"bundled:gpt2-mini,{2 * 3 * 8}",
     ]
     run_in(tmp_path, headcount, "report", "runs")
     assert (tmp_path / "report.html").stat().st_size > 1_000_000
