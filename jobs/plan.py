@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from jobs.corpus_index import index_corpus
 from schemas.errors import RunError, ScanError
 from schemas.formulas import Formula
 from schemas.manifest import Manifest, Meanings, fingerprints
@@ -21,7 +22,7 @@ from schemas.statistics import select
 from schemas.weight_statistics import select_weight_statistics
 from workers.code_fingerprint import code_fingerprint
 from workers.inputs import INPUTS, find_input
-from workers.inputs.corpus import Index
+from workers.inputs.corpus import Index, Watch, unwatched
 from workers.inputs.sequences import Sequences
 from workers.interventions import Intervention, find_intervention
 from workers.model.model_info import ModelInfo, describe, find_model
@@ -120,12 +121,15 @@ def check_scan(scan: Scan) -> list[Intervention]:
     return found
 
 
-def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
-    """Resolve a scan; `run_id` names an existing run that it must fit."""
+def make_plan(scan: Scan, name: str, run_id: str | None = None, watch: Watch = unwatched) -> Plan:
+    """Resolve a scan; `run_id` names an existing run that it must fit. `watch` is told how far the
+    tokenising of a corpus is.
+    """
     return plan_run(
         resolve(scan),
         RunDirectory.of(scan.out, run_id or scan.run_id(name)),
         old=run_id is not None,
+        watch=watch,
     )
 
 
@@ -169,7 +173,9 @@ def resolve(scan: Scan) -> Resolved:
     return Resolved(scan, info, sequences, records, identity)
 
 
-def plan_run(resolved: Resolved, run: RunDirectory, old: bool = False) -> Plan:
+def plan_run(
+    resolved: Resolved, run: RunDirectory, old: bool = False, watch: Watch = unwatched
+) -> Plan:
     """The plan of a run, which fits what lies in its directory; an `old` one has to lie there."""
     before = run.manifest() if run.manifest_file.is_file() else None
     if before is None and old:
@@ -178,13 +184,15 @@ def plan_run(resolved: Resolved, run: RunDirectory, old: bool = False) -> Plan:
     if before is not None:
         _check_same(run, before, resolved)
     if sequences.corpus is not None:
-        _find_documents(run, before, sequences)
+        _find_documents(run, before, sequences, watch)
     elif before is None:
         sequences.shard(0)  # Impossible options show when the first sequences are drawn.
     requested = len(sequences)
     total = requested if before is None else max(requested, before.sequences)
-    scan = resolved.scan.model_copy(update={"sequences": total})
-    sequences.scan = scan
+    scan = resolved.scan
+    if before is not None:
+        scan = scan.model_copy(update={"sequences": total})
+        sequences.scan = scan
     code = code_fingerprint()
     if before is None:
         manifest = Manifest(
@@ -277,12 +285,14 @@ def _check_corpus(run: RunDirectory, before: dict[str, Any], now: dict[str, Any]
     )
 
 
-def _find_documents(run: RunDirectory, before: Manifest | None, sequences: Sequences) -> None:
+def _find_documents(
+    run: RunDirectory, before: Manifest | None, sequences: Sequences, watch: Watch
+) -> None:
     """Give the sequences of a corpus an index that reaches as far as they do: the run's, or a new
     one that begins like it.
     """
     if before is None:
-        sequences.make_index()
+        index_corpus(sequences, run.path.parent, watch)
         return
     known = Index.read(_index_file(run))
     sources = len(before.identity["corpus"]["sources"])
@@ -292,7 +302,8 @@ def _find_documents(run: RunDirectory, before: Manifest | None, sequences: Seque
         same_files or sequences.scan.sequences != "all"
     ):
         return
-    sequences.make_index()
+    sequences.use_index(None)
+    index_corpus(sequences, run.path.parent, watch)
     assert sequences.index is not None
     changed = known.difference(sequences.index, sources)
     if changed is not None:
