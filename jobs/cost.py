@@ -102,7 +102,7 @@ def measure_cost(
     costs = [
         InterventionCost(
             intervention=name,
-            engine=samples[name].engine,
+            engine=samples[name].method.engine,
             tokens_per_second=speeds[name] * together,
             seconds=tokens / (speeds[name] * together),
         )
