@@ -95,7 +95,7 @@ def test_entries_of_curves_and_profiles_are_null_where_their_score_is_hidden(
     assert np.isnan(profile.mean[..., hidden]).all()
     assert np.isnan(profile.m2[..., hidden]).all()
     assert np.isfinite(profile.mean[..., ~hidden]).all()
-    query, key = np.tril_indices(N_CTX)
+    _query, key = np.tril_indices(N_CTX)
     pairs = masked.profiles["score_by_pair"]
     assert np.array_equal(np.isnan(pairs.mean[0, 0]), hidden[key])
 
