@@ -113,8 +113,10 @@ class _Dispatch:
             "scheduling_strategy": "SPREAD",
         }
         make = ReplicaActor.options(**options).remote
+        begun = begun_precisions(plan.run)
+        arguments = (plan.scan, plan.info, plan.run, plan.code, known, resources)
         self.seats = [
-            _Seat(make(plan.scan, plan.info, plan.run, plan.code, begun, known, resources, replica))
+            _Seat(make(*arguments, replica, begun))
             for _ in range(min(resources.replicas, self.missing))
         ]
 
