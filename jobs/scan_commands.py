@@ -73,14 +73,14 @@ def plan(
     progress = Console(highlight=False, stderr=True)
     with watch_index(progress) as watch:
         made = make_plan(wanted, scan_file.stem, watch=watch)
-    first = made.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
+    made.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
     kept = KeptIndex.of(made.sequences, made.run.path.parent)
     if kept is not None:
         kept.write(made.sequences)
 
     console = Console(highlight=False)
     console.print(_values_table(made))
-    cost = measure_cost(made, first, device, replicas)
+    cost = measure_cost(made, device, replicas)
     console.print(_run_table(made, cost, kept))
     console.print(_time_table(cost))
     console.print(_size_table(made, cost))
@@ -282,6 +282,8 @@ def doctor() -> None:
     for check in examine():
         healthy &= check.ok
         say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
+        if not check.ok and check.advice:
+            say(console, f"{'':<23}{check.advice}")
     if not healthy:
         sys.exit(1)
 
