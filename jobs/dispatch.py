@@ -102,7 +102,6 @@ class _Dispatch:
         # made anew; this one is kept here.
         self.known = ray.put((plan.sequences.index, plan.sequences.corpus))
         known = cloudpickle.dumps(self.known)  # pyright: ignore[reportPrivateImportUsage]
-        begun = begun_precisions(plan.run)
         gpu = resources.device == "cuda"
         options = {
             "num_cpus": max(1, resources.cores) if gpu else resources.cores,

@@ -38,7 +38,6 @@ class ReplicaActor:
         info: ModelInfo,
         run: RunDirectory,
         code: str,
-        begun_precisions: list[str],
         corpus_reference: bytes,
         resources: Resources,
         replica_class: type[Replica],
