@@ -25,7 +25,6 @@ from workers.engine.fused_engine import FusedEngine
 from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
 from workers.interventions import check_targets, edited_weights, find_intervention, needs_bridge
-from workers.model.layer_weights import has_rotary_positions
 from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
 from workers.process import keep_freed_memory
@@ -56,10 +55,10 @@ class Replica:
         self.model = load_model(info, scan.weight_processing, self.device, dtype)
         for name in scan.interventions:
             check_targets(self.model, find_intervention(name))
-        rotary = has_rotary_positions(self.model)
         wanted = (select_profiles(scan.profiles, scan.n_ctx), select_curves(scan.curves))
         profiles, curves = (
-            [p for p in some if p.defined is None or p.defined(rotary)] for some in wanted
+            [p for p in some if p.defined is None or p.defined(self.model.rotary)]
+            for some in wanted
         )
         self.asked = Requested(
             select(scan.statistics), profiles, curves, select_predictions(scan.predictions)

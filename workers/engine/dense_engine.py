@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from schemas.statistics import LAYER_VALUES
 from workers.engine.dense_pattern import MASKED, DensePattern
 from workers.engine.edits import Edits
 from workers.engine.token_pairs import TokenPairs
-from workers.model.loading import LoadedModel
+from workers.model.model import Hook, Model, wide
 
 Activations = dict[str, Any]
 OnLayer = Callable[[int, Activations], None]
@@ -33,11 +32,6 @@ what is predicted.
 """
 
 
-def wide(x: Tensor) -> Tensor:
-    """What is measured is float32 at least."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class Done(Exception):
     """Raised after the last layer: what follows (final norm, unembedding) is not needed."""
 
@@ -49,7 +43,7 @@ class DenseEngine:
 
     name = "dense"
 
-    def __init__(self, model: LoadedModel, edits: Edits | None = None) -> None:
+    def __init__(self, model: Model, edits: Edits | None = None) -> None:
         self.model, self.edits = model, edits or Edits()
         self._scales: dict[tuple[int, int], float | None] = {}
 
@@ -68,7 +62,7 @@ class DenseEngine:
         """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the
         unembedding if `on_final`.
         """
-        info, bridge = self.model.info, self.model.bridge
+        model, info = self.model, self.model.info
         seen: Activations = {}
 
         def known(layer: int) -> Activations:
@@ -111,8 +105,7 @@ class DenseEngine:
             edited = note("resid_post", layer, value, hook)
             on_layer(layer, {**known(layer), **matches})
             seen.clear()
-            # The bridge would keep every layer's pattern alive until the next pass.
-            bridge.blocks[layer].attn._pattern = None
+            model.forget_pattern(layer)
             if layer == info.n_layers - 1 and on_final is None:
                 raise Done
             return edited
@@ -122,30 +115,26 @@ class DenseEngine:
                 on_final(wide(value))
             raise Done
 
-        hooks: list[tuple[str, Callable[..., Any]]] = [
-            (f"hook_{name}", partial(change, name, None))
+        hooks: list[tuple[str, Hook]] = [
+            (model.hook_name(name), partial(change, name, None))
             for name in ("embed", "pos_embed")
             if self.edits.touch(name)
         ]
         for layer in range(info.n_layers):
-            attn = f"blocks.{layer}.attn"
             for name in ("attn_out", "mlp_out"):
                 if self.edits.touch(name, layer):
-                    hooks.append((f"blocks.{layer}.hook_{name}", partial(change, name, layer)))
-            hooks.append((f"blocks.{layer}.hook_resid_pre", partial(note, "resid_pre", layer)))
+                    hooks.append((model.hook_name(name, layer), partial(change, name, layer)))
+            hooks.append((model.hook_name("resid_pre", layer), partial(note, "resid_pre", layer)))
             for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
-                hooks.append((f"{attn}.hook_{name}", partial(note, name, layer)))
+                hooks.append((model.hook_name(name, layer), partial(note, name, layer)))
             for name in ("q", "k"):
-                if f"{attn}.hook_rot_{name}" in bridge.hook_dict:
-                    hooks.append((f"{attn}.hook_rot_{name}", partial(rotated, name)))
-            hooks.append((f"blocks.{layer}.hook_resid_post", partial(finish, layer)))
+                if model.has_hook(place := model.hook_name(f"rot_{name}", layer)):
+                    hooks.append((place, partial(rotated, name)))
+            hooks.append((model.hook_name("resid_post", layer), partial(finish, layer)))
         if on_final is not None:
-            hooks.append(("unembed.hook_in", predict))
+            hooks.append((model.hook_name("unembed_in"), predict))
         try:
-            with warnings.catch_warnings():
-                # The bridge only warns where an architecture gives it no way to apply an edit.
-                warnings.filterwarnings("error", message=".*edit is discarded")
-                bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
+            model.run_with_hooks(tokens, hooks)
         except UserWarning as warning:
             raise ModelError(
                 f"{info.name}: {', '.join(e.target for e in self.edits.edits)} cannot be edited in this architecture ({warning})"

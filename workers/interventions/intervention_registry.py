@@ -25,7 +25,7 @@ from torch import Tensor
 from schemas.errors import ModelError, ScanError, unknown
 from schemas.formulas import fingerprint, first_paragraph
 from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, Edit, Edits, readable
-from workers.model.loading import LoadedModel
+from workers.model.model import Model
 from workers.model.model_info import ModelInfo
 
 EDITABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
@@ -75,7 +75,7 @@ class Part:
         layer = self.options.get("layer")
         return None if layer is None else int(layer)
 
-    def bind(self, model: LoadedModel) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
+    def bind(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The edit for a model: a function of what is edited and of what may be read."""
         function, reads = partial(self.registered.function, **self.options), self.registered.reads
         fixed = {"circuit": model.circuit} if "circuit" in reads else {}
@@ -109,7 +109,7 @@ class Intervention:
         """The parts that edit weights."""
         return tuple(p for p in self.parts if p.target in EDITABLE_WEIGHTS + EDITABLE_EMBEDDINGS)
 
-    def edits(self, model: LoadedModel) -> Edits:
+    def edits(self, model: Model) -> Edits:
         """The parts that edit activations; what the model does not have is refused."""
         found = [p for p in self.parts if p.target in EDITABLE_ACTIVATIONS]
         for part in found:

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from schemas.errors import ModelError
 from workers.interventions.intervention_registry import EDITABLE_EMBEDDINGS, Intervention, Part
-from workers.model.loading import LoadedModel
+from workers.model.model import EditableWeight, Model
 
 
-def needs_bridge(model: LoadedModel, intervention: Intervention) -> bool:
+def needs_bridge(model: Model, intervention: Intervention) -> bool:
     """Whether only the bridge sees an edit: of weights that it holds in copies, what it rotates, or
     what no module puts out.
     """
-    shared = {p.untyped_storage().data_ptr() for p in model.bare.parameters()}
-    weights = [
-        weight for part in intervention.weights() for *_, weight in _weights(model, part)[:1]
-    ]
-    copies = any(w.untyped_storage().data_ptr() not in shared for w in weights)
-    rotated = {part.target for part in intervention.parts} & {"q", "k"} and _rotates(model)
-    hidden = any(model.hides(part.target) for part in intervention.parts)
-    return copies or bool(rotated) or hidden
+    weights = [_weights(model, part)[0] for part in intervention.weights()]
+    copies = any(not weight.in_bare for _, weight in weights)
+    targets = {part.target for part in intervention.parts}
+    rotated = model.rotary and not targets.isdisjoint({"q", "k"})
+    return copies or rotated or any(model.hides(target) for target in targets)
 
 
-def _rotates(model: LoadedModel) -> bool:
-    return any("hook_rot_" in name for name in model.bridge.hook_dict)
-
-
-def check_targets(model: LoadedModel, intervention: Intervention) -> None:
+def check_targets(model: Model, intervention: Intervention) -> None:
     """Refuse an intervention that edits what a model does not have."""
     intervention.edits(model)
     for part in intervention.weights():
@@ -42,18 +34,18 @@ def check_targets(model: LoadedModel, intervention: Intervention) -> None:
 
 
 @contextmanager
-def edited_weights(model: LoadedModel, intervention: Intervention) -> Iterator[None]:
+def edited_weights(model: Model, intervention: Intervention) -> Iterator[None]:
     """Apply edits of weights; afterwards restore them and verify their checksum."""
     saved: list[tuple[Tensor, Tensor, Part]] = []
     # All of them are made from the untouched model, before the first is applied.
     functions = [(part, part.bind(model)) for part in intervention.weights()]
     try:
         for part, function in functions:
-            for layer, owner, weight in _weights(model, part):
-                edited = function(weight, {"layer": layer})
-                saved.append((weight, weight.clone(), part))
-                weight.copy_(edited)
-                if not torch.equal(getattr(owner, part.target), edited):
+            for layer, weight in _weights(model, part):
+                edited = function(weight.tensor, {"layer": layer})
+                saved.append((weight.tensor, weight.tensor.clone(), part))
+                weight.tensor.copy_(edited)
+                if not torch.equal(weight.read(), edited):
                     raise ModelError(f"{model.info.name}: {part.target} cannot be edited in place")
         yield
     finally:
@@ -65,23 +57,23 @@ def edited_weights(model: LoadedModel, intervention: Intervention) -> Iterator[N
                 )
 
 
-def _weights(model: LoadedModel, part: Part) -> list[tuple[int | None, Any, Tensor]]:
-    """The tensors that a part edits, with their layers and the modules that show them."""
+def _weights(model: Model, part: Part) -> list[tuple[int | None, EditableWeight]]:
+    """The weights that a part edits, with their layers."""
+    layers: Iterable[int | None] = range(model.info.n_layers)
     if part.target in EDITABLE_EMBEDDINGS:
-        owners: list[tuple[int | None, Any]] = [(None, model.bridge)]
-    else:
-        layers = range(model.info.n_layers) if part.layer is None else [part.layer]
-        owners = [(layer, model.bridge.blocks[layer].attn) for layer in layers]
-    found: list[tuple[int | None, Any, Tensor]] = []
-    for layer, owner in owners:
-        weight = getattr(owner, part.target, None)
-        if not isinstance(weight, Tensor):
+        layers = [None]
+    elif part.layer is not None:
+        layers = [part.layer]
+    weights: list[tuple[int | None, EditableWeight]] = []
+    for layer in layers:
+        weight = model.editable_weight(part.target, layer)
+        if weight is None:
             where = "" if layer is None else f"layer {layer} has "
             raise ModelError(
                 f"{model.info.name}: {where}no {part.target} for {part.registered.name} to edit"
             )
-        found.append((layer, owner, weight))
-    return found
+        weights.append((layer, weight))
+    return weights
 
 
 def _checksum(weight: Tensor) -> str:
