@@ -111,7 +111,8 @@ def _final(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 def _positions(p: PredictionInputs) -> dict[str, Tensor]:
     """Effective positions, and what positions change when they meet tokens."""
     positions, mlps = p.model.positions, p.model.modules("mlp_out")
-    if positions is None or not mlps:
+    effective = p.model.effective_positions(p.tokens.shape[1])
+    if positions is None or effective is None or not mlps:
         nowhere = p.hidden.new_full((*p.tokens.shape, 1), math.nan)
         return {
             "effective": nowhere[0],
@@ -122,7 +123,7 @@ def _positions(p: PredictionInputs) -> dict[str, Tensor]:
     tokens = p.model.embed(p.tokens)
     both = tokens + positions
     return {
-        "effective": p.model.effective_positions(p.tokens.shape[1]),
+        "effective": effective,
         "position_after_mlp": positions + mlps[0](both) - mlps[0](tokens),
         "position_after_layer": _first_layer(p, Edits()) - _first_layer(p, WITHOUT_POSITIONS),
     }
