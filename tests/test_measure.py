@@ -234,7 +234,7 @@ def test_not_a_number_fails_and_names_layer_and_statistic() -> None:
     broken = Replica(replica().model.info, scan_of(16), threads=1)
     bridge_of(broken.model).blocks[1].attn.b_V[3] = torch.nan
     with pytest.raises(
-        MeasureError, match=r"layer 1, head 3: head_output_norm_last is nan for sequence 0"
+        MeasureError, match=r"layer 1, head 3: head_output_norm_last is not finite for sequence 0"
     ):
         broken.measure(tokens_of(16))
 

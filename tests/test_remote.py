@@ -28,7 +28,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.plan import make_plan, prepare_run
-from jobs.portable_scan import portable_scan, replan
+from jobs.portable_scan import portable_scan
+from jobs.replan import replan
 from jobs.submission import JobClient, _forwarded
 from schemas.errors import HeadcountError, RunError, ScanError
 from schemas.run_directory import RunDirectory
