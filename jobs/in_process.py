@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jobs.plan import Plan, check_precision
+from jobs.plan import Plan, begun_precisions
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from workers.replica import Replica, broken, resolve_device
+from workers.settlement import check_begun
 from workers.shard import failed, noted, run_shard
 
 
@@ -25,8 +26,8 @@ def measure_in_process(
     Uses all cores if `cores` is 0. A shard is tried once: the next command tries it again.
     """
     device = resolve_device(device)
-    check_precision(plan, device)
     replica = replica_class(plan.info, plan.scan, device, threads=cores or None)
+    check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
     for shard in shards.tolist():
         failed_attempts, _ = plan.run.failure(shard) or (0, "")
         attempt = failed_attempts + 1

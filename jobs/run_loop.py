@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jobs.dispatch import dispatch
 from jobs.in_process import measure_in_process
-from jobs.plan import Plan, check_precision
+from jobs.plan import Plan
 from jobs.progress import say, show_progress
 from jobs.ray_cluster import Resources, connect
 from jobs.run_lock import locked
@@ -52,7 +52,6 @@ def run_to_end(
             return []
         if resources.replicas:
             resources = connect(resources)
-            check_precision(plan, resources.device)
             outcomes = dispatch(plan, missing, resources, lambda line: say(console, line), replica)
         else:
             outcomes = measure_in_process(plan, missing, resources.device, resources.cores, replica)

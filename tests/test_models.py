@@ -23,11 +23,11 @@ from tests import toy_models as toy
 from workers.batch import measure_batch
 from workers.engine.fused_engine import FusedEngine
 from workers.inputs.sequences import Sequences
-from workers.interventions import INTERVENTIONS, edited_weights, find_intervention, intervention
+from workers.interventions import INTERVENTIONS, edited_weights, intervention
 from workers.model.loading import load_model
 from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
-from workers.replica import InterventionMeasurements, Replica
+from workers.replica import InterventionMeasurements
 
 GQA = {"num_key_value_heads": 2}
 
@@ -66,7 +66,7 @@ class Shelf:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._replicas: dict[tuple[str, str], Replica] = {}
+        self._replicas: dict[tuple[str, str], toy.TextReplica] = {}
 
     def path(self, name: str) -> Path:
         path = self.root / name
@@ -79,7 +79,7 @@ class Shelf:
                 toy.save_model(path, CONFIGS[name]())
         return path
 
-    def replica(self, name: str, engine: str = "fused") -> Replica:
+    def replica(self, name: str, engine: str = "fused") -> toy.TextReplica:
         key = (name, engine)
         if key not in self._replicas:
             self._replicas[key] = toy.replica(self.path(name), engine=engine)
@@ -837,7 +837,7 @@ def edits() -> Iterator[None]:
     INTERVENTIONS.update(before)
 
 
-def weights_of(replica: Replica) -> dict[str, bytes]:
+def weights_of(replica: toy.TextReplica) -> dict[str, bytes]:
     return {
         name: weight.numpy().tobytes() for name, weight in replica.model.bare.state_dict().items()
     }
@@ -922,7 +922,7 @@ def test_weights_are_edited_inside_the_context_alone(shelf: Shelf):
     before = bias.clone()
     with (
         torch.inference_mode(),
-        edited_weights(replica.model, find_intervention("zero_query_bias")),
+        edited_weights(replica.model, toy.bound("zero_query_bias")),
     ):
         # The first third are the queries' biases; keys and values keep theirs.
         inside = bias.clone()
@@ -995,7 +995,7 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
 
 def test_an_unknown_intervention_is_answered_with_the_nearest_name():
     with pytest.raises(HeadcountError) as caught:
-        find_intervention("zero_querry_bias")
+        toy.bound("zero_querry_bias")
     assert str(caught.value) == (
         "interventions: unknown intervention 'zero_querry_bias': did you mean 'zero_query_bias'? "
         f"Known: {', '.join(sorted(INTERVENTIONS))}"

@@ -3,68 +3,78 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from schemas.errors import ModelError
-from workers.interventions.intervention_registry import EDITABLE_EMBEDDINGS, Intervention, Part
+from workers.interventions.intervention_registry import (
+    EDITABLE_EMBEDDINGS,
+    BoundIntervention,
+    BoundPart,
+)
 from workers.model.model import EditableWeight, Model
 
 
-def needs_bridge(model: Model, intervention: Intervention) -> bool:
-    """Whether only the bridge sees an edit: of weights that it holds in copies, what it rotates, or
-    what no module puts out.
-    """
-    weights = [_weights(model, part)[0] for part in intervention.weights()]
-    copies = any(not weight.in_bare for _, weight in weights)
-    targets = {part.target for part in intervention.parts}
-    rotated = model.rotary and not targets.isdisjoint({"q", "k"})
-    return copies or rotated or any(model.hides(target) for target in targets)
+def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
+    """Why only the bridge sees an edit; none if the bare modules see it too."""
+    for part in bound.weight_parts:
+        if _weights(model, part)[0].parameter is None:
+            return f"the modules do not share {part.target} with the bridge"
+    for part in bound.activation_parts:
+        if part.target in ("q", "k") and model.rotary:
+            return f"{part.target} is edited before its rotation"
+        if model.hides(part.target):
+            return f"no module puts out {part.target}"
+    return None
 
 
-def check_targets(model: Model, intervention: Intervention) -> None:
+def check_targets(model: Model, bound: BoundIntervention) -> None:
     """Refuse an intervention that edits what a model does not have."""
-    intervention.edits(model)
-    for part in intervention.weights():
-        part.bind(model)
+    bound.edits(model)
+    for part in bound.weight_parts:
+        part.function_for(model)
         _weights(model, part)
 
 
 @contextmanager
-def edited_weights(model: Model, intervention: Intervention) -> Iterator[None]:
-    """Apply edits of weights; afterwards restore them and verify their checksum."""
-    saved: list[tuple[Tensor, Tensor, Part]] = []
+def edited_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
+    """Apply edits of weights; afterwards restore them and verify what the engines read."""
+    edits: list[tuple[BoundPart, EditableWeight, Tensor]] = []
     # All of them are made from the untouched model, before the first is applied.
-    functions = [(part, part.bind(model)) for part in intervention.weights()]
+    functions = [(part, part.function_for(model)) for part in bound.weight_parts]
+    readers = _readers(model, bound)
+    before = {name: _checksum(read()) for name, read in readers.items()}
     try:
         for part, function in functions:
-            for layer, weight in _weights(model, part):
-                edited = function(weight.tensor, {"layer": layer})
-                saved.append((weight.tensor, weight.tensor.clone(), part))
+            for weight in _weights(model, part):
+                edited = function(weight.tensor, {"layer": weight.layer})
+                edits.append((part, weight, weight.tensor.clone()))
                 weight.tensor.copy_(edited)
                 if not torch.equal(weight.read(), edited):
                     raise ModelError(f"{model.info.name}: {part.target} cannot be edited in place")
         yield
     finally:
-        for weight, original, part in reversed(saved):
-            weight.copy_(original)
-            if _checksum(weight) != _checksum(original):
+        for _, weight, original in reversed(edits):
+            weight.tensor.copy_(original)
+        for name, read in readers.items():
+            if _checksum(read()) != before[name]:
                 raise ModelError(
-                    f"{model.info.name}: {part.target} was not restored after {intervention.name}"
+                    f"{model.info.name}: {name} was not restored after {bound.intervention}"
                 )
 
 
-def _weights(model: Model, part: Part) -> list[tuple[int | None, EditableWeight]]:
-    """The weights that a part edits, with their layers."""
+def _weights(model: Model, part: BoundPart) -> list[EditableWeight]:
+    """The weights that a part edits."""
     layers: Iterable[int | None] = range(model.info.n_layers)
     if part.target in EDITABLE_EMBEDDINGS:
         layers = [None]
     elif part.layer is not None:
         layers = [part.layer]
-    weights: list[tuple[int | None, EditableWeight]] = []
+    weights: list[EditableWeight] = []
     for layer in layers:
         weight = model.editable_weight(part.target, layer)
         if weight is None:
@@ -72,8 +82,24 @@ def _weights(model: Model, part: Part) -> list[tuple[int | None, EditableWeight]
             raise ModelError(
                 f"{model.info.name}: {where}no {part.target} for {part.registered.name} to edit"
             )
-        weights.append((layer, weight))
+        weights.append(weight)
     return weights
+
+
+def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], Tensor]]:
+    """Ways to what the engines read of the weights that are edited, each by its name.
+
+    A weight is looked up anew with each call. The tensor that was edited would not tell whether the
+    model still uses it.
+    """
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for part in bound.weight_parts:
+        for weight in _weights(model, part):
+            if weight.parameter is not None:
+                readers[weight.parameter] = partial(model.bare.get_parameter, weight.parameter)
+            place = "" if weight.layer is None else f"layer {weight.layer}: "
+            readers[place + part.target] = weight.read
+    return readers
 
 
 def _checksum(weight: Tensor) -> str:
