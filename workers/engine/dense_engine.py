@@ -168,8 +168,8 @@ class DenseEngine:
         return DensePattern(tensors["pattern"], scores, q, k, scale, tensors.get("hidden"))
 
     def _check(self, layer: int, scores: Tensor, tensors: Tensors) -> None:
-        """Refuse a pattern that its scores do not make, because a layer looks back less far, an
-        edit of the scores has no effect, or an edit was shown another pattern.
+        """Refuse a pattern that its scores do not make: the layer looks back less far, or an edit
+        of the scores has no effect.
         """
         name = self.model.info.name
         shown = tensors["unedited pattern"]
