@@ -18,8 +18,7 @@ from schemas.predictions import Prediction, compute_predictions
 from schemas.profiles import Profile
 from schemas.statistics import Statistic
 from schemas.tables import chance_column
-from workers.engine.dense_engine import DenseEngine
-from workers.engine.fused_engine import FusedEngine
+from workers.engine.engine import Activations, Engine
 from workers.engine.fused_pattern import uniform_pattern
 from workers.engine.prediction_inputs import check_predictions, prediction_inputs
 from workers.engine.token_pairs import find_matches
@@ -108,15 +107,13 @@ class PendingBatch:
     """A CUDA event, or None where the results are there."""
 
 
-def measure_batch(
-    engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor
-) -> Measurements:
+def measure_batch(engine: Engine, statistics: Sequence[Statistic], tokens: Tensor) -> Measurements:
     """One forward pass over tokens `[batch pos]`."""
     return collect(launch(engine, Requested(statistics), tokens))
 
 
 def launch(
-    engine: FusedEngine | DenseEngine,
+    engine: Engine,
     asked: Requested,
     tokens: Tensor,
     first: int = 0,
@@ -168,7 +165,7 @@ class _Layers:
 
     def __init__(
         self,
-        engine: FusedEngine | DenseEngine,
+        engine: Engine,
         asked: Requested,
         tokens: Tensor,
         given: Mapping[str, Any],
@@ -191,9 +188,9 @@ class _Layers:
         self.weights = cache(lambda layer: attention_weights(engine.model, layer, read))
         self.done: set[tuple[int, str]] = set()
 
-    def see(self, layer: int, seen: Mapping[str, Any]) -> None:
+    def see(self, layer: int, activations: Activations) -> None:
         """Compute what can be computed by now."""
-        seen = {**seen, **self.given, **self.weights(layer)}
+        seen = {**activations, **self.given, **self.weights(layer)}
         for formula in self.asked.formulas:
             if (layer, formula.name) not in self.done and all(
                 name in seen for name in formula.parameters

@@ -22,6 +22,7 @@ from schemas.weight_statistics import select_weight_statistics
 from workers.batch import Measurements, PendingBatch, Requested, collect, launch
 from workers.batch_size import BatchSize
 from workers.engine.dense_engine import DenseEngine
+from workers.engine.engine import Engine
 from workers.engine.fused_engine import FusedEngine
 from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
@@ -98,8 +99,7 @@ class Replica:
         with torch.inference_mode(), edited_weights(self.model, bound):
             masks = _masks(labels) if labels and self.asked.reads("labels") else {}
             measured = Measurements.of(self._batches(engine, tokens, masks, partner))
-        method = self.settlement.method(settled, self.model.info.n_layers)
-        return InterventionMeasurements(**vars(measured), method=method)
+        return InterventionMeasurements(**vars(measured), method=engine.method(str(intervention)))
 
     @property
     def precision(self) -> str:
@@ -120,7 +120,7 @@ class Replica:
 
     def _batches(
         self,
-        engine: FusedEngine | DenseEngine,
+        engine: Engine,
         tokens: np.ndarray,
         masks: dict[str, np.ndarray],
         partner: np.ndarray | None,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from schemas.errors import MeasureError, ModelError
 from schemas.predictions import PREDICTION_INPUTS, PREDICTIONS, compute_predictions
-from workers.engine.dense_engine import Activations, DenseEngine, Done
+from workers.engine.dense_engine import DenseEngine
 from workers.engine.edits import Edit, Edits
+from workers.engine.engine import Activations, Done
 from workers.model.model import Model
 
 CHUNK_BYTES = 64 << 20
