@@ -5,15 +5,14 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jobs.plan import Plan
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
 from workers.inputs.sequences import ShardInput
-from workers.profile_means import profiles_table
 from workers.replica import InterventionMeasurements, Replica
-from workers.shard import curves_table, heads_table, sequences_table
+from workers.shard import intervention_tables
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,9 @@ def _bytes_on_disk(
 
     def size(n: int) -> int:
         origin = {name: values[:n] for name, values in shard.origin.items()}
-        heads = {name: values[:n] for name, values in measured.heads.items()}
-        columns = {name: values[:n] for name, values in measured.sequences.items()}
         sample = ShardInput(0, 0, shard.tokens[:n], origin, [], shard.labels and shard.labels[:n])
-        curves = {name: values[:n] for name, values in measured.curves.items()}
-        part = replace(measured, heads=heads, sequences=columns, curves=curves)
-        tables = [table(plan.scan, sample, part) for table in (heads_table, sequences_table)]
-        tables += [curves_table(plan.scan, sample, part)] if plan.scan.curves else []
-        tables += [profiles_table(0, measured.profiles)] if measured.profiles else []
-        return sum(len(parquet_bytes(table)) for table in tables)
+        tables = intervention_tables(plan.scan, sample, measured.first(n))
+        return sum(len(parquet_bytes(table)) for table in tables.values())
 
     half = count // 2
     each = (size(count) - size(half)) / (count - half) if half else size(count)
@@ -92,8 +85,8 @@ def _bytes_on_disk(
 
 
 def _bytes_of_weights(replica: Replica) -> int:
-    """Size of the file of `weights`, of which a run has at most one."""
-    return len(parquet_bytes(replica.weights())) if replica.scan.weight_statistics else 0
+    """Size of the files that are written once in a run."""
+    return sum(len(parquet_bytes(table)) for table in replica.weights().values())
 
 
 def meanings(scan: Scan) -> list[tuple[str, str, str]]:

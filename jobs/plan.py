@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
 from schemas.errors import RunError, ScanError
-from schemas.formulas import Formula
 from schemas.places import Place, write_whole
-from schemas.predictions import select_predictions
-from schemas.profiles import select_curves, select_profiles
 from schemas.run_directory import Manifest, RunDirectory, differing_keys
 from schemas.scan import Scan
-from schemas.statistics import select
-from schemas.weight_statistics import select_weight_statistics
 from workers.code_fingerprint import code_fingerprint
 from workers.inputs import INPUTS, find_input
 from workers.inputs.corpus import Index
@@ -116,14 +110,16 @@ def resolve(scan: Scan) -> Resolved:
         "corpus": sequences.record,
     }
     parts = [part.registered for intervention in interventions for part in intervention.parts]
-    records = {kind: {f.name: f.record for f in found} for kind, found in _formulas(scan).items()}
-    records |= {"inputs": {sequences.family.name: sequences.family.record}}
-    records |= {"interventions": {registered.name: registered.record for registered in parts}}
-    identity |= {
-        kind: {n: r["fingerprint"] for n, r in found.items()}
-        for kind, found in records.items()
-        if found
+    kinds = {kind.field: {f.name: f.record for f in scan.formulas(kind)} for kind in scan.kinds()}
+    code = {
+        "inputs": {sequences.family.name: sequences.family.record},
+        "interventions": {registered.name: registered.record for registered in parts},
     }
+    identity |= {
+        field: {name: record["fingerprint"] for name, record in entries.items()}
+        for field, entries in (kinds | code).items()
+    }
+    records = {"kinds": kinds, **code}
     return Resolved(scan, info, sequences, records, identity)
 
 
@@ -152,17 +148,6 @@ def plan_run(resolved: Resolved, run: RunDirectory, old: bool = False) -> Plan:
         **resolved.records,
     )
     return Plan(resolved.scan, resolved.info, sequences, run, manifest)
-
-
-def _formulas(scan: Scan) -> dict[str, Sequence[Formula]]:
-    """Everything that a scan measures, by the field that names it."""
-    return {
-        "statistics": select(scan.statistics),
-        "profiles": select_profiles(scan.profiles, scan.n_ctx),
-        "curves": select_curves(scan.curves),
-        "weight_statistics": select_weight_statistics(scan.weight_statistics),
-        "predictions": select_predictions(scan.predictions),
-    }
 
 
 def prepare_run(plan: Plan, scan_text: str) -> None:

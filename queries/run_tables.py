@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,21 +16,12 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.errors import QueryError
+from schemas.kinds import KINDS, columns_of
 from schemas.places import Place, absolute
 from schemas.run_directory import Manifest, RunDirectory, check_merged, find_runs, pc
+from schemas.tables import Column
 
 Columns = dict[str, tuple[pa.DataType, str]]
-
-MEANINGS = {
-    "statistics": "column",
-    "predictions": "column",
-    "profiles": "profile",
-    "curves": "profile",
-    "weight_statistics": "weight statistic",
-    "inputs": "input family",
-    "interventions": "intervention",
-}
-"""Fields of a manifest that say what names mean, and what each of these names."""
 
 RUNS: Columns = {
     "run_id": (pa.string(), "Run: the name of the scan and the fingerprint of what it measures."),
@@ -103,8 +95,7 @@ SHARDS: Columns = {
     "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
 }
 
-STATISTICS: Columns = {
-    "name": (pa.string(), "Statistic: a column of heads."),
+FORMULA: Columns = {
     "unit": (pa.string(), "Unit."),
     "range_low": (pa.float64(), "Smallest possible value."),
     "range_high": (pa.float64(), "Largest possible value."),
@@ -118,6 +109,17 @@ STATISTICS: Columns = {
     "description": (pa.string(), "Meaning, formula and when it is NULL, on one line."),
     "fingerprint": (pa.string(), "Fingerprint of the formula's code."),
     "runs": (pa.int64(), "Runs that measured it."),
+}
+
+STATISTICS: Columns = {"name": (pa.string(), "Statistic: a column of heads."), **FORMULA}
+
+FORMULAS: Columns = {
+    "field": (pa.string(), "Field of the scan that names it."),
+    "kind": (pa.string(), "What it is: statistic, prediction, profile, weight statistic."),
+    "table": (pa.string(), "Table that holds its values."),
+    "name": (pa.string(), "Name: of a column, or of what a row is about."),
+    "axis": (pa.string(), "What its values run over; NULL if it is one number, or one per token."),
+    **FORMULA,
 }
 
 
@@ -185,22 +187,36 @@ def _same_meanings(runs: list[Run]) -> None:
     """Refuse runs that use one name for two things."""
     first: dict[tuple[str, str], tuple[str, str]] = {}
     for run in runs:
-        for field, kind in MEANINGS.items():
-            for name, entry in getattr(run.manifest, field).items():
-                fingerprint = entry.get("fingerprint", "")
-                other, known = first.setdefault((kind, name), (run.directory.run_id, fingerprint))
-                if known != fingerprint:
-                    raise QueryError(
-                        f"{kind} {name!r} has one formula in run {other} ({known}) and another in run "
-                        f"{run.directory.run_id} ({fingerprint}); query one run directory at a time"
-                    )
+        for word, name, fingerprint in _meanings(run.manifest):
+            other, known = first.setdefault((word, name), (run.directory.run_id, fingerprint))
+            if known != fingerprint:
+                raise QueryError(
+                    f"{word} {name!r} has one formula in run {other} ({known}) and another in run "
+                    f"{run.directory.run_id} ({fingerprint}); query one run directory at a time"
+                )
 
 
-def measured(runs: list[Run]) -> dict[str, dict[str, Any]]:
-    """Every statistic that some run measured, as its manifest describes it."""
+def _meanings(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    """What each name of a run is a name of, the name, and the fingerprint of its code."""
+    records = [(kind.word, manifest.kinds.get(kind.field, {})) for kind in KINDS]
+    records += [("input family", manifest.inputs), ("intervention", manifest.interventions)]
+    for word, entries in records:
+        for name, entry in entries.items():
+            yield word, name, entry.get("fingerprint", "")
+
+
+def formulas(runs: list[Run], field: str) -> dict[str, dict[str, Any]]:
+    """Every formula of a field of the scan that some run measured, as its manifest describes it."""
     return {
-        name: entry for run in reversed(runs) for name, entry in run.manifest.statistics.items()
+        name: entry
+        for run in reversed(runs)
+        for name, entry in run.manifest.kinds.get(field, {}).items()
     }
+
+
+def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
+    """The columns that some run measured, by table and name."""
+    return columns_of({kind.field: formulas(runs, kind.field) for kind in KINDS})
 
 
 def bounds(entry: dict[str, Any]) -> tuple[float, float]:
@@ -224,12 +240,25 @@ def shards_table(runs: list[Run]) -> pa.Table:
 
 def statistics_table(runs: list[Run]) -> pa.Table:
     """One row per statistic."""
-    rows = []
-    for name, entry in measured(runs).items():
-        low, high = bounds(entry)
-        count = sum(name in run.manifest.statistics for run in runs)
+    return _table(STATISTICS, _formula_rows(runs, "statistics"))
+
+
+def formulas_table(runs: list[Run]) -> pa.Table:
+    """One row per formula of every kind."""
+    rows: list[dict[str, Any]] = []
+    for kind in KINDS:
+        of_kind = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
+        rows += [row | of_kind for row in _formula_rows(runs, kind.field)]
+    return _table(FORMULAS, rows)
+
+
+def _formula_rows(runs: list[Run], field: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, entry in formulas(runs, field).items():
+        low, high = bounds(entry) if "range" in entry else (None, None)
+        count = sum(name in run.manifest.kinds.get(field, {}) for run in runs)
         rows.append({**entry, "name": name, "range_low": low, "range_high": high, "runs": count})
-    return _table(STATISTICS, rows)
+    return rows
 
 
 def _run_row(run: Run) -> dict[str, Any]:
@@ -249,7 +278,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "input_family": inputs.pop("family", None),
         "input_options": json.dumps(inputs, ensure_ascii=False),
         "interventions": list(scan.get("interventions", ["none"])),
-        "statistics": list(manifest.statistics),
+        "statistics": list(manifest.kinds.get("statistics", {})),
         "shards": manifest.shards,
         "shards_done": len(done),
         "complete": len(done) >= manifest.shards,

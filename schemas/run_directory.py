@@ -29,13 +29,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from schemas.commits import READERS, Commit, commit_name, commits_of, read_ledger, read_parts
 from schemas.errors import RunError
+from schemas.kinds import TABLES
 from schemas.parquet import is_whole
 from schemas.places import Place, names, place, reason
-
-TABLES = ("heads", "sequences", "profiles", "curves", "weights")
-"""Every shard writes the first two, `profiles` and `curves` where the scan asks for some; `weights`
-lie with shard 0.
-"""
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
@@ -53,11 +49,8 @@ class Manifest(BaseModel):
     identity: dict[str, Any]
     shards: int
     sequences: int
-    statistics: dict[str, dict[str, Any]]
-    profiles: dict[str, dict[str, Any]] = {}
-    curves: dict[str, dict[str, Any]] = {}
-    weight_statistics: dict[str, dict[str, Any]] = {}
-    predictions: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, dict[str, Any]]]
+    """What each formula is, by field of the scan and name (`schemas.kinds.KINDS`)."""
     inputs: dict[str, dict[str, Any]] = {}
     interventions: dict[str, dict[str, Any]] = {}
     model: dict[str, Any]

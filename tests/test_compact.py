@@ -24,8 +24,9 @@ from jobs.run_lock import locked
 from schemas import places
 from schemas.commits import drop, fold
 from schemas.errors import RunError
+from schemas.kinds import TABLES
 from schemas.places import StorePath, place, write_whole
-from schemas.run_directory import TABLES, RunDirectory, check_merged
+from schemas.run_directory import RunDirectory, check_merged
 from tests.s3_server import S3Server
 from tests.toy_runs import Entry, Row, local, write_run
 

@@ -757,7 +757,9 @@ def test_none_is_bit_identical_to_measuring_without_an_intervention(
     replica = shelf.replica(name, engine)
     tokens = torch.from_numpy(toy.repeating_tokens(17, batch=2)).long()
     with torch.inference_mode():
-        plain = measure_batch(replica.engine, replica.asked.statistics, tokens).heads
+        plain = measure_batch(
+            replica.engine, replica.requested.formulas["statistics"], tokens
+        ).heads
     measured = replica.measure(tokens.int().numpy(), "none").heads
     for statistic in STATISTICS:
         assert measured[statistic].tobytes() == plain[statistic].tobytes()
