@@ -140,7 +140,7 @@ def read(run: RunDirectory) -> Rows:
                 [opened(run, path).read() for path in dict.fromkeys(f["path"] for f in mine)]
             )
             assert joined.num_rows == sum(f["rows"] for f in mine)
-            keys = [(key, "ascending") for key in compacting.ORDER[table]]
+            keys = [(key, "ascending") for key in TABLES[table].order]
             tables[f"{table} {intervention}"] = joined.sort_by(keys).combine_chunks()
     return tables
 
@@ -198,7 +198,7 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
     assert len(shapes) == len(data_files(run))
     for file in (f for c in run.commits() for f in c.files if f.shards > 1):
         assert file.bytes == (local(run.path) / file.path).stat().st_size
-        table, keys = opened(run, file.path).read(), compacting.ORDER[file.table]
+        table, keys = opened(run, file.path).read(), TABLES[file.table].order
         assert table.equals(table.sort_by([(key, "ascending") for key in keys]))
 
 
