@@ -15,7 +15,6 @@ from queries.answers import run_query
 from queries.connection import QUERIES, connect
 from queries.html_page import Record, add_figure, write_html
 from queries.run_tables import bounds
-from schemas.commits import engine_of
 from schemas.errors import QueryError
 from schemas.places import Place
 from schemas.predictions import PREDICTIONS
@@ -41,10 +40,10 @@ DORMANT = ["induction_repeated", "sink_repeated", "sink_unrepeated", "sink_text"
 LAYER_LINES = {"resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink_resid_post_norm"}
 
 
-def write_report(path: str | Place, output: Path) -> None:
+def write_report(path: str | Place, output: Path, code: str | None = None) -> None:
     """Write the report on the runs at `path` into one HTML file."""
     figures: list[Record] = []
-    connection = connect(path)
+    connection = connect(path, code=code)
     runs = _records(connection, "runs")
     statistics = {row["name"]: row for row in _records(connection, "statistics")}
     sections = [
@@ -112,9 +111,18 @@ def _sections(
 
 def _engine(connection: duckdb.DuckDBPyConnection, run: Record, intervention: str) -> str:
     """What measured an intervention; before its first shard, what is to."""
-    sql = f"SELECT DISTINCT engine FROM shards WHERE run_id = {_text(run['run_id'])} AND engine IS NOT NULL ORDER BY engine"
-    said = [engine_of(row["engine"], intervention) for row in _records(connection, sql)]
-    return "; ".join(dict.fromkeys(said)) or run["engine"]
+    sql = f"""
+        SELECT DISTINCT method.engine, method.built_layers
+        FROM (SELECT unnest(methods) AS method FROM shards WHERE run_id = {_text(run["run_id"])})
+        WHERE method.intervention = {_text(intervention)} ORDER BY ALL
+    """
+    return "; ".join(map(_engine_words, _records(connection, sql))) or run["engine"]
+
+
+def _engine_words(method: Record) -> str:
+    layers = method["built_layers"]
+    built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
+    return f"{method['engine']}{built}"
 
 
 def _predictions(connection: duckdb.DuckDBPyConnection, run_id: str) -> dict[str, list[Record]]:

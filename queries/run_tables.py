@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,13 +14,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.errors import QueryError
+from schemas.commits import COMMITS
+from schemas.errors import QueryError, unknown
 from schemas.kinds import KINDS, columns_of
+from schemas.manifest import Manifest
 from schemas.places import Place, absolute
-from schemas.run_directory import Manifest, RunDirectory, check_merged, find_runs, pc
+from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
 from schemas.tables import Column
 
 Columns = dict[str, tuple[pa.DataType, str]]
+
+WORDS = {kind.field: kind.word for kind in KINDS} | {
+    "inputs": "input family",
+    "interventions": "intervention",
+}
+"""What the names are that a field of a manifest describes."""
 
 RUNS: Columns = {
     "run_id": (pa.string(), "Run: the name of the scan and the fingerprint of what it measures."),
@@ -63,7 +70,7 @@ RUNS: Columns = {
         "Seconds of work in the shards that are done, added up over replicas.",
     ),
     "model_fingerprint": (pa.string(), "The same for runs of the same model: names its weights."),
-    "code": (pa.string(), "Fingerprint of the code that made the run."),
+    "code": (pa.string(), "Fingerprint of the code that began the run; shards.code says more."),
 }
 
 SHARDS: Columns = {
@@ -87,11 +94,20 @@ SHARDS: Columns = {
     "host": (pa.string(), "Machine that made it."),
     "replica": (pa.string(), "Replica that made it."),
     "attempt": (pa.int64(), "Attempt that succeeded."),
-    "engine": (
+    "code": (
         pa.string(),
-        "Engine that measured it, by intervention where several did, and in which layers it built patterns.",
+        "Fingerprint of the code that measured it; NULL where the commit does not say.",
     ),
-    "precision": (pa.string(), "Number formats it was measured in."),
+    "device": (pa.string(), "What computed it; NULL where the commit does not say."),
+    "versions": (
+        COMMITS.field("versions").type,
+        "Versions of the libraries that measured it: library, version.",
+    ),
+    "methods": (
+        COMMITS.field("methods").type,
+        "How each intervention was measured: intervention, engine, precision, attention (tiles, kernel or matrix) and the "
+        "layers whose pattern was built because an edit needs it.",
+    ),
     "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
 }
 
@@ -154,16 +170,39 @@ class Run:
         return [f"{self.directory.path}/{path}" for path in pc.unique(paths).to_pylist()]
 
     @property
+    def codes(self) -> list[str]:
+        """The code of every shard that is done, each once; before the first shard, the code that
+        began the run.
+        """
+        codes = [code or self.manifest.code for code in pc.unique(self.done["code"]).to_pylist()]
+        return list(dict.fromkeys(codes)) or [self.manifest.code]
+
+    def shards_of(self, code: str) -> str:
+        """The shards that some code measured, in words."""
+        codes = self.done["code"].to_pylist()
+        own = [c in (code, "" if code == self.manifest.code else code) for c in codes]
+        shards = self.done["shard"].to_numpy()[own]
+        if len(shards) == 1:
+            return f"shard {shards[0]}"
+        return f"{len(shards):,} shards from {shards.min()} to {shards.max()}"
+
+    def named(self, code: str, within: bool) -> str:
+        """The run, or `within` it the shards that some code measured."""
+        if within:
+            return f"{self.shards_of(code)} of run {self.directory.run_id}, by code {code}"
+        return f"run {self.directory.run_id}"
+
+    @property
     def scan(self) -> dict[str, Any]:
         """The resolved scan."""
         return self.manifest.identity.get("scan", {})
 
 
-def read_runs(path: Place) -> list[Run]:
+def read_runs(path: Place, code: str | None = None) -> list[Run]:
     """Read the manifests and ledgers at `path`, and warn on stderr of shards whose files are
-    damaged.
+    damaged. Only the shards that `code` measured, if it is given.
     """
-    runs = [_read_run(directory) for directory in find_runs(absolute(path))]
+    runs = [_read_run(directory, code) for directory in find_runs(absolute(path))]
     for run in runs:
         if run.damaged:
             names = list(run.damaged)
@@ -177,32 +216,44 @@ def read_runs(path: Place) -> list[Run]:
     return runs
 
 
-def _read_run(directory: RunDirectory) -> Run:
-    ledger = directory.ledger()
+def _read_run(directory: RunDirectory, code: str | None) -> Run:
+    manifest, ledger = directory.manifest(), directory.ledger()
     check_merged(ledger)
-    return Run(directory, directory.manifest(), ledger, directory.damaged_files([ledger]))
+    if code is not None:
+        codes = [said or manifest.code for said in ledger["code"].to_pylist()]
+        if code not in codes:
+            raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
+        ledger = ledger.filter(pa.array([said == code for said in codes], pa.bool_()))
+    return Run(directory, manifest, ledger, directory.damaged_files([ledger]))
 
 
 def _same_meanings(runs: list[Run]) -> None:
-    """Refuse runs that use one name for two things."""
-    first: dict[tuple[str, str], tuple[str, str]] = {}
+    """Refuse runs, or shards of one run, that use one name for two things."""
+    first: dict[tuple[str, str], tuple[Run, str, str]] = {}
     for run in runs:
-        for word, name, fingerprint in _meanings(run.manifest):
-            other, known = first.setdefault((word, name), (run.directory.run_id, fingerprint))
-            if known != fingerprint:
+        for code in run.codes:
+            meanings = run.manifest.meanings(code)
+            if meanings is None:
                 raise QueryError(
-                    f"{word} {name!r} has one formula in run {other} ({known}) and another in run "
-                    f"{run.directory.run_id} ({fingerprint}); query one run directory at a time"
+                    f"run {run.directory.run_id}: {run.shards_of(code)} were measured by code {code}, of which its manifest "
+                    "says nothing; compare manifest.json with a copy"
                 )
-
-
-def _meanings(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
-    """What each name of a run is a name of, the name, and the fingerprint of its code."""
-    records = [(kind.word, manifest.kinds.get(kind.field, {})) for kind in KINDS]
-    records += [("input family", manifest.inputs), ("intervention", manifest.interventions)]
-    for word, entries in records:
-        for name, entry in entries.items():
-            yield word, name, entry.get("fingerprint", "")
+            for field, fingerprints in meanings.items():
+                for name, fingerprint in fingerprints.items():
+                    key = (WORDS[field], name)
+                    other, other_code, known = first.setdefault(key, (run, code, fingerprint))
+                    if known != fingerprint:
+                        one = other.named(other_code, within=other is run)
+                        two = run.named(code, within=other is run)
+                        way = (
+                            f"--code {code} reads the latter alone"
+                            if other is run
+                            else "query one run directory at a time"
+                        )
+                        raise QueryError(
+                            f"{WORDS[field]} {name!r} has one formula in {one} ({known}) and another in {two} "
+                            f"({fingerprint}); {way}"
+                        )
 
 
 def formulas(runs: list[Run], field: str) -> dict[str, dict[str, Any]]:
@@ -273,15 +324,14 @@ def _run_row(run: Run) -> dict[str, Any]:
         "run_id": run.directory.run_id,
         "name": manifest.run_id.rpartition("-")[0] or manifest.run_id,
         "created": manifest.created,
-        "precision": ", ".join(sorted(pc.unique(done["precision"]).to_pylist()))
-        or scan.get("precision"),
+        "precision": ", ".join(_precisions(done)) or scan.get("precision"),
         "input_family": inputs.pop("family", None),
         "input_options": json.dumps(inputs, ensure_ascii=False),
         "interventions": list(scan.get("interventions", ["none"])),
         "statistics": list(manifest.kinds.get("statistics", {})),
         "shards": manifest.shards,
         "shards_done": len(done),
-        "complete": len(done) >= manifest.shards,
+        "complete": int(covered(manifest, done).sum()) >= manifest.shards,
         "sequences": manifest.sequences,
         "sequences_done": int((done["stop"].to_numpy() - done["start"].to_numpy()).sum()),
         "rows": int(done["rows"].to_numpy().sum()),
@@ -290,6 +340,12 @@ def _run_row(run: Run) -> dict[str, Any]:
         "model_fingerprint": _model_fingerprint(manifest),
         "code": manifest.code,
     }
+
+
+def _precisions(ledger: pa.Table) -> list[str]:
+    """The precisions that some commits were measured in."""
+    methods = pc.list_flatten(ledger["methods"])
+    return sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
 
 
 def _model_fingerprint(manifest: Manifest) -> str:
@@ -302,6 +358,9 @@ def _shards(run: Run) -> pa.Table:
     own = [name for name in SHARDS if name != "status"]
     status = pa.array(np.where(run.whole, "done", "damaged"), pa.string())
     known = run.ledger.select(own).append_column("status", status)
+    for name in ("code", "device"):
+        said = pc.if_else(pc.equal(known[name], ""), None, known[name])
+        known = known.set_column(known.schema.get_field_index(name), name, said)
     size, total = run.scan.get("sequences_per_shard"), run.manifest.sequences
     missing = np.setdiff1d(np.arange(run.manifest.shards), known["shard"].to_numpy())
     rows: dict[str, Any] = {"run_id": [run.directory.run_id] * len(missing), "shard": missing}

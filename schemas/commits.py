@@ -15,17 +15,18 @@ so whoever folds may die, or fold twice, at any time.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from schemas.parquet import parquet_bytes, read_parquet
 from schemas.places import Place, names, settle, write_whole
@@ -50,6 +51,31 @@ class DataFile(BaseModel):
     """Size of the file."""
     shards: int = 1
     """How many shards have rows in it; more than one after `headcount compact`."""
+
+
+class Method(BaseModel):
+    """How one intervention was measured."""
+
+    model_config = ConfigDict(frozen=True)
+    intervention: str
+    engine: str
+    """fused or dense."""
+    precision: str
+    """Number formats of the products, one of `schemas.precision.PRECISIONS`."""
+    attention: str
+    """tiles or kernel: how the fused engine asked attention; matrix: patterns were built. Empty in
+    commits of older code, which did not say.
+    """
+    built_layers: list[int]
+    """Layers whose pattern was built because an edit needs it."""
+
+
+class Version(BaseModel):
+    """A library that took part in measuring."""
+
+    model_config = ConfigDict(frozen=True)
+    library: str
+    version: str
 
 
 class Commit(BaseModel):
@@ -78,34 +104,55 @@ class Commit(BaseModel):
     replica: str
     """Tells the replicas of a run apart."""
     attempt: int
-    engine: str
-    """As `said_of` says it."""
-    precision: str
+    code: str
+    """Fingerprint of the code that measured it; empty in commits of older code, which did not say."""
+    device: str
+    """What it was computed on, for example `cuda NVIDIA H100`; empty in commits of older code."""
+    versions: list[Version]
+    """Libraries that measured; none in commits of older code."""
+    methods: list[Method]
+    """How each intervention was measured, in the order of the scan."""
     bad_rows: list[str]
     files: list[DataFile]
 
+    @model_validator(mode="before")
+    @classmethod
+    def in_words_of_today(cls, fields: Any) -> Any:
+        """A commit of older code, which kept its engines and its precision as strings."""
+        if not isinstance(fields, dict) or "engine" not in fields:
+            return fields
+        old = cast("dict[str, Any]", fields)
+        kept = {name: value for name, value in old.items() if name not in ("engine", "precision")}
+        interventions = dict.fromkeys(file["intervention"] for file in old["files"] or ())
+        methods = older_methods(old["engine"], old["precision"], list(interventions))
+        return {"code": "", "device": "", "versions": [], "methods": methods} | kept
 
-def said_of(engines: Mapping[str, str]) -> str:
-    """What measured each intervention, in a word where one thing measured all.
 
-    >>> said_of({"none": "fused", "zero_query_bias": "fused"}), said_of({"none": "fused", "mask_first_keys": "dense"})
-    ('fused', 'none: fused; mask_first_keys: dense')
+BUILT = re.compile(r"(\w+), with built patterns in layers ([\d ]+)")
+
+
+def older_methods(engines: str, precision: str, interventions: list[str]) -> list[dict[str, Any]]:
+    """What a commit of older code said of its engines, as methods.
+
+    >>> older_methods("none: fused; mask: fused, with built patterns in layers 0 2", "float32", ["none", "mask"])[1]
+    {'intervention': 'mask', 'engine': 'fused', 'precision': 'float32', 'attention': '', 'built_layers': [0, 2]}
     """
-    if len(set(engines.values())) == 1:
-        return next(iter(engines.values()))
-    return "; ".join(f"{intervention}: {engine}" for intervention, engine in engines.items())
-
-
-def engine_of(said: str, intervention: str) -> str:
-    """What measured one intervention.
-
-    >>> engine_of("fused", "none"), engine_of("none: fused; mask_first_keys: dense", "mask_first_keys")
-    ('fused', 'dense')
-    """
-    engines = {
-        name: engine for name, _, engine in (part.partition(": ") for part in said.split("; "))
-    }
-    return engines.get(intervention, said)
+    by_intervention = dict.fromkeys(interventions, engines)
+    if ": " in engines:
+        by_intervention = dict(part.split(": ", 1) for part in engines.split("; "))
+    methods: list[dict[str, Any]] = []
+    for intervention, engine in by_intervention.items():
+        built = BUILT.fullmatch(engine)
+        methods.append(
+            {
+                "intervention": intervention,
+                "engine": built[1] if built else engine,
+                "precision": precision,
+                "attention": "",
+                "built_layers": [int(layer) for layer in built[2].split()] if built else [],
+            }
+        )
+    return methods
 
 
 @dataclass(frozen=True)
@@ -180,10 +227,28 @@ def read_parts(
         yield _marked(loose.filter(pa.array(new)), folded=False)
         for start in range(0, len(folds), READERS):
             tables = pool.map(
-                lambda name: read_parquet(directory / name, wanted), folds[start : start + READERS]
+                lambda name, count: _read_fold(directory / name, wanted, count),
+                folds[start : start + READERS],
+                counts[start : start + READERS],
             )
-            for table, count in zip(tables, counts[start:], strict=False):
-                yield _marked(table if count.all() else table.filter(pa.array(count)), folded=True)
+            for table in tables:
+                yield _marked(table, folded=True)
+
+
+def _read_fold(file: Place, wanted: list[str], count: np.ndarray) -> pa.Table:
+    """Some columns of the rows that count in a fold, which older code may have written."""
+    said_otherwise = [name for name in wanted if name in ("code", "device", "versions", "methods")]
+    older = ["engine", "precision", "files"] if said_otherwise else []
+    table = read_parquet(file, list(dict.fromkeys([*wanted, *older])))
+    table = table if count.all() else table.filter(pa.array(count))
+    if not said_otherwise or "engine" not in table.column_names:
+        return table.select(wanted)
+    rows = table.select(older).to_pylist()
+    translated = [Commit.in_words_of_today(row) for row in rows]
+    for name in said_otherwise:
+        type_ = COMMITS.field(name).type
+        table = table.append_column(name, pa.array([row[name] for row in translated], type_))
+    return table.select(wanted)
 
 
 def _that_count(folds: list[pa.Table]) -> list[np.ndarray]:
@@ -246,24 +311,37 @@ def commits_of(table: pa.Table) -> Iterator[Commit]:
         yield from (Commit.model_validate(row) for row in batch.to_pylist())
 
 
-def fold(directory: Place, commits: Sequence[Commit]) -> None:
-    """Put commits into one file, then delete the files of their own."""
-    write_fold(directory, pa.Table.from_pylist([c.model_dump() for c in commits], schema=COMMITS))
+def fold(directory: Place, commits: Sequence[Commit], dropped: Sequence[int] = ()) -> None:
+    """Put commits into one file, then delete the files of their own.
+
+    The same file takes the shards `dropped` back. They must have no file of their own, which would
+    count again.
+    """
+    rows = [commit.model_dump() for commit in commits]
+    rows += _dropped_rows(commits[0].run_id, dropped) if dropped else []
+    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(dropped))
     delete(directory / commit_name(c.shard) for c in commits)
 
 
 def drop(directory: Place, run_id: str, shards: Sequence[int]) -> None:
     """Take folded shards back: they are missing again."""
+    rows = _dropped_rows(run_id, shards)
+    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(shards))
+
+
+def _dropped_rows(run_id: str, shards: Sequence[int]) -> list[dict[str, Any]]:
     blank: dict[str, Any] = dict.fromkeys(COMMITS.names)
-    rows = [blank | {"run_id": run_id, "shard": shard} for shard in shards]
-    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), dropped=True)
+    return [blank | {"run_id": run_id, "shard": shard} for shard in shards]
 
 
-def write_fold(directory: Place, table: pa.Table, dropped: bool = False) -> None:
-    """Put commits into one file; what it replaces is still there."""
+def write_fold(directory: Place, table: pa.Table, dropped: int = 0) -> None:
+    """Put commits into one file; what it replaces is still there. The last `dropped` rows take
+    shards back.
+    """
     numbers = [int(n[5:11]) for n in names(directory) if n.startswith("fold-")]
     name = f"fold-{max(numbers, default=-1) + 1:06d}-{secrets.token_hex(4)}.parquet"
-    table = table.append_column(DROPPED, pa.array([dropped] * len(table), pa.bool_()))
+    marks = np.arange(len(table)) >= len(table) - dropped
+    table = table.append_column(DROPPED, pa.array(marks, pa.bool_()))
     write_whole(directory / name, parquet_bytes(table))
     settle(directory)
 

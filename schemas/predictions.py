@@ -57,17 +57,19 @@ def prediction(
     source: str,
     per_token: bool = False,
     defined: Callable[..., Tensor | bool] | None = None,
+    cosine: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` if it is
     `per_token`.
 
     `defined` takes prediction inputs too and says, per sequence or per token, where it has a value;
-    elsewhere the column is NULL.
+    elsewhere the column is NULL, as it is where one of the vectors of a `cosine` is zero.
     """
 
     def register(function: F) -> F:
         fields = described(function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS)
-        fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
+        fields |= {"unit": unit, "range": range, "source": source}
+        fields |= {"defined": defined, "cosine": cosine}
         PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)
         return function
 
@@ -107,23 +109,9 @@ def has_earlier_token(tokens: Tensor) -> Tensor:
     return (tokens * 0 + 1).cumsum(1) > 1
 
 
-def has_two_directions(positions_known: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Whether positions are known and neither of two vectors is zero; NaN is not zero."""
-    return positions_known & (a != 0).any(-1) & (b != 0).any(-1)
-
-
-def has_mlp_directions(
-    positions_known: Tensor, effective: Tensor, position_after_mlp: Tensor
-) -> Tensor:
-    """the model adds positions, its first MLP is a module of its own, and neither vector is zero."""
-    return has_two_directions(positions_known, effective, position_after_mlp)
-
-
-def has_layer_directions(
-    positions_known: Tensor, effective: Tensor, position_after_layer: Tensor
-) -> Tensor:
-    """the model adds positions, its first MLP is a module of its own, and neither vector is zero."""
-    return has_two_directions(positions_known, effective, position_after_layer)
+def has_known_positions(positions_known: Tensor) -> Tensor:
+    """the model adds positions and its first MLP is a module of its own."""
+    return positions_known
 
 
 @prediction(unit="nats", range=(0, math.inf), source="standard", defined=has_second_token)
@@ -201,7 +189,8 @@ def final_logits(final_logit: Tensor) -> Tensor:
     range=(-1, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
-    defined=has_mlp_directions,
+    defined=has_known_positions,
+    cosine=True,
 )
 def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
     """Alignment of each effective position with what its position really changes after the first
@@ -221,7 +210,8 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor
     range=(-1, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
-    defined=has_layer_directions,
+    defined=has_known_positions,
+    cosine=True,
 )
 def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:
     """Alignment of each effective position with what positions really change after the whole first

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from schemas.errors import ScanError, unknown
 from schemas.formulas import Formula
+from schemas.intervention import NONE, Intervention
 from schemas.kind import Computed, Kind, check_names
 from schemas.kinds import KINDS
 from schemas.places import place
@@ -21,6 +22,10 @@ from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
 
 Count = Annotated[int, Field(ge=1)]
 F = TypeVar("F", bound=Formula)
+
+
+CHANGES_NO_ROW = ("batch_size", "sequences", "out")
+"""Fields that say how, how much and where; a run is found again, whatever they are."""
 
 
 class Input(BaseModel):
@@ -64,7 +69,7 @@ class Setting(BaseModel):
     """Whether every sequence begins with the model's beginning-of-sequence token."""
     input: Input
     """Where sequences come from: a family and its options."""
-    interventions: tuple[str, ...] = ("none",)
+    interventions: tuple[Intervention, ...] = (NONE,)
     """Edits of the model, each measured on the same sequences; none is the untouched model."""
 
 
@@ -113,11 +118,11 @@ class Scan(Measured):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What is measured, as a run's manifest keeps it; kinds that nothing is asked of leave no
+        """What rows mean, as a run's manifest keeps it; kinds that nothing is asked of leave no
         trace.
         """
         unused = {kind.field for kind in KINDS if not self.names(kind)}
-        return self.model_dump(mode="json", exclude={"out", *unused})
+        return self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
 
     @property
     def fingerprint(self) -> str:
@@ -164,7 +169,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         ) from None
     for kind in KINDS:
         kind.selected(scan.names(kind), scan)
-    check_names("interventions", scan.interventions, required=True)
+    check_names("interventions", tuple(map(str, scan.interventions)), required=True)
     place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")

@@ -37,7 +37,8 @@ from workers.model.layer_weights import (
     has_rotary_positions,
 )
 from workers.model.model_info import ModelInfo
-from workers.profile_means import Aggregate, aggregates, mean_and_m2, merge
+from workers.profile_means import Aggregate, aggregates, count_mean_m2, merge
+from workers.undefined import defined_or_nan
 
 Columns = dict[str, np.ndarray]
 
@@ -137,7 +138,7 @@ class PendingBatch:
     lists: dict[str, dict[str, Tensor]]
     """By field and formula: `[batch layer head entry]`, or `[batch layer entry]`."""
     means: dict[str, dict[str, Tensor]]
-    """By field and formula, mean and M2 over the batch: `[2 layer head entry]`, or `[2 layer
+    """By field and formula, count, mean and M2 over the batch: `[3 layer head entry]`, or `[3 layer
     entry]`.
     """
     chance: dict[str, Tensor]
@@ -252,7 +253,7 @@ class _Layers:
         for number, (formula, names, kept_by) in enumerate(self.formulas):
             if (layer, number) in self.done or not names <= available.keys():
                 continue
-            value = formula.compute(*(available[name] for name in formula.parameters))
+            value = defined_or_nan(formula, available)
             for values in kept_by:
                 values.keep(layer, formula, value)
             self.done.add((layer, number))
@@ -280,14 +281,14 @@ class _Values:
         """Keep what a formula is in a layer, or what is averaged of it."""
         if self.kind.averaged:
             assert isinstance(formula, Along)
-            self.layers[formula.name].append(mean_and_m2(formula, value))
+            self.layers[formula.name].append(count_mean_m2(formula, value))
         elif formula.listed:
             self.layers[formula.name].append(self._for_each_head(value, 3))
         else:
             self.row[formula.name][:, layer] = self._for_each_head(value, 2)
 
     def by_layer(self) -> dict[str, Tensor]:
-        """Lists `[batch layer …]`, or means `[2 layer …]`, by formula."""
+        """Lists `[batch layer …]`, or means `[3 layer …]`, by formula."""
         return {name: torch.stack(layers, dim=1) for name, layers in self.layers.items()}
 
     def _for_each_head(self, value: Tensor, dimensions: int) -> Tensor:
@@ -306,7 +307,7 @@ def _predicted(
     if requested.after_the_pass:
         inputs = prediction_inputs(engine.model, final.pop(), tokens)
         for kind, formulas in requested.computed("after the pass"):
-            values = {f.name: evaluate(f.compute, inputs) for f in formulas}
+            values = {f.name: defined_or_nan(f, inputs) for f in formulas}
             predictions[kind.field] = values
             predicted[kind.field] = {
                 f.name: _where_defined(f, inputs, values[f.name]) for f in formulas
@@ -340,8 +341,8 @@ def collect(pending: PendingBatch) -> Measurements:
     for kind, formulas in pending.requested.computed("in every layer"):
         along = {formula.name: formula for formula in formulas if isinstance(formula, Along)}
         if kind.averaged:
-            means[kind.field] = aggregates(pending.means[kind.field], pending.sequences)
-            check_means(means[kind.field], along, pending.first)
+            means[kind.field] = aggregates(pending.means[kind.field])
+            check_means(means[kind.field], along, pending.first, pending.sequences)
             continue
         single = [formula.name for formula in formulas if not formula.listed]
         # Pinned memory is scarce, so what is kept is copied out of it.

@@ -1,5 +1,6 @@
 """Every number that has a value must be finite; what is not says where, and the scan stops.
 
+NaN is undefined, and infinite is what is not a number for any other reason (`workers.undefined`).
 These are all the checks there are: of numbers and lists of every layer, of means over a batch, and
 of predictions.
 """
@@ -25,7 +26,7 @@ def check_numbers(
     """
     bad: dict[str, tuple[int, ...]] = {}
     for name, numbers in values.items():
-        where = ~np.isfinite(numbers)
+        where = np.isinf(numbers)
         where[~defined[name]] = False
         if where.any():
             bad[name] = _earliest(where)
@@ -33,7 +34,7 @@ def check_numbers(
         name = min(bad, key=lambda n: bad[n][0])
         layer, sequence, *head = bad[name]
         raise MeasureError(
-            f"{_place(layer, head)}: {name} is {values[name][sequence, layer, *head]} for sequence "
+            f"{_place(layer, head)}: {name} is not finite for sequence "
             f"{first + sequence} of the shard; {ADVICE}"
         )
 
@@ -44,20 +45,22 @@ def check_lists(
     """Raise `MeasureError` for the earliest layer in which a list `[sequence layer head entry]` or
     `[sequence layer entry]` is not finite.
     """
-    bad = {name: ~np.isfinite(lists) for name, lists in values.items()}
+    bad = {name: np.isinf(lists) for name, lists in values.items()}
     earliest = {name: _earliest(where) for name, where in bad.items() if where.any()}
     if earliest:
         name = min(earliest, key=lambda n: earliest[n][0])
         layer, sequence, *head, entry = earliest[name]
         raise MeasureError(
-            f"{_place(layer, head)}: {name} is {values[name][sequence, layer, *head, entry]} at "
+            f"{_place(layer, head)}: {name} is not finite at "
             f"{formulas[name].axis} {entry} for sequence {first + sequence} of the shard; {ADVICE}"
         )
 
 
-def check_means(means: Mapping[str, Aggregate], formulas: Mapping[str, Along], first: int) -> None:
+def check_means(
+    means: Mapping[str, Aggregate], formulas: Mapping[str, Along], first: int, sequences: int
+) -> None:
     """Raise `MeasureError` for the earliest layer in which a mean over a batch is not finite."""
-    bad = {name: np.argwhere(~np.isfinite(a.mean)) for name, a in means.items()}
+    bad = {n: np.argwhere((a.count > 0) & ~np.isfinite(a.mean)) for n, a in means.items()}
     earliest = {name: where[0].tolist() for name, where in bad.items() if len(where)}
     if earliest:
         name = min(earliest, key=lambda n: earliest[n][0])
@@ -66,7 +69,7 @@ def check_means(means: Mapping[str, Aggregate], formulas: Mapping[str, Along], f
         place = ", ".join(f"{axis} {at[entry]}" for axis, at in axes.items())
         raise MeasureError(
             f"{_place(layer, head)}: profile {name} is not finite at {place} for one of the sequences "
-            f"{first} to {first + means[name].count - 1} of the shard; expected finite numbers: look "
+            f"{first} to {first + sequences - 1} of the shard; expected finite numbers: look "
             "at the model's weights and precision"
         )
 
@@ -78,12 +81,12 @@ def check_predictions(
     where it is `defined`.
     """
     for name, numbers in values.items():
-        bad = np.argwhere(~np.isfinite(numbers) & defined[name])
+        bad = np.argwhere(np.isinf(numbers) & defined[name])
         if len(bad):
             sequence, *position = bad[0].tolist()
             where = "".join(f", position {p}" for p in position)
             raise MeasureError(
-                f"{name} is {numbers[sequence, *position]} for sequence {first + sequence} of the "
+                f"{name} is not finite for sequence {first + sequence} of the "
                 f"shard{where}; {ADVICE}"
             )
 

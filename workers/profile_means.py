@@ -23,9 +23,12 @@ from schemas.parquet import table_of
 class Aggregate:
     """Count, mean and sum of squared deviations, over sequences, of every entry of a profile."""
 
-    count: int
+    count: np.ndarray
+    """Sequences in which the entry has a value."""
     mean: np.ndarray
-    """`[layer head entry]`, float64; `[layer entry]` for what the heads of a layer share."""
+    """`[layer head entry]`, float64; `[layer entry]` for what the heads of a layer share. NaN where
+    no sequence has a value.
+    """
     m2: np.ndarray
 
     def merged(self, other: Aggregate) -> Aggregate:
@@ -36,9 +39,15 @@ class Aggregate:
         """
         count = self.count + other.count
         delta = other.mean - self.mean
-        mean = self.mean + delta * (other.count / count)
+        share = other.count / np.maximum(count, 1)
+        mean = self.mean + delta * share
+        m2 = self.m2 + other.m2 + delta**2 * (self.count * share)
+        # Where one of them has no sequence, its mean is NaN and the other's stands.
+        alone = [self.count == 0, other.count == 0]
         return Aggregate(
-            count, mean, self.m2 + other.m2 + delta**2 * (self.count * other.count / count)
+            count,
+            np.select(alone, [other.mean, self.mean], mean),
+            np.select(alone, [other.m2, self.m2], m2),
         )
 
 
@@ -46,20 +55,32 @@ Aggregates = dict[str, Aggregate]
 """By formula."""
 
 
-def mean_and_m2(profile: Along, values: Tensor) -> Tensor:
-    """Mean and M2 over the sequences of a batch, in float64: `[2 head entry]`, or `[2 entry]`."""
+def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
+    """Count, mean and M2 over the sequences of a batch that have a value, in float64: `[3 head
+    entry]`, or `[3 entry]`.
+    """
     if profile.axis == "pair":
         query, key = torch.tril_indices(*values.shape[-2:], device=values.device)
         values = values[..., query, key]
     values = values.double()
-    mean = values.mean(0)
-    return torch.stack([mean, (values - mean).square().sum(0)])
+    undefined = values.isnan()
+    count = (~undefined).sum(0)
+    # Of no sequences the mean is 0/0, which is NaN.
+    mean = values.masked_fill(undefined, 0).sum(0) / count
+    deviations = (values - mean).square().masked_fill(undefined, 0)
+    m2 = deviations.sum(0).masked_fill(count == 0, math.nan)
+    return torch.stack([count, mean, m2])
 
 
-def aggregates(means: Mapping[str, Tensor], sequences: int) -> Aggregates:
-    """The aggregates of a batch, from mean and M2 `[2 layer …]` on the host."""
+def aggregates(means: Mapping[str, Tensor]) -> Aggregates:
+    """The aggregates of a batch, from count, mean and M2 `[3 layer …]` on the host."""
     # Pinned memory is scarce, so what is kept is copied out of it.
-    return {name: Aggregate(sequences, *both.numpy().copy()) for name, both in means.items()}
+    return {name: _aggregate(values.numpy().copy()) for name, values in means.items()}
+
+
+def _aggregate(values: np.ndarray) -> Aggregate:
+    count, mean, m2 = values
+    return Aggregate(count.astype(np.int64), mean, m2)
 
 
 def merge(parts: Sequence[Aggregates]) -> Aggregates:
@@ -89,7 +110,7 @@ def _rows(kind: Kind[Any], shard: int, name: str, aggregate: Aggregate) -> pa.Ta
     axes = places_on_axes(kind.registry[name], aggregate.mean.shape[-1])
     columns |= {axis: at[entry] for axis, at in axes.items()}
     columns |= {
-        "count": np.full(rows, aggregate.count),
+        "count": aggregate.count.ravel(),
         "mean": aggregate.mean.ravel(),
         "m2": aggregate.m2.ravel(),
     }
