@@ -24,8 +24,7 @@ from schemas.scan import Scan
 from schemas.statistics import KIND as STATISTICS
 from schemas.statistics import Statistic
 from schemas.tables import SEQUENCES, chance_column
-from workers.engine.dense_engine import DenseEngine
-from workers.engine.fused_engine import FusedEngine
+from workers.engine.engine import Activations, Engine
 from workers.engine.fused_pattern import uniform_pattern
 from workers.engine.prediction_inputs import prediction_inputs
 from workers.engine.token_pairs import find_matches
@@ -34,7 +33,6 @@ from workers.model.layer_weights import (
     READABLE_WEIGHTS,
     attention_weights,
     effective_or_nan,
-    has_rotary_positions,
 )
 from workers.model.model_info import ModelInfo
 from workers.profile_means import Aggregate, aggregates, count_mean_m2, merge
@@ -161,15 +159,13 @@ def with_chance(formulas: Iterable[Formula]) -> list[Statistic]:
     return [f for f in formulas if isinstance(f, Statistic) and f.chance]
 
 
-def measure_batch(
-    engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor
-) -> Measurements:
+def measure_batch(engine: Engine, statistics: Sequence[Statistic], tokens: Tensor) -> Measurements:
     """One forward pass over tokens `[batch pos]`."""
     return collect(launch(engine, Requested({STATISTICS.field: statistics}), tokens))
 
 
 def launch(
-    engine: FusedEngine | DenseEngine,
+    engine: Engine,
     requested: Requested,
     tokens: Tensor,
     first: int = 0,
@@ -181,7 +177,7 @@ def launch(
         **matches,
         "tokens": tokens,
         "labels": labels or {},
-        "rotary": has_rotary_positions(engine.model),
+        "rotary": engine.model.rotary,
     }
     if requested.reads("effective"):
         known["effective"] = effective_or_nan(engine.model, tokens.shape[1])
@@ -222,7 +218,7 @@ class _Layers:
 
     def __init__(
         self,
-        engine: FusedEngine | DenseEngine,
+        engine: Engine,
         requested: Requested,
         tokens: Tensor,
         known: Mapping[str, Any],
@@ -247,8 +243,8 @@ class _Layers:
         )
         self.done: set[tuple[int, int]] = set()
 
-    def evaluate(self, layer: int, activations: Mapping[str, Any]) -> None:
-        """Evaluate what can be evaluated now and was not before; the engine calls this twice."""
+    def evaluate(self, layer: int, activations: Activations) -> None:
+        """Evaluate what can be evaluated now and was not before; the engine may call this twice."""
         available = {**activations, **self.known, **self.weights(layer)}
         for number, (formula, names, kept_by) in enumerate(self.formulas):
             if (layer, number) in self.done or not names <= available.keys():
@@ -299,7 +295,7 @@ class _Values:
 
 
 def _predicted(
-    engine: FusedEngine | DenseEngine, requested: Requested, final: list[Tensor], tokens: Tensor
+    engine: Engine, requested: Requested, final: list[Tensor], tokens: Tensor
 ) -> dict[str, dict[str, dict[str, Tensor]]]:
     """What is computed from the stream after the last norm, and where it has a value."""
     predictions: dict[str, dict[str, Tensor]] = {}

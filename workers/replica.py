@@ -18,11 +18,11 @@ from schemas.scan import Scan
 from workers.batch import Measurements, PendingBatch, Requested, collect, launch
 from workers.batch_size import BatchSize
 from workers.engine.dense_engine import DenseEngine
+from workers.engine.engine import Engine
 from workers.engine.fused_engine import FusedEngine
 from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
 from workers.interventions import edited_weights
-from workers.model.layer_weights import has_rotary_positions
 from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
 from workers.process import keep_freed_memory
@@ -51,7 +51,7 @@ class Replica:
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weight_processing, self.device, dtype)
         self.settlement = settle(self.model, scan, self.device)
-        self.requested = Requested.by(scan, has_rotary_positions(self.model))
+        self.requested = Requested.by(scan, self.model.rotary)
         if self.requested.after_the_pass:
             check_unembedding(self.model)
         self.free_since: float | None = None
@@ -88,8 +88,7 @@ class Replica:
         with torch.inference_mode(), edited_weights(self.model, bound):
             masks = _masks(labels) if labels and self.requested.reads("labels") else {}
             measured = Measurements.of(self._batches(engine, tokens, masks, partner))
-        method = self.settlement.method(settled, self.model.info.n_layers)
-        return InterventionMeasurements(**vars(measured), method=method)
+        return InterventionMeasurements(**vars(measured), method=engine.method(str(intervention)))
 
     @property
     def precision(self) -> str:
@@ -110,7 +109,7 @@ class Replica:
 
     def _batches(
         self,
-        engine: FusedEngine | DenseEngine,
+        engine: Engine,
         tokens: np.ndarray,
         masks: dict[str, np.ndarray],
         partner: np.ndarray | None,

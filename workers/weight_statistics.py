@@ -20,11 +20,10 @@ from schemas.weight_statistics import WeightStatistic
 from schemas.weight_statistics.geometry import centred
 from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from workers.model.circuit import effective_positions
-from workers.model.layer_weights import has_rotary_positions
-from workers.model.loading import LoadedModel
+from workers.model.model import Model
 
 
-def tables_of_weights(model: LoadedModel, scan: Scan) -> dict[str, pa.Table]:
+def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
     """What a scan asks of the weights, by table."""
     return {
         kind.table.name: weights_table(model, kind, scan.formulas(kind))
@@ -33,13 +32,12 @@ def tables_of_weights(model: LoadedModel, scan: Scan) -> dict[str, pa.Table]:
 
 
 def weights_table(
-    model: LoadedModel, kind: Kind[WeightStatistic], statistics: Sequence[WeightStatistic]
+    model: Model, kind: Kind[WeightStatistic], statistics: Sequence[WeightStatistic]
 ) -> pa.Table:
     """One row per statistic × layer × head × index, in that order; none if the model does not have
     the weights.
     """
-    rotary = has_rotary_positions(model)
-    possible = [s for s in statistics if s.exists(rotary)]
+    possible = [s for s in statistics if s.exists(model.rotary)]
     read = {name for s in possible for name in s.parameters}
     values: dict[str, list[Tensor]] = {s.name: [] for s in possible}
     with torch.inference_mode():
@@ -55,25 +53,24 @@ def weights_table(
     return pa.concat_tables(rows or [kind.table.schema().empty_table()]).combine_chunks()
 
 
-def _layer_weights(model: LoadedModel, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
+def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
     """Those of a layer's weights that it has, repeated where query heads share them."""
-    attn = model.bridge.blocks[layer].attn
-    found = {name: getattr(attn, name, None) for name in names}
     n_heads = model.info.n_heads
+    weights = {name: model.layer_weight(layer, name) for name in names}
     return {
-        name: w.double().repeat_interleave(n_heads // len(w), 0)
-        for name, w in found.items()
-        if isinstance(w, Tensor)
+        name: weight.double().repeat_interleave(n_heads // len(weight), 0)
+        for name, weight in weights.items()
+        if weight is not None
     }
 
 
-def _model_weights(model: LoadedModel, names: set[str]) -> dict[str, Tensor]:
+def _model_weights(model: Model, names: set[str]) -> dict[str, Tensor]:
     """Those of the weights outside the layers that the model has."""
-    positions = getattr(model.bridge, "W_pos", None)
-    if not names or not isinstance(positions, Tensor):
+    positions = model.positions
+    if not names or positions is None:
         return {}
     found = {"W_pos": positions.double()}
-    mlps = model.parts["mlp_out"][:1]
+    mlps = model.modules("mlp_out")[:1]
     if "effective" in names and not model.hides("mlp_out"):
         found["effective"] = effective_positions(
             found["W_pos"], [copy.deepcopy(mlp).double() for mlp in mlps]
