@@ -59,7 +59,9 @@ def submit(
     from jobs.portable_scan import portable_scan
     from jobs.ray_cluster import Resources
     from jobs.submission import submit as start
+    from workers.process import prepare_process
 
+    prepare_process()
     scan = portable_scan(scan_file, overrides or [])
     resources = Resources(replicas, cores, device, address)
     _tell(start(scan, scan_file, overrides or [], resources, env or []))
@@ -179,7 +181,9 @@ def resume(
         )
     from jobs.replan import replan
     from jobs.run_loop import run_to_end
+    from workers.process import prepare_process
 
+    prepare_process()
     failed = run_to_end(replan(directory), resources, Console(highlight=False, stderr=True))
     print(directory.path)
     if failed:

@@ -53,7 +53,9 @@ def plan(
     )  # Before the seconds that the imports below take.
     from jobs.cost import meanings, measure_cost
     from jobs.plan import make_plan
+    from workers.process import prepare_process
 
+    prepare_process()
     console = Console(highlight=False)
     made = make_plan(wanted, scan_file.stem)
     values = Table(
@@ -125,7 +127,9 @@ def scan(
     from jobs.plan import make_plan, prepare_run
     from jobs.ray_cluster import Resources
     from jobs.run_loop import run_to_end
+    from workers.process import prepare_process
 
+    prepare_process()
     console = Console(highlight=False, stderr=True)
     failed = 0
     for scan_file, wanted in scans:
@@ -185,7 +189,9 @@ def compact(
 def doctor() -> None:
     """Check that this machine can run scans, and say what it has."""
     from jobs.doctor import examine
+    from workers.process import prepare_process
 
+    prepare_process()
     console = Console(highlight=False)
     healthy = True
     for check in examine():

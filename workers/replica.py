@@ -29,7 +29,6 @@ from workers.engine.prediction_inputs import check_unembedding
 from workers.interventions import edited_weights
 from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
-from workers.process import keep_freed_memory
 from workers.settlement import Settled, check_bridge_precision, settle, settle_one
 from workers.weight_statistics import weights_table
 
@@ -44,12 +43,7 @@ class InterventionMeasurements(Measurements):
 class Replica:
     """A loaded model that measures."""
 
-    def __init__(
-        self, info: ModelInfo, scan: Scan, device: str = "auto", threads: int | None = None
-    ) -> None:
-        if threads:
-            torch.set_num_threads(threads)
-        keep_freed_memory()
+    def __init__(self, info: ModelInfo, scan: Scan, device: str = "auto") -> None:
         self.device = resolve_device(device)
         self.scan = scan
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
