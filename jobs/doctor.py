@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +14,11 @@ import numpy as np
 
 from schemas.errors import HeadcountError
 from schemas.scan import parse_scan
+from workers.engine import sweep_kernel
+from workers.engine.kernel_check import ALLOWED, Comparison, Shape, compare, every_shape
+from workers.engine.sweep_kernel import Sweep
 from workers.model.model_info import BUNDLED_MODELS, describe, find_model
+from workers.process import prepare_process
 from workers.replica import Replica
 
 DRIFT = 1e-5
@@ -46,8 +50,57 @@ def examine() -> Iterator[Check]:
     yield Check("memory", memory > 4e9, f"{memory / 1e9:.1f} GB; a scan with Ray wants 4 GB")
     free = shutil.disk_usage(Path.cwd()).free
     yield Check("disk", free > 1e9, f"{free / 1e9:.1f} GB free in {Path.cwd()}")
+    prepare_process()
     for config in sorted(BUNDLED_MODELS.glob("*/config.json")):
         yield _check_model(config.parent.name)
+
+
+def kernel_obstacle() -> str:
+    """Why there is no kernel to compare on this machine; empty if there is one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA device is here, so there is no kernel to compare"
+    if not sweep_kernel.available(torch.device("cuda")):
+        return (
+            f"{torch.cuda.get_device_name()}: the kernel needs triton and compute capability 8.0; "
+            "tiles measure instead"
+        )
+    return ""
+
+
+def compare_kernel(
+    device: str = "cuda",
+    sweep: Sweep = sweep_kernel.sweep,
+    shapes: Sequence[Shape] | None = None,
+) -> Iterator[Comparison]:
+    """Hold the GPU's kernel against the tiles, in every shape and format of factors."""
+    import torch
+
+    for shape in every_shape() if shapes is None else shapes:
+        for factors in ALLOWED:
+            yield compare(sweep, shape, factors, torch.device(device))
+
+
+def comparison_line(comparison: Comparison) -> str:
+    """A row of the table that `headcount doctor --device cuda` prints."""
+    compiled = "no" if comparison.error else "yes"
+    difference = "" if comparison.error else f"{comparison.difference:.1e}"
+    verdict = "ok" if comparison.agrees else f"FAIL {comparison.error}".rstrip()
+    return COMPARISON_ROW.format(
+        str(comparison.shape),
+        comparison.factors,
+        compiled,
+        difference,
+        f"{comparison.allowed:.1e}",
+        verdict,
+    )
+
+
+COMPARISON_ROW = "{:<38} {:<9} {:<9} {:<11} {:<8} {}"
+COMPARISON_HEAD = COMPARISON_ROW.format(
+    "shape", "precision", "compiled", "difference", "allowed", "verdict"
+)
 
 
 def _check_model(name: str) -> Check:

@@ -186,17 +186,39 @@ def compact(
         raise RunError("\n".join(problems))
 
 
-def doctor() -> None:
+def doctor(
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option(help="cuda: compare the GPU's kernel with the tiles, in all shapes."),
+    ] = "cpu",
+) -> None:
     """Check that this machine can run scans, and say what it has."""
+    if device == "cuda":
+        _compare_kernel(Console(highlight=False))
+        return
     from jobs.doctor import examine
-    from workers.process import prepare_process
 
-    prepare_process()
     console = Console(highlight=False)
     healthy = True
     for check in examine():
         healthy &= check.ok
         say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
+    if not healthy:
+        sys.exit(1)
+
+
+def _compare_kernel(console: Console) -> None:
+    """Print how the GPU's kernel and the tiles differ in every shape and precision."""
+    from jobs.doctor import COMPARISON_HEAD, compare_kernel, comparison_line, kernel_obstacle
+
+    if obstacle := kernel_obstacle():
+        say(console, obstacle)
+        sys.exit(1)
+    say(console, COMPARISON_HEAD)
+    healthy = True
+    for comparison in compare_kernel():
+        healthy &= comparison.agrees
+        say(console, comparison_line(comparison))
     if not healthy:
         sys.exit(1)
 

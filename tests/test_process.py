@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ def settings() -> dict[str, Any]:
         "transformers": messages.get_verbosity(),
         "bars": messages.is_progress_bar_enabled(),
         "transformer_lens": logging.getLogger("transformer_lens").level,
-        "warnings": list(warnings.filters),
     }
 
 
