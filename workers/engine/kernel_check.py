@@ -18,7 +18,7 @@ from schemas.precision import PRECISIONS
 from workers.engine import sweep_kernel
 from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import HALVES, rounded
-from workers.engine.sweep_kernel import Sweep, Swept
+from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs, find_matches
 from workers.model.model_info import ModelInfo
 
@@ -149,10 +149,16 @@ def _difference(
     every = (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
     tiles = FusedPattern(*every, q.shape[3] ** -0.5, matches, set(asked))
     labels = [(p.query_label, p.key_label, p.lag) for p in matches.values() if p.name in asked]
-    narrow = [x.to(HALVES.get(factors, torch.float32)) for x in qkv]
-    swept: Swept = sweep(
-        *narrow, q.shape[3] ** -0.5, labels, entropy="entropy" in asked, scores=factors
-    )  # pyright: ignore[reportCallIssue]
+    dtype = HALVES.get(factors, torch.float32)
+    swept = sweep(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        q.shape[3] ** -0.5,
+        labels,
+        entropy="entropy" in asked,
+        scores=factors,
+    )
     pairs = [(swept.z, tiles.z), (swept.lse, tiles.lse), (swept.distance, tiles.distance())]
     if swept.entropy is not None:
         pairs.append((swept.entropy, tiles.entropy()))
