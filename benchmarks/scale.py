@@ -58,7 +58,7 @@ class Idler(Replica):
     ) -> None:
         self.scan, self.info, self.free_since = scan, info, None
         self.device = "cpu"
-        self.settlement = Settlement("float32", "cpu", {})
+        self.settlement = Settlement("float32", {})
 
     def measure(
         self,

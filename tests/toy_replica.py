@@ -32,7 +32,7 @@ class ToyReplica(Replica):
     ) -> None:
         self.info, self.scan, self.free_since = info, scan, None
         self.device = "cpu"
-        self.settlement = Settlement("float32", "cpu", {})
+        self.settlement = Settlement("float32", {})
 
     def measure(
         self,
