@@ -22,7 +22,8 @@ from typing import Any, get_args
 from torch import Tensor
 
 from schemas.errors import ModelError, ScanError, unknown
-from schemas.formulas import fingerprint, first_paragraph
+from schemas.fingerprints import fingerprint
+from schemas.formulas import first_paragraph
 from schemas.intervention import Argument, Intervention, InterventionPart
 from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, Edit, Edits, readable
 from workers.model.model import Model
