@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-import pyarrow as pa
+from dataclasses import dataclass
 
 from jobs.plan import Plan
+from schemas.commits import Method
+from schemas.intervention import Intervention
+from schemas.kinds import TABLES
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
 from workers.inputs.sequences import ShardInput
 from workers.memory import PeakMemory, available_cores
-from workers.profile_means import profiles_table
-from workers.replica import InterventionMeasurements, Replica, resolve_device, resolve_precision
-from workers.shard import curves_table, heads_table, sequences_table
-
-Writer = Callable[[ShardInput, InterventionMeasurements], pa.Table]
-"""Makes a table of what was measured on a shard."""
+from workers.model.model_info import ModelInfo
+from workers.replica import InterventionMeasurements, Replica, resolve_device
+from workers.settlement import settle
+from workers.shard import intervention_tables
 
 
 @dataclass(frozen=True)
 class InterventionCost:
     """What one intervention takes."""
 
-    intervention: str
-    engine: str
+    method: Method
+    """How the scan will measure it."""
     tokens_per_second: float
     """Of all replicas together."""
     seconds: float
@@ -51,7 +49,7 @@ class Cost:
     """What the scan will run on."""
     precision: str
     measured_on: str
-    """What the sample ran on: another device where this machine does not have the scan's."""
+    """What the sample ran on: another device if this machine does not have the scan's."""
     measured_in: str
     """The precision of the sample."""
     replicas: int
@@ -72,58 +70,74 @@ class Cost:
         return sum(cost.bytes for cost in self.tables)
 
 
-def measure_cost(
-    plan: Plan,
-    device: str = "auto",
-    replicas: int = 1,
-    passes: int = 4,
-    patience: float = 20.0,
-) -> Cost:
-    """Measure a few batches of the plan's first shard with one replica, and write none of it.
+class Rehearsal:
+    """A replica for measuring what a scan will cost.
 
-    Each intervention is timed. A batch size that is to be found is looked for under the first one,
-    as in a scan; after `patience` seconds under an intervention, the size being tried must do.
+    Making one settles how each intervention will be measured on the scan's device, which need not
+    be here, and refuses what cannot run there.
     """
-    here = resolve_device("auto")
-    device = here if device == "auto" else device
-    measured_on = device if device in (here, "cpu") else here
-    # Replicas on GPUs have one each; those on a CPU share its cores.
-    sharing = replicas > 1 and measured_on == "cpu"
-    threads = max(1, available_cores() // replicas) if sharing else None
-    first = plan.sequences.shard(0)
-    with PeakMemory(measured_on) as memory:
-        replica = Replica(plan.info, plan.scan, measured_on, threads)
-        speeds: dict[str, float] = {}
-        samples: dict[str, InterventionMeasurements] = {}
-        for name in plan.scan.interventions:
-            speeds[name], samples[name] = _timed(replica, first, name, passes, patience)
-    tokens = len(plan.sequences) * plan.scan.n_ctx
-    together = max(1, replicas)
-    costs = [
-        InterventionCost(
-            intervention=name,
-            engine=samples[name].method.engine,
-            tokens_per_second=speeds[name] * together,
-            seconds=tokens / (speeds[name] * together),
+
+    def __init__(
+        self, scan: Scan, info: ModelInfo, device: str = "auto", replicas: int = 1
+    ) -> None:
+        here = resolve_device("auto")
+        self.device = here if device == "auto" else device
+        self.measured_on = self.device if self.device in (here, "cpu") else here
+        self.replicas = replicas
+        # Replicas on GPUs have one each; those on a CPU share its cores.
+        sharing = replicas > 1 and self.measured_on == "cpu"
+        threads = max(1, available_cores() // replicas) if sharing else None
+        # Loading may take more memory than measuring.
+        with PeakMemory(self.measured_on) as self.loading:
+            self.replica = Replica(info, scan, self.measured_on, threads)
+        self.settlement = settle(self.replica.model, scan, self.device)
+
+    def measure(self, plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
+        """Measure a few batches of the plan's first shard, and write none of it.
+
+        Each intervention is timed. A batch size that is to be found is looked for under the first
+        one, as in a scan; after `patience` seconds under an intervention, the size being tried must
+        do.
+        """
+        first = plan.sequences.shard(0)
+        speeds: list[float] = []
+        samples: list[InterventionMeasurements] = []
+        with PeakMemory(self.measured_on) as memory:
+            for intervention in plan.scan.interventions:
+                speed, sample = _timed(self.replica, first, intervention, passes, patience)
+                speeds.append(speed * max(1, self.replicas))
+                samples.append(sample)
+        tokens = len(plan.sequences) * plan.scan.n_ctx
+        methods = self.settlement.methods(plan.info.n_layers)
+        costs = [
+            InterventionCost(method, speed, tokens / speed)
+            for method, speed in zip(methods, speeds, strict=True)
+        ]
+        return Cost(
+            device=self.device,
+            precision=self.settlement.precision,
+            measured_on=self.measured_on,
+            measured_in=self.replica.precision,
+            replicas=self.replicas,
+            batch_size=self.replica.batch.size,
+            interventions=costs,
+            tables=_tables(plan, self.replica, first, samples),
+            peak_memory=max(memory.main, self.loading.main),
+            gpu_memory=max(memory.gpu, self.loading.gpu),
         )
-        for name in plan.scan.interventions
-    ]
-    return Cost(
-        device=device,
-        precision=resolve_precision(plan.scan, device),
-        measured_on=measured_on,
-        measured_in=replica.precision,
-        replicas=replicas,
-        batch_size=replica.batch.size,
-        interventions=costs,
-        tables=_tables(plan, replica, first, samples),
-        peak_memory=memory.main,
-        gpu_memory=memory.gpu,
-    )
+
+
+def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
+    """What a plan costs on this machine, with one replica."""
+    return Rehearsal(plan.scan, plan.info).measure(plan, passes, patience)
 
 
 def _timed(
-    replica: Replica, first: ShardInput, intervention: str, passes: int, patience: float
+    replica: Replica,
+    first: ShardInput,
+    intervention: Intervention,
+    passes: int,
+    patience: float,
 ) -> tuple[float, InterventionMeasurements]:
     """Tokens per second under an intervention, and what was measured."""
     speeds: dict[int, list[float]] = {}
@@ -145,70 +159,44 @@ def _timed(
 
 
 def _tables(
-    plan: Plan, replica: Replica, first: ShardInput, samples: dict[str, InterventionMeasurements]
+    plan: Plan, replica: Replica, first: ShardInput, samples: list[InterventionMeasurements]
 ) -> list[TableCost]:
     """Rows and bytes of every table that the scan writes."""
-    scan = plan.scan
-    by_sequence: dict[str, Writer] = {
-        "heads": lambda shard, measured: heads_table(scan, shard, measured),
-        "sequences": lambda shard, measured: sequences_table(scan, shard, measured),
-    }
-    if scan.curves:
-        by_sequence["curves"] = lambda shard, measured: curves_table(scan, shard, measured)
-    costs: list[TableCost] = []
-    for name, writer in by_sequence.items():
-        sizes = [_extrapolated(plan, first, measured, writer) for measured in samples.values()]
-        costs.append(TableCost(name, *(round(sum(column)) for column in zip(*sizes, strict=True))))
-    shards = plan.manifest.shards
-    profiles = [profiles_table(0, m.profiles) for m in samples.values() if m.profiles]
-    if profiles:
-        # As large for one sequence as for a whole shard.
-        rows = sum(table.num_rows for table in profiles)
-        size = sum(len(parquet_bytes(table)) for table in profiles)
-        costs.append(TableCost("profiles", rows * shards, size * shards))
-    if scan.weight_statistics:
+    sequences, shards = len(plan.sequences), plan.manifest.shards
+    costs = dict.fromkeys(TABLES, (0.0, 0.0))
+    for measured in samples:
+        count = len(next(iter(measured.heads.values())))
+        half = count // 2
+        half_sizes = _sizes(plan, first, measured, half) if half else {}
+        for name, (rows, size) in _sizes(plan, first, measured, count).items():
+            if TABLES[name].has("sequence"):
+                # A file costs something by itself, and each sequence adds to it. A whole sample and
+                # half of it say how much either is.
+                _, half_size = half_sizes.get(name, (0, 0))
+                each = (size - half_size) / (count - half)
+                file = max(0.0, size - each * count)
+                more = (rows / count * sequences, each * sequences + file * shards)
+            else:
+                # As large for one sequence as for a whole shard.
+                more = (rows * shards, size * shards)
+            costs[name] = (costs[name][0] + more[0], costs[name][1] + more[1])
+    for name, table in replica.weights().items():
         # A run has one file of them, whatever its sequences and interventions.
-        weights = replica.weights()
-        costs.append(TableCost("weights", weights.num_rows, len(parquet_bytes(weights))))
-    return costs
+        costs[name] = (table.num_rows, len(parquet_bytes(table)))
+    return [
+        TableCost(name, round(rows), round(size)) for name, (rows, size) in costs.items() if size
+    ]
 
 
-def _extrapolated(
-    plan: Plan, first: ShardInput, measured: InterventionMeasurements, writer: Writer
-) -> tuple[float, float]:
-    """Rows and bytes of a table of sequences under one intervention.
-
-    A file costs something by itself, and each sequence adds to it. A whole sample and half of it
-    say how much either is.
-    """
-    count = len(next(iter(measured.heads.values())))
-    half = count // 2
-    rows, size = _size(first, measured, writer, count)
-    half_size = _size(first, measured, writer, half)[1] if half else 0
-    each = (size - half_size) / (count - half)
-    file = max(0.0, size - each * count)
-    sequences = len(plan.sequences)
-    return rows / count * sequences, each * sequences + file * plan.manifest.shards
-
-
-def _size(
-    first: ShardInput,
-    measured: InterventionMeasurements,
-    writer: Writer,
-    n: int,
-) -> tuple[int, int]:
-    """Rows and bytes of a table of the first `n` sequences."""
+def _sizes(
+    plan: Plan, first: ShardInput, measured: InterventionMeasurements, n: int
+) -> dict[str, tuple[int, int]]:
+    """Rows and bytes of every table of the first `n` sequences under one intervention."""
     origin = {name: values[:n] for name, values in first.origin.items()}
     labels = first.labels and first.labels[:n]
     sample = ShardInput(0, 0, first.tokens[:n], origin, [], labels)
-    part = replace(
-        measured,
-        heads={name: values[:n] for name, values in measured.heads.items()},
-        sequences={name: values[:n] for name, values in measured.sequences.items()},
-        curves={name: values[:n] for name, values in measured.curves.items()},
-    )
-    table = writer(sample, part)
-    return table.num_rows, len(parquet_bytes(table))
+    tables = intervention_tables(plan.scan, sample, measured.first(n))
+    return {name: (rows.num_rows, len(parquet_bytes(rows))) for name, rows in tables.items()}
 
 
 def meanings(scan: Scan) -> list[tuple[str, str, str]]:

@@ -285,7 +285,7 @@ def test_a_run_of_older_code_is_read(older: RunDirectory, tmp_path: Path) -> Non
     manifest = older.manifest()
     assert manifest.older
     assert (manifest.sequences, manifest.batch_size) == (3, 2)
-    assert list(manifest.predictions) == ["loss"]
+    assert list(manifest.kinds["predictions"]) == ["loss"]
     scan = manifest.identity["scan"]
     assert (scan["weight_processing"], scan["predictions"]) == ("raw", ["loss"])
     for commit in older.commits():
