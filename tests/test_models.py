@@ -18,7 +18,7 @@ import torch
 from schemas.errors import HeadcountError, MeasureError, ModelError
 from schemas.predictions import PREDICTIONS
 from schemas.scan import Scan
-from schemas.statistics import STATISTICS
+from schemas.statistics import KIND, STATISTICS
 from tests import toy_models as toy
 from workers.batch import measure_batch
 from workers.engine.fused_engine import FusedEngine
@@ -798,7 +798,7 @@ def test_none_is_bit_identical_to_measuring_without_an_intervention(
     replica = shelf.replica(name, engine)
     tokens = torch.from_numpy(toy.repeating_tokens(17, batch=2)).long()
     with torch.inference_mode():
-        plain = measure_batch(replica.engine, replica.asked.statistics, tokens).heads
+        plain = measure_batch(replica.engine, replica.scan.formulas(KIND), tokens).heads
     measured = replica.measure(tokens.int().numpy(), "none").heads
     for statistic in STATISTICS:
         assert measured[statistic].tobytes() == plain[statistic].tobytes()
@@ -892,6 +892,8 @@ def test_an_edit_of_a_weight_matrix_is_measured_and_undone(shelf: Shelf, name: s
     edited = replica.measure(tokens, "flatten_queries")
     # What is left of the queries is their bias; where there is none, attention is uniform.
     assert np.abs(edited.heads["query_norm"] - before.heads["query_norm"]).max() > 1e-2
+    # Less their bias, queries are zero, and a vector of zeros has no cosine.
+    assert np.isnan(edited.heads["sink_position_cosine"]).all()
     if name == "llama-gqa":
         np.testing.assert_allclose(
             edited.heads["entropy"], np.log(np.arange(17) + 1).mean(), rtol=1e-5
