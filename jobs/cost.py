@@ -70,6 +70,15 @@ class Cost:
         return sum(cost.bytes for cost in self.tables)
 
 
+def threads_of_each(replicas: int, device: str) -> int | None:
+    """Threads of one replica of several: on a GPU each has its own, on a CPU they share its cores.
+    None means all.
+    """
+    if replicas > 1 and resolve_device(device) == "cpu":
+        return max(1, available_cores() // replicas)
+    return None
+
+
 class Rehearsal:
     """A replica for measuring what a scan will cost.
 
@@ -84,12 +93,9 @@ class Rehearsal:
         self.device = here if device == "auto" else device
         self.measured_on = self.device if self.device in (here, "cpu") else here
         self.replicas = replicas
-        # Replicas on GPUs have one each; those on a CPU share its cores.
-        sharing = replicas > 1 and self.measured_on == "cpu"
-        threads = max(1, available_cores() // replicas) if sharing else None
         # Loading may take more memory than measuring.
         with PeakMemory(self.measured_on) as self.loading:
-            self.replica = Replica(info, scan, self.measured_on, threads)
+            self.replica = Replica(info, scan, self.measured_on)
         self.settlement = settle(self.replica.model, scan, self.device)
 
     def measure(self, plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
@@ -108,10 +114,11 @@ class Rehearsal:
                 speeds.append(speed * max(1, self.replicas))
                 samples.append(sample)
         tokens = len(plan.sequences) * plan.scan.n_ctx
-        methods = self.settlement.methods(plan.info.n_layers)
+        # Engines do not depend on the device, the precision does.
+        settled = {"precision": self.settlement.precision}
         costs = [
-            InterventionCost(method, speed, tokens / speed)
-            for method, speed in zip(methods, speeds, strict=True)
+            InterventionCost(sample.method.model_copy(update=settled), speed, tokens / speed)
+            for sample, speed in zip(samples, speeds, strict=True)
         ]
         return Cost(
             device=self.device,
