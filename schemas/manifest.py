@@ -67,28 +67,31 @@ class Manifest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_older_code(cls, fields: Any) -> Any:
-        """A manifest whose identity held the batch size and the number of sequences, in today's
-        words.
-        """
-        if not isinstance(fields, dict):
-            return fields
-        old = cast("dict[str, Any]", fields)
-        identity = old.get("identity")
-        scan = identity.get("scan") if isinstance(identity, dict) else None
-        if not isinstance(scan, dict) or "batch_size" not in scan:
-            return old
-        words = {"weights": "weight_processing", "outputs": "predictions"}
-        scan = {words.get(name, name): value for name, value in scan.items()}
-        sizes = {"sequences", "batch_size"}
-        kept = {name: value for name, value in scan.items() if name not in sizes}
-        identity = {"scan": kept} | {
-            key: identity[key] for key in ("model", "corpus") if key in identity
-        }
-        renamed = {words.get(name, name): value for name, value in old.items()}
-        kinds = {kind.field: renamed.get(kind.field, {}) for kind in KINDS}
-        changed = {"identity": identity, "kinds": kinds, "batch_size": scan["batch_size"]}
-        return renamed | changed | {"older": True}
+    def _in_words_of_today(cls, fields: Any) -> Any:
+        return _translated(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else fields
+
+
+WORDS = {"weights": "weight_processing", "outputs": "predictions"}
+"""Fields of older scans and manifests, and what they are called today."""
+
+SIZES = ("sequences", "batch_size")
+"""Fields of a scan that older identities held."""
+
+
+def _translated(fields: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of older code, whose identity held sizes and fingerprints, in today's words; any
+    other as it is.
+    """
+    old = cast("dict[str, Any]", fields.get("identity") or {})
+    if "batch_size" not in old.get("scan", {}):
+        return fields
+    scan = {WORDS.get(name, name): value for name, value in old["scan"].items()}
+    known = {key: old[key] for key in ("model", "corpus") if key in old}
+    known["scan"] = {name: value for name, value in scan.items() if name not in SIZES}
+    renamed = {WORDS.get(name, name): value for name, value in fields.items()}
+    kinds = {kind.field: renamed.get(kind.field, {}) for kind in KINDS}
+    changed = {"identity": known, "kinds": kinds, "batch_size": scan["batch_size"]}
+    return renamed | changed | {"older": True}
 
 
 def fingerprints(records: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Meanings:
