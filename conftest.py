@@ -10,6 +10,7 @@ import torch
 
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.token_pairs import TokenPairs, find_matches
+from workers.process import prepare_process
 
 # Set before anything imports huggingface_hub, which reads it once: no test reaches for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,7 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # another.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+prepare_process(threads=1)
 
 
 def pattern(rows: list[list[float]]) -> DensePattern:

@@ -26,12 +26,14 @@ from benchmarks.page import Json, draw, page, table
 from benchmarks.targets import InterventionMeasurements, Results, targets
 from benchmarks.ways import WAYS, Way, compiled, draw_tokens
 from schemas.precision import FASTEST_ACCEPTABLE
+from workers.process import prepare_process
 
 HERE = Path(__file__).parent
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the page."""
+    prepare_process()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

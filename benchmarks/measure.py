@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.cases import Cell
 from benchmarks.ways import WAYS, Run, Way, draw_tokens
+from workers.process import prepare_process
 
 PASSES = {"cpu": 1, "cuda": 10}
 """Forward passes that are timed together: on a GPU one alone is too short."""
@@ -184,5 +185,6 @@ def _wait(device: str) -> None:
 
 if __name__ == "__main__":
     path, way, precision, device, batch, n_ctx = sys.argv[1:]
+    prepare_process()
     drawn = draw_tokens(Path(path), int(batch), int(n_ctx)).to(device)
     print(json.dumps(weigh_run(WAYS[way](Path(path), device, precision), drawn)))

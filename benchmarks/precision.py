@@ -25,6 +25,7 @@ from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import describe, find_model
+from workers.process import prepare_process
 from workers.replica import Replica
 
 PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
@@ -219,6 +220,7 @@ def _spread(numbers: tuple[float, float, float]) -> str:
 
 def main() -> None:
     """Measure, write the results and the page."""
+    prepare_process()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=200)
     parser.add_argument(

@@ -40,6 +40,7 @@ from schemas.scan import parse_scan
 from schemas.statistics import KIND
 from schemas.tables import chance_column
 from workers.model.model_info import ModelInfo
+from workers.process import prepare_process
 from workers.replica import InterventionMeasurements, Replica
 from workers.settlement import Settlement
 from workers.shard import run_shard
@@ -113,7 +114,8 @@ def through_ray(
 
 def in_a_loop(plan: Plan, threads: int) -> float:
     """Shards per second of the same engine without Ray."""
-    replica = Replica(plan.info, plan.scan, "cpu", threads=threads)
+    prepare_process(threads)
+    replica = Replica(plan.info, plan.scan, "cpu")
     began = time.perf_counter()
     for shard in range(plan.manifest.shards):
         run_shard(replica, plan.run, plan.sequences.shard(shard))

@@ -25,7 +25,7 @@ from workers.engine.token_pairs import find_matches
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from workers.model.loading import load_model
 from workers.model.model import bridge_of
-from workers.model.model_info import be_quiet, describe
+from workers.model.model_info import describe
 
 Run = Callable[[Tensor], object]
 """Takes tokens `[batch pos]`."""
@@ -98,7 +98,6 @@ def _hugging_face(path: Path, device: str, precision: str) -> Any:
     """A model without its unembedding; a half is the format of all of it, residual stream included."""
     from transformers import AutoModel
 
-    be_quiet()
     dtype = HALVES.get(bare_format(precision), torch.float32)
     model = AutoModel.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
@@ -136,7 +135,6 @@ def make_rotary(path: Path, **sizes: int) -> Path:
 def _make(path: Path, config: Any) -> Path:
     from transformers import AutoModelForCausalLM
 
-    be_quiet()
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path

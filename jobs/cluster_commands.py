@@ -66,7 +66,9 @@ def submit(
     from jobs.portable_scan import portable_scan
     from jobs.ray_cluster import Resources
     from jobs.submission import submit as start
+    from workers.process import prepare_process
 
+    prepare_process()
     scan = portable_scan(scan_file, overrides or [])
     resources = Resources(replicas, cores, device, address)
     _tell(start(scan, scan_file, overrides or [], resources, env or []))
@@ -196,7 +198,9 @@ def resume(
             "--env: expected with --address only; a run that goes on here has this machine's variables"
         )
     from jobs.run_loop import run_to_end
+    from workers.process import prepare_process
 
+    prepare_process()
     failed = run_to_end(
         replan(directory, overrides or []),
         resources,

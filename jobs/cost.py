@@ -70,6 +70,22 @@ class Cost:
         return sum(cost.bytes for cost in self.tables)
 
 
+def _devices(device: str) -> tuple[str, str]:
+    """The device of a scan, and the one of this machine that is measured in its place."""
+    here = resolve_device("auto")
+    device = here if device == "auto" else device
+    return device, device if device in (here, "cpu") else here
+
+
+def threads_of(device: str, replicas: int) -> int | None:
+    """Threads of one of some replicas on this machine; none means all that there are.
+
+    Replicas on GPUs have one each; those on a CPU share its cores.
+    """
+    sharing = replicas > 1 and _devices(device)[1] == "cpu"
+    return max(1, available_cores() // replicas) if sharing else None
+
+
 class Rehearsal:
     """A replica for measuring what a scan will cost.
 
@@ -80,16 +96,11 @@ class Rehearsal:
     def __init__(
         self, scan: Scan, info: ModelInfo, device: str = "auto", replicas: int = 1
     ) -> None:
-        here = resolve_device("auto")
-        self.device = here if device == "auto" else device
-        self.measured_on = self.device if self.device in (here, "cpu") else here
+        self.device, self.measured_on = _devices(device)
         self.replicas = replicas
-        # Replicas on GPUs have one each; those on a CPU share its cores.
-        sharing = replicas > 1 and self.measured_on == "cpu"
-        threads = max(1, available_cores() // replicas) if sharing else None
         # Loading may take more memory than measuring.
         with PeakMemory(self.measured_on) as self.loading:
-            self.replica = Replica(info, scan, self.measured_on, threads)
+            self.replica = Replica(info, scan, self.measured_on)
         self.settlement = settle(self.replica.model, scan, self.device)
 
     def measure(self, plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:

@@ -62,7 +62,9 @@ def examine() -> Iterator[Check]:
         return
     yield from _check_machine()
     from workers.model.model_info import BUNDLED_MODELS
+    from workers.process import prepare_process
 
+    prepare_process()
     for config in sorted(BUNDLED_MODELS.glob("*/config.json")):
         yield _check_model(config.parent.name)
 

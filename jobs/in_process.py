@@ -9,6 +9,7 @@ import numpy as np
 from jobs.plan import Plan, begun_precisions
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
+from workers.process import prepare_process
 from workers.replica import Replica, broken, resolve_device
 from workers.settlement import check_begun
 from workers.shard import failed, noted, run_shard
@@ -26,7 +27,8 @@ def measure_in_process(
     Uses all cores if `cores` is 0. A shard is tried once: the next command tries it again.
     """
     device = resolve_device(device)
-    replica = replica_class(plan.info, plan.scan, device, threads=cores or None)
+    prepare_process(threads=cores or None)
+    replica = replica_class(plan.info, plan.scan, device)
     check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
     for shard in shards.tolist():
         failed_attempts, _ = plan.run.failure(shard) or (0, "")

@@ -20,6 +20,7 @@ from workers.code_fingerprint import code_fingerprint
 from workers.inputs.sequences import Sequences
 from workers.interventions import needs_partners
 from workers.model.model_info import ModelInfo, describe, find_model
+from workers.process import prepare_process
 from workers.replica import Replica, broken
 from workers.settlement import check_begun
 from workers.shard import commit_shard, failed, measure_shard, noted
@@ -48,6 +49,11 @@ class ReplicaActor:
             raise RunError(
                 f"this node runs code {local_code}, the driver {code}; remove the installed copy"
             )
+        # One thread for everything that computes. OpenMP makes a team of threads for each thread
+        # that computes, and its teams stop spinning when they outnumber the cores.
+        self.computing = ThreadPoolExecutor(max_workers=1)
+        threads = resources.cores if resources.device == "cpu" else None
+        self.computing.submit(prepare_process, threads).result()
         local_info = describe(find_model(scan.model, scan.revision))
         if local_info.sha256 != info.sha256:
             raise RunError(
@@ -60,12 +66,8 @@ class ReplicaActor:
         partners = needs_partners(scan.interventions)
         self.sequences = Sequences(scan, local_info, index, corpus, partners)
         self.reading = threading.Lock()
-        # One thread for everything that computes. OpenMP makes a team of threads for each thread
-        # that computes, and its teams stop spinning when they outnumber the cores.
-        self.computing = ThreadPoolExecutor(max_workers=1)
-        threads = resources.cores if resources.device == "cpu" else None
         self.replica = self.computing.submit(
-            replica_class, local_info, scan, resources.device, threads=threads
+            replica_class, local_info, scan, resources.device
         ).result()
         check_begun(begun, self.replica.precision, run.run_id, resources.device)
 

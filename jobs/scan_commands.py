@@ -66,12 +66,14 @@ def plan(
         scan_file, overrides or ()
     )  # Before the seconds that the imports below take.
     from jobs.corpus_index import KeptIndex
-    from jobs.cost import Rehearsal
+    from jobs.cost import Rehearsal, threads_of
     from jobs.plan import begun_precisions, plan_run, resolve
     from jobs.progress import watch_index
     from schemas.run_directory import RunDirectory
+    from workers.process import prepare_process
     from workers.settlement import check_begun
 
+    prepare_process(threads_of(device, replicas))
     run = RunDirectory.of(wanted.out, wanted.run_id(scan_file.stem))
     resolved = resolve(wanted)
     # What cannot run is refused before the time that the tokenising of a corpus takes.
@@ -226,7 +228,9 @@ def scan(
     from jobs.progress import watch_index
     from jobs.ray_cluster import Resources
     from jobs.run_loop import run_to_end
+    from workers.process import prepare_process
 
+    prepare_process()
     console = Console(highlight=False, stderr=True)
     failed = 0
     for scan_file, wanted in scans:
@@ -285,8 +289,16 @@ def compact(
         raise RunError("\n".join(problems))
 
 
-def doctor() -> None:
+def doctor(
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option(help="cuda: compare the GPU's kernel with the tiles, in all shapes."),
+    ] = "cpu",
+) -> None:
     """Check that this machine can run scans, and say what it has."""
+    if device == "cuda":
+        _compare_kernel(Console(highlight=False))
+        return
     from jobs.doctor import examine
 
     console = Console(highlight=False)
@@ -296,6 +308,22 @@ def doctor() -> None:
         say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
         if not check.ok and check.advice:
             say(console, f"{'':<23}{check.advice}")
+    if not healthy:
+        sys.exit(1)
+
+
+def _compare_kernel(console: Console) -> None:
+    """Print how the GPU's kernel and the tiles differ in every shape and precision."""
+    from jobs.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line, kernel_obstacle
+
+    if obstacle := kernel_obstacle():
+        say(console, obstacle)
+        sys.exit(1)
+    say(console, COMPARISON_HEAD)
+    healthy = True
+    for comparison in compare_kernel():
+        healthy &= comparison.agrees
+        say(console, comparison_line(comparison))
     if not healthy:
         sys.exit(1)
 

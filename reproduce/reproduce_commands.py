@@ -73,6 +73,7 @@ def mount(app: typer.Typer) -> None:
         is.
         """
         from reproduce.system import find_systems, systems
+        from workers.process import prepare_process
 
         if listed:
             _list(systems())
@@ -81,6 +82,7 @@ def mount(app: typer.Typer) -> None:
             raise ScanError("expected the name of a system, or --all; --list names them")
         if file is not None and not file.parent.is_dir():
             raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
+        prepare_process()
         found: list[Finding] = []
         for name, system in (systems() if every else find_systems(names or [])).items():
             chosen = model or system.bundled_model

@@ -34,6 +34,7 @@ from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.processes import MARK, kill, marked
 from tests.s3_server import FaultProxy, Rule, S3Server
+from workers.process import prepare_process
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -374,9 +375,10 @@ def _live(world: World, faults: list[tuple[int, str]], happened: list[str]) -> i
 
 def reference(scan_file: Path, out: Path, kind: type[Replica] = Replica) -> pa.Table:
     """The rows of a run that nothing disturbs: shard by shard in this process, without Ray."""
+    prepare_process(threads=1)
     plan = make_plan(load_scan(scan_file, [f"out={out}"]), "chaos")
     prepare_run(plan, "")
-    replica = kind(plan.info, plan.scan, "cpu", threads=1)
+    replica = kind(plan.info, plan.scan, "cpu")
     for shard in range(plan.manifest.shards):
         run_shard(replica, plan.run, plan.sequences.shard(shard))
     return rows_of(plan.run)

@@ -76,7 +76,7 @@ def begin(out: Path, model: Path, **changes: Any) -> Plan:
     }  # fmt: skip
     made = make_plan(parse_scan(fields | changes), "toy")
     prepare_run(made, "")
-    replica = Replica(made.info, made.scan, "cpu", threads=1)
+    replica = Replica(made.info, made.scan, "cpu")
     for shard in missing_shards(made).tolist():
         run_shard(replica, made.run, made.sequences.shard(shard))
     return made

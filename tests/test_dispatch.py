@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from rich.console import Console
 
 from jobs.dispatch import ATTEMPTS
@@ -76,9 +77,7 @@ class Forgetful(ToyReplica):
 class Stillborn(ToyReplica):
     """Cannot be loaded."""
 
-    def __init__(
-        self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
-    ) -> None:
+    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
         raise RunError("this machine has no such model")
 
 
@@ -162,21 +161,20 @@ def test_without_ray_every_shard_is_tried_once_and_the_next_command_goes_on(
     ]
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(0, None), (3, 3)])
-def test_a_replica_in_this_process_computes_on_as_many_cores_as_it_is_given(
-    plan: Plan, cores: int, threads: int | None
-) -> None:
-    given: list[int | None] = []
+def test_a_replica_in_this_process_computes_on_as_many_cores_as_it_is_given(plan: Plan) -> None:
+    threads: list[int] = []
 
     class Noting(ToyReplica):
-        def __init__(
-            self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
-        ) -> None:
-            given.append(threads)
-            super().__init__(info, scan, device, threads)
+        def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
+            threads.append(torch.get_num_threads())
+            super().__init__(info, scan, device)
 
-    assert run_to_end(plan, Resources(0, cores, "cpu"), QUIET, replica=Noting) == []
-    assert given == [threads]
+    before = torch.get_num_threads()
+    try:
+        assert run_to_end(plan, Resources(0, 3, "cpu"), QUIET, replica=Noting) == []
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [3]
 
 
 def test_a_replica_in_this_process_is_on_no_cluster() -> None:

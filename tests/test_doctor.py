@@ -104,7 +104,7 @@ def test_engines_are_compared_on_every_standard_probability() -> None:
         "input": {"family": "repeated_random"},
     }
     fused, dense = (
-        Replica(info, parse_scan(fields | {"engine": engine}), "cpu", threads=1)
+        Replica(info, parse_scan(fields | {"engine": engine}), "cpu")
         for engine in ("fused", "dense")
     )
     tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, 32)).astype(np.int32)

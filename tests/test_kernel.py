@@ -22,6 +22,7 @@ from schemas.errors import ModelError
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.engine import sweep_kernel as kernel
+from workers.engine.kernel_check import ALLOWED, Shape, compare
 from workers.engine.sweep_kernel import Labels, Swept, available, sweep
 from workers.model.model_info import describe
 from workers.replica import InterventionMeasurements, Replica
@@ -329,6 +330,7 @@ class TestSweep:
                     describe(path), toy.toy_scan(n_ctx=21, precision=precision), DEVICE
                 ).measure(tokens)
             )
+        assert [measured.method.attention for measured in found] == ["kernel", "tiles"]
         # Half formats round the weights of v before or after they are normalised.
         close = {"float32": 1e-5, "bfloat16_linears": 1e-5}.get(precision, 2e-3)
         for name in STATISTICS:
@@ -337,6 +339,13 @@ class TestSweep:
                 torch.from_numpy(by_kernel), torch.from_numpy(in_tiles), rtol=close, atol=close, equal_nan=True,
                 msg=lambda m, n=name: f"{n}: {m}",
             )  # fmt: skip
+
+    @pytest.mark.parametrize("factors", ALLOWED)
+    @pytest.mark.usefixtures("_interpret_bfloat16")
+    def test_it_agrees_with_the_tiles_as_first_contact_demands(self, factors: str) -> None:
+        for shape in (Shape(2, 2, 97, 24), Shape(4, 1, 37, 64), Shape(1, 1, 130, 128)):
+            comparison = compare(sweep, shape, factors, torch.device(DEVICE))
+            assert comparison.agrees, comparison
 
     def test_errors_name_what_arrived(self) -> None:
         q, k, v = drawn(1, 4, 2, 7, 8)

@@ -181,7 +181,7 @@ def sequences_tables(
     }  # fmt: skip
     plan = make_plan(parse_scan(fields), "layout")
     prepare_run(plan, "")
-    replica = Replica(plan.info, plan.scan, "cpu", threads=1)
+    replica = Replica(plan.info, plan.scan, "cpu")
     rows: list[dict[str, Any]] = []
     for number in range(plan.sequences.shards):
         run_shard(replica, plan.run, plan.sequences.shard(number))

@@ -44,9 +44,7 @@ def scan_of(n_ctx: int, **fields: Any) -> Scan:
 
 @cache
 def replica(engine: str = "fused") -> Replica:
-    return Replica(
-        describe(find_model("bundled:gpt2-mini")), scan_of(256, engine=engine), threads=1
-    )
+    return Replica(describe(find_model("bundled:gpt2-mini")), scan_of(256, engine=engine))
 
 
 def tokens_of(n_ctx: int) -> np.ndarray:
@@ -222,8 +220,8 @@ def test_induction_score_on_a_repeated_block_is_the_strict_score() -> None:
 
 def test_batches_do_not_change_a_row() -> None:
     tokens = np.concatenate([tokens_of(64)] * 4)
-    whole = Replica(replica().model.info, scan_of(64, batch_size=12), threads=1).measure(tokens)
-    single = Replica(replica().model.info, scan_of(64, batch_size=5), threads=1).measure(tokens)
+    whole = Replica(replica().model.info, scan_of(64, batch_size=12)).measure(tokens)
+    single = Replica(replica().model.info, scan_of(64, batch_size=5)).measure(tokens)
     for name in STATISTICS:
         np.testing.assert_allclose(
             whole.heads[name], single.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
@@ -231,7 +229,7 @@ def test_batches_do_not_change_a_row() -> None:
 
 
 def test_not_a_number_fails_and_names_layer_and_statistic() -> None:
-    broken = Replica(replica().model.info, scan_of(16), threads=1)
+    broken = Replica(replica().model.info, scan_of(16))
     bridge_of(broken.model).blocks[1].attn.b_V[3] = torch.nan
     with pytest.raises(
         MeasureError, match=r"layer 1, head 3: head_output_norm_last is not finite for sequence 0"

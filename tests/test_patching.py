@@ -215,7 +215,7 @@ def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
     }  # fmt: skip
     plan = make_plan(parse_scan(fields), "patch")
     prepare_run(plan, "")
-    run = Replica(plan.info, plan.scan, "cpu", threads=1)
+    run = Replica(plan.info, plan.scan, "cpu")
     clean = Sequences(
         plan.scan.model_copy(update={"input": Input(family="ngram_overlap")}), plan.info
     )

@@ -248,7 +248,7 @@ def begin(out: Path, model: Path, **changes: Any) -> Plan:
 
 
 def measure_shards(plan: Plan) -> Plan:
-    replica = Replica(plan.info, plan.scan, "cpu", threads=1)
+    replica = Replica(plan.info, plan.scan, "cpu")
     for shard in missing_shards(plan).tolist():
         run_shard(replica, plan.run, plan.sequences.shard(shard))
     return plan
@@ -265,7 +265,7 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
 
 def whole(plan: Plan) -> Aggregates:
     """The profiles of all sequences of a run, in one batch."""
-    replica = Replica(plan.info, plan.scan, "cpu", threads=1)
+    replica = Replica(plan.info, plan.scan, "cpu")
     replica.batch.size = len(plan.sequences)
     tokens = np.concatenate([plan.sequences.shard(shard).tokens for shard in range(SHARDS)])
     return replica.measure(tokens).means["profiles"]

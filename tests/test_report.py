@@ -248,7 +248,7 @@ def test_the_report_says_which_engine_measured_an_intervention(tmp_path: Path) -
     }  # fmt: skip
     plan = make_plan(parse_scan(fields), "small")
     prepare_run(plan, "")
-    run_shard(Replica(plan.info, plan.scan, threads=1), plan.run, plan.sequences.shard(0))
+    run_shard(Replica(plan.info, plan.scan), plan.run, plan.sequences.shard(0))
     write_report(plan.run.path, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.findall("<dt>engine</dt><dd>(.*?), float32</dd>", page) == [
@@ -265,7 +265,7 @@ def test_predictions_are_told_with_their_change_from_the_untouched_model(tmp_pat
     }  # fmt: skip
     plan = make_plan(parse_scan(fields), "small")
     prepare_run(plan, "")
-    replica, shard = Replica(plan.info, plan.scan, threads=1), plan.sequences.shard(0)
+    replica, shard = Replica(plan.info, plan.scan), plan.sequences.shard(0)
     run_shard(replica, plan.run, shard)
     none, zero = (
         replica.measure(shard.tokens, name).sequences["loss"].astype(float)

@@ -35,7 +35,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     }  # fmt: skip
     made = make_plan(parse_scan(fields), "small")
     prepare_run(made, "# as submitted\n")
-    replica = Replica(made.info, made.scan, threads=1)
+    replica = Replica(made.info, made.scan)
     for shard in range(2):
         run_shard(replica, made.run, made.sequences.shard(shard))
     return made

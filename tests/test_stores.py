@@ -65,7 +65,7 @@ def plan_of(name: str, out: str, files: str = "s3://bucket/pile/*.jsonl.zst") ->
 
 
 def measure(plan: Plan, shards: range = range(3)) -> None:
-    replica = Replica(plan.info, plan.scan, "cpu", threads=1)
+    replica = Replica(plan.info, plan.scan, "cpu")
     for shard in shards:
         run_shard(replica, plan.run, plan.sequences.shard(shard))
 

@@ -301,7 +301,7 @@ def begin(out: Path, model: Path, **changes: Any) -> Plan:
 
 
 def measure_shards(plan: Plan) -> Plan:
-    replica = Replica(plan.info, plan.scan, "cpu", threads=1)
+    replica = Replica(plan.info, plan.scan, "cpu")
     for shard in missing_shards(plan).tolist()[::-1]:
         run_shard(replica, plan.run, plan.sequences.shard(shard))
     return plan

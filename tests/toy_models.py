@@ -233,7 +233,7 @@ def bound(text: str) -> BoundIntervention:
 def replica(path: Path, **changes: Any) -> TextReplica:
     """A replica of a model on one CPU core."""
     scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
-    return TextReplica(describe(path), scan, "cpu", threads=1)
+    return TextReplica(describe(path), scan, "cpu")
 
 
 def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:

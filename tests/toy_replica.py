@@ -27,9 +27,7 @@ class ToyReplica(Replica):
     apart.
     """
 
-    def __init__(
-        self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
-    ) -> None:
+    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
         self.info, self.scan, self.free_since = info, scan, None
         self.device = "cpu"
         self.settlement = Settlement("float32", "cpu", {})

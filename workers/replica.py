@@ -20,12 +20,12 @@ from workers.batch_size import BatchSize
 from workers.engine.dense_engine import DenseEngine
 from workers.engine.engine import Engine
 from workers.engine.fused_engine import FusedEngine
+from workers.engine.kernel_check import proven_sweep
 from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
 from workers.interventions import edited_weights
 from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
-from workers.process import keep_freed_memory
 from workers.settlement import Settled, check_bridge_precision, settle, settle_one
 from workers.weight_statistics import tables_of_weights
 
@@ -40,12 +40,7 @@ class InterventionMeasurements(Measurements):
 class Replica:
     """A loaded model that measures."""
 
-    def __init__(
-        self, info: ModelInfo, scan: Scan, device: str = "auto", threads: int | None = None
-    ) -> None:
-        if threads:
-            torch.set_num_threads(threads)
-        keep_freed_memory()
+    def __init__(self, info: ModelInfo, scan: Scan, device: str = "auto") -> None:
         self.device = resolve_device(device)
         self.scan = scan
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
@@ -60,7 +55,12 @@ class Replica:
         self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx)
         # Folding happens in the bridge alone, so folded weights are measured there.
         fused = scan.engine == "fused" and scan.weight_processing == "raw"
-        self.engine = FusedEngine(self.model, self.precision) if fused else DenseEngine(self.model)
+        self.engine: Engine = self._fused_engine() if fused else DenseEngine(self.model)
+
+    def _fused_engine(self) -> FusedEngine:
+        """The fused engine, with the GPU's kernel if it agrees with the tiles here."""
+        sweep = proven_sweep(self.model.info, self.scan.n_ctx, self.precision, self.device)
+        return FusedEngine(self.model, self.precision, sweep)
 
     def measure(
         self,

@@ -169,9 +169,6 @@ def _from_row(row: int, fields: dict[str, Any]) -> Document:
 
 
 def _read_csv(source: Source) -> Iterator[Document]:
-    csv.field_size_limit(
-        1 << 30
-    )  # A text may be longer than the 128 KiB that Python allows a field.
     with open_whole(place(source.path)) as content:
         buffer = io.BufferedReader(content) if isinstance(content, pa.NativeFile) else content
         # A row that is not UTF-8 is a bad row, not a bad file.

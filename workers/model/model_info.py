@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,17 +100,6 @@ def describe(path: Path) -> ModelInfo:
     return ModelInfo(str(path), path.name, layout, _fingerprint(path, layout), **shape)
 
 
-def be_quiet() -> None:
-    """Keep the libraries' bars and notices off the terminal; what matters is checked here and
-    raised.
-    """
-    from transformers.utils import logging as messages
-
-    messages.set_verbosity_error()
-    messages.disable_progress_bar()
-    logging.getLogger("transformer_lens").setLevel(logging.ERROR)
-
-
 def weight_files(path: Path, layout: str) -> list[Path]:
     """The files a model's weights are read from: safetensors, or a legacy `.pth`."""
     files = sorted(path.glob("*.safetensors"))
@@ -136,7 +124,6 @@ def _fingerprint(path: Path, layout: str) -> str:
 def _hf_shape(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    be_quiet()
     try:
         config: Any = AutoConfig.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
