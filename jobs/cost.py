@@ -70,13 +70,20 @@ class Cost:
         return sum(cost.bytes for cost in self.tables)
 
 
-def threads_of_each(replicas: int, device: str) -> int | None:
-    """Threads of one replica of several: on a GPU each has its own, on a CPU they share its cores.
-    None means all.
+def _devices(device: str) -> tuple[str, str]:
+    """The device of a scan, and the one of this machine that is measured in its place."""
+    here = resolve_device("auto")
+    device = here if device == "auto" else device
+    return device, device if device in (here, "cpu") else here
+
+
+def threads_of(device: str, replicas: int) -> int | None:
+    """Threads of one of some replicas on this machine; none means all that there are.
+
+    Replicas on GPUs have one each; those on a CPU share its cores.
     """
-    if replicas > 1 and resolve_device(device) == "cpu":
-        return max(1, available_cores() // replicas)
-    return None
+    sharing = replicas > 1 and _devices(device)[1] == "cpu"
+    return max(1, available_cores() // replicas) if sharing else None
 
 
 class Rehearsal:
@@ -89,9 +96,7 @@ class Rehearsal:
     def __init__(
         self, scan: Scan, info: ModelInfo, device: str = "auto", replicas: int = 1
     ) -> None:
-        here = resolve_device("auto")
-        self.device = here if device == "auto" else device
-        self.measured_on = self.device if self.device in (here, "cpu") else here
+        self.device, self.measured_on = _devices(device)
         self.replicas = replicas
         # Loading may take more memory than measuring.
         with PeakMemory(self.measured_on) as self.loading:

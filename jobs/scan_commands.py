@@ -66,14 +66,14 @@ def plan(
         scan_file, overrides or ()
     )  # Before the seconds that the imports below take.
     from jobs.corpus_index import KeptIndex
-    from jobs.cost import Rehearsal, threads_of_each
+    from jobs.cost import Rehearsal, threads_of
     from jobs.plan import begun_precisions, plan_run, resolve
     from jobs.progress import watch_index
     from schemas.run_directory import RunDirectory
     from workers.process import prepare_process
     from workers.settlement import check_begun
 
-    prepare_process(threads_of_each(replicas, device))
+    prepare_process(threads_of(device, replicas))
     run = RunDirectory.of(wanted.out, wanted.run_id(scan_file.stem))
     resolved = resolve(wanted)
     # What cannot run is refused before the time that the tokenising of a corpus takes.
@@ -314,12 +314,7 @@ def doctor(
 
 def _compare_kernel(console: Console) -> None:
     """Print how the GPU's kernel and the tiles differ in every shape and precision."""
-    from jobs.kernel_doctor import (
-        COMPARISON_HEAD,
-        compare_kernel,
-        comparison_line,
-        kernel_obstacle,
-    )
+    from jobs.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line, kernel_obstacle
 
     if obstacle := kernel_obstacle():
         say(console, obstacle)

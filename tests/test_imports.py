@@ -27,7 +27,7 @@ ONLY_IN = {
     ),
     "transformer_lens": ("workers/model/",),
     "datasets": ("workers/inputs/documents.py",),
-    "torch": ("workers/", "models/", "jobs/doctor.py", "jobs/kernel_doctor.py"),
+    "torch": ("workers/", "models/", "jobs/doctor.py", "jobs/kernel_table.py"),
     "triton": ("workers/engine/sweep_kernel.py",),
     "duckdb": ("queries/",),
     "plotly": ("queries/",),

@@ -18,7 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs.kernel_doctor import COMPARISON_HEAD, compare_kernel, comparison_line
+from jobs.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.engine import sweep_kernel

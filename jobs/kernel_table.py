@@ -1,4 +1,6 @@
-"""What `headcount doctor --device cuda` says: how the GPU's kernel and the tiles differ."""
+"""The table of `headcount doctor --device cuda`: the GPU's kernel against the tiles, in every shape
+and format of factors.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,6 @@ import torch
 from workers.engine import sweep_kernel
 from workers.engine.kernel_check import ALLOWED, Comparison, Shape, compare, every_shape
 from workers.engine.sweep_kernel import Sweep
-
-COMPARISON_ROW = "{:<38} {:<9} {:<9} {:<11} {:<8} {}"
-COMPARISON_HEAD = COMPARISON_ROW.format(
-    "shape", "precision", "compiled", "difference", "allowed", "verdict"
-)
 
 
 def kernel_obstacle() -> str:
@@ -52,3 +49,9 @@ def comparison_line(comparison: Comparison) -> str:
         f"{comparison.allowed:.1e}",
         verdict,
     )
+
+
+COMPARISON_ROW = "{:<38} {:<9} {:<9} {:<11} {:<8} {}"
+COMPARISON_HEAD = COMPARISON_ROW.format(
+    "shape", "precision", "compiled", "difference", "allowed", "verdict"
+)
