@@ -185,9 +185,13 @@ def sequences_of(d_vocab: int, n_ctx: int) -> tuple[np.ndarray, np.ndarray, list
 
 
 def disagreements(
-    measured: np.ndarray, expected: np.ndarray, absolute: bool, tolerance: float = 1e-5
+    measured: np.ndarray, expected: np.ndarray, absolute: bool, tolerance: float, listed: bool
 ) -> str | None:
-    """What is wrong with a column, in words; absolute differences where values are at most 1."""
+    """What is wrong with a column, in words.
+
+    Differences are absolute where values are at most 1, otherwise relative to their size: the
+    largest of a list, whose small entries may be differences of large numbers.
+    """
     if measured.shape != expected.shape:
         return f"is {measured.shape}, expected {expected.shape}"
     undefined = np.isnan(measured) != np.isnan(expected)
@@ -197,7 +201,10 @@ def disagreements(
             f"at {place} is {measured[place]}, expected {expected[place]} "
             f"({undefined.sum()} of {undefined.size} places)"
         )
-    scale = 1.0 if absolute else np.maximum(1, np.abs(expected))
+    sizes = np.nan_to_num(np.abs(expected))
+    if listed:
+        sizes = sizes.max(-1, keepdims=True)
+    scale = 1.0 if absolute else np.maximum(1, sizes)
     difference = np.nan_to_num(np.abs(measured - expected) / scale)
     if difference.max(initial=0) <= tolerance:
         return None
@@ -213,24 +220,28 @@ def compare(
     for name, statistic in STATISTICS.items():
         bounded = max(map(abs, statistic.range)) <= 1
         found[name] = disagreements(
-            measured.heads[name], reference.heads[name], bounded, tolerance
+            measured.heads[name], reference.heads[name], bounded, tolerance, False
         )
         if statistic.chance:
             column = chance_column(name)
             found[column] = disagreements(
-                measured.sequences[column], reference.chance[name], bounded, tolerance
+                measured.sequences[column], reference.chance[name], bounded, tolerance, False
             )
     for name, prediction in PREDICTIONS.items():
         bounded = max(map(abs, prediction.range)) <= 1
         found[name] = disagreements(
-            measured.sequences[name], reference.predictions[name], bounded, tolerance
+            measured.sequences[name],
+            reference.predictions[name],
+            bounded,
+            tolerance,
+            prediction.per_token,
         )
     assert set(measured.profiles) == set(reference.profiles)
     for name, expected in reference.profiles.items():
         bounded = PROFILES[name].unit == "probability"
         if name not in BY_PAIR:
             found[f"curve {name}"] = disagreements(
-                measured.curves[name], expected, bounded, tolerance
+                measured.curves[name], expected, bounded, tolerance, True
             )
         aggregate = measured.profiles[name]
         mean, m2 = aggregate.mean, aggregate.m2
@@ -238,11 +249,13 @@ def compare(
             # What the heads of a layer share is kept once.
             expected = expected[:, :, 0]
         spread = ((expected - expected.mean(0)) ** 2).sum(0)
-        found[f"profile {name}"] = disagreements(mean, expected.mean(0), bounded, tolerance)
+        found[f"profile {name}"] = disagreements(
+            mean, expected.mean(0), bounded, tolerance, True
+        )
         # A square differs by twice the difference times the root.
-        size = np.maximum(1, np.abs(expected).max(0))
+        size = np.maximum(1, np.nan_to_num(np.abs(expected)).max())
         found[f"spread of {name}"] = disagreements(
-            m2 / size**2, spread / size**2, True, 4 * tolerance
+            m2 / size**2, spread / size**2, True, 4 * tolerance, True
         )
     return {name: problem for name, problem in found.items() if problem}
 
