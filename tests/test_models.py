@@ -710,7 +710,7 @@ def test_nan_in_a_weight_names_layer_and_statistic(shelf: Shelf, tmp_path: Path,
     with pytest.raises(MeasureError) as caught:
         toy.measure(path, toy.repeating_tokens(4, batch=2), engine=engine)
     assert str(caught.value) == (
-        "layer 1, head 0: sink_mass is nan for sequence 0 of the shard; expected a finite number: "
+        "layer 1, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite number: "
         "look at the model's weights and precision"
     )
 

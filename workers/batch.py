@@ -30,6 +30,7 @@ from workers.model.layer_weights import (
     has_rotary_positions,
 )
 from workers.profile_means import Profiles, aggregates, check_curves, merge, reduced
+from workers.undefined import defined_or_nan
 
 Columns = dict[str, np.ndarray]
 
@@ -96,7 +97,7 @@ class PendingBatch:
     defined: Tensor
     """`[statistic batch]`."""
     profiles: dict[str, Tensor]
-    """Mean and M2 over the batch, by profile: `[2 layer head entry]`, or `[2 layer entry]`."""
+    """Count, mean and M2 over the batch, by profile: `[3 layer head entry]`, or `[3 layer entry]`."""
     curves: dict[str, Tensor]
     """`[batch layer head entry]`, by profile that is kept of every sequence."""
     predictions: dict[str, Tensor]
@@ -198,7 +199,7 @@ class _Layers:
             if (layer, formula.name) not in self.done and all(
                 name in seen for name in formula.parameters
             ):
-                self._keep(layer, formula, evaluate(formula.compute, seen))
+                self._keep(layer, formula, defined_or_nan(formula, seen))
                 self.done.add((layer, formula.name))
 
     def _keep(self, layer: int, formula: Formula, value: Tensor) -> None:
@@ -260,10 +261,10 @@ def _defined(statistic: Statistic, by_tokens: Mapping[str, Any], tokens: Tensor)
 def _check_finite(
     heads: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int
 ) -> None:
-    """Raise `MeasureError` for the earliest layer that has a value which is defined and not finite."""
-    bad = {
-        name: ~np.isfinite(values) & defined[name][:, None, None] for name, values in heads.items()
-    }
+    """Raise `MeasureError` for the earliest layer that has a value which is defined and not finite;
+    NaN is undefined (`workers.undefined`).
+    """
+    bad = {name: np.isinf(values) & defined[name][:, None, None] for name, values in heads.items()}
     layers = {
         name: int(where.any(axis=(0, 2)).argmax()) for name, where in bad.items() if where.any()
     }
@@ -272,6 +273,6 @@ def _check_finite(
         layer = layers[name]
         sequence, head = np.argwhere(bad[name][:, layer])[0]
         raise MeasureError(
-            f"layer {layer}, head {head}: {name} is {heads[name][sequence, layer, head]} for sequence {first + sequence} "
+            f"layer {layer}, head {head}: {name} is not finite for sequence {first + sequence} "
             "of the shard; expected a finite number: look at the model's weights and precision"
         )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from schemas.errors import ModelError
 from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_pattern import MASKED, DensePattern
-from workers.engine.edits import Edits
+from workers.engine.dense_pattern import MASKED, DensePattern, causal_softmax
+from workers.engine.edits import WHOLE_PATTERN, Edits, hidden_keys
 from workers.engine.token_pairs import TokenPairs
 from workers.model.loading import LoadedModel
 
@@ -52,6 +52,7 @@ class DenseEngine:
     def __init__(self, model: LoadedModel, edits: Edits | None = None) -> None:
         self.model, self.edits = model, edits or Edits()
         self._scales: dict[tuple[int, int], float | None] = {}
+        self._shown_scales: dict[tuple[int, int], float] = {}
 
     def edited(self, edits: Edits) -> DenseEngine:
         """The same engine with edits of activations."""
@@ -79,14 +80,15 @@ class DenseEngine:
             for name in {"k", "v"} & seen.keys():
                 shown[name] = seen[name].repeat_interleave(info.n_heads // seen[name].shape[2], 2)
             if {"pattern", "attn_scores"} <= seen.keys():
-                shown["pattern"] = DensePattern(seen["pattern"], self._scores(layer, shown))
+                shown["pattern"] = self._pattern(layer, shown)
             elif "pattern" in self.edits.reads and {"q", "k"} <= seen.keys():
                 # Some bridges show pattern and scores when z is gone; the layer's end tells whether
                 # q and k make them.
-                scores = _made(shown, _usual_scale(shown))
-                shown["pattern"] = DensePattern(
-                    seen.get("pattern", _causal_softmax(scores)), scores
-                )
+                q, k = _factors(shown)
+                unedited = DensePattern.of(q, k, _usual_scale(shown))
+                if "pattern" in seen:
+                    unedited.pattern = seen["pattern"]
+                shown["pattern"] = unedited
             return shown
 
         def change(name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
@@ -100,8 +102,10 @@ class DenseEngine:
         def note(name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = change(name, layer, value, hook)
             seen[name] = wide(value if edited is None else edited)
-            if name == "pattern":
-                seen["unedited"] = wide(value)
+            if name in WHOLE_PATTERN:
+                seen[f"unedited {name}"] = wide(value)
+            if name == "attn_scores" and edited is not None:
+                seen["hidden"] = hidden_keys(edited)
             return edited
 
         def rotated(name: str, value: Tensor, hook: object) -> None:
@@ -153,12 +157,30 @@ class DenseEngine:
         except Done:
             pass
 
-    def _scores(self, layer: int, seen: Activations) -> Tensor:
-        """The scores behind a layer's pattern: as the bridge shows them, or else scale·q·k."""
+    def _pattern(self, layer: int, seen: Activations) -> DensePattern:
+        """A layer's pattern, with the scores behind it: as the bridge shows them, or else
+        scale·q·k.
+        """
         known = (layer, seen["q"].shape[1])
         if known not in self._scales:
             self._scales[known] = self._find_scale(layer, seen)
-        return _scores_of(seen, self._scales[known])
+        q, k = _factors(seen)
+        scores = _scores_of(seen, self._scales[known])
+        scale = self._scale(layer, seen)
+        return DensePattern(seen["pattern"], scores, q, k, scale, seen.get("hidden"))
+
+    def _scale(self, layer: int, seen: Activations) -> float:
+        """What q·k is multiplied by, from scores that no edit has touched."""
+        known = (layer, seen["q"].shape[1])
+        if (scale := self._scales[known]) is not None:
+            return scale
+        if known not in self._shown_scales:
+            # Rotations leave the product of a query and the key of its own position as it is.
+            q, k = _factors(seen)
+            products = (q * k).sum(-1)
+            shown = seen["unedited attn_scores"].diagonal(dim1=-2, dim2=-1)
+            self._shown_scales[known] = float((shown * products).sum() / products.square().sum())
+        return self._shown_scales[known]
 
     def _find_scale(self, layer: int, seen: Activations) -> float | None:
         """None where the bridge shows the scores, else the scale of q·k that makes them: held once
@@ -173,9 +195,11 @@ class DenseEngine:
                 scales.append(1.0)
         for scale in scales:
             scores = _scores_of(seen, scale)
-            implied = _causal_softmax(scores)
-            if torch.allclose(implied.tril(), seen["unedited"].tril(), atol=1e-4, equal_nan=True):
-                if (scores.tril() <= MASKED).any():
+            implied = causal_softmax(scores)
+            shown = seen["unedited pattern"]
+            if torch.allclose(implied.tril(), shown.tril(), atol=1e-4, equal_nan=True):
+                unedited = seen["unedited attn_scores"] if scale is None else scores
+                if (unedited.tril() <= MASKED).any():
                     raise ModelError(
                         f"{self.model.info.name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
                     )
@@ -192,14 +216,14 @@ def _scores_of(seen: Activations, scale: float | None) -> Tensor:
 
 def _made(seen: Activations, scale: float) -> Tensor:
     """The scores that queries and keys make."""
-    q, k = (seen[name].transpose(1, 2) for name in "qk")
+    q, k = _factors(seen)
     return q @ k.mT * scale
+
+
+def _factors(seen: Activations) -> tuple[Tensor, Tensor]:
+    """Queries and keys `[batch head pos d_head]`."""
+    return seen["q"].transpose(1, 2), seen["k"].transpose(1, 2)
 
 
 def _usual_scale(seen: Activations) -> float:
     return seen["q"].shape[-1] ** -0.5
-
-
-def _causal_softmax(scores: Tensor) -> Tensor:
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, MASKED).softmax(-1)

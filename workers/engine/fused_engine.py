@@ -16,7 +16,7 @@ from schemas.precision import PRECISIONS
 from schemas.statistics import LAYER_VALUES
 from workers.engine.dense_engine import Activations, DenseEngine, Done, OnFinal, OnLayer, wide
 from workers.engine.dense_pattern import MASKED, DensePattern
-from workers.engine.edits import Edits
+from workers.engine.edits import Edits, hidden_keys
 from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import linears_in
 from workers.engine.token_pairs import TokenPairs
@@ -98,8 +98,13 @@ class _Forward:
         """The pattern of a layer whose scores or pattern are edited."""
         future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
         scores = (q @ k.mT * scale).masked_fill_(future, MASKED)
-        scores = self.edit("attn_scores", scores).masked_fill(future, MASKED)
-        return DensePattern(self.edit("pattern", scores.softmax(-1)), scores)
+        hidden = None
+        if self.edits.touch("attn_scores", self.layer):
+            scores = self.edit("attn_scores", scores)
+            hidden = hidden_keys(scores)
+            scores = scores.masked_fill(future, MASKED)
+        pattern = self.edit("pattern", scores.softmax(-1))
+        return DensePattern(pattern, scores, q, k, scale, hidden)
 
     def show(self) -> None:
         """Hand over what is known of the layer."""

@@ -102,10 +102,7 @@ class FusedPattern:
         mean[..., 2:] = lead / self.positions()[1:-1]
         return mean
 
-    def score_scale(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.q.new_tensor(self.scale)
-
-    def without(self, b_Q: Tensor, q: Tensor, k: Tensor) -> FusedPattern:
+    def without(self, b_Q: Tensor) -> FusedPattern:
         return FusedPattern(
             self.q - b_Q[:, None], self.k, self.v, self.scale, self.matches, factors=self.factors
         )
