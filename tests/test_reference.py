@@ -44,6 +44,15 @@ MODELS: dict[str, Any] = {
     "neox-serial": lambda: toy.family("GPTNeoXConfig", use_parallel_residual=False),
     "qwen2": lambda: toy.family("Qwen2Config", num_key_value_heads=2),
     "qwen3": lambda: toy.family("Qwen3Config", head_dim=8, num_key_value_heads=2),
+    "phi": lambda: toy.family("PhiConfig"),
+    "gemma2": lambda: toy.family(
+        "Gemma2Config", head_dim=8, num_key_value_heads=2, sliding_window=64,
+        attn_logit_softcapping=None, final_logit_softcapping=None,
+    ),
+    "bigcode": lambda: toy.family(
+        "GPTBigCodeConfig", n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=toy.N_CTX
+    ),
+    "bloom": lambda: toy.family("BloomConfig", n_layer=2, n_head=4),
     "opt": lambda: toy.family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
     "gpt-neo": lambda: toy.family(
         "GPTNeoConfig", num_layers=2, attention_types=[[["global", "local"], 1]], window_size=30
@@ -51,7 +60,7 @@ MODELS: dict[str, Any] = {
 }
 
 ON_EVERY_INTERVENTION = ("gpt2", "gpt2-mini", "attn-only-2l-mini", "llama-gqa", "neox")
-DENSE_ONLY = ("opt", "gpt-neo")
+DENSE_ONLY = ("opt", "gpt-neo", "bloom")
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "scale_query_bias": ("(-1.5)",),

@@ -100,6 +100,8 @@ def forward(
     stream = edited("embed", EMBEDDINGS, weights.W_E[run.tokens], {})
     if weights.W_pos is not None:
         stream = stream + edited("pos_embed", EMBEDDINGS, weights.W_pos[:n_ctx], {})
+    if weights.norm_of_embeddings:
+        stream = weights.norm_of_embeddings(stream)
     future = np.triu(np.ones((n_ctx, n_ctx), dtype=bool), 1)
     for number, layer in enumerate(weights.layers[:layers]):
         known: dict[str, Array] = {}
@@ -118,6 +120,8 @@ def forward(
         q_rotated = rotated(q, weights.rotated, weights.rotary_base)
         k_rotated = rotated(k, weights.rotated, weights.rotary_base)
         scores = q_rotated @ k_rotated.transpose(0, 2, 1) * layer.scale
+        if layer.key_slopes is not None:
+            scores = scores + layer.key_slopes[:, None, None] * np.arange(n_ctx)
         scores = edited("attn_scores", number, scores, known)
         scores = np.where(future, -np.inf, scores)
         pattern = edited("pattern", number, softmax(scores), known)
@@ -126,11 +130,15 @@ def forward(
         attn_out = np.einsum("hqe,hed->qd", z, layer.W_O)
         if layer.b_O is not None:
             attn_out = attn_out + layer.b_O
+        if layer.norm_after_attention:
+            attn_out = layer.norm_after_attention(attn_out)
         attn_out = edited("attn_out", number, attn_out, known)
         resid_mid = resid_pre + attn_out
         if layer.mlp is not None and layer.norm_before_mlp is not None:
             mlp_input = resid_pre if weights.parallel else resid_mid
             mlp_out = layer.mlp(layer.norm_before_mlp(mlp_input))
+            if layer.norm_after_mlp:
+                mlp_out = layer.norm_after_mlp(mlp_out)
             stream = resid_mid + edited("mlp_out", number, mlp_out, known)
         else:
             stream = resid_mid

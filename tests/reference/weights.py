@@ -54,6 +54,11 @@ class Layer:
     q_norm: Norm | None = None
     """Applied to every query before it is rotated."""
     k_norm: Norm | None = None
+    norm_after_attention: Norm | None = None
+    """Applied to what the attention adds to the stream."""
+    norm_after_mlp: Norm | None = None
+    key_slopes: Array | None = None
+    """ALiBi: head h adds slope[h] times the key's position to its scores."""
 
 
 @dataclass
@@ -73,6 +78,9 @@ class Weights:
     rotated: int = 0
     """How many of the first coordinates of q and k are rotated."""
     rotary_base: float = 10000.0
+    norm_of_embeddings: Norm | None = None
+    mlp_is_a_module: bool = True
+    """Whether the product can ask the first MLP alone: only then are effective positions known."""
     n_heads: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +96,7 @@ class Weights:
 
     def effective_positions(self) -> Array | None:
         """EPE[j] = W_pos[j] + MLP_0(W_pos[j]), without the norm; W_pos[j] where there is no MLP."""
-        if self.W_pos is None:
+        if self.W_pos is None or not self.mlp_is_a_module:
             return None
         mlp = self.layers[0].mlp
         return self.W_pos if mlp is None else self.W_pos + mlp(self.W_pos)
@@ -113,7 +121,13 @@ def silu(x: Array) -> Array:
     return x / (1 + np.exp(-x))
 
 
-FUNCTIONS = {"relu": relu, "gelu_new": gelu_tanh, "gelu": gelu, "silu": silu}
+FUNCTIONS = {
+    "relu": relu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu": gelu,
+    "silu": silu,
+}
 
 
 def plain_mlp(W_in: Array, b_in: Array, W_out: Array, b_out: Array, name: str) -> Any:
@@ -135,6 +149,10 @@ def read_weights(path: Path) -> Weights:
     tensors = read_tensors(path)
     readers = {
         "gpt2": read_gpt2,
+        "gpt_bigcode": read_bigcode,
+        "bloom": read_bloom,
+        "gemma2": read_gemma2,
+        "phi": read_phi,
         "gpt_neo": read_gpt_neo,
         "gpt_neox": read_neox,
         "llama": read_llama,
@@ -401,7 +419,181 @@ def read_opt(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
     )
     W_U = unembedding(t, W_E)
     W_pos = t["model.decoder.embed_positions.weight"][2:]
-    return Weights(name, W_E, W_pos, layers, final, W_U, np.zeros(W_U.shape[1]))
+    b_U = np.zeros(W_U.shape[1])
+    return Weights(name, W_E, W_pos, layers, final, W_U, b_U, mlp_is_a_module=False)
+
+
+def read_bigcode(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+    """GPT-BigCode: learned positions, and one key and one value for all query heads."""
+    n_heads, d_model = config["n_head"], config["n_embd"]
+    d_head = d_model // n_heads
+    eps = config["layer_norm_epsilon"]
+    layers: list[Layer] = []
+    for number in range(config["n_layer"]):
+        at = f"transformer.h.{number}"
+        places = [d_model, d_model + d_head]
+        W = np.split(t[f"{at}.attn.c_attn.weight"].T, places, axis=1)
+        b = np.split(t[f"{at}.attn.c_attn.bias"], places)
+        layers.append(
+            Layer(
+                Norm(t[f"{at}.ln_1.weight"], t[f"{at}.ln_1.bias"], eps, True),
+                *(by_head(part, d_head) for part in W),
+                from_heads(t[f"{at}.attn.c_proj.weight"].T, d_head),
+                *(part.reshape(-1, d_head) for part in b),
+                t[f"{at}.attn.c_proj.bias"],
+                1 / math.sqrt(d_head),
+                Norm(t[f"{at}.ln_2.weight"], t[f"{at}.ln_2.bias"], eps, True),
+                plain_mlp(
+                    t[f"{at}.mlp.c_fc.weight"].T,
+                    t[f"{at}.mlp.c_fc.bias"],
+                    t[f"{at}.mlp.c_proj.weight"].T,
+                    t[f"{at}.mlp.c_proj.bias"],
+                    config["activation_function"],
+                ),
+            )
+        )
+    W_E = t["transformer.wte.weight"]
+    final = Norm(t["transformer.ln_f.weight"], t["transformer.ln_f.bias"], eps, True)
+    W_U = unembedding(t, W_E)
+    return Weights(
+        name, W_E, t["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
+    )
+
+
+def read_bloom(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+    """BLOOM: no positions are embedded; scores rise with the position of the key (ALiBi)."""
+    n_heads = config["n_head"]
+    assert n_heads & (n_heads - 1) == 0, "slopes are written for a power of two"
+    d_head = config["hidden_size"] // n_heads
+    eps = config["layer_norm_epsilon"]
+    slopes = np.array([2 ** (-8 * (head + 1) / n_heads) for head in range(n_heads)])
+
+    def norm(at: str) -> Norm:
+        return Norm(t[f"{at}.weight"], t[f"{at}.bias"], eps, True)
+
+    layers: list[Layer] = []
+    for number in range(config["n_layer"]):
+        at = f"transformer.h.{number}"
+        W = t[f"{at}.self_attention.query_key_value.weight"].reshape(n_heads, 3, d_head, -1)
+        b = t[f"{at}.self_attention.query_key_value.bias"].reshape(n_heads, 3, d_head)
+        layers.append(
+            Layer(
+                norm(f"{at}.input_layernorm"),
+                *(W[:, part].transpose(0, 2, 1) for part in range(3)),
+                from_heads(t[f"{at}.self_attention.dense.weight"].T, d_head),
+                *(b[:, part] for part in range(3)),
+                t[f"{at}.self_attention.dense.bias"],
+                1 / math.sqrt(d_head),
+                norm(f"{at}.post_attention_layernorm"),
+                plain_mlp(
+                    t[f"{at}.mlp.dense_h_to_4h.weight"].T,
+                    t[f"{at}.mlp.dense_h_to_4h.bias"],
+                    t[f"{at}.mlp.dense_4h_to_h.weight"].T,
+                    t[f"{at}.mlp.dense_4h_to_h.bias"],
+                    "gelu_new",
+                ),
+                key_slopes=slopes,
+            )
+        )
+    W_E = t["transformer.word_embeddings.weight"]
+    W_U = unembedding(t, W_E)
+    return Weights(
+        name,
+        W_E,
+        None,
+        layers,
+        norm("transformer.ln_f"),
+        W_U,
+        np.zeros(W_U.shape[1]),
+        norm_of_embeddings=norm("transformer.word_embeddings_layernorm"),
+    )
+
+
+def read_gemma2(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+    """Gemma 2 without capped scores: norms of 1 + weight, also after attention and MLP."""
+    assert config["attn_logit_softcapping"] is None
+    d_head, eps = config["head_dim"], config["rms_norm_eps"]
+
+    def norm(at: str) -> Norm:
+        return Norm(1 + t[f"{at}.weight"], None, eps, False)
+
+    layers: list[Layer] = []
+    for number in range(config["num_hidden_layers"]):
+        at = f"model.layers.{number}"
+        attention = f"{at}.self_attn"
+        layers.append(
+            Layer(
+                norm(f"{at}.input_layernorm"),
+                *(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                from_heads(t[f"{attention}.o_proj.weight"].T, d_head),
+                None,
+                None,
+                None,
+                None,
+                1 / math.sqrt(config["query_pre_attn_scalar"]),
+                norm(f"{at}.pre_feedforward_layernorm"),
+                gated_mlp(
+                    t[f"{at}.mlp.gate_proj.weight"].T,
+                    t[f"{at}.mlp.up_proj.weight"].T,
+                    t[f"{at}.mlp.down_proj.weight"].T,
+                    config["hidden_activation"],
+                ),
+                norm_after_attention=norm(f"{at}.post_attention_layernorm"),
+                norm_after_mlp=norm(f"{at}.post_feedforward_layernorm"),
+            )
+        )
+    W_U = t["model.embed_tokens.weight"].T
+    W_E = W_U.T * math.sqrt(config["hidden_size"])
+    base = config["rope_parameters"]["rope_theta"]
+    b_U = np.zeros(W_U.shape[1])
+    return Weights(
+        name, W_E, None, layers, norm("model.norm"), W_U, b_U, rotated=d_head, rotary_base=base
+    )
+
+
+def read_phi(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+    """Phi: attention and MLP side by side behind one norm; a part of q and k is rotated."""
+    n_heads = config["num_attention_heads"]
+    d_head = config["hidden_size"] // n_heads
+    eps = config["layer_norm_eps"]
+    layers: list[Layer] = []
+    for number in range(config["num_hidden_layers"]):
+        at = f"model.layers.{number}"
+        attention = f"{at}.self_attn"
+        norm = Norm(
+            t[f"{at}.input_layernorm.weight"], t[f"{at}.input_layernorm.bias"], eps, True
+        )
+        layers.append(
+            Layer(
+                norm,
+                *(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                from_heads(t[f"{attention}.dense.weight"].T, d_head),
+                *(t[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"),
+                t[f"{attention}.dense.bias"],
+                1 / math.sqrt(d_head),
+                norm,
+                plain_mlp(
+                    t[f"{at}.mlp.fc1.weight"].T,
+                    t[f"{at}.mlp.fc1.bias"],
+                    t[f"{at}.mlp.fc2.weight"].T,
+                    t[f"{at}.mlp.fc2.bias"],
+                    config["hidden_act"],
+                ),
+            )
+        )
+    rope = config["rope_parameters"]
+    return Weights(
+        name,
+        t["model.embed_tokens.weight"],
+        None,
+        layers,
+        Norm(t["model.final_layernorm.weight"], t["model.final_layernorm.bias"], eps, True),
+        t["lm_head.weight"].T,
+        t["lm_head.bias"],
+        parallel=True,
+        rotated=int(d_head * rope["partial_rotary_factor"]),
+        rotary_base=rope["rope_theta"],
+    )
 
 
 def read_legacy(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
