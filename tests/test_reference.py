@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.errors import ModelError
+from schemas.errors import MeasureError, ModelError
 from schemas.predictions import PREDICTIONS
 from schemas.profiles import PROFILES
 from schemas.statistics import STATISTICS
@@ -29,6 +29,7 @@ from tests.reference.definitions import (
     recompute,
 )
 from tests.reference.edits import ALL_EDITS, NotApplicable
+from tests.reference.forward import forward
 from tests.reference.weights import Weights, read_weights
 from workers.interventions import INTERVENTIONS
 from workers.model.model_info import describe, find_model
@@ -46,8 +47,12 @@ MODELS: dict[str, Any] = {
     "qwen3": lambda: toy.family("Qwen3Config", head_dim=8, num_key_value_heads=2),
     "phi": lambda: toy.family("PhiConfig"),
     "gemma2": lambda: toy.family(
-        "Gemma2Config", head_dim=8, num_key_value_heads=2, sliding_window=64,
-        attn_logit_softcapping=None, final_logit_softcapping=None,
+        "Gemma2Config",
+        head_dim=8,
+        num_key_value_heads=2,
+        sliding_window=64,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
     ),
     "bigcode": lambda: toy.family(
         "GPTBigCodeConfig", n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=toy.N_CTX
@@ -60,6 +65,9 @@ MODELS: dict[str, Any] = {
 }
 
 ON_EVERY_INTERVENTION = ("gpt2", "gpt2-mini", "attn-only-2l-mini", "llama-gqa", "neox")
+SCORES_NOT_EDITABLE = ("attn-only-2l-mini", "legacy-pth", "opt", "gpt-neo")
+"""Models whose scores TransformerLens shows and does not let edit: the dense engine says so."""
+
 DENSE_ONLY = ("opt", "gpt-neo", "bloom")
 
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -157,7 +165,12 @@ class Shelf:
         return recompute(self.weights(name), tokens, intervention, partner, labels, chance)
 
     def measured(
-        self, name: str, intervention: str, engine: str, precision: str = "float32", n_ctx: int = N_CTX
+        self,
+        name: str,
+        intervention: str,
+        engine: str,
+        precision: str = "float32",
+        n_ctx: int = N_CTX,
     ) -> InterventionMeasurements:
         tokens, partner, labels = sequences_of(self.d_vocab(name), n_ctx)
         replica = self.replica(name, engine, precision)
@@ -228,8 +241,10 @@ def compare(
     found: dict[str, str | None] = {}
     for name, statistic in STATISTICS.items():
         bounded = max(map(abs, statistic.range)) <= 1
+        # A difference of scores is as exact as the scores, which are alike in the heads of a layer.
+        of_scores = statistic.unit.startswith("logits")
         found[name] = disagreements(
-            measured.heads[name], reference.heads[name], bounded, tolerance, False
+            measured.heads[name], reference.heads[name], bounded, tolerance, of_scores
         )
         if statistic.chance:
             column = chance_column(name)
@@ -258,9 +273,7 @@ def compare(
             # What the heads of a layer share is kept once.
             expected = expected[:, :, 0]
         spread = ((expected - expected.mean(0)) ** 2).sum(0)
-        found[f"profile {name}"] = disagreements(
-            mean, expected.mean(0), bounded, tolerance, True
-        )
+        found[f"profile {name}"] = disagreements(mean, expected.mean(0), bounded, tolerance, True)
         # A square differs by twice the difference times the root.
         size = np.maximum(1, np.nan_to_num(np.abs(expected)).max())
         found[f"spread of {name}"] = disagreements(
@@ -270,6 +283,14 @@ def compare(
 
 
 def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
+    masks = ("mask_", "keep_window")
+    edits_scores = any(part.startswith(masks) for part in intervention.split("+"))
+    if edits_scores and engine == "dense" and name in SCORES_NOT_EDITABLE:
+        with pytest.raises(
+            ModelError, match=r"attn_scores.* cannot be edited in this architecture"
+        ):
+            shelf.measured(name, intervention, engine)
+        return
     try:
         reference = shelf.reference(name, intervention)
     except NotApplicable:
@@ -308,6 +329,25 @@ def test_every_intervention_changes_something(shelf: Shelf) -> None:
         assert (changed > 1e-3) == (intervention != "none"), intervention
 
 
+@pytest.mark.parametrize("name", [*MODELS, "gpt2-mini", "backcopy-3l-mini"])
+def test_the_reference_runs_models_as_their_library_does(shelf: Shelf, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path, weights = shelf.path(name), shelf.weights(name)
+    tokens, _, _ = sequences_of(shelf.d_vocab(name), N_CTX)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float64
+    )
+    with torch.inference_mode():
+        output = model(torch.from_numpy(tokens).long(), output_attentions=True)
+    for i, row in enumerate(tokens.tolist()):
+        run = forward(weights, row)
+        # Libraries keep angles of rotations, and some softmaxes, in float32.
+        np.testing.assert_allclose(run.logits, output.logits[i], rtol=1e-5, atol=1e-5)
+        for layer, pattern in zip(run.layers, output.attentions, strict=True):
+            np.testing.assert_allclose(layer.pattern, pattern[i], atol=1e-6)
+
+
 # Comparison
 
 
@@ -324,7 +364,10 @@ def test_every_column_under_every_intervention(
 @pytest.mark.parametrize("intervention", A_FEW)
 @pytest.mark.parametrize(
     "name",
-    ["backcopy-3l-mini", "legacy-pth", "gpt2-inverse-layer", "neox-serial", "qwen2", "qwen3", *DENSE_ONLY],
+    [
+        "backcopy-3l-mini", "legacy-pth", "gpt2-inverse-layer", "neox-serial", "qwen2", "qwen3",
+        "phi", "gemma2", "bigcode", *DENSE_ONLY,
+    ],
 )  # fmt: skip
 def test_models_that_differ_in_one_thing(
     shelf: Shelf, name: str, intervention: str, engine: str
@@ -354,6 +397,15 @@ def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
     for engine in ("fused", "dense"):
         measured = shelf.measured("gpt2", intervention, engine, "float64")
         assert compare(measured, reference, 1e-7) == {}, engine
+
+
+def test_a_model_whose_layers_are_never_shown_is_an_error_and_not_undefined(
+    tmp_path: Path,
+) -> None:
+    config = toy.family("OpenAIGPTConfig", n_embd=32, n_layer=2, n_head=4, n_positions=toy.N_CTX)
+    path = toy.save_model(tmp_path, config)
+    with pytest.raises((MeasureError, ModelError)):
+        toy.measure(path, toy.repeating_tokens(9), engine="dense")
 
 
 def test_masks_of_keys_leave_the_parts_of_a_score_alone(shelf: Shelf) -> None:

@@ -178,7 +178,8 @@ class _Layers:
         info = engine.model.info
         self.n_heads = info.n_heads
         shape = (len(asked.statistics), len(tokens), info.n_layers, info.n_heads)
-        self.values = torch.full(shape, torch.nan, device=tokens.device)
+        # A layer that an engine never shows must not look undefined: infinity is refused below.
+        self.values = torch.full(shape, torch.inf, device=tokens.device)
         self.row = {s.name: row for s, row in zip(asked.statistics, self.values, strict=True)}
         self.profiles: dict[str, list[Tensor]] = {p.name: [] for p in asked.profiles}
         self.curves: dict[str, list[Tensor]] = {c.name: [] for c in asked.curves}

@@ -97,6 +97,13 @@ def cosine(x: Array, y: Array) -> float:
     return float(x @ y) / lengths if lengths > 0 else math.nan
 
 
+def cosines(x: Array, others: Array) -> list[float]:
+    """The cosines of a vector and of each of the others, at once."""
+    lengths = length(x) * np.sqrt((others * others).sum(-1))
+    products = others @ x
+    return np.where(lengths > 0, products / np.where(lengths > 0, lengths, 1), np.nan).tolist()
+
+
 def first_share(scores: Sequence[float]) -> float:
     """The first part of a softmax."""
     largest = max(scores)
@@ -198,9 +205,7 @@ def sink_mass_shift_only(h: Head) -> float:
 def sink_mass_content_only(h: Head) -> float:
     """Likewise."""
     return mean(
-        first_share((h.s * (h.k[: q + 1] @ (h.q[q] - h.b_Q))).tolist())
-        for q in h.late
-        if h.T >= 2
+        first_share((h.s * (h.k[: q + 1] @ (h.q[q] - h.b_Q))).tolist()) for q in h.late if h.T >= 2
     )
 
 
@@ -216,8 +221,8 @@ def sink_position_cosine(h: Head) -> float:
 def other_position_cosine(h: Head) -> float:
     if h.EPE is None:
         return math.nan
-    towards = [h.EPE[j] @ h.W_K for j in range(1, h.T)]
-    return mean(cosine(h.q[q] - h.b_Q, key) for q in h.late for key in towards)
+    towards = h.EPE[1 : h.T] @ h.W_K
+    return mean(c for q in h.late for c in cosines(h.q[q] - h.b_Q, towards))
 
 
 # Diagonals
@@ -422,7 +427,7 @@ def sink_key_cosine(h: Head) -> float:
 
 @fixed_positions
 def earlier_key_cosine(h: Head) -> float:
-    return mean(mean(cosine(h.q[q], k) for k in h.k[1:q]) for q in range(2, h.T))
+    return mean(mean(cosines(h.q[q], h.k[1:q])) for q in range(2, h.T))
 
 
 # Shape
@@ -745,7 +750,6 @@ def by_head(heads: list[list[list[Head]]], define: Callable[[Head], object]) -> 
 def definitions(path: Path, tokens: Array) -> Columns:
     """The statistics `[sequence layer head]` of an untouched model; no position is labelled."""
     weights = read_weights(path)
-    heads = [
-        heads_of(forward(weights, row), [False] * len(row)) for row in tokens.tolist()
-    ]
+    marks = [False] * tokens.shape[1]
+    heads = [heads_of(forward(weights, row), marks) for row in tokens.tolist()]
     return {name: by_head(heads, define) for name, define in STATISTIC_DEFINITIONS.items()}

@@ -218,9 +218,7 @@ def random_first_position(
 
 
 @of_weights
-def blend_position(
-    edited: Weights, untouched: Weights, position: int, alpha: float = 0.0
-) -> None:
+def blend_position(edited: Weights, untouched: Weights, position: int, alpha: float = 0.0) -> None:
     W_pos = positions(edited)
     W_pos[position] = alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1]
 
@@ -360,9 +358,7 @@ def mask_recent_keys(value: Array, place: Place, untouched: Weights, count: int 
 
 
 @of("attn_scores")
-def keep_window(
-    value: Array, place: Place, untouched: Weights, sinks: int, window: int
-) -> Array:
+def keep_window(value: Array, place: Place, untouched: Weights, sinks: int, window: int) -> Array:
     return hide(value, lambda q, k: not (q - window < k or k < sinks))
 
 
@@ -518,9 +514,7 @@ def zero_random_heads(
     return value
 
 
-def inactive_heads(
-    z: Array, place: Place, score: str, threshold: float, scale: str
-) -> list[int]:
+def inactive_heads(z: Array, place: Place, score: str, threshold: float, scale: str) -> list[int]:
     pattern, v = place.known["pattern"], place.known["v"]
     lengths_of_z, lengths_of_v = (np.sqrt((x**2).sum(-1)) for x in (z, v))
     scores = {

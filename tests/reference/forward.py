@@ -92,7 +92,9 @@ def forward(
             run.values_before_edit[i, layer] = value
             if edit.patches and partner is None:
                 continue
-            from_partner = partner.values_before_edit[i, layer] if edit.patches and partner else None
+            from_partner = (
+                partner.values_before_edit[i, layer] if edit.patches and partner else None
+            )
             value = edit.function(value.copy(), Place(run.tokens, layer, known, from_partner))
         return value
 

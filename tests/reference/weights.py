@@ -318,9 +318,7 @@ def read_llama(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weight
     final = Norm(t["model.norm.weight"], None, eps, False)
     base = config["rope_parameters"]["rope_theta"]
     b_U = np.zeros(W_U.shape[1])
-    return Weights(
-        name, W_E, None, layers, final, W_U, b_U, rotated=d_head, rotary_base=base
-    )
+    return Weights(name, W_E, None, layers, final, W_U, b_U, rotated=d_head, rotary_base=base)
 
 
 def read_neox(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
@@ -560,9 +558,7 @@ def read_phi(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
     for number in range(config["num_hidden_layers"]):
         at = f"model.layers.{number}"
         attention = f"{at}.self_attn"
-        norm = Norm(
-            t[f"{at}.input_layernorm.weight"], t[f"{at}.input_layernorm.bias"], eps, True
-        )
+        norm = Norm(t[f"{at}.input_layernorm.weight"], t[f"{at}.input_layernorm.bias"], eps, True)
         layers.append(
             Layer(
                 norm,
