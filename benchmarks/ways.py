@@ -72,9 +72,9 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
             seen: dict[str, Any] = {
                 n.rpartition("hook_")[2]: cache[f"blocks.{layer}.{n}"] for n in names
             }
-            factors = (seen[name].transpose(1, 2) for name in "qk")
+            q, k = seen["q"].transpose(1, 2), seen["k"].transpose(1, 2)
             scale = bridge.cfg.d_head**-0.5
-            seen["pattern"] = DensePattern(seen["pattern"], seen["attn_scores"], *factors, scale)
+            seen["pattern"] = DensePattern(seen["pattern"], seen["attn_scores"], q, k, scale)
             seen |= attention_weights(model, layer, READABLE_WEIGHTS)
             out += [evaluate(s.compute, {**seen, **matches}) for s in STATISTICS]
         return out

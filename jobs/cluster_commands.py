@@ -177,7 +177,7 @@ def resume(
         raise RunError(
             "--env: expected with --address only; a run that goes on here has this machine's variables"
         )
-    from jobs.portable_scan import replan
+    from jobs.replan import replan
     from jobs.run_loop import run_to_end
 
     failed = run_to_end(replan(directory), resources, Console(highlight=False, stderr=True))

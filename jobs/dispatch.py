@@ -21,7 +21,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from jobs.plan import Plan
+from jobs.plan import Plan, begun_precisions
 from jobs.ray_cluster import Resources, last_line
 from jobs.replica_actor import DEPTH, ReplicaActor
 from jobs.spans import Spans
@@ -112,10 +112,10 @@ class _Dispatch:
             "scheduling_strategy": "SPREAD",
         }
         make = ReplicaActor.options(**options).remote
+        begun = begun_precisions(plan.run)
+        arguments = (plan.scan, plan.info, plan.run, plan.manifest.code, known, resources)
         self.seats = [
-            _Seat(
-                make(plan.scan, plan.info, plan.run, plan.manifest.code, known, resources, replica)
-            )
+            _Seat(make(*arguments, replica, begun))
             for _ in range(min(resources.replicas, self.missing))
         ]
 

@@ -6,28 +6,36 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jobs.plan import Plan, check_precision
+from jobs.plan import Plan, begun_precisions
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from workers.replica import Replica, broken, resolve_device
+from workers.settlement import check_begun
 from workers.shard import failed, noted, run_shard
 
 
 def measure_in_process(
-    plan: Plan, shards: np.ndarray, device: str, cores: int = 0, replica: type[Replica] = Replica
+    plan: Plan,
+    shards: np.ndarray,
+    device: str,
+    cores: int = 0,
+    replica_class: type[Replica] = Replica,
 ) -> Iterator[Commit | Failure]:
-    """Measure `shards` one after the other, on all cores unless told; yields commits and failures:
-    nothing is tried again.
+    """Measure `shards` one after the other; yields each one's commit or failure.
+
+    Uses all cores if `cores` is 0. A shard is tried once: the next command tries it again.
     """
     device = resolve_device(device)
-    check_precision(plan, device)
-    made = replica(plan.info, plan.scan, device, threads=cores or None)
+    replica = replica_class(plan.info, plan.scan, device, threads=cores or None)
+    check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
     for shard in shards.tolist():
-        before, _ = plan.run.failure(shard) or (0, "")
+        failed_attempts, _ = plan.run.failure(shard) or (0, "")
+        attempt = failed_attempts + 1
         try:
-            outcome = run_shard(made, plan.run, plan.sequences.shard(shard), before + 1)
+            outcome = run_shard(replica, plan.run, plan.sequences.shard(shard), attempt)
         except Exception as error:
-            outcome = noted(plan.run, failed(shard, error), before + 1)
+            outcome = noted(plan.run, failed(shard, error), attempt)
+            # After such an error every call on the device fails, so the other shards would too.
             if broken(error):
                 raise RunError(
                     f"shard {shard}: {outcome.error}; the same command goes on in a new process"

@@ -14,7 +14,7 @@ from schemas.formulas import Formula
 from schemas.places import Place, write_whole
 from schemas.predictions import select_predictions
 from schemas.profiles import select_curves, select_profiles
-from schemas.run_directory import Manifest, RunDirectory, differing_keys
+from schemas.run_directory import Manifest, RunDirectory, differing_keys, pc
 from schemas.scan import Scan
 from schemas.statistics import select
 from schemas.weight_statistics import select_weight_statistics
@@ -22,9 +22,8 @@ from workers.code_fingerprint import code_fingerprint
 from workers.inputs import INPUTS, find_input
 from workers.inputs.corpus import Index
 from workers.inputs.sequences import Sequences
-from workers.interventions import Intervention, find_intervention
+from workers.interventions import BoundIntervention, bind, needs_partners
 from workers.model.model_info import ModelInfo, describe, find_model
-from workers.replica import resolve_precision
 
 LIBRARIES = (
     "torch",
@@ -64,22 +63,21 @@ class Plan:
         return self.sequences.index.problems if self.sequences.index is not None else {}
 
 
-def check_scan(scan: Scan) -> list[Intervention]:
+def check_scan(scan: Scan) -> list[BoundIntervention]:
     """The interventions of a scan; refuse what is wrong with it whatever its model and its corpus
     are.
     """
-    found = [find_intervention(name) for name in scan.interventions]
-    resolve_precision(scan, "cpu")  # What no device can compute.
+    interventions = [bind(intervention) for intervention in scan.interventions]
     family = find_input(scan.input.family)
     family.check(scan.input.options)
-    for intervention in found:
-        if intervention.needs_partner and family.partner is None:
+    for bound in interventions:
+        if bound.needs_partner and family.partner is None:
             have = ", ".join(sorted(f.name for f in INPUTS.values() if f.partner))
             raise ScanError(
-                f"interventions: {intervention.name!r} takes something from the run on partner sequences, and the family "
+                f"interventions: '{bound.intervention}' takes something from the run on partner sequences, and the family "
                 f"{family.name} has none; families with partners: {have}"
             )
-    return found
+    return interventions
 
 
 def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
@@ -109,7 +107,7 @@ def resolve(scan: Scan) -> Resolved:
     info = describe(find_model(scan.model, scan.revision))
     for intervention in interventions:
         intervention.check(info, scan.n_ctx)
-    sequences = Sequences(scan, info)
+    sequences = Sequences(scan, info, partners=needs_partners(scan.interventions))
     identity = {
         "scan": scan.record | {"input": {"family": scan.input.family, **sequences.options}},
         "model": info.record,
@@ -175,15 +173,14 @@ def prepare_run(plan: Plan, scan_text: str) -> None:
     write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())
 
 
-def check_precision(plan: Plan, device: str) -> None:
-    """Refuse to go on in another precision than the run was begun in."""
-    precision = resolve_precision(plan.scan, device)
-    begun = plan.run.ledger(["precision"])["precision"].slice(0, 1).to_pylist()
-    if begun and begun != [precision]:
-        raise RunError(
-            f"{plan.run.run_id}: begun in {begun[0]}, and precision = 'auto' means {precision} on this {device}; "
-            "go on where it was begun, or start a new run with that precision in the scan"
-        )
+def begun_precisions(run: RunDirectory) -> frozenset[str]:
+    """The precisions in which shards of a run were measured: one, or none yet.
+
+    A replica checks its own against them (`workers.settlement.check_begun`). What `auto` means
+    depends on the model, which only replicas load.
+    """
+    methods = pc.list_flatten(run.ledger(["methods"])["methods"])
+    return frozenset(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
 
 
 def _index_file(run: RunDirectory) -> Place:

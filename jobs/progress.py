@@ -13,7 +13,7 @@ from schemas.commits import Commit, Failure
 QUIET_SECONDS = 10.0
 
 
-def watch(
+def show_progress(
     outcomes: Iterable[Commit | Failure], tokens: int, done: int, console: Console
 ) -> list[Failure]:
     """Show progress until the outcomes end; `done` of all `tokens` were measured before. Returns

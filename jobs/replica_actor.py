@@ -18,8 +18,10 @@ from schemas.run_directory import RunDirectory
 from schemas.scan import Scan
 from workers.code_fingerprint import code_fingerprint
 from workers.inputs.sequences import Sequences
+from workers.interventions import needs_partners
 from workers.model.model_info import ModelInfo, describe, find_model
 from workers.replica import Replica, broken
+from workers.settlement import check_begun
 from workers.shard import commit_shard, failed, measure_shard, noted
 
 DEPTH = 3
@@ -36,46 +38,53 @@ class ReplicaActor:
         info: ModelInfo,
         run: RunDirectory,
         code: str,
-        known: bytes,
+        corpus_reference: bytes,
         resources: Resources,
-        replica: type[Replica],
+        replica_class: type[Replica],
+        begun: frozenset[str],
     ) -> None:
-        if code_fingerprint() != code:
+        local_code = code_fingerprint()
+        if local_code != code:
             raise RunError(
-                f"this node runs code {code_fingerprint()}, the driver {code}; remove the installed copy"
+                f"this node runs code {local_code}, the driver {code}; remove the installed copy"
             )
-        here = describe(find_model(scan.model, scan.revision))
-        if here.sha256 != info.sha256:
+        local_info = describe(find_model(scan.model, scan.revision))
+        if local_info.sha256 != info.sha256:
             raise RunError(
-                f"model {scan.model}: this node has weights {here.sha256}, the driver {info.sha256}"
+                f"model {scan.model}: this node has weights {local_info.sha256}, "
+                f"the driver {info.sha256}"
             )
         self.run = run
-        # The driver has listed and indexed the files; nobody does it again.
-        index, corpus = ray.get(cloudpickle.loads(known))
-        self.sequences = Sequences(scan, here, index, corpus)
+        # The driver has listed and indexed the corpus's files; no replica does it again.
+        index, corpus = ray.get(cloudpickle.loads(corpus_reference))
+        partners = needs_partners(scan.interventions)
+        self.sequences = Sequences(scan, local_info, index, corpus, partners)
         self.reading = threading.Lock()
-        # One thread for everything that computes: OpenMP makes a team of threads for each thread
-        # that does, and stops
-        # spinning when the teams outnumber the cores.
-        self.thread = ThreadPoolExecutor(max_workers=1)
+        # One thread for everything that computes. OpenMP makes a team of threads for each thread
+        # that computes, and its teams stop spinning when they outnumber the cores.
+        self.computing = ThreadPoolExecutor(max_workers=1)
         threads = resources.cores if resources.device == "cpu" else None
-        self.replica = self.thread.submit(
-            replica, here, scan, resources.device, threads=threads
+        self.replica = self.computing.submit(
+            replica_class, local_info, scan, resources.device, threads=threads
         ).result()
+        check_begun(begun, self.replica.precision, run.run_id, resources.device)
 
     def ready(self) -> None:
-        """Answers once the replica is there."""
+        """Answers as soon as the replica is loaded."""
 
     def measure(self, shard: int, attempt: int) -> Commit | Failure:
-        """Read, measure, write and commit one shard; several calls at a time are each in another of
-        these.
+        """Read, measure, write and commit one shard.
+
+        Ray runs `DEPTH` of these calls at once, each in a thread: the lock and the one computing
+        thread make a pipeline of them.
         """
         try:
             with self.reading:
-                read = self.sequences.shard(shard)
-            done = self.thread.submit(measure_shard, self.replica, read).result()
-            return commit_shard(self.replica.scan, self.run, done, attempt)
+                shard_input = self.sequences.shard(shard)
+            measured = self.computing.submit(measure_shard, self.replica, shard_input).result()
+            return commit_shard(self.replica.scan, self.run, measured, attempt)
         except Exception as error:
+            # The device is lost to this process. Dying lets Ray restart the actor in a new one.
             if broken(error):
                 os._exit(1)
             return noted(self.run, failed(shard, error), attempt)

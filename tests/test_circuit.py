@@ -23,7 +23,6 @@ from schemas.predictions import PREDICTION_INPUTS
 from tests import published
 from tests import toy_models as toy
 from workers.engine.prediction_inputs import FOUND_BY
-from workers.interventions import find_intervention
 from workers.model.loading import LoadedModel, load_model
 from workers.model.model_info import describe, find_model
 
@@ -40,10 +39,10 @@ def model(gpt2: Path) -> LoadedModel:
 
 def moved(model: LoadedModel, text: str) -> torch.Tensor:
     """What an edit of a weight adds to it."""
-    part = find_intervention(text).parts[0]
+    part = toy.bound(text).parts[0]
     owner: Any = model.bridge if part.target == "W_pos" else model.bridge.blocks[1].attn
     weight = getattr(owner, part.target)
-    return part.bind(model)(weight, {}) - weight
+    return part.function_for(model)(weight, {}) - weight
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_what_is_done_to_the_first_position_is_done_elsewhere(model: LoadedModel
         assert torch.nonzero(rows).flatten().tolist() == [7]
     embed = torch.randn(2, 9, 32)
     first, fifth = (
-        find_intervention(t).edits(model).apply("embed", None, embed, {})
+        toy.bound(t).edits(model).apply("embed", None, embed, {})
         for t in ("zero_first_token", "zero_token(5)")
     )
     assert torch.equal(first, embed * (torch.arange(9) != 0)[:, None])
@@ -88,11 +87,15 @@ def test_what_is_done_to_the_first_position_is_done_elsewhere(model: LoadedModel
 
 
 @pytest.mark.parametrize(
-    ("text", "last"),
-    [("blend_position(39)", 38), ("scale_position(-1,2)", 39), ("zero_token(9)", 8)],
+    ("text", "problem"),
+    [
+        ("blend_position(39)", "expected a position from 0 to 38, got 39"),
+        ("scale_position(-1,2)", "position -1 of a sequence, which has 40"),
+        ("zero_token(9)", "expected a position from 0 to 8, got 9"),
+    ],
 )
-def test_a_position_that_is_not_there_is_refused(gpt2: Path, text: str, last: int) -> None:
-    with pytest.raises(ScanError, match=f"expected a position from 0 to {last}, got"):
+def test_a_position_that_is_not_there_is_refused(gpt2: Path, text: str, problem: str) -> None:
+    with pytest.raises(ScanError, match=problem):
         toy.replica(gpt2).measure(toy.repeating_tokens(9), text)
 
 

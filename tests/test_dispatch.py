@@ -21,7 +21,7 @@ from rich.console import Console
 from jobs.dispatch import ATTEMPTS
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
-from jobs.run_loop import HOPELESS, run_to_end
+from jobs.run_loop import MOST_FAILURES, run_to_end
 from schemas.errors import RunError
 from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
@@ -136,7 +136,7 @@ def test_what_fails_once_is_tried_again(plan: Plan) -> None:
 def test_when_nothing_succeeds_the_rest_is_not_tried(plan: Plan, replicas: int) -> None:
     with pytest.raises(
         RunError,
-        match=rf"{HOPELESS} shards failed and none succeeded, the last with: MemoryError: not here",
+        match=rf"{MOST_FAILURES} shards failed and none succeeded, the last with: MemoryError: not here",
     ):
         run_to_end(plan, Resources(replicas, 1, "cpu"), QUIET, replica=Hopeless)
     assert done(plan) == []

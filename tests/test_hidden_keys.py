@@ -15,7 +15,7 @@ from tests import toy_models as toy
 from workers.engine.edits import hidden_keys, hide
 from workers.interventions import INTERVENTIONS, intervention_registry
 from workers.model.model_info import find_model
-from workers.replica import InterventionMeasurements, Replica
+from workers.replica import InterventionMeasurements
 
 MASKS = (
     "mask_first_keys",
@@ -30,7 +30,7 @@ N_CTX = 24
 
 
 @pytest.fixture(scope="module", params=["fused", "dense"])
-def replica(request: pytest.FixtureRequest) -> Replica:
+def replica(request: pytest.FixtureRequest) -> toy.TextReplica:
     path = find_model("bundled:gpt2-mini")
     profiles = ["last_score_by_key", "score_by_pair"]
     curves = ["last_score_by_key"]
@@ -43,13 +43,13 @@ def tokens() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def plain(replica: Replica, tokens: np.ndarray) -> InterventionMeasurements:
+def plain(replica: toy.TextReplica, tokens: np.ndarray) -> InterventionMeasurements:
     return replica.measure(tokens)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_no_mask_changes_the_first_layers_queries_and_keys(
-    replica: Replica, plain: InterventionMeasurements, tokens: np.ndarray, mask: str
+    replica: toy.TextReplica, plain: InterventionMeasurements, tokens: np.ndarray, mask: str
 ) -> None:
     masked = replica.measure(tokens, mask)
     for name in ("sink_mass_shift_only", "sink_mass_content_only", "sink_score_advantage"):
@@ -61,7 +61,7 @@ def test_no_mask_changes_the_first_layers_queries_and_keys(
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_score_statistic_is_null_where_it_reads_a_hidden_score(
-    replica: Replica, plain: InterventionMeasurements, tokens: np.ndarray, mask: str
+    replica: toy.TextReplica, plain: InterventionMeasurements, tokens: np.ndarray, mask: str
 ) -> None:
     masked = replica.measure(tokens, mask)
     # The margin averages over all earlier keys, and the spread is of key 0 alone.
@@ -80,7 +80,7 @@ def test_a_score_statistic_is_null_where_it_reads_a_hidden_score(
 
 
 def test_entries_of_curves_and_profiles_are_null_where_their_score_is_hidden(
-    replica: Replica, plain: InterventionMeasurements, tokens: np.ndarray
+    replica: toy.TextReplica, plain: InterventionMeasurements, tokens: np.ndarray
 ) -> None:
     masked = replica.measure(tokens, "mask_last_keys(4)")
     hidden = np.arange(N_CTX) >= N_CTX - 4
@@ -114,7 +114,9 @@ def test_weights_that_are_not_numbers_are_an_error_under_a_mask_too(tmp_path: Pa
             replica.measure(toy.repeating_tokens(9), "mask_first_keys")
 
 
-def test_a_row_with_everything_hidden_is_refused(replica: Replica, tokens: np.ndarray) -> None:
+def test_a_row_with_everything_hidden_is_refused(
+    replica: toy.TextReplica, tokens: np.ndarray
+) -> None:
     for text in ("keep_window(0,0)", "mask_last_keys(99)+mask_first_keys"):
         with pytest.raises(ScanError, match=r"hides every key from query \d+"):
             replica.measure(tokens, text)
@@ -151,7 +153,7 @@ def query_is_bias(q: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_cosine_of_a_vector_of_zeros_is_null(
-    replica: Replica,
+    replica: toy.TextReplica,
     plain: InterventionMeasurements,
     tokens: np.ndarray,
     monkeypatch: pytest.MonkeyPatch,

@@ -13,7 +13,7 @@ import pytest
 
 import schemas.commits as ledger
 from jobs.run_lock import locked
-from jobs.run_loop import folded
+from jobs.run_loop import fold_commits
 from jobs.spans import Spans
 from schemas.commits import COMMITS, Commit, Failure, drop, fold
 from schemas.errors import RunError, ScanError
@@ -161,7 +161,7 @@ def test_a_driver_folds_while_outcomes_pass(
     monkeypatch.setattr("jobs.run_loop.FOLD", 4)
     before = list(run.commits())
     outcomes: list[Commit | Failure] = [*before[:5], Failure(99, "why"), *before[5:]]
-    assert list(folded(run, outcomes)) == outcomes
+    assert list(fold_commits(run, outcomes)) == outcomes
     assert len(files(run, "fold-")) == 2
     assert files(run, "shard-") == ["shard-000008.json", "shard-000009.json"]
     assert list(run.commits()) == before

@@ -23,10 +23,10 @@ from tests import toy_models as toy
 from workers.batch import measure_batch
 from workers.engine.fused_engine import FusedEngine
 from workers.inputs.sequences import Sequences
-from workers.interventions import INTERVENTIONS, edited_weights, find_intervention, intervention
+from workers.interventions import INTERVENTIONS, edited_weights, intervention
 from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
-from workers.replica import InterventionMeasurements, Replica
+from workers.replica import InterventionMeasurements
 
 GQA = {"num_key_value_heads": 2}
 
@@ -64,7 +64,7 @@ class Shelf:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._replicas: dict[tuple[str, str], Replica] = {}
+        self._replicas: dict[tuple[str, str], toy.TextReplica] = {}
 
     def path(self, name: str) -> Path:
         path = self.root / name
@@ -77,7 +77,7 @@ class Shelf:
                 toy.save_model(path, CONFIGS[name]())
         return path
 
-    def replica(self, name: str, engine: str = "fused") -> Replica:
+    def replica(self, name: str, engine: str = "fused") -> toy.TextReplica:
         key = (name, engine)
         if key not in self._replicas:
             self._replicas[key] = toy.replica(self.path(name), engine=engine)
@@ -127,7 +127,7 @@ def problem_of(path: Path | str, **changes: Any) -> str:
 def test_both_engines_agree_on_every_statistic(shelf: Shelf, name: str, n_ctx: int):
     tokens = toy.repeating_tokens(n_ctx, batch=1 if n_ctx in (1, 17) else 3)
     fused, dense = (shelf.replica(name, engine).measure(tokens) for engine in ("fused", "dense"))
-    assert (fused.engine, dense.engine) == ("fused", "dense")
+    assert (fused.method.engine, dense.method.engine) == ("fused", "dense")
     worst = differences(fused, dense)
     if name.startswith("legacy-"):
         # TransformerLens hands out the pattern in the place of these models' scores.
@@ -357,7 +357,7 @@ def test_folded_weights_keep_the_patterns_and_change_the_values(shelf: Shelf, na
         )
         for weights in ("raw", "folded")
     )
-    assert folded.engine == "dense"
+    assert folded.method.engine == "dense"
     for output, values in raw.sequences.items():
         np.testing.assert_allclose(folded.sequences[output], values, rtol=1e-4, atol=1e-7)
     # What a folded MLP makes of positions is not known; the legacy model has none.
@@ -796,7 +796,7 @@ def edits() -> Iterator[None]:
     INTERVENTIONS.update(before)
 
 
-def weights_of(replica: Replica) -> dict[str, bytes]:
+def weights_of(replica: toy.TextReplica) -> dict[str, bytes]:
     return {
         name: weight.numpy().tobytes() for name, weight in replica.model.bare.state_dict().items()
     }
@@ -810,7 +810,7 @@ def test_a_zero_query_bias_is_seen_by_both_engines_and_undone(
     fused, dense = shelf.replica(name), shelf.replica(name, "dense")
     before, weights = fused.measure(tokens), weights_of(fused)
     edited = fused.measure(tokens, "zero_query_bias")
-    assert edited.engine == "fused"
+    assert edited.method.engine == "fused"
     seen_by_dense = differences(edited, dense.measure(tokens, "zero_query_bias"))
     if name == "legacy-pth":
         del seen_by_dense["sink_logit_margin"]
@@ -881,7 +881,7 @@ def test_weights_are_edited_inside_the_context_alone(shelf: Shelf):
     before = bias.clone()
     with (
         torch.inference_mode(),
-        edited_weights(replica.model, find_intervention("zero_query_bias")),
+        edited_weights(replica.model, toy.bound("zero_query_bias")),
     ):
         # The first third are the queries' biases; keys and values keep theirs.
         inside = bias.clone()
@@ -923,7 +923,7 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
     for name in ("gpt2", "llama-gqa", "legacy-pth"):
         replica = shelf.replica(name)
         plain, edited = replica.measure(tokens), replica.measure(tokens, "zero_first_value")
-        assert (plain.engine, edited.engine) == ("fused", "fused")
+        assert (plain.method.engine, edited.method.engine) == ("fused", "fused")
         assert (edited.heads["sink_value_norm"] == 0).all()
         found = {s: np.abs(edited.heads[s] - plain.heads[s]) for s in STATISTICS}
         changed = {
@@ -954,7 +954,7 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
 
 def test_an_unknown_intervention_is_answered_with_the_nearest_name():
     with pytest.raises(HeadcountError) as caught:
-        find_intervention("zero_querry_bias")
+        toy.bound("zero_querry_bias")
     assert str(caught.value) == (
         "interventions: unknown intervention 'zero_querry_bias': did you mean 'zero_query_bias'? "
         f"Known: {', '.join(sorted(INTERVENTIONS))}"

@@ -20,7 +20,7 @@ from schemas.scan import Input, parse_scan
 from tests import toy_models as toy
 from tests.toy_runs import local
 from workers.inputs.sequences import Sequences
-from workers.interventions import INTERVENTIONS, intervention
+from workers.interventions import INTERVENTIONS, intervention, needs_partners
 from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
@@ -59,7 +59,7 @@ def patches() -> Iterator[None]:
     INTERVENTIONS.update(before)
 
 
-def replica(path: Path, engine: str = "fused", **changes: Any) -> Replica:
+def replica(path: Path, engine: str = "fused", **changes: Any) -> toy.TextReplica:
     return toy.replica(path, engine=engine, predictions=["final_logits", "losses"], **changes)
 
 
@@ -100,7 +100,7 @@ def test_a_patch_is_the_partners_output_of_that_head_and_nothing_else(
         np.testing.assert_allclose(
             found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
         )
-        assert found.engine == engine
+        assert found.method.engine == engine
     norms = run.measure(TOKENS, "patch_head(1,2)", partner=PARTNER).heads["head_output_norm"]
     np.testing.assert_allclose(
         norms[:, 1, 2], other[:, :, 2].norm(dim=-1).mean(-1).numpy(), rtol=1e-5
@@ -192,9 +192,9 @@ def test_a_patch_needs_partners(paths: dict[str, Path]) -> None:
 def test_the_partner_of_a_layout_is_its_twin(family: str, other: str) -> None:
     def shard_of(family: str, *interventions: str) -> Any:
         fields = {"input": {"family": family, "n": 4}, "interventions": ["none", *interventions]}
-        return Sequences(
-            toy.toy_scan(n_ctx=12, sequences=9, sequences_per_shard=4, **fields), toy.toy_info()
-        ).shard(1)
+        scan = toy.toy_scan(n_ctx=12, sequences=9, sequences_per_shard=4, **fields)
+        partners = needs_partners(scan.interventions)
+        return Sequences(scan, toy.toy_info(), partners=partners).shard(1)
 
     one, two = (shard_of(name, "patch_head(0,0)") for name in (family, other))
     assert shard_of(family).partner is None  # Nothing asks for it.
@@ -222,7 +222,7 @@ def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
             name: pq.read_table(local(plan.run.data_file("heads", name, shard)))[
                 "head_output_norm"
             ].to_numpy()
-            for name in plan.scan.interventions
+            for name in map(str, plan.scan.interventions)
         }
         partner = run.measure(clean.shard(shard).tokens).heads["head_output_norm"]
         # Rows are in the order layer, sequence, head.

@@ -19,7 +19,7 @@ from schemas.precision import FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.statistics import STATISTICS, select
 from tests import toy_models as toy
 from workers.engine.number_formats import Products, linears_in, rounded
-from workers.replica import InterventionMeasurements, resolve_precision
+from workers.replica import InterventionMeasurements
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_every_precision_drifts_as_far_as_its_bits_let_it(
 ) -> None:
     tokens = toy.repeating_tokens(30, batch=4)
     measured = {p: toy.measure(paths[name], tokens, precision=p) for p in PRECISIONS}
-    assert {m.precision for m in measured.values()} == set(PRECISIONS)
+    assert {m.method.precision for m in measured.values()} == set(PRECISIONS)
     found = {p: drift(m, measured["float64"]) for p, m in measured.items()}
     assert found["float32"] < 2e-6
     for ten_bits in ("tf32", "float16", "tf32_linears", "float16_linears"):
@@ -174,21 +174,6 @@ def test_the_dense_engine_computes_in_float64_too(paths: dict[str, Path], name: 
         # Hugging Face computes the softmax of eager attention in float32 whatever the model is in.
         np.testing.assert_allclose(
             dense.heads[column], fused.heads[column], rtol=1e-6, atol=3e-7, err_msg=column
-        )
-
-
-def test_auto_is_the_fastest_acceptable_of_the_device_unless_the_bridge_measures() -> None:
-    def resolved(device: str, **changes: Any) -> str:
-        return resolve_precision(toy.toy_scan(**changes), device)
-
-    for device, fastest in FASTEST_ACCEPTABLE.items():
-        assert resolved(device) == fastest
-        assert resolved(device, precision="bfloat16") == "bfloat16"
-        assert resolved(device, engine="dense") == "float32"
-        assert resolved(device, weight_processing="folded") == "float32"
-        assert (
-            resolved(device, interventions=["none", "zero_first_value", "zero_query_bias"])
-            == fastest
         )
 
 

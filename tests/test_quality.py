@@ -27,7 +27,6 @@ from tests import toy_models as toy
 from workers.engine.fused_pattern import uniform_pattern
 from workers.engine.token_pairs import find_matches
 from workers.model.model_info import find_model
-from workers.replica import Replica
 
 ELSEWHERE = {
     4: ["test_weights.py::test_the_shift_of_a_key_is_its_input_times_the_coupling"],
@@ -83,7 +82,7 @@ def repeated(n: int = 3) -> np.ndarray:
 
 
 @cache
-def replica(engine: str) -> Replica:
+def replica(engine: str) -> toy.TextReplica:
     return toy.replica(find_model("bundled:gpt2-mini"), engine=engine, predictions=["loss"])
 
 

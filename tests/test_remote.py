@@ -28,7 +28,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.plan import make_plan, prepare_run
-from jobs.portable_scan import portable_scan, replan
+from jobs.portable_scan import portable_scan
+from jobs.replan import replan
 from jobs.submission import JobClient, _forwarded
 from schemas.errors import HeadcountError, RunError, ScanError
 from schemas.run_directory import RunDirectory
@@ -225,7 +226,7 @@ def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: 
 from pathlib import Path
 from jobs.submission import JobClient
 from schemas.run_directory import RunDirectory
-cluster, run = Cluster({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
+cluster, run = JobClient({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
 last = cluster.last
 cluster.last = lambda run_id: None
 print(cluster.start(run, ["--help"], {{}}))

@@ -7,13 +7,16 @@ from __future__ import annotations
 import math
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.plan import Plan, check_precision, make_plan, prepare_run
+from jobs.in_process import measure_in_process
+from jobs.plan import Plan, begun_precisions, make_plan, prepare_run
 from jobs.run_loop import missing_shards
 from schemas.errors import RunError
 from schemas.places import write_whole
@@ -40,7 +43,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
     for commit in plan.run.commits():
-        assert (commit.engine, commit.precision) == ("fused", "float32")
+        assert [(m.engine, m.precision) for m in commit.methods] == [("fused", "float32")]
         assert 0 < commit.compute_seconds < commit.seconds
     first, second = plan.run.commits()
     # One replica, one shard after the other: it had nothing to wait for first, and then for the
@@ -50,12 +53,10 @@ def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
 
 
 def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
-    check_precision(plan, "cpu")
-    with pytest.raises(
-        RunError,
-        match=r"begun in float32, and precision = 'auto' means float16x2_linears on this cuda",
-    ):
-        check_precision(plan, "cuda")
+    assert begun_precisions(plan.run) == {"float32"}
+    other = replace(plan, scan=plan.scan.model_copy(update={"precision": "tf32"}))
+    with pytest.raises(RunError, match=r"begun in float32, and precision = 'auto' means tf32"):
+        next(measure_in_process(other, np.array([0]), "cpu"))
 
 
 def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:

@@ -182,9 +182,6 @@ class FusedEngine:
         """The same engine with edits of activations."""
         other = copy.copy(self)
         other.edits = edits
-        layers = edits.dense_layers(self.model.info.n_layers)
-        built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
-        other.name = FusedEngine.name + built
         return other
 
     def _edit_output(
