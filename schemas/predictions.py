@@ -52,15 +52,15 @@ def prediction(
     range: tuple[float, float],
     source: str,
     per_token: bool = False,
-    cosine: bool = False,
+    of_directions: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` with NaN where a
-    token has no value, as where one of the vectors of a `cosine` is zero.
+    token has no value, as where one of the vectors of what is `of_directions` is zero.
     """
 
     def register(function: F) -> F:
         fields = described(function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS)
-        fields |= {"unit": unit, "range": range, "source": source, "cosine": cosine}
+        fields |= {"unit": unit, "range": range, "source": source, "of_directions": of_directions}
         PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)
         return function
 
@@ -148,7 +148,7 @@ def final_logits(final_logit: Tensor) -> Tensor:
     range=(-1, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
-    cosine=True,
+    of_directions=True,
 )
 def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
     """Alignment of each effective position with what its position really changes after the first
@@ -168,7 +168,7 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor
     range=(-1, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
-    cosine=True,
+    of_directions=True,
 )
 def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:
     """Alignment of each effective position with what positions really change after the whole first
