@@ -24,6 +24,7 @@ from workers.engine.number_formats import HALVES, linears_in
 from workers.engine.token_pairs import find_matches
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from workers.model.loading import load_model
+from workers.model.model import bridge_of
 from workers.model.model_info import be_quiet, describe
 
 Run = Callable[[Tensor], object]
@@ -57,7 +58,7 @@ def fused(path: Path, device: str, precision: str) -> Run:
 def run_with_cache(path: Path, device: str, precision: str) -> Run:
     """TransformerLens's run_with_cache, then the same statistics from the cache, all in float32."""
     model = load_model(describe(path), "raw", device)
-    bridge = model.bridge
+    bridge = bridge_of(model)
     attention = ("q", "k", "v", "z", "pattern", "attn_scores")
     names = ("hook_resid_pre", "hook_resid_post", *(f"attn.hook_{name}" for name in attention))
 

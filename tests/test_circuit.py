@@ -23,7 +23,8 @@ from schemas.predictions import PREDICTION_INPUTS
 from tests import published
 from tests import toy_models as toy
 from workers.engine.prediction_inputs import FOUND_BY
-from workers.model.loading import LoadedModel, load_model
+from workers.model.loading import load_model
+from workers.model.model import Model, bridge_of
 from workers.model.model_info import describe, find_model
 
 
@@ -33,14 +34,14 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(gpt2: Path) -> LoadedModel:
+def model(gpt2: Path) -> Model:
     return load_model(describe(gpt2), "raw", "cpu", torch.float64)
 
 
-def moved(model: LoadedModel, text: str) -> torch.Tensor:
+def moved(model: Model, text: str) -> torch.Tensor:
     """What an edit of a weight adds to it."""
     part = toy.bound(text).parts[0]
-    owner: Any = model.bridge if part.target == "W_pos" else model.bridge.blocks[1].attn
+    owner: Any = bridge_of(model) if part.target == "W_pos" else bridge_of(model).blocks[1].attn
     weight = getattr(owner, part.target)
     return part.function_for(model)(weight, {}) - weight
 
@@ -56,7 +57,7 @@ def moved(model: LoadedModel, text: str) -> torch.Tensor:
     ],
 )
 def test_a_control_moves_a_weight_as_far_in_another_direction(
-    model: LoadedModel, edit: str, control: str
+    model: Model, edit: str, control: str
 ) -> None:
     there, *others = [moved(model, text) for text in (edit, control.format(0), control.format(1))]
     for other in others:
@@ -68,7 +69,7 @@ def test_a_control_moves_a_weight_as_far_in_another_direction(
     assert torch.equal(moved(model, control.format(0)), others[0])
 
 
-def test_what_is_done_to_the_first_position_is_done_elsewhere(model: LoadedModel) -> None:
+def test_what_is_done_to_the_first_position_is_done_elsewhere(model: Model) -> None:
     for first, elsewhere in (
         ("first_position_second", "blend_position(0)"),
         ("blend_first_position(0.25)", "blend_position(0,0.25)"),

@@ -25,7 +25,7 @@ ONLY_IN = {
         "jobs/dispatch.py",
         "jobs/submission.py",
     ),
-    "transformer_lens": ("workers/model/loading.py", "workers/engine/fused_engine.py"),
+    "transformer_lens": ("workers/model/",),
     "datasets": ("workers/inputs/documents.py",),
     "torch": ("workers/", "models/", "jobs/doctor.py"),
     "triton": ("workers/engine/sweep_kernel.py",),
@@ -67,3 +67,53 @@ def test_a_library_is_known_to_few_files(library: str) -> None:
     ]
     assert knowing
     assert [f for f in knowing if not f.startswith(ONLY_IN[library])] == []
+
+
+ROOMS = {
+    "workers.model": set[str](),
+    "workers.engine": {"workers.model"},
+    "workers.interventions": {"workers.model", "workers.engine"},
+    "workers.inputs": {"workers.model", "workers.engine", "workers.interventions"},
+}
+"""What each room of `workers` may import of the others; files outside a room stand above all."""
+
+
+def our_modules(file: Path) -> set[str]:
+    """Full names of the modules of `workers` that a file imports."""
+    tree = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    names = {node.module or "" for node in tree if isinstance(node, ast.ImportFrom)}
+    return {name for name in names if name.startswith("workers.")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_of_the_workers_imports_only_rooms_below_it(room: str) -> None:
+    for file in files(room.replace(".", "/")):
+        above = [
+            module
+            for module in our_modules(file)
+            if ".".join(module.split(".")[:2]) not in ROOMS[room] | {room}
+        ]
+        assert above == [], f"{file.relative_to(ROOT)} imports {above}"
+
+
+def test_the_files_of_the_workers_import_each_other_in_no_circle() -> None:
+    imports: dict[str, set[str]] = {}
+    for file in files("workers"):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        imports[module] = our_modules(file) - {module}
+    standing: set[str] = set()
+    while ready := {
+        m for m in imports.keys() - standing if imports[m] & imports.keys() <= standing
+    }:
+        standing |= ready
+    assert sorted(imports.keys() - standing) == []
+
+
+def test_only_the_room_of_the_model_knows_the_bridge() -> None:
+    """`bridge_of` is for tests and benchmarks."""
+    for package in OURS:
+        for file in files(package):
+            if "workers/model" not in file.as_posix():
+                text = file.read_text(encoding="utf-8")
+                assert "bridge_of" not in text, file
+                assert "._bridge" not in text, file

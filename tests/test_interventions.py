@@ -23,6 +23,7 @@ from workers.interventions import (
 )
 from workers.interventions.sinks import random_coordinates
 from workers.model.loading import load_model
+from workers.model.model import bridge_of
 from workers.model.model_info import describe, find_model
 from workers.replica import InterventionMeasurements
 
@@ -156,7 +157,7 @@ def test_effective_positions_and_their_swap_follow_the_definition(gpt2: Path) ->
 
 def test_random_keys_avoid_the_massive_ones_and_depend_on_layer_and_draw(gpt2: Path) -> None:
     model = load_model(describe(gpt2), "raw", "cpu")
-    keys: list[Any] = [block.attn for block in model.bridge.blocks]
+    keys: list[Any] = [block.attn for block in bridge_of(model).blocks]
 
     def zeroed(text: str) -> list[set[int]]:
         with torch.inference_mode(), edited_weights(model, toy.bound(text)):

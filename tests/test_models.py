@@ -24,6 +24,7 @@ from workers.batch import measure_batch
 from workers.engine.fused_engine import FusedEngine
 from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, edited_weights, intervention
+from workers.model.loading import load_model
 from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
 from workers.replica import InterventionMeasurements
@@ -47,6 +48,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt-neo": lambda: toy.family(
         "GPTNeoConfig", attention_types=[[["global", "local"], 1]], window_size=20
     ),
+    "bloom": lambda: toy.family("BloomConfig", n_layer=2, n_head=4),
     "qwen3": lambda: toy.family("Qwen3Config", head_dim=8, **GQA),
     "gemma2-plain": lambda: toy.family(
         "Gemma2Config", head_dim=8, sliding_window=64, attn_logit_softcapping=None, **GQA
@@ -299,6 +301,45 @@ def test_a_legacy_pth_and_its_safetensors_measure_the_same(shelf: Shelf):
     )
     for name in STATISTICS:
         np.testing.assert_array_equal(pth.heads[name], safetensors.heads[name])
+
+
+# The scale of scores
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        ("gpt2", [8**-0.5] * 3),
+        ("gpt2-inverse-layer", [8**-0.5, 8**-0.5 / 2, 8**-0.5 / 3]),
+        ("gpt2-reordered", [8**-0.5] * 3),
+        ("llama-wide-heads", [12**-0.5] * 2),
+        ("opt", [8**-0.5] * 2),
+        ("gpt-neo", [1.0] * 2),
+        ("gemma2-capped", [256**-0.5] * 2),
+        ("bloom", [8**-0.5] * 2),
+        ("legacy-pth", [8**-0.5] * 2),
+    ],
+)
+def test_the_scale_of_scores_is_what_the_attention_module_says(
+    shelf: Shelf, name: str, factors: list[float]
+) -> None:
+    model = load_model(describe(shelf.path(name)), "raw", "cpu")
+    scales = [model.scale(layer) for layer in range(model.info.n_layers)]
+    assert scales == pytest.approx(factors, rel=1e-7)
+    # OPT, GPT-Neo and the legacy models do not hand out the scores behind their patterns.
+    assert model.shows_scores(0) == (name not in ("opt", "gpt-neo", "legacy-pth"))
+
+
+def test_a_scale_that_is_not_the_model_s_own_is_refused(tmp_path: Path) -> None:
+    # TransformerLens scales the scores of this model although its files say not to.
+    path = toy.save_model(tmp_path / "unscaled", toy.gpt2(scale_attn_weights=False))
+    model = load_model(describe(path), "raw", "cpu")
+    with pytest.raises(
+        ModelError,
+        match=r"^unscaled: the scores of layer 2 could not be made as 1 · q·k, as its attention module "
+        r"says: their softmax differs by 0\.\d+ from the pattern \(allowed 0.0001\)$",
+    ):
+        model.scale(2)
 
 
 # Attention that the fused engine does not know

@@ -13,7 +13,8 @@ from schemas.intervention import parse_intervention
 from schemas.precision import FASTEST_ACCEPTABLE
 from tests import toy_models as toy
 from workers.interventions import edited_weights
-from workers.model.loading import LoadedModel, load_model
+from workers.model.loading import load_model
+from workers.model.model import Model
 from workers.model.model_info import describe
 from workers.settlement import Settlement, check_begun, settle
 
@@ -24,21 +25,21 @@ def llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llama(llama_path: Path) -> LoadedModel:
+def llama(llama_path: Path) -> Model:
     return load_model(describe(llama_path), "raw", "cpu")
 
 
 @pytest.fixture
-def gpt2(tmp_path: Path) -> LoadedModel:
+def gpt2(tmp_path: Path) -> Model:
     return load_model(describe(toy.save_model(tmp_path, toy.gpt2())), "raw", "cpu")
 
 
-def settled(model: LoadedModel, device: str, **changes: Any) -> Settlement:
+def settled(model: Model, device: str, **changes: Any) -> Settlement:
     return settle(model, toy.toy_scan(**changes), device)
 
 
 def test_auto_is_the_fastest_precision_that_every_intervention_can_have(
-    llama: LoadedModel,
+    llama: Model,
 ) -> None:
     for device, fastest in FASTEST_ACCEPTABLE.items():
         plain = settled(llama, device, interventions=["none", "zero_first_value"])
@@ -53,7 +54,7 @@ def test_auto_is_the_fastest_precision_that_every_intervention_can_have(
 
 
 def test_a_precision_that_an_intervention_cannot_have_is_refused_in_one_line(
-    llama: LoadedModel, llama_path: Path
+    llama: Model, llama_path: Path
 ) -> None:
     changes: dict[str, Any] = {
         "precision": "bfloat16",
@@ -72,7 +73,7 @@ def test_a_precision_that_an_intervention_cannot_have_is_refused_in_one_line(
     assert settled(llama, "cuda", **changes | {"precision": "float64"}).precision == "float64"
 
 
-def test_methods_say_engine_precision_attention_and_built_layers(llama: LoadedModel) -> None:
+def test_methods_say_engine_precision_attention_and_built_layers(llama: Model) -> None:
     names = ["none", "swap_first_key(5)", "head_to_first(1,3)", "mask_first_keys"]
     methods = settled(llama, "cpu", interventions=names).methods(llama.info.n_layers)
     assert [m.intervention for m in methods] == names
@@ -85,7 +86,7 @@ def test_methods_say_engine_precision_attention_and_built_layers(llama: LoadedMo
     assert {m.precision for m in methods} == {"float32"}
 
 
-def test_what_the_model_does_not_have_is_refused_when_it_is_settled(llama: LoadedModel) -> None:
+def test_what_the_model_does_not_have_is_refused_when_it_is_settled(llama: Model) -> None:
     with pytest.raises(ScanError, match=r"layer 7 of .*, which has 2"):
         settled(llama, "cpu", interventions=["zero_head(7,0)"])
     with pytest.raises(ModelError, match="no b_Q for zero_query_bias to edit"):
@@ -102,7 +103,7 @@ def test_a_run_goes_on_in_the_precision_it_was_begun_in() -> None:
 
 
 @pytest.mark.parametrize("text", ["zero_query_bias", "first_position_second"])
-def test_weights_that_are_not_restored_are_an_error(gpt2: LoadedModel, text: str) -> None:
+def test_weights_that_are_not_restored_are_an_error(gpt2: Model, text: str) -> None:
     names = {
         "zero_query_bias": "transformer.h.0.attn.c_attn.bias",
         "first_position_second": "transformer.wpe.weight",

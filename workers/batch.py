@@ -27,7 +27,6 @@ from workers.model.layer_weights import (
     READABLE_WEIGHTS,
     attention_weights,
     effective_or_nan,
-    has_rotary_positions,
 )
 from workers.profile_means import Profiles, aggregates, check_curves, merge, reduced
 from workers.undefined import defined_or_nan
@@ -129,7 +128,7 @@ def launch(
         **matches,
         "tokens": tokens,
         "labels": labels or {},
-        "rotary": has_rotary_positions(engine.model),
+        "rotary": engine.model.rotary,
     }
     if asked.reads("effective"):
         given["effective"] = effective_or_nan(engine.model, tokens.shape[1])

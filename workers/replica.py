@@ -26,7 +26,6 @@ from workers.engine.fused_engine import FusedEngine
 from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
 from workers.interventions import edited_weights
-from workers.model.layer_weights import has_rotary_positions
 from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
 from workers.process import keep_freed_memory
@@ -55,10 +54,10 @@ class Replica:
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weight_processing, self.device, dtype)
         self.settlement = settle(self.model, scan, self.device)
-        rotary = has_rotary_positions(self.model)
         wanted = (select_profiles(scan.profiles, scan.n_ctx), select_curves(scan.curves))
         profiles, curves = (
-            [p for p in some if p.defined is None or p.defined(rotary)] for some in wanted
+            [p for p in some if p.defined is None or p.defined(self.model.rotary)]
+            for some in wanted
         )
         self.asked = Requested(
             select(scan.statistics), profiles, curves, select_predictions(scan.predictions)

@@ -20,7 +20,7 @@ from schemas.scan import Scan
 from workers.engine.edits import hidden_keys
 from workers.engine.sweep_kernel import available
 from workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
-from workers.model.loading import LoadedModel
+from workers.model.model import Model
 
 EngineName = Literal["fused", "dense"]
 
@@ -63,7 +63,7 @@ class Settlement:
         return "kernel" if not exact and available(torch.device(self.device)) else "tiles"
 
 
-def settle(model: LoadedModel, scan: Scan, device: str) -> Settlement:
+def settle(model: Model, scan: Scan, device: str) -> Settlement:
     """Settle a scan's interventions on a device, `cpu` or `cuda`; the device need not be there.
 
     With `precision = "auto"` it is the fastest precision that all of the interventions can have.
@@ -77,7 +77,7 @@ def settle(model: LoadedModel, scan: Scan, device: str) -> Settlement:
     return Settlement(precision, device, settled)
 
 
-def settle_one(model: LoadedModel, scan: Scan, intervention: Intervention) -> Settled:
+def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     """The engine of one intervention; what the model does not have is refused."""
     bound = bind(intervention)
     bound.check(model.info, scan.n_ctx)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from schemas.statistics import LAYER_VALUES
 from workers.engine.dense_pattern import MASKED, DensePattern, causal_softmax
 from workers.engine.edits import WHOLE_PATTERN, Edits, hidden_keys
 from workers.engine.token_pairs import TokenPairs
-from workers.model.loading import LoadedModel
+from workers.model.model import Hook, Model, wide
 
 Activations = dict[str, Any]
 OnLayer = Callable[[int, Activations], None]
@@ -33,11 +32,6 @@ what is predicted.
 """
 
 
-def wide(x: Tensor) -> Tensor:
-    """What is measured is float32 at least."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class Done(Exception):
     """Raised after the last layer: what follows (final norm, unembedding) is not needed."""
 
@@ -49,10 +43,10 @@ class DenseEngine:
 
     name = "dense"
 
-    def __init__(self, model: LoadedModel, edits: Edits | None = None) -> None:
+    def __init__(self, model: Model, edits: Edits | None = None) -> None:
         self.model, self.edits = model, edits or Edits()
-        self._scales: dict[tuple[int, int], float | None] = {}
-        self._shown_scales: dict[tuple[int, int], float] = {}
+        self._checked: set[tuple[int, int]] = set()
+        """Layers, and lengths of sequences, whose scores have been held against their pattern."""
 
     def edited(self, edits: Edits) -> DenseEngine:
         """The same engine with edits of activations."""
@@ -69,7 +63,7 @@ class DenseEngine:
         """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the
         unembedding if `on_final`.
         """
-        info, bridge = self.model.info, self.model.bridge
+        model, info = self.model, self.model.info
         seen: Activations = {}
 
         def known(layer: int) -> Activations:
@@ -85,7 +79,7 @@ class DenseEngine:
                 # Some bridges show pattern and scores when z is gone; the layer's end tells whether
                 # q and k make them.
                 q, k = _factors(shown)
-                unedited = DensePattern.of(q, k, _usual_scale(shown))
+                unedited = DensePattern.of(q, k, model.scale(layer))
                 if "pattern" in seen:
                     unedited.pattern = seen["pattern"]
                 shown["pattern"] = unedited
@@ -115,8 +109,7 @@ class DenseEngine:
             edited = note("resid_post", layer, value, hook)
             on_layer(layer, {**known(layer), **matches})
             seen.clear()
-            # The bridge would keep every layer's pattern alive until the next pass.
-            bridge.blocks[layer].attn._pattern = None
+            model.forget_pattern(layer)
             if layer == info.n_layers - 1 and on_final is None:
                 raise Done
             return edited
@@ -126,30 +119,26 @@ class DenseEngine:
                 on_final(wide(value))
             raise Done
 
-        hooks: list[tuple[str, Callable[..., Any]]] = [
-            (f"hook_{name}", partial(change, name, None))
+        hooks: list[tuple[str, Hook]] = [
+            (model.hook_name(name), partial(change, name, None))
             for name in ("embed", "pos_embed")
             if self.edits.touch(name)
         ]
         for layer in range(info.n_layers):
-            attn = f"blocks.{layer}.attn"
             for name in ("attn_out", "mlp_out"):
                 if self.edits.touch(name, layer):
-                    hooks.append((f"blocks.{layer}.hook_{name}", partial(change, name, layer)))
-            hooks.append((f"blocks.{layer}.hook_resid_pre", partial(note, "resid_pre", layer)))
+                    hooks.append((model.hook_name(name, layer), partial(change, name, layer)))
+            hooks.append((model.hook_name("resid_pre", layer), partial(note, "resid_pre", layer)))
             for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
-                hooks.append((f"{attn}.hook_{name}", partial(note, name, layer)))
+                hooks.append((model.hook_name(name, layer), partial(note, name, layer)))
             for name in ("q", "k"):
-                if f"{attn}.hook_rot_{name}" in bridge.hook_dict:
-                    hooks.append((f"{attn}.hook_rot_{name}", partial(rotated, name)))
-            hooks.append((f"blocks.{layer}.hook_resid_post", partial(finish, layer)))
+                if model.has_hook(place := model.hook_name(f"rot_{name}", layer)):
+                    hooks.append((place, partial(rotated, name)))
+            hooks.append((model.hook_name("resid_post", layer), partial(finish, layer)))
         if on_final is not None:
-            hooks.append(("unembed.hook_in", predict))
+            hooks.append((model.hook_name("unembed_in"), predict))
         try:
-            with warnings.catch_warnings():
-                # The bridge only warns where an architecture gives it no way to apply an edit.
-                warnings.filterwarnings("error", message=".*edit is discarded")
-                bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
+            model.run_with_hooks(tokens, hooks)
         except UserWarning as warning:
             raise ModelError(
                 f"{info.name}: {', '.join(e.target for e in self.edits.edits)} cannot be edited in this architecture ({warning})"
@@ -161,69 +150,33 @@ class DenseEngine:
         """A layer's pattern, with the scores behind it: as the bridge shows them, or else
         scale·q·k.
         """
-        known = (layer, seen["q"].shape[1])
-        if known not in self._scales:
-            self._scales[known] = self._find_scale(layer, seen)
         q, k = _factors(seen)
-        scores = _scores_of(seen, self._scales[known])
-        scale = self._scale(layer, seen)
+        scale = self.model.scale(layer)
+        shown = self.model.shows_scores(layer)
+        scores = seen["attn_scores"] if shown else q @ k.mT * scale
+        n_ctx = q.shape[2]
+        if (layer, n_ctx) not in self._checked:
+            # An edit of scores that the bridge does not show would be measured and have no effect.
+            edited_unseen = not shown and self.edits.touch("attn_scores", layer)
+            self._check(layer, scores, seen, edited_unseen)
+            self._checked.add((layer, n_ctx))
         return DensePattern(seen["pattern"], scores, q, k, scale, seen.get("hidden"))
 
-    def _scale(self, layer: int, seen: Activations) -> float:
-        """What q·k is multiplied by, from scores that no edit has touched."""
-        known = (layer, seen["q"].shape[1])
-        if (scale := self._scales[known]) is not None:
-            return scale
-        if known not in self._shown_scales:
-            # Rotations leave the product of a query and the key of its own position as it is.
-            q, k = _factors(seen)
-            products = (q * k).sum(-1)
-            shown = seen["unedited attn_scores"].diagonal(dim1=-2, dim2=-1)
-            self._shown_scales[known] = float((shown * products).sum() / products.square().sum())
-        return self._shown_scales[known]
-
-    def _find_scale(self, layer: int, seen: Activations) -> float | None:
-        """None where the bridge shows the scores, else the scale of q·k that makes them: held once
-        against the layer's pattern.
-        """
-        scales: list[float | None] = [None]
-        # An edit of scores that the bridge does not show would be measured and have no effect.
-        if not self.edits.touch("attn_scores", layer):
-            scales.append(_usual_scale(seen))
-            # GPT-Neo does not scale. An edit that reads the pattern was shown the usual scale.
-            if "pattern" not in self.edits.reads:
-                scales.append(1.0)
-        for scale in scales:
-            scores = _scores_of(seen, scale)
-            implied = causal_softmax(scores)
-            shown = seen["unedited pattern"]
-            if torch.allclose(implied.tril(), shown.tril(), atol=1e-4, equal_nan=True):
-                unedited = seen["unedited attn_scores"] if scale is None else scores
-                if (unedited.tril() <= MASKED).any():
-                    raise ModelError(
-                        f"{self.model.info.name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
-                    )
-                return scale
-        raise ModelError(
-            f"{self.model.info.name}: the bridge does not show the scores behind the pattern of layer {layer}"
+    def _check(self, layer: int, scores: Tensor, seen: Activations, edited_unseen: bool) -> None:
+        """Hold scores against the pattern that they should make, before an edit of the pattern."""
+        name, pattern = self.model.info.name, seen["unedited pattern"]
+        makes = torch.allclose(
+            causal_softmax(scores).tril(), pattern.tril(), atol=1e-4, equal_nan=True
         )
-
-
-def _scores_of(seen: Activations, scale: float | None) -> Tensor:
-    """The scores as the bridge shows them, or those that queries and keys make."""
-    return seen["attn_scores"] if scale is None else _made(seen, scale)
-
-
-def _made(seen: Activations, scale: float) -> Tensor:
-    """The scores that queries and keys make."""
-    q, k = _factors(seen)
-    return q @ k.mT * scale
+        if edited_unseen or not makes:
+            raise ModelError(
+                f"{name}: the bridge does not show the scores behind the pattern of layer {layer}"
+            )
+        unedited = seen["unedited attn_scores"] if self.model.shows_scores(layer) else scores
+        if (unedited.tril() <= MASKED).any():
+            raise ModelError(f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx")
 
 
 def _factors(seen: Activations) -> tuple[Tensor, Tensor]:
     """Queries and keys `[batch head pos d_head]`."""
     return seen["q"].transpose(1, 2), seen["k"].transpose(1, 2)
-
-
-def _usual_scale(seen: Activations) -> float:
-    return seen["q"].shape[-1] ** -0.5

@@ -25,7 +25,7 @@ from schemas.errors import ModelError, ScanError, unknown
 from schemas.formulas import fingerprint, first_paragraph
 from schemas.intervention import Argument, Intervention, InterventionPart
 from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, WHOLE_PATTERN, Edit, Edits, readable
-from workers.model.loading import LoadedModel
+from workers.model.model import Model
 from workers.model.model_info import ModelInfo
 
 EDITABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
@@ -73,7 +73,7 @@ class BoundPart:
         layer = self.options.get("layer")
         return None if layer is None else int(layer)
 
-    def function_for(self, model: LoadedModel) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
+    def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The edit for a model: a function of what is edited and of what may be read."""
         function, reads = partial(self.registered.function, **self.options), self.registered.reads
         fixed = {"circuit": model.circuit} if "circuit" in reads else {}
@@ -115,7 +115,7 @@ class BoundIntervention:
         """The parts that edit activations."""
         return tuple(p for p in self.parts if p.target in EDITABLE_ACTIVATIONS)
 
-    def edits(self, model: LoadedModel) -> Edits:
+    def edits(self, model: Model) -> Edits:
         """The edits of activations; what the model does not have is refused."""
         for part in self.activation_parts:
             if not model.has(part.target):
