@@ -55,7 +55,7 @@ WEIGHTS_INTRODUCTION = """\
 # Weight statistics
 
 What the untouched weights say without any input, named in a scan's `weight_statistics`: rows of the table `weights`, in float64,
-written once per run. This page is generated from the functions in `schemas/weights/` by `make docs`.
+written once per run. This page is generated from the functions in `schemas/weight_statistics/` by `make docs`.
 """
 
 PAGES: dict[str, tuple[str, Mapping[str, Formula]]] = {

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 Array = np.ndarray
+T = TypeVar("T")
 
 
 @dataclass
@@ -191,6 +192,12 @@ def read_safetensors(file: Path) -> dict[str, Array]:
     return tensors
 
 
+def three(parts: Iterable[T]) -> tuple[T, T, T]:
+    """Of queries, keys and values."""
+    q, k, v = parts
+    return q, k, v
+
+
 def by_head(matrix: Array, d_head: int) -> Array:
     """`[d_model, head · d_head]` becomes `[head d_model d_head]`."""
     d_model, width = matrix.shape
@@ -222,9 +229,9 @@ def read_gpt2(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights
         layers.append(
             Layer(
                 Norm(t[f"{at}.ln_1.weight"], t[f"{at}.ln_1.bias"], eps, True),
-                *(by_head(part, d_head) for part in W),
+                *three(by_head(part, d_head) for part in W),
                 from_heads(t[f"{at}.attn.c_proj.weight"], d_head),
-                *(part.reshape(n_heads, d_head) for part in b),
+                *three(part.reshape(n_heads, d_head) for part in b),
                 t[f"{at}.attn.c_proj.bias"],
                 scale,
                 Norm(t[f"{at}.ln_2.weight"], t[f"{at}.ln_2.bias"], eps, True),
@@ -256,7 +263,7 @@ def read_gpt_neo(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weig
         layers.append(
             Layer(
                 Norm(t[f"{at}.ln_1.weight"], t[f"{at}.ln_1.bias"], eps, True),
-                *(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
                 from_heads(t[f"{attention}.out_proj.weight"].T, d_head),
                 None,
                 None,
@@ -297,9 +304,9 @@ def read_llama(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weight
         layers.append(
             Layer(
                 Norm(t[f"{at}.input_layernorm.weight"], None, eps, False),
-                *(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
                 from_heads(t[f"{attention}.o_proj.weight"].T, d_head),
-                *(None if bias is None else bias.reshape(-1, d_head) for bias in biases),
+                *three(None if bias is None else bias.reshape(-1, d_head) for bias in biases),
                 None,
                 1 / math.sqrt(d_head),
                 Norm(t[f"{at}.post_attention_layernorm.weight"], None, eps, False),
@@ -335,9 +342,9 @@ def read_neox(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights
         layers.append(
             Layer(
                 Norm(t[f"{at}.input_layernorm.weight"], t[f"{at}.input_layernorm.bias"], eps, True),
-                *(W[:, part].transpose(0, 2, 1) for part in range(3)),
+                *three(W[:, part].transpose(0, 2, 1) for part in range(3)),
                 from_heads(t[f"{at}.attention.dense.weight"].T, d_head),
-                *(b[:, part] for part in range(3)),
+                *three(b[:, part] for part in range(3)),
                 t[f"{at}.attention.dense.bias"],
                 1 / math.sqrt(d_head),
                 Norm(
@@ -391,9 +398,9 @@ def read_opt(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
                     1e-5,
                     True,
                 ),
-                *(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
                 from_heads(t[f"{attention}.out_proj.weight"].T, d_head),
-                *(t[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"),
+                *three(t[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"),
                 t[f"{attention}.out_proj.bias"],
                 1 / math.sqrt(d_head),
                 Norm(
@@ -435,9 +442,9 @@ def read_bigcode(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weig
         layers.append(
             Layer(
                 Norm(t[f"{at}.ln_1.weight"], t[f"{at}.ln_1.bias"], eps, True),
-                *(by_head(part, d_head) for part in W),
+                *three(by_head(part, d_head) for part in W),
                 from_heads(t[f"{at}.attn.c_proj.weight"].T, d_head),
-                *(part.reshape(-1, d_head) for part in b),
+                *three(part.reshape(-1, d_head) for part in b),
                 t[f"{at}.attn.c_proj.bias"],
                 1 / math.sqrt(d_head),
                 Norm(t[f"{at}.ln_2.weight"], t[f"{at}.ln_2.bias"], eps, True),
@@ -477,9 +484,9 @@ def read_bloom(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weight
         layers.append(
             Layer(
                 norm(f"{at}.input_layernorm"),
-                *(W[:, part].transpose(0, 2, 1) for part in range(3)),
+                *three(W[:, part].transpose(0, 2, 1) for part in range(3)),
                 from_heads(t[f"{at}.self_attention.dense.weight"].T, d_head),
-                *(b[:, part] for part in range(3)),
+                *three(b[:, part] for part in range(3)),
                 t[f"{at}.self_attention.dense.bias"],
                 1 / math.sqrt(d_head),
                 norm(f"{at}.post_attention_layernorm"),
@@ -522,7 +529,7 @@ def read_gemma2(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weigh
         layers.append(
             Layer(
                 norm(f"{at}.input_layernorm"),
-                *(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
                 from_heads(t[f"{attention}.o_proj.weight"].T, d_head),
                 None,
                 None,
@@ -562,9 +569,9 @@ def read_phi(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
         layers.append(
             Layer(
                 norm,
-                *(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
                 from_heads(t[f"{attention}.dense.weight"].T, d_head),
-                *(t[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"),
+                *three(t[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"),
                 t[f"{attention}.dense.bias"],
                 1 / math.sqrt(d_head),
                 norm,
@@ -600,11 +607,17 @@ def read_legacy(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weigh
     layers: list[Layer] = []
     for number in range(config["n_layers"]):
         at = f"blocks.{number}"
-        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
         layers.append(
             Layer(
                 Norm(t[f"{at}.ln1.w"], t[f"{at}.ln1.b"], eps, True),
-                *(t[f"{at}.attn.{x}"] for x in names),
+                t[f"{at}.attn.W_Q"],
+                t[f"{at}.attn.W_K"],
+                t[f"{at}.attn.W_V"],
+                t[f"{at}.attn.W_O"],
+                t[f"{at}.attn.b_Q"],
+                t[f"{at}.attn.b_K"],
+                t[f"{at}.attn.b_V"],
+                t[f"{at}.attn.b_O"],
                 1 / math.sqrt(config["d_head"]),
             )
         )
