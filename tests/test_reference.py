@@ -20,6 +20,7 @@ from schemas.predictions import PREDICTIONS
 from schemas.profiles import PROFILES
 from schemas.statistics import STATISTICS
 from schemas.tables import chance_column
+from schemas.weight_statistics import WEIGHT_STATISTICS
 from tests import toy_models as toy
 from tests.reference.definitions import (
     BY_PAIR,
@@ -31,6 +32,7 @@ from tests.reference.definitions import (
 )
 from tests.reference.edits import ALL_EDITS, NotApplicable
 from tests.reference.forward import forward
+from tests.reference.weight_definitions import WEIGHT_DEFINITIONS, Rows
 from tests.reference.weights import Weights, read_weights
 from workers.interventions import INTERVENTIONS
 from workers.model.model_info import describe, find_model
@@ -154,6 +156,7 @@ class Shelf:
         scan = toy.toy_scan(
             model=str(self.path(name)), n_ctx=N_CTX, engine=engine, precision=precision,
             profiles=list(PROFILES), curves=curves, predictions=list(PREDICTIONS),
+            weight_statistics=list(WEIGHT_STATISTICS),
         )  # fmt: skip
         return Replica(info, scan, "cpu", threads=1)
 
@@ -309,6 +312,7 @@ def test_everything_that_is_registered_has_an_independent_definition() -> None:
     assert set(STATISTIC_DEFINITIONS) == set(STATISTICS)
     assert set(PROFILE_DEFINITIONS) == set(PROFILES)
     assert set(PREDICTION_DEFINITIONS) == set(PREDICTIONS)
+    assert set(WEIGHT_DEFINITIONS) == set(WEIGHT_STATISTICS)
     assert set(INTERVENTIONS) == ALL_EDITS
 
 
@@ -404,6 +408,25 @@ def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
     for engine in ("fused", "dense"):
         measured = shelf.measured("gpt2", intervention, engine, "float64")
         assert compare(measured, reference, 1e-7) == {}, engine
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bigcode", "attn-only-2l-mini", "neox", "llama-gqa", "opt", "gpt-neo", "bloom"]
+)
+def test_every_weight_statistic(shelf: Shelf, name: str) -> None:
+    weights = shelf.weights(name)
+    written: dict[str, Rows] = {statistic: {} for statistic in WEIGHT_STATISTICS}
+    for row in shelf.replica(name, "dense").weights().to_pylist():
+        index = row["dimension"] if row["position"] is None else row["position"]
+        written[row["weight"]][row["layer"], row["head"], index] = row["value"]
+    for statistic, define in WEIGHT_DEFINITIONS.items():
+        expected = define(weights)
+        assert set(written[statistic]) == set(expected), statistic
+        for place, value in expected.items():
+            assert written[statistic][place] == pytest.approx(value, rel=1e-5, abs=1e-5), (
+                statistic,
+                place,
+            )
 
 
 def test_a_model_whose_layers_are_never_shown_is_an_error_and_not_undefined(
