@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jobs.plan import Plan
+from schemas.commits import Method
+from schemas.intervention import Intervention
+from schemas.kinds import TABLES
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
 from workers.inputs.sequences import ShardInput
-from workers.profile_means import profiles_table
-from workers.replica import InterventionMeasurements, Replica
-from workers.shard import curves_table, heads_table, sequences_table
+from workers.memory import PeakMemory, available_cores
+from workers.model.model_info import ModelInfo
+from workers.replica import InterventionMeasurements, Replica, resolve_device
+from workers.settlement import settle
+from workers.shard import intervention_tables
+
+
+@dataclass(frozen=True)
+class InterventionCost:
+    """What one intervention takes."""
+
+    method: Method
+    """How the scan will measure it."""
+    tokens_per_second: float
+    """Of all replicas together."""
+    seconds: float
+    """For all sequences of the plan."""
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """What one table will hold."""
+
+    table: str
+    rows: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -21,79 +46,157 @@ class Cost:
     """Measurements of a sample, extrapolated to the plan."""
 
     device: str
-    batch_size: int
+    """What the scan will run on."""
     precision: str
-    tokens_per_second: float
-    bytes_on_disk: int
+    measured_on: str
+    """What the sample ran on: another device if this machine does not have the scan's."""
+    measured_in: str
+    """The precision of the sample."""
+    replicas: int
+    batch_size: int
+    interventions: list[InterventionCost]
+    tables: list[TableCost]
     peak_memory: int
-    seconds: float
+    gpu_memory: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of the whole scan."""
+        return sum(cost.seconds for cost in self.interventions)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Size of all tables."""
+        return sum(cost.bytes for cost in self.tables)
+
+
+class Rehearsal:
+    """A replica for measuring what a scan will cost.
+
+    Making one settles how each intervention will be measured on the scan's device, which need not
+    be here, and refuses what cannot run there.
+    """
+
+    def __init__(
+        self, scan: Scan, info: ModelInfo, device: str = "auto", replicas: int = 1
+    ) -> None:
+        here = resolve_device("auto")
+        self.device = here if device == "auto" else device
+        self.measured_on = self.device if self.device in (here, "cpu") else here
+        self.replicas = replicas
+        # Replicas on GPUs have one each; those on a CPU share its cores.
+        sharing = replicas > 1 and self.measured_on == "cpu"
+        threads = max(1, available_cores() // replicas) if sharing else None
+        # Loading may take more memory than measuring.
+        with PeakMemory(self.measured_on) as self.loading:
+            self.replica = Replica(info, scan, self.measured_on, threads)
+        self.settlement = settle(self.replica.model, scan, self.device)
+
+    def measure(self, plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
+        """Measure a few batches of the plan's first shard, and write none of it.
+
+        Each intervention is timed. A batch size that is to be found is looked for under the first
+        one, as in a scan; after `patience` seconds under an intervention, the size being tried must
+        do.
+        """
+        first = plan.sequences.shard(0)
+        speeds: list[float] = []
+        samples: list[InterventionMeasurements] = []
+        with PeakMemory(self.measured_on) as memory:
+            for intervention in plan.scan.interventions:
+                speed, sample = _timed(self.replica, first, intervention, passes, patience)
+                speeds.append(speed * max(1, self.replicas))
+                samples.append(sample)
+        tokens = len(plan.sequences) * plan.scan.n_ctx
+        methods = self.settlement.methods(plan.info.n_layers)
+        costs = [
+            InterventionCost(method, speed, tokens / speed)
+            for method, speed in zip(methods, speeds, strict=True)
+        ]
+        return Cost(
+            device=self.device,
+            precision=self.settlement.precision,
+            measured_on=self.measured_on,
+            measured_in=self.replica.precision,
+            replicas=self.replicas,
+            batch_size=self.replica.batch.size,
+            interventions=costs,
+            tables=_tables(plan, self.replica, first, samples),
+            peak_memory=max(memory.main, self.loading.main),
+            gpu_memory=max(memory.gpu, self.loading.gpu),
+        )
 
 
 def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
-    """Measure a few batches of the plan's first shard with one replica, and write none of it.
+    """What a plan costs on this machine, with one replica."""
+    return Rehearsal(plan.scan, plan.info).measure(plan, passes, patience)
 
-    A batch size that is to be found is looked for, as in a scan; after `patience` seconds the one
-    being tried must do.
-    """
-    replica = Replica(plan.info, plan.scan)
-    first = plan.sequences.shard(0)
+
+def _timed(
+    replica: Replica,
+    first: ShardInput,
+    intervention: Intervention,
+    passes: int,
+    patience: float,
+) -> tuple[float, InterventionMeasurements]:
+    """Tokens per second under an intervention, and what was measured."""
     speeds: dict[int, list[float]] = {}
     until = time.perf_counter() + patience
     while True:
-        some = slice(replica.batch.size)
-        tokens = first.tokens[some]
-        partner = None if first.partner is None else first.partner[some]
+        size = min(replica.batch.size, len(first.tokens))
+        labels = None if first.labels is None else first.labels[:size]
+        partner = None if first.partner is None else first.partner[:size]
         began = time.perf_counter()
-        measured = replica.measure(tokens, plan.scan.interventions[0], partner=partner)
-        seen = speeds.setdefault(len(tokens), [])
-        seen.append(tokens.size / (time.perf_counter() - began))
+        measured = replica.measure(first.tokens[:size], intervention, labels, partner)
+        seconds = time.perf_counter() - began
+        speeds_of_size = speeds.setdefault(size, [])
+        speeds_of_size.append(size * replica.scan.n_ctx / seconds)
         late = time.perf_counter() > until
-        searching = replica.batch.searching and len(tokens) == replica.batch.size and not late
-        if not searching and len(seen) >= (2 if late else passes):
-            break
-    speed = statistics.median(seen[1:])  # The first pass warms up.
-    return Cost(
-        device=replica.device,
-        batch_size=len(tokens),
-        precision=replica.precision,
-        tokens_per_second=speed,
-        bytes_on_disk=_bytes_on_disk(plan, first, len(tokens), measured)
-        + _bytes_of_weights(replica),
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        seconds=plan.tokens / speed,
-    )
+        searching = replica.batch.searching and size == replica.batch.size and not late
+        if not searching and len(speeds_of_size) >= (2 if late else passes):
+            # The first pass warms up.
+            return statistics.median(speeds_of_size[1:]), measured
 
 
-def _bytes_on_disk(
-    plan: Plan, shard: ShardInput, count: int, measured: InterventionMeasurements
-) -> int:
-    """Size of all files: what a file costs by itself, and what a sequence adds, from a whole sample
-    and half of it.
-    """
+def _tables(
+    plan: Plan, replica: Replica, first: ShardInput, samples: list[InterventionMeasurements]
+) -> list[TableCost]:
+    """Rows and bytes of every table that the scan writes."""
+    sequences, shards = len(plan.sequences), plan.manifest.shards
+    costs = dict.fromkeys(TABLES, (0.0, 0.0))
+    for measured in samples:
+        count = len(next(iter(measured.heads.values())))
+        half = count // 2
+        half_sizes = _sizes(plan, first, measured, half) if half else {}
+        for name, (rows, size) in _sizes(plan, first, measured, count).items():
+            if TABLES[name].has("sequence"):
+                # A file costs something by itself, and each sequence adds to it. A whole sample and
+                # half of it say how much either is.
+                _, half_size = half_sizes.get(name, (0, 0))
+                each = (size - half_size) / (count - half)
+                file = max(0.0, size - each * count)
+                more = (rows / count * sequences, each * sequences + file * shards)
+            else:
+                # As large for one sequence as for a whole shard.
+                more = (rows * shards, size * shards)
+            costs[name] = (costs[name][0] + more[0], costs[name][1] + more[1])
+    for name, table in replica.weights().items():
+        # A run has one file of them, whatever its sequences and interventions.
+        costs[name] = (table.num_rows, len(parquet_bytes(table)))
+    return [
+        TableCost(name, round(rows), round(size)) for name, (rows, size) in costs.items() if size
+    ]
 
-    def size(n: int) -> int:
-        origin = {name: values[:n] for name, values in shard.origin.items()}
-        heads = {name: values[:n] for name, values in measured.heads.items()}
-        columns = {name: values[:n] for name, values in measured.sequences.items()}
-        sample = ShardInput(0, 0, shard.tokens[:n], origin, [], shard.labels and shard.labels[:n])
-        curves = {name: values[:n] for name, values in measured.curves.items()}
-        part = replace(measured, heads=heads, sequences=columns, curves=curves)
-        tables = [table(plan.scan, sample, part) for table in (heads_table, sequences_table)]
-        tables += [curves_table(plan.scan, sample, part)] if plan.scan.curves else []
-        tables += [profiles_table(0, measured.profiles)] if measured.profiles else []
-        return sum(len(parquet_bytes(table)) for table in tables)
 
-    half = count // 2
-    each = (size(count) - size(half)) / (count - half) if half else size(count)
-    file = max(0.0, size(count) - each * count)
-    return round(
-        (each * len(plan.sequences) + file * plan.manifest.shards) * len(plan.scan.interventions)
-    )
-
-
-def _bytes_of_weights(replica: Replica) -> int:
-    """Size of the file of `weights`, of which a run has at most one."""
-    return len(parquet_bytes(replica.weights())) if replica.scan.weight_statistics else 0
+def _sizes(
+    plan: Plan, first: ShardInput, measured: InterventionMeasurements, n: int
+) -> dict[str, tuple[int, int]]:
+    """Rows and bytes of every table of the first `n` sequences under one intervention."""
+    origin = {name: values[:n] for name, values in first.origin.items()}
+    labels = first.labels and first.labels[:n]
+    sample = ShardInput(0, 0, first.tokens[:n], origin, [], labels)
+    tables = intervention_tables(plan.scan, sample, measured.first(n))
+    return {name: (rows.num_rows, len(parquet_bytes(rows))) for name, rows in tables.items()}
 
 
 def meanings(scan: Scan) -> list[tuple[str, str, str]]:

@@ -113,7 +113,7 @@ class _Dispatch:
         }
         make = ReplicaActor.options(**options).remote
         begun = begun_precisions(plan.run)
-        arguments = (plan.scan, plan.info, plan.run, plan.manifest.code, known, resources)
+        arguments = (plan.scan, plan.info, plan.run, plan.code, known, resources)
         self.seats = [
             _Seat(make(*arguments, replica, begun))
             for _ in range(min(resources.replicas, self.missing))

@@ -231,7 +231,7 @@ def submit(
     cluster = JobClient(resources.address or "")
     run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
     last = cluster.last(run.run_id)
-    if last is not None and last.ended:
+    if last is not None and last.ended and not _extends(run, scan):
         if last.state == "SUCCEEDED":
             return f"{last.job_id}: has ended, SUCCEEDED; headcount status {last.run}"
         raise RunError(
@@ -246,9 +246,25 @@ def submit(
     return cluster.start(run, [*words, *_flags(resources)], _forwarded(env), scan_file)
 
 
-def resume(run: RunDirectory, resources: Resources, env: list[str]) -> str:
+def _extends(run: RunDirectory, scan: Scan) -> bool:
+    """Whether a scan has more sequences than its run, as far as can be known from here."""
+    if scan.sequences == "all" or not run.manifest_file.is_file():
+        return False
+    return scan.sequences > run.manifest().sequences
+
+
+def resume(
+    run: RunDirectory,
+    resources: Resources,
+    env: list[str],
+    overrides: list[str],
+    allow_other_code: bool,
+) -> str:
     """Start another job for a run whose last one has ended; says what became of it."""
-    words = ["resume", str(run.path), *_flags(resources)]
+    words = ["resume", str(run.path)]
+    words += [word for override in overrides for word in ("--set", override)]
+    words += ["--allow-other-code"] if allow_other_code else []
+    words += _flags(resources)
     return JobClient(resources.address or "").start(run, words, _forwarded(env))
 
 

@@ -16,6 +16,15 @@ Ask = Callable[[str], list[tuple[Any, ...]]]
 """Puts SQL to runs; the rows of the answer."""
 
 
+Code = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CODE",
+        help="Read the shards that this code measured (shards.code), where two mean different things.",
+    ),
+]
+
+
 def open_runs(runs: str, views: dict[str, str]) -> Ask:
     """What puts SQL to runs in which some more views are made; a mistake in it is one line."""
     from queries.answers import explain
@@ -59,6 +68,7 @@ def query(
     limit: Annotated[
         int | None, typer.Option(min=0, help="Rows at most; a table shows 40 unless told.")
     ] = None,
+    code: Code = None,
 ) -> None:
     """Ask the committed rows of runs a question in SQL, or by the name of a view."""
     from queries.answers import TABLE_ROWS, run_query, write, write_parquet
@@ -66,7 +76,7 @@ def query(
 
     if format == "parquet" and output is None:
         raise QueryError("--format parquet writes a file; say which one with -o FILE")
-    connection = connect(runs)
+    connection = connect(runs, code=code)
     if question is None:
         for name, description in view_descriptions(connection).items():
             typer.echo(f"{name:<24} {description.partition('. ')[0].rstrip('.')}.")
@@ -97,13 +107,14 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
         "report.html"
     ),
+    code: Code = None,
 ) -> None:
     """Write one HTML file with heatmaps, rankings and norms of every run; it opens from disk,
     without a network.
     """
     from queries.report import write_report
 
-    write_report(runs, output)
+    write_report(runs, output, code)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
 

@@ -40,10 +40,10 @@ DORMANT = ["induction_repeated", "sink_repeated", "sink_unrepeated", "sink_text"
 LAYER_LINES = {"resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink_resid_post_norm"}
 
 
-def write_report(path: str | Place, output: Path) -> None:
+def write_report(path: str | Place, output: Path, code: str | None = None) -> None:
     """Write the report on the runs at `path` into one HTML file."""
     figures: list[Record] = []
-    connection = connect(path)
+    connection = connect(path, code=code)
     runs = _records(connection, "runs")
     statistics = {row["name"]: row for row in _records(connection, "statistics")}
     sections = [

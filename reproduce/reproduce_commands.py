@@ -20,13 +20,17 @@ if TYPE_CHECKING:
     from reproduce.system import System
     from reproduce.verdicts import Finding
 
-VIEWS = {
-    "system_heads": "SELECT name AS scan, heads.* FROM heads JOIN runs USING (run_id)",
-    "system_sequences": "SELECT name AS scan, sequences.* FROM sequences JOIN runs USING (run_id)",
-    "system_curves": "SELECT name AS scan, curves.* FROM curves JOIN runs USING (run_id)",
-    "system_profiles": "SELECT name AS scan, profile_means.* FROM profile_means JOIN runs USING (run_id)",
-}
-"""What every system may ask: the tables, and which of its scans a row is of."""
+
+def table_views() -> dict[str, str]:
+    """What every system may ask: the tables, and which of its scans a row is of."""
+    from schemas.kinds import TABLES
+
+    # Of profiles a system asks the means over all shards.
+    views = {name: name for name in TABLES} | {"profiles": "profile_means"}
+    return {
+        f"system_{table}": f"SELECT name AS scan, {view}.* FROM {view} JOIN runs USING (run_id)"
+        for table, view in views.items()
+    }
 
 
 def mount(app: typer.Typer) -> None:
@@ -113,7 +117,7 @@ def _judge(name: str, system: System, model: str, home: str) -> list[Finding]:
     from reproduce.verdicts import judge, warning
     from schemas.places import place
 
-    ask = open_runs(home, VIEWS | system.view)
+    ask = open_runs(home, table_views() | system.view)
     found = judge(name, system, model, ask)
     _show(name, system, model, home, found)
     page = place(f"{home}.html")

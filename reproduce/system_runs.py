@@ -47,7 +47,10 @@ def plans(system: System, model: str, out: str, overrides: Sequence[str] = ()) -
         if "sizes" not in own or any(has_sizes(info, sizes) for sizes in own["sizes"])
         for name, at in _models(scan, own.get("checkpoints"), model).items()
     }
-    identities = {name: resolved.identity for name, resolved in scans.items()}
+    identities = {
+        name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
+        for name, resolved in scans.items()
+    }
     same = hashlib.sha256(json.dumps(identities, sort_keys=True, default=str).encode()).hexdigest()[
         :8
     ]

@@ -279,7 +279,7 @@ def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_p
         ),
         (
             lambda p: toy.change_config(p, scale_attn_weights=False),
-            "m: the fused engine does not reproduce this model",
+            "m: the scores of layer 0 could not be made as 1 · q·k, as its attention module says",
         ),
         (
             lambda p: (p / "model.safetensors").unlink(),

@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from queries.query_commands import open_runs
-from reproduce.reproduce_commands import VIEWS
+from reproduce.reproduce_commands import table_views
 from reproduce.system import systems
 from reproduce.system_runs import measure as run_plan
 from reproduce.system_runs import plans
@@ -184,7 +184,7 @@ def ask_system(
     made = plans(system, model, str(out), overrides)
     for plan in made:
         run_plan(plan, "cpu", lambda _: None)
-    return open_runs(made[0].scan.out, VIEWS | system.view)
+    return open_runs(made[0].scan.out, table_views() | system.view)
 
 
 def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_path: Path) -> None:

@@ -265,14 +265,14 @@ def compare(
             tolerance,
             prediction.per_token,
         )
-    assert set(measured.profiles) == set(reference.profiles)
+    assert set(measured.means["profiles"]) == set(reference.profiles)
     for name, expected in reference.profiles.items():
         bounded = PROFILES[name].unit == "probability"
         if name not in BY_PAIR:
             found[f"curve {name}"] = disagreements(
-                measured.curves[name], expected, bounded, tolerance, True
+                measured.tables["curves"][name], expected, bounded, tolerance, True
             )
-        aggregate = measured.profiles[name]
+        aggregate = measured.means["profiles"][name]
         mean, m2 = aggregate.mean, aggregate.m2
         if mean.ndim == 2:
             # What the heads of a layer share is kept once.
@@ -416,7 +416,7 @@ def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
 def test_every_weight_statistic(shelf: Shelf, name: str) -> None:
     weights = shelf.weights(name)
     written: dict[str, Rows] = {statistic: {} for statistic in WEIGHT_STATISTICS}
-    for row in shelf.replica(name, "dense").weights().to_pylist():
+    for row in shelf.replica(name, "dense").weights()["weights"].to_pylist():
         index = row["dimension"] if row["position"] is None else row["position"]
         written[row["weight"]][row["layer"], row["head"], index] = row["value"]
     for statistic, define in WEIGHT_DEFINITIONS.items():

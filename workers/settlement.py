@@ -12,13 +12,11 @@ from typing import Literal
 
 import torch
 
-from schemas.commits import Method
 from schemas.errors import RunError, ScanError
 from schemas.intervention import Intervention
-from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE, PRECISIONS
+from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from schemas.scan import Scan
 from workers.engine.edits import hidden_keys
-from workers.engine.sweep_kernel import available
 from workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
 from workers.model.model import Model
 
@@ -40,27 +38,7 @@ class Settlement:
     """The precision of a run on a device, and the engine of each intervention."""
 
     precision: str
-    device: str
     interventions: Mapping[Intervention, Settled]
-
-    def methods(self, n_layers: int) -> list[Method]:
-        """How each intervention is measured, in the order of the scan."""
-        return [self.method(settled, n_layers) for settled in self.interventions.values()]
-
-    def method(self, settled: Settled, n_layers: int) -> Method:
-        """How one intervention is measured: what a commit says of it."""
-        fused = settled.engine == "fused"
-        return Method(
-            intervention=str(settled.bound.intervention),
-            engine=settled.engine,
-            precision=self.precision,
-            attention=self._attention() if fused else "matrix",
-            built_layers=settled.bound.built_layers(n_layers) if fused else [],
-        )
-
-    def _attention(self) -> str:
-        exact = PRECISIONS[self.precision].scores == "float64"
-        return "kernel" if not exact and available(torch.device(self.device)) else "tiles"
 
 
 def settle(model: Model, scan: Scan, device: str) -> Settlement:
@@ -74,7 +52,7 @@ def settle(model: Model, scan: Scan, device: str) -> Settlement:
     precision = fastest if scan.precision == "auto" else scan.precision
     for one in dense:
         check_bridge_precision(one, precision)
-    return Settlement(precision, device, settled)
+    return Settlement(precision, settled)
 
 
 def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from functools import partial
-from typing import Any
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.statistics import LAYER_VALUES
 from workers.engine.dense_pattern import MASKED, DensePattern, causal_softmax
 from workers.engine.edits import WHOLE_PATTERN, Edits, hidden_keys
+from workers.engine.engine import Activations, Done, OnFinal, OnLayer
 from workers.engine.token_pairs import TokenPairs
 from workers.model.model import Hook, Model, wide
 
-Activations = dict[str, Any]
-OnLayer = Callable[[int, Activations], None]
-"""Called as `on_layer(layer, activations)`, layer by layer, with the names of
-`schemas.statistics.LAYER_VALUES`.
-
-The dense engine calls it once a layer, the fused one after the attention and again, with
-`resid_post`, at the end of the layer. What `keep` does not name is forgotten in between, and
-nothing outlives its layer.
+Tensors = dict[str, Tensor]
+"""What hooks have shown of a layer, as edits leave it; `unedited …` and `hidden` say what an edit
+changed.
 """
-
-OnFinal = Callable[[Tensor], None]
-"""Called with the stream after the last norm `[batch pos d_model]`, where somebody wants to know
-what is predicted.
-"""
-
-
-class Done(Exception):
-    """Raised after the last layer: what follows (final norm, unembedding) is not needed."""
 
 
 class DenseEngine:
@@ -41,16 +29,27 @@ class DenseEngine:
     activations.
     """
 
-    name = "dense"
+    name: Literal["dense"] = "dense"
+    attention: Literal["matrix"] = "matrix"
 
     def __init__(self, model: Model, edits: Edits | None = None) -> None:
         self.model, self.edits = model, edits or Edits()
         self._checked: set[tuple[int, int]] = set()
-        """Layers, and lengths of sequences, whose scores have been held against their pattern."""
+        """Layers and lengths whose pattern has been held against its scores."""
 
     def edited(self, edits: Edits) -> DenseEngine:
         """The same engine with edits of activations."""
         return DenseEngine(self.model, edits)
+
+    def method(self, intervention: str) -> Method:
+        """How it measures: every pattern is a matrix, so none is built for an edit alone."""
+        return Method(
+            intervention=intervention,
+            engine=self.name,
+            precision="float64" if self.model.dtype == torch.float64 else "float32",
+            attention=self.attention,
+            built_layers=[],
+        )
 
     def run(
         self,
@@ -64,26 +63,26 @@ class DenseEngine:
         unembedding if `on_final`.
         """
         model, info = self.model, self.model.info
-        seen: Activations = {}
+        seen: Tensors = {}
 
         def known(layer: int) -> Activations:
             """What statistics and edits are shown of a layer: the pattern by question, shared keys
             and values repeated.
             """
-            shown = dict(seen)
+            tensors = dict(seen)
             for name in {"k", "v"} & seen.keys():
-                shown[name] = seen[name].repeat_interleave(info.n_heads // seen[name].shape[2], 2)
+                tensors[name] = seen[name].repeat_interleave(info.n_heads // seen[name].shape[2], 2)
+            shown = {name: x for name, x in tensors.items() if name in LAYER_VALUES}
             if {"pattern", "attn_scores"} <= seen.keys():
-                shown["pattern"] = self._pattern(layer, shown)
-            elif "pattern" in self.edits.reads and {"q", "k"} <= seen.keys():
+                return cast(Activations, {**shown, "pattern": self._pattern(layer, tensors)})
+            if "pattern" in self.edits.reads and {"q", "k"} <= seen.keys():
                 # Some bridges show pattern and scores when z is gone; the layer's end tells whether
                 # q and k make them.
-                q, k = _factors(shown)
-                unedited = DensePattern.of(q, k, model.scale(layer))
+                early = DensePattern.of(*_factors(tensors), model.scale(layer))
                 if "pattern" in seen:
-                    unedited.pattern = seen["pattern"]
-                shown["pattern"] = unedited
-            return shown
+                    early.pattern = seen["pattern"]
+                return cast(Activations, {**shown, "pattern": early})
+            return cast(Activations, shown)
 
         def change(name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
             if not self.edits.touch(name, layer):
@@ -107,7 +106,7 @@ class DenseEngine:
 
         def finish(layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = note("resid_post", layer, value, hook)
-            on_layer(layer, {**known(layer), **matches})
+            on_layer(layer, cast(Activations, {**known(layer), **matches}))
             seen.clear()
             model.forget_pattern(layer)
             if layer == info.n_layers - 1 and on_final is None:
@@ -141,42 +140,58 @@ class DenseEngine:
             model.run_with_hooks(tokens, hooks)
         except UserWarning as warning:
             raise ModelError(
-                f"{info.name}: {', '.join(e.target for e in self.edits.edits)} cannot be edited in this architecture ({warning})"
+                f"{info.name}: {', '.join(e.target for e in self.edits.edits)} cannot be edited "
+                f"in this architecture ({warning})"
             ) from None
         except Done:
             pass
 
-    def _pattern(self, layer: int, seen: Activations) -> DensePattern:
+    def _pattern(self, layer: int, tensors: Tensors) -> DensePattern:
         """A layer's pattern, with the scores behind it: as the bridge shows them, or else
         scale·q·k.
         """
-        q, k = _factors(seen)
-        scale = self.model.scale(layer)
-        shown = self.model.shows_scores(layer)
-        scores = seen["attn_scores"] if shown else q @ k.mT * scale
-        n_ctx = q.shape[2]
-        if (layer, n_ctx) not in self._checked:
-            # An edit of scores that the bridge does not show would be measured and have no effect.
-            edited_unseen = not shown and self.edits.touch("attn_scores", layer)
-            self._check(layer, scores, seen, edited_unseen)
-            self._checked.add((layer, n_ctx))
-        return DensePattern(seen["pattern"], scores, q, k, scale, seen.get("hidden"))
-
-    def _check(self, layer: int, scores: Tensor, seen: Activations, edited_unseen: bool) -> None:
-        """Hold scores against the pattern that they should make, before an edit of the pattern."""
-        name, pattern = self.model.info.name, seen["unedited pattern"]
-        makes = torch.allclose(
-            causal_softmax(scores).tril(), pattern.tril(), atol=1e-4, equal_nan=True
-        )
-        if edited_unseen or not makes:
+        model = self.model
+        scale = model.scale(layer)
+        q, k = _factors(tensors)
+        if model.shows_scores(layer):
+            scores = tensors["attn_scores"]
+        elif self.edits.touch("attn_scores", layer):
             raise ModelError(
-                f"{name}: the bridge does not show the scores behind the pattern of layer {layer}"
+                f"{model.info.name}: the bridge does not show the scores behind the pattern of "
+                f"layer {layer}, so they cannot be edited"
             )
-        unedited = seen["unedited attn_scores"] if self.model.shows_scores(layer) else scores
-        if (unedited.tril() <= MASKED).any():
-            raise ModelError(f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx")
+        else:
+            scores = q @ k.mT * scale
+        if (layer, scores.shape[-1]) not in self._checked:
+            self._check(layer, scores, tensors)
+            self._checked.add((layer, scores.shape[-1]))
+        return DensePattern(tensors["pattern"], scores, q, k, scale, tensors.get("hidden"))
+
+    def _check(self, layer: int, scores: Tensor, tensors: Tensors) -> None:
+        """Refuse a pattern that its scores do not make: the layer looks back less far, or an edit
+        of the scores has no effect.
+        """
+        name = self.model.info.name
+        shown = tensors["unedited pattern"]
+        beyond = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
+        if self.model.shows_scores(layer):
+            if (tensors["unedited attn_scores"].tril() <= MASKED).any():
+                raise ModelError(beyond)
+            if not _makes(scores, shown):
+                raise ModelError(
+                    f"{name}: the bridge does not show the scores behind the pattern of "
+                    f"layer {layer}"
+                )
+        elif not _makes(scores, shown):
+            raise ModelError(beyond)
 
 
-def _factors(seen: Activations) -> tuple[Tensor, Tensor]:
+def _factors(tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Queries and keys `[batch head pos d_head]`."""
-    return seen["q"].transpose(1, 2), seen["k"].transpose(1, 2)
+    return tensors["q"].transpose(1, 2), tensors["k"].transpose(1, 2)
+
+
+def _makes(scores: Tensor, pattern: Tensor) -> bool:
+    """Whether a pattern is the causal softmax of scores; broken weights are left to measuring."""
+    implied = causal_softmax(scores)
+    return torch.allclose(implied.tril(), pattern.tril(), atol=1e-4, equal_nan=True)

@@ -6,20 +6,23 @@ import copy
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.precision import PRECISIONS
 from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_engine import Activations, DenseEngine, Done, OnFinal, OnLayer
+from workers.engine.dense_engine import DenseEngine
 from workers.engine.dense_pattern import MASKED, DensePattern
 from workers.engine.edits import Edits, hidden_keys
+from workers.engine.engine import Activations, Done, OnFinal, OnLayer
 from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import linears_in
+from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
 from workers.model.model import Model, wide
 
@@ -32,24 +35,20 @@ class _Forward:
 
     def __init__(
         self,
-        model: Model,
+        engine: FusedEngine,
         tokens: Tensor,
         matches: Mapping[str, TokenPairs],
-        asked: set[str],
-        factors: str,
         on_layer: OnLayer,
         keep: Container[str],
-        edits: Edits,
         on_final: OnFinal | None,
     ) -> None:
-        self.model = model
-        self.tokens, self.matches, self.asked, self.factors = tokens, matches, asked, factors
-        self.on_layer, self.keep = on_layer, keep
-        self.edits, self.on_final = edits, on_final
-        self.layer, self.last = 0, len(model.blocks) - 1
-        self.dense_layers = edits.dense_layers(len(model.blocks))
+        self.engine, self.model, self.edits = engine, engine.model, engine.edits
+        self.tokens, self.matches = tokens, matches
+        self.on_layer, self.keep, self.on_final = on_layer, keep, on_final
+        self.layer, self.last = 0, len(self.model.blocks) - 1
+        self.dense_layers = self.edits.dense_layers(len(self.model.blocks))
         self.attended = False
-        self.activations: Activations = {}
+        self.activations: dict[str, Tensor | FusedPattern | DensePattern] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention over `[batch head pos d_head]`; returns z `[batch pos head d_head]` and notes
@@ -60,12 +59,17 @@ class _Forward:
         q, k, v = (self._edited(name, wide(x)) for name, x in (("q", q), ("k", k), ("v", v)))
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        self.activations |= {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
+        self.activations["q"] = q.transpose(1, 2)
+        self.activations["k"] = k.transpose(1, 2)
+        self.activations["v"] = v.transpose(1, 2)
         if self.layer in self.dense_layers:
             pattern = self._built(q, k, scale)
             z = (pattern.pattern @ v).transpose(1, 2)
         else:
-            pattern = FusedPattern(q, k, v, scale, self.matches, self.asked, self.factors)
+            engine = self.engine
+            pattern = FusedPattern(
+                q, k, v, scale, self.matches, engine.asked, engine.formats.scores, engine.sweep
+            )
             z = pattern.z.transpose(1, 2)
         self.activations["pattern"] = pattern
         self.activations["z"] = z = self.edit("z", z)
@@ -73,9 +77,11 @@ class _Forward:
         self.show()
         if self.layer == self.last and "resid_post" not in self.keep and self.on_final is None:
             raise Done  # Nobody reads what comes after.
-        kept = self.edits.reads
+        read = self.edits.reads
         self.activations = {
-            name: a for name, a in self.activations.items() if name in self.keep or name in kept
+            name: value
+            for name, value in self.activations.items()
+            if name in self.keep or name in read
         }
         return z.to(dtype)
 
@@ -108,7 +114,7 @@ class _Forward:
 
     def show(self) -> None:
         """Hand over what is known of the layer."""
-        self.on_layer(self.layer, {**self.activations, **self.matches})
+        self.on_layer(self.layer, cast(Activations, {**self.activations, **self.matches}))
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -180,16 +186,36 @@ class FusedEngine:
     of a forward pass.
     """
 
-    name = "fused"
+    name: Literal["fused"] = "fused"
 
-    def __init__(self, model: Model, precision: str = "float32") -> None:
-        self.model = model
-        # The check is about the model's attention, so it runs in the format of the bridge.
-        self.precision = PRECISIONS["float64" if precision == "float64" else "float32"]
+    def __init__(
+        self, model: Model, precision: str = "float32", sweep: Sweep | None = None
+    ) -> None:
+        """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
+        self.model, self.precision, self.edits = model, precision, Edits()
         self.asked: set[str] = set()
-        self.edits = Edits()
+        """Questions that every sweep answers on its way."""
+        # The check is about the model's attention, so it runs in the format of the bridge.
+        self.formats = PRECISIONS["float64" if precision == "float64" else "float32"]
+        self.sweep: Sweep | None = None
         self._check_against_bridge()
-        self.precision = PRECISIONS[precision]
+        self.formats = PRECISIONS[precision]
+        self.sweep = sweep
+
+    @property
+    def attention(self) -> Literal["tiles", "kernel"]:
+        """What computes the patterns, except in layers where an edit needs them built."""
+        return "tiles" if self.sweep is None else "kernel"
+
+    def method(self, intervention: str) -> Method:
+        """How it measures under its edits."""
+        return Method(
+            intervention=intervention,
+            engine=self.name,
+            precision=self.precision,
+            attention=self.attention,
+            built_layers=self.edits.dense_layers(self.model.info.n_layers),
+        )
 
     def run(
         self,
@@ -202,19 +228,9 @@ class FusedEngine:
         """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the
         unembedding if `on_final`.
         """
-        forward = _Forward(
-            self.model,
-            tokens,
-            matches,
-            self.asked,
-            self.precision.scores,
-            on_layer,
-            keep,
-            self.edits,
-            on_final,
-        )
+        forward = _Forward(self, tokens, matches, on_layer, keep, on_final)
         try:
-            with forward.hooked(), linears_in(self.precision.linears, tokens.device.type):
+            with forward.hooked(), linears_in(self.formats.linears, tokens.device.type):
                 self.model.run_bare(tokens, forward.attend)
         except Done:
             pass
@@ -243,7 +259,8 @@ class FusedEngine:
             DenseEngine(self.model).run(tokens, {}, lambda _, seen: dense.append(seen))
         if not len(fused) == len(dense) == info.n_layers:
             raise ModelError(
-                f"{info.name}: {info.n_layers} layers expected, {len(fused)} seen; use engine = 'dense'"
+                f"{info.name}: {info.n_layers} layers expected, {len(fused)} seen; "
+                "use engine = 'dense'"
             )
         for name in ("q", "k", "resid_post"):
             # Lengths, because not every bridge shows q and k after their rotation, which keeps
@@ -252,6 +269,7 @@ class FusedEngine:
             # Weights that are not numbers agree with nothing; measuring will name the layer.
             if (error := ((a - b).norm() / b.norm()).item()) >= 1e-3:
                 raise ModelError(
-                    f"{info.name}: the fused engine does not reproduce this model (the length of {name} in the last layer "
-                    f"differs by {error:.2g}, expected < 1e-3): its attention has something the engine lacks; use engine = 'dense'"
+                    f"{info.name}: the fused engine does not reproduce this model (the length of "
+                    f"{name} in the last layer differs by {error:.2g}, expected < 1e-3): its "
+                    "attention has something the engine lacks; use engine = 'dense'"
                 )

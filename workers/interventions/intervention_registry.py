@@ -22,9 +22,10 @@ from typing import Any, get_args
 from torch import Tensor
 
 from schemas.errors import ModelError, ScanError, unknown
-from schemas.formulas import fingerprint, first_paragraph
+from schemas.fingerprints import fingerprint
+from schemas.formulas import first_paragraph
 from schemas.intervention import Argument, Intervention, InterventionPart
-from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, WHOLE_PATTERN, Edit, Edits, readable
+from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, Edit, Edits, readable
 from workers.model.model import Model
 from workers.model.model_info import ModelInfo
 
@@ -126,11 +127,6 @@ class BoundIntervention:
             Edit(p.target, p.function_for(model), p.layer, frozenset(p.registered.reads))
             for p in self.activation_parts
         )
-
-    def built_layers(self, n_layers: int) -> list[int]:
-        """Layers whose pattern has to be built because its scores or itself are edited."""
-        parts = [p for p in self.activation_parts if p.target in WHOLE_PATTERN]
-        return [i for i in range(n_layers) if any(p.layer in (None, i) for p in parts)]
 
     @property
     def needs_partner(self) -> bool:

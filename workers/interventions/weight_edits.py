@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ from workers.model.model import EditableWeight, Model
 def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
     """Why only the bridge sees an edit; none if the bare modules see it too."""
     for part in bound.weight_parts:
-        _, weight = _weights(model, part)[0]
-        if not weight.in_bare:
+        if _weights(model, part)[0].parameter is None:
             return f"the modules do not share {part.target} with the bridge"
     for part in bound.activation_parts:
         if part.target in ("q", "k") and model.rotary:
@@ -43,23 +43,23 @@ def check_targets(model: Model, bound: BoundIntervention) -> None:
 @contextmanager
 def edited_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
     """Apply edits of weights; afterwards restore them and verify what the engines read."""
-    saved: list[tuple[Tensor, Tensor]] = []
+    edits: list[tuple[BoundPart, EditableWeight, Tensor]] = []
     # All of them are made from the untouched model, before the first is applied.
     functions = [(part, part.function_for(model)) for part in bound.weight_parts]
     readers = _readers(model, bound)
     before = {name: _checksum(read()) for name, read in readers.items()}
     try:
         for part, function in functions:
-            for layer, weight in _weights(model, part):
-                edited = function(weight.tensor, {"layer": layer})
-                saved.append((weight.tensor, weight.tensor.clone()))
+            for weight in _weights(model, part):
+                edited = function(weight.tensor, {"layer": weight.layer})
+                edits.append((part, weight, weight.tensor.clone()))
                 weight.tensor.copy_(edited)
                 if not torch.equal(weight.read(), edited):
                     raise ModelError(f"{model.info.name}: {part.target} cannot be edited in place")
         yield
     finally:
-        for tensor, original in reversed(saved):
-            tensor.copy_(original)
+        for _, weight, original in reversed(edits):
+            weight.tensor.copy_(original)
         for name, read in readers.items():
             if _checksum(read()) != before[name]:
                 raise ModelError(
@@ -67,14 +67,14 @@ def edited_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
                 )
 
 
-def _weights(model: Model, part: BoundPart) -> list[tuple[int | None, EditableWeight]]:
-    """The weights that a part edits, with their layers."""
+def _weights(model: Model, part: BoundPart) -> list[EditableWeight]:
+    """The weights that a part edits."""
     layers: Iterable[int | None] = range(model.info.n_layers)
     if part.target in EDITABLE_EMBEDDINGS:
         layers = [None]
     elif part.layer is not None:
         layers = [part.layer]
-    weights: list[tuple[int | None, EditableWeight]] = []
+    weights: list[EditableWeight] = []
     for layer in layers:
         weight = model.editable_weight(part.target, layer)
         if weight is None:
@@ -82,31 +82,24 @@ def _weights(model: Model, part: BoundPart) -> list[tuple[int | None, EditableWe
             raise ModelError(
                 f"{model.info.name}: {where}no {part.target} for {part.registered.name} to edit"
             )
-        weights.append((layer, weight))
+        weights.append(weight)
     return weights
 
 
 def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], Tensor]]:
-    """Ways to what the engines read of the weights that are edited, by name: the bridge's weight,
-    and the bare modules' parameter that holds it.
+    """Ways to what the engines read of the weights that are edited, each by its name.
 
-    Each call looks the weight up again. The tensor that was edited would not tell whether the model
-    still uses it.
+    A weight is looked up anew with each call. The tensor that was edited would not tell whether the
+    model still uses it.
     """
-    names = {p.untyped_storage().data_ptr(): name for name, p in model.bare.named_parameters()}
     readers: dict[str, Callable[[], Tensor]] = {}
     for part in bound.weight_parts:
-        for layer, weight in _weights(model, part):
-            place = "" if layer is None else f"layer {layer}: "
+        for weight in _weights(model, part):
+            if weight.parameter is not None:
+                readers[weight.parameter] = partial(model.bare.get_parameter, weight.parameter)
+            place = "" if weight.layer is None else f"layer {weight.layer}: "
             readers[place + part.target] = weight.read
-            parameter = names.get(weight.tensor.untyped_storage().data_ptr())
-            if parameter is not None:
-                readers[parameter] = _reader(model, parameter)
     return readers
-
-
-def _reader(model: Model, parameter: str) -> Callable[[], Tensor]:
-    return lambda: model.bare.get_parameter(parameter)
 
 
 def _checksum(weight: Tensor) -> str:

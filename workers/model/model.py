@@ -50,10 +50,13 @@ class LayerScale:
 class EditableWeight:
     """A weight that can be edited in place."""
 
+    layer: int | None
     tensor: Tensor
     """Writing to it edits the model."""
-    in_bare: bool
-    """Whether the bare modules see an edit; if not, it is a copy that the bridge alone reads."""
+    parameter: str | None
+    """The parameter of the bare modules that holds it; None if it is a copy, which the bridge alone
+    reads.
+    """
     read: Callable[[], Tensor]
     """The weight as the model reads it now."""
 
@@ -205,18 +208,19 @@ class Model:
         tensor = read()
         if tensor is None or (layer is None and name != "W_pos"):
             return None
-        in_bare = tensor.untyped_storage().data_ptr() in self._bare_storages
+        parameter = self._parameters.get(tensor.untyped_storage().data_ptr())
 
         def read_again() -> Tensor:
             weight = read()
             assert weight is not None  # It was there a moment ago.
             return weight
 
-        return EditableWeight(tensor, in_bare, read_again)
+        return EditableWeight(layer, tensor, parameter, read_again)
 
     @cached_property
-    def _bare_storages(self) -> set[int]:
-        return {p.untyped_storage().data_ptr() for p in self.bare.parameters()}
+    def _parameters(self) -> dict[int, str]:
+        """Names of the bare modules' parameters, by the place of their storage."""
+        return {p.untyped_storage().data_ptr(): name for name, p in self.bare.named_parameters()}
 
     @property
     def logit_field(self) -> str | None:
