@@ -108,10 +108,11 @@ class Rehearsal:
                 speeds.append(speed * max(1, self.replicas))
                 samples.append(sample)
         tokens = len(plan.sequences) * plan.scan.n_ctx
-        methods = self.settlement.methods(plan.info.n_layers)
+        # Engines do not depend on the device, the precision does.
+        settled = {"precision": self.settlement.precision}
         costs = [
-            InterventionCost(method, speed, tokens / speed)
-            for method, speed in zip(methods, speeds, strict=True)
+            InterventionCost(sample.method.model_copy(update=settled), speed, tokens / speed)
+            for sample, speed in zip(samples, speeds, strict=True)
         ]
         return Cost(
             device=self.device,
