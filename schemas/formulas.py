@@ -33,8 +33,8 @@ class Formula:
     formula: str
     defined: Callable[..., Any] | None = None
     """Says where it has a value; everywhere if there is no such rule."""
-    cosine: bool = False
-    """Whether it is a cosine or a mean of cosines: a vector of zeros has none."""
+    of_directions: bool = False
+    """Whether it reads nothing but directions, as a cosine does: a vector of zeros has none."""
 
     undefined: ClassVar[str] = "NULL"
     """What there is where it has no value."""
@@ -46,7 +46,7 @@ class Formula:
         if self.defined is not None:
             rule = first_paragraph(self.defined)
             rules.append(f"{self.undefined} unless {rule.rstrip('.')}")
-        if self.cosine:
+        if self.of_directions:
             rules.append("NULL if one of its vectors is zero")
         return "; ".join(rules)
 

@@ -57,19 +57,19 @@ def prediction(
     source: str,
     per_token: bool = False,
     defined: Callable[..., Tensor | bool] | None = None,
-    cosine: bool = False,
+    of_directions: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` if it is
     `per_token`.
 
     `defined` takes prediction inputs too and says, per sequence or per token, where it has a value;
-    elsewhere the column is NULL, as it is where one of the vectors of a `cosine` is zero.
+    elsewhere the column is NULL, as it is where something `of_directions` reads a vector of zeros.
     """
 
     def register(function: F) -> F:
         fields = described(function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS)
         fields |= {"unit": unit, "range": range, "source": source}
-        fields |= {"defined": defined, "cosine": cosine}
+        fields |= {"defined": defined, "of_directions": of_directions}
         PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)
         return function
 
@@ -190,7 +190,7 @@ def final_logits(final_logit: Tensor) -> Tensor:
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
     defined=has_known_positions,
-    cosine=True,
+    of_directions=True,
 )
 def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
     """Alignment of each effective position with what its position really changes after the first
@@ -211,7 +211,7 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
     defined=has_known_positions,
-    cosine=True,
+    of_directions=True,
 )
 def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:
     """Alignment of each effective position with what positions really change after the whole first

@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from models import backcopy as training
-from tests.definitions import definitions
+from tests.reference.definitions import definitions
 from tests.toy_models import measure
 from workers.inputs.backcopy import BUNDLED_TEXT, Bigrams, Chain, bigrams_of, chain_of, follow
 from workers.model.model_info import describe, find_model

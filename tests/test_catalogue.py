@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel
 
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
-from tests.definitions import Columns, definitions
+from tests.reference.definitions import Columns, definitions
 from workers.engine.engine import Activations
 from workers.model.model import bridge_of
 from workers.model.model_info import find_model
@@ -32,7 +32,9 @@ def repeated(period: int, first: bool, batch: int = 3, d_vocab: int = toy.D_VOCA
 def check(found: InterventionMeasurements, expected: Columns) -> None:
     for name, values in expected.items():
         scale = 1 if STATISTICS[name].range == (0, 1) else np.maximum(1, np.abs(values))
-        assert (np.abs(found.heads[name] - values) <= 1e-5 * scale).all(), name
+        np.testing.assert_array_equal(np.isnan(found.heads[name]), np.isnan(values), name)
+        difference = np.nan_to_num(np.abs(found.heads[name] - values) / scale)
+        assert difference.max() <= 1e-5, name
 
 
 @pytest.fixture(scope="module")

@@ -168,7 +168,7 @@ def test_the_cosine_of_a_vector_of_zeros_is_null(
         "zero_first_key": {"sink_key_cosine"},
         "query_is_bias": {"sink_key_cosine"},
     }
-    cosines = [s for s in STATISTICS if STATISTICS[s].cosine]
+    cosines = [s for s in STATISTICS if STATISTICS[s].unit == "cosine"]
     assert len(cosines) == 4
     for text, expected in null.items():
         heads = replica.measure(tokens, text).heads

@@ -1,11 +1,7 @@
-"""Every column equals its definition, written out plainly in float64 on Hugging Face's own eager
-attention.
-"""
+"""Every column equals its definition, written out plainly in float64 (`tests/reference`)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,8 @@ from schemas.errors import MeasureError
 from schemas.scan import Scan, parse_scan
 from schemas.statistics import STATISTICS
 from schemas.tables import chance_column
-from tests.definitions import by_pattern, definitions
+from tests.reference.definitions import recompute
+from tests.reference.weights import read_weights
 from workers.inputs.sequences import Sequences
 from workers.model.model import bridge_of
 from workers.model.model_info import describe, find_model
@@ -60,89 +57,12 @@ def labels_of(tokens: np.ndarray) -> list[list[str]]:
     return [["trigger" if is_trigger(token) else "" for token in row] for row in tokens.tolist()]
 
 
-def reference(tokens: np.ndarray) -> dict[str, np.ndarray]:
+@cache
+def reference(n_ctx: int) -> dict[str, np.ndarray]:
     """The statistics `[sequence layer head]` by their formulas, one query at a time, in float64."""
-    path = find_model("bundled:gpt2-mini")
-    model: Any = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager").double().eval()
-    qkv: list[torch.Tensor] = []
-    z: list[torch.Tensor] = []
-    resid_post: list[torch.Tensor] = []
-    for block in model.transformer.h:
-        block.attn.c_attn.register_forward_hook(lambda m, a, out: qkv.append(out))
-        block.attn.c_proj.register_forward_pre_hook(lambda m, a: z.append(a[0]))
-        block.register_forward_hook(
-            lambda m, a, out: resid_post.append(out[0] if isinstance(out, tuple) else out)
-        )
-    with torch.no_grad():
-        out = model(
-            torch.from_numpy(tokens).long(), output_attentions=True, output_hidden_states=True
-        )
-    columns: dict[str, list[float]] = {}
-    n_layers, n_heads, n_ctx = len(qkv), model.config.n_head, tokens.shape[1]
-    for s in range(len(tokens)):
-        for layer in range(n_layers):
-            pre, post = (
-                r[s].norm(dim=-1).tolist() for r in (out.hidden_states[layer], resid_post[layer])
-            )
-            q, k, v = (x.view(n_ctx, n_heads, -1) for x in qkv[layer][s].chunk(3, dim=-1))
-            for head in range(n_heads):
-                heads_z = z[layer][s].view(n_ctx, n_heads, -1)[:, head]
-                values = one_head(out.attentions[layer][s, head].numpy(), tokens[s].tolist())
-                values |= norms("value", v[:, head]) | norms("key", k[:, head])
-                values |= {
-                    "query_norm": norms("q", q[:, head])["q_norm"],
-                    "head_output_norm": norms("z", heads_z)["z_norm"],
-                }
-                values |= {"resid_pre_norm": sum(pre) / n_ctx, "sink_resid_pre_norm": pre[0]}
-                values |= {"resid_post_norm": sum(post) / n_ctx, "sink_resid_post_norm": post[0]}
-                scores = (q[:, head] @ k[:, head].T / math.sqrt(q.shape[-1])).numpy()
-                margins = [scores[i, 0] - scores[i, 1:i].mean() for i in range(2, n_ctx)]
-                values["sink_logit_margin"] = float(np.mean(margins)) if margins else math.nan
-                for name, value in values.items():
-                    columns.setdefault(name, []).append(value)
-    return {
-        name: np.array(c).reshape(len(tokens), n_layers, n_heads) for name, c in columns.items()
-    }
-
-
-def norms(name: str, vectors: torch.Tensor) -> dict[str, float]:
-    lengths = vectors.norm(dim=-1).tolist()
-    return {f"{name}_norm": sum(lengths) / len(lengths), f"sink_{name}_norm": lengths[0]}
-
-
-def one_head(a: np.ndarray, t: list[int]) -> dict[str, float]:
-    """The statistics of one pattern `[query key]`."""
-    n = len(t)
-    queries = range(n)
-    entropy = [-sum(x * math.log(x) for x in a[i] if x > 0) for i in queries]
-    copies = {i: [j for j in range(i) if t[j] == t[i]] for i in queries}
-    matched = [i for i in queries if copies[i]]
-
-    def mean(values: Sequence[float]) -> float:
-        return float(np.mean(values)) if values else math.nan
-
-    triggers, others = (
-        [i for i in queries if i >= 1 and is_trigger(t[i]) == kind] for kind in (True, False)
-    )
-    both = bool(triggers and others)
-    return {
-        "sink_mass_triggers": mean([a[i, 0] for i in triggers if both]),
-        "sink_mass_others": mean([a[i, 0] for i in others if both]),
-        "previous_token_triggers": mean([a[i, i - 1] for i in triggers if both]),
-        "sink_mass": mean([a[i, 0] for i in queries if i >= 1]),
-        "sink_alpha": mean([a[i, 0] for i in queries]),
-        "sink_mass_late": mean([a[i, 0] for i in queries if i >= n // 2]),
-        "sink_mass_first4": mean([a[i, :4].sum() for i in queries if i >= n // 2]),
-        "previous_token_score": mean([a[i, i - 1] for i in queries if i >= 1]),
-        "lookback_two_score": mean([a[i, i - 2] for i in queries if i >= 2]),
-        "self_attention": mean([a[i, i] for i in queries]),
-        "induction_score": mean([sum(a[i, j + 1] for j in copies[i]) for i in matched]),
-        "duplicate_score": mean([sum(a[i, j] for j in copies[i]) for i in matched]),
-        "match_coverage": len(matched) / n,
-        "entropy": mean(entropy),
-        "entropy_normalised": mean([entropy[i] / math.log(i + 1) for i in queries if i >= 1]),
-        "mean_distance": mean([sum(a[i, j] * (i - j) for j in queries) for i in queries]),
-    }
+    tokens = tokens_of(n_ctx)
+    weights = read_weights(find_model("bundled:gpt2-mini"))
+    return recompute(weights, tokens, labels=labels_of(tokens)).heads
 
 
 def assert_equal(
@@ -158,7 +78,7 @@ def assert_equal(
 @pytest.mark.parametrize("n_ctx", [1, 2, 3, 97, 256])
 def test_every_column_equals_its_definition_in_float64(engine: str, n_ctx: int) -> None:
     tokens = tokens_of(n_ctx)
-    expected = reference(tokens) | definitions(find_model("bundled:gpt2-mini"), tokens)
+    expected = reference(n_ctx)
     found = replica(engine).measure(tokens, labels=labels_of(tokens)).heads
     assert set(found) == set(expected) == set(STATISTICS)
     for name in STATISTICS:
@@ -192,16 +112,16 @@ def test_values_lie_in_the_registered_range() -> None:
 
 def test_chance_is_what_uniform_attention_scores() -> None:
     tokens = tokens_of(60)
-    uniform = np.tril(np.ones((60, 60))) / np.arange(1, 61)[:, None]
-    found = replica().measure(tokens, labels=labels_of(tokens)).sequences
-    assert set(found) == {chance_column(s.name) for s in STATISTICS.values() if s.chance}
-    for i, sequence in enumerate(tokens):
-        expected = one_head(uniform, sequence.tolist()) | by_pattern(uniform, sequence.tolist())
-        for name in expected:
-            if STATISTICS[name].chance:
-                assert found[chance_column(name)][i] == pytest.approx(
-                    expected[name], rel=1e-5, nan_ok=True
-                ), name
+    labels = labels_of(tokens)
+    names = [s.name for s in STATISTICS.values() if s.chance]
+    weights = read_weights(find_model("bundled:gpt2-mini"))
+    expected = recompute(weights, tokens, labels=labels, chance=names).chance
+    found = replica().measure(tokens, labels=labels).sequences
+    assert set(found) == {chance_column(name) for name in names}
+    for name in names:
+        np.testing.assert_allclose(
+            found[chance_column(name)], expected[name], rtol=1e-5, err_msg=name
+        )
 
 
 def test_induction_score_on_a_repeated_block_is_the_strict_score() -> None:

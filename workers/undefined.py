@@ -1,7 +1,8 @@
 """Where a formula has no value although its layer was measured: NULL, and never a large number.
 
-Two things leave a formula without a value. An edit may hide a score that it reads, and a cosine may
-meet a vector of zeros. Both make NaN. Broken weights make NaN too, but they are an error.
+Two things leave a formula without a value. An edit may hide a score that it reads, and what reads
+directions, as a cosine, may meet a vector of zeros. Both make NaN. Broken weights make NaN too, but
+they are an error.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _under_a_mask(
 
 def _without_direction(formula: Formula, value: Tensor, activations: Mapping[str, Any]) -> Tensor:
     """Where a cosine is undefined: it is 0/0, and everything that it reads is finite."""
-    if not formula.cosine:
+    if not formula.of_directions:
         return torch.zeros_like(value, dtype=torch.bool)
     inputs = [activations[name] for name in formula.parameters]
     finite = [x.isfinite().all() for x in inputs if isinstance(x, Tensor)]

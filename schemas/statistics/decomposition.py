@@ -176,7 +176,7 @@ def has_two_effective_positions(effective: Tensor) -> Tensor:
 @statistic(
     unit="cosine", range=(-1, 1), source="Mahmood's reproduction of Ran-Milo et al. 2026",
     defined=has_effective_positions,
-    cosine=True, standard=False,
+    of_directions=True, standard=False,
 )  # fmt: skip
 def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
     """Mean cosine of what a query is without its bias and the key of effective position 0, over the
@@ -194,7 +194,7 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
 @statistic(
     unit="cosine", range=(-1, 1), source="Mahmood's reproduction of Ran-Milo et al. 2026",
     defined=has_two_effective_positions,
-    cosine=True, standard=False,
+    of_directions=True, standard=False,
 )  # fmt: skip
 def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
     """Mean cosine of what a query is without its bias and the keys of the other effective

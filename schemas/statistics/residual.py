@@ -26,6 +26,7 @@ def sink_resid_post_massive(resid_post: Tensor) -> Tensor:
     unit="share of the squared length",
     range=(0, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    of_directions=True,
     standard=False,
 )
 def sink_resid_post_top3(resid_post: Tensor) -> Tensor:
@@ -40,4 +41,4 @@ def sink_resid_post_top3(resid_post: Tensor) -> Tensor:
     """
     energy = resid_post[:, 0].square()
     top = energy.topk(min(3, energy.shape[-1])).values
-    return top.sum(-1) / energy.sum(-1).clamp(min=1e-30)
+    return top.sum(-1) / energy.sum(-1)

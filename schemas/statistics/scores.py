@@ -53,7 +53,7 @@ def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
 
 @statistic(
     unit="cosine", range=(-1, 1), source="Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions,
-    cosine=True, standard=False,
+    of_directions=True, standard=False,
 )  # fmt: skip
 def sink_key_cosine(q: Tensor, k: Tensor) -> Tensor:
     """Mean cosine of the angle between the queries and key 0.
@@ -68,7 +68,7 @@ def sink_key_cosine(q: Tensor, k: Tensor) -> Tensor:
 
 @statistic(
     unit="cosine", range=(-1, 1), source="Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions_and_three,
-    cosine=True, standard=False,
+    of_directions=True, standard=False,
 )  # fmt: skip
 def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     """Mean cosine of the angle between the queries and the earlier keys other than key 0.

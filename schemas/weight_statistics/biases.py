@@ -40,7 +40,7 @@ def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> Tensor:
 
 @weight(
     axis="position", unit="cosine", source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 2",
-    defined=has_fixed_positions, cosine=True,
+    defined=has_fixed_positions, of_directions=True,
 )  # fmt: skip
 def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
     """Alignment of the query bias with the key that an effective position makes.

@@ -55,15 +55,15 @@ def weight(
     unit: str,
     source: str,
     defined: Callable[..., bool] | None = None,
-    cosine: bool = False,
+    of_directions: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as a statistic of the `weights` table.
 
     Its parameters are names of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`, in float64. It returns `[head
     index]`, or `[head]` along axis "none", and without the axis of heads where heads share the
     values. `defined` takes `rotary` and says whether a model has the statistic; one that reads a
-    weight that the model does not have is undefined too. A `cosine` is NULL if one of its vectors
-    is zero.
+    weight that the model does not have is undefined too. What is `of_directions`, as a
+    cosine, is NULL if one of its vectors is zero.
     """
 
     def register(function: F) -> F:
@@ -73,7 +73,7 @@ def weight(
         )
         fields["axis"] = checked_axis(axis, get_args(Axis), f"weight statistic {name!r}")
         WEIGHT_STATISTICS[name] = WeightStatistic(
-            **fields, unit=unit, source=source, defined=defined, cosine=cosine
+            **fields, unit=unit, source=source, defined=defined, of_directions=of_directions
         )
         return function
 

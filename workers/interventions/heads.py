@@ -34,8 +34,8 @@ def mean_head(z: Tensor, *, layer: int, head: int) -> Tensor:
 
 @intervention
 def patch_head(z: Tensor, partner: Tensor, *, layer: int, head: int) -> Tensor:
-    """The output of one head comes from the run on the partner sequence (activation patching;
-    Farrell 2023).
+    """The output of one head comes from the run on the partner sequence, in which all other edits
+    are made too (activation patching; Farrell 2023).
     """
     return replaced(z, (..., head, slice(None)), partner[:, :, head])
 

@@ -30,7 +30,8 @@ def zero_inactive_heads(
     z: Tensor, pattern: Any, v: Tensor, *, score: Score, threshold: float, scale: Scale = "raw"
 ) -> Tensor:
     """Heads whose score on a sequence is below a threshold (`sink_alpha`: above) move nothing
-    (Sandoval-Segura et al. 2025).
+    (Sandoval-Segura et al. 2025). With `layer_mean` a score is divided by the mean of the layer's
+    heads, `head_output_norm_last` by their mean `head_output_norm`.
     """
     return _without(z, _inactive(z, pattern, v, score, threshold, scale))
 
@@ -49,7 +50,7 @@ def zero_random_heads(
     draw: int = 0,
 ) -> Tensor:
     """The control of zero_inactive_heads: in every layer of a sequence as many heads as would be
-    inactive there, drawn from all.
+    inactive there, drawn from all by a hash of the tokens, the layer and the draw.
     """
     count = _inactive(z, pattern, v, score, threshold, scale).sum(-1, keepdim=True)
     return _without(z, _random_order(tokens, z.shape[2], layer, draw) < count)
@@ -58,7 +59,8 @@ def zero_random_heads(
 @intervention
 def zero_entropy_sinks(pattern: Tensor, *, row: float, column: float) -> Tensor:
     """Heads whose mean row entropy is below `row` and largest column entropy above `column` attend
-    to nothing (Guo et al. 2024).
+    to nothing (Guo et al. 2024). Row q ≥ 1 counts in parts of ln(q+1), column k, divided by its
+    sum, in parts of ln(T-k).
     """
     return pattern * ~_entropy_sinks(pattern, row, column)[..., None, None]
 

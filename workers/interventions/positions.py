@@ -109,8 +109,8 @@ def zero_token(embed: Tensor, *, position: int) -> Tensor:
 
 @intervention
 def swap_effective_positions(mlp_out: Tensor, circuit: Circuit, *, layer: int = 0) -> Tensor:
-    """The first MLP writes the direction of effective position 0 at position 1, and that of 1 at 0
-    (Ran-Milo et al. 2026, d).
+    """The first MLP writes the direction of effective position 0 at position 1, and that of 1 at 0:
+    a·(u1 - u0) is added at 0 and subtracted at 1, with a = mlp_out[0]·u0 (Ran-Milo et al. 2026, d).
     """
     return _swapped(mlp_out, circuit.effective[:2])
 

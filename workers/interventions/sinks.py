@@ -33,7 +33,7 @@ def scale_query_bias(b_Q: Tensor, *, alpha: float) -> Tensor:
 @intervention
 def random_query_bias(b_Q: Tensor, *, draw: int = 0, alpha: float = 0.0) -> Tensor:
     """The control of zero_query_bias and scale_query_bias: the bias moves as far, in a random
-    direction for each head.
+    direction for each head, the same in all layers.
     """
     return b_Q + (1 - alpha) * b_Q.norm(dim=-1, keepdim=True) * random_directions(b_Q, draw)
 
@@ -50,8 +50,8 @@ def random_directions(like: Tensor, draw: int) -> Tensor:
 def scale_massive_keys(
     W_K: Tensor, circuit: Circuit, *, alpha: float = 0.0, count: int = 3
 ) -> Tensor:
-    """Keys read the largest coordinates of the first effective position alpha times (Ran-Milo et
-    al. 2026, intervention i).
+    """Keys read the coordinates in which the untouched first effective position is largest in size
+    alpha times (Ran-Milo et al. 2026, intervention i).
     """
     return _scaled(W_K, circuit.massive_coordinates(count), alpha)
 
@@ -133,8 +133,8 @@ def keep_window(attn_scores: Tensor, *, sinks: int, window: int) -> Tensor:
 
 @intervention
 def mask_last_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
-    """The last keys of the sequence cannot be attended to, not even by themselves (Scheuer,
-    attention-sink-profiler).
+    """The last keys of the sequence cannot be attended to, not even by themselves; key 0 always can
+    (Scheuer, attention-sink-profiler).
     """
     n_ctx = attn_scores.shape[-1]
     return _without_keys(attn_scores, range(max(n_ctx - count, 1), n_ctx))

@@ -1,0 +1,755 @@
+"""Every statistic, profile and prediction once more, as its formula stands in the documentation.
+
+One head of one sequence at a time. What is not defined is NaN, and so is a mean of which one term
+is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from tests.reference.edits import run_edited
+from tests.reference.forward import ActivationEdit, Run, forward
+from tests.reference.weights import Array, Weights, read_weights
+
+Columns = dict[str, Array]
+Matrix = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What one head did on one sequence, in the symbols of the formulas."""
+
+    t: list[int]
+    """Tokens."""
+    triggers: list[bool]
+    """Which positions are labelled "trigger"."""
+    A: Matrix
+    """A[q][k], the attention pattern as edited."""
+    S: Matrix
+    """S[q][k], the score as edited; NaN where an edit hides the key."""
+    q: Array
+    """Before any rotation, like k: `[pos d_head]`."""
+    k: Array
+    v: Array
+    z: Array
+    resid_pre: Array
+    resid_post: Array
+    b_Q: Array
+    b_K: Array
+    W_K: Array
+    W_O: Array
+    s: float
+    """What q·k is multiplied by."""
+    rotary: bool
+    EPE: Array | None
+    """Effective positions `[pos d_model]` of the weights as they are now, if the model has them."""
+
+    @property
+    def T(self) -> int:
+        return len(self.t)
+
+    @cached_property
+    def late(self) -> range:
+        """The second half of the queries."""
+        return range(self.T // 2, self.T)
+
+    @cached_property
+    def delta(self) -> list[float]:
+        """Δ[k] = b_Q·(k[k] - b_K)."""
+        return [float(self.b_Q @ (key - self.b_K)) for key in self.k]
+
+    @cached_property
+    def H(self) -> list[float]:
+        """Entropy of each row."""
+        return [-sum(a * math.log(a) for a in row if a > 0) for row in self.A]
+
+    def copies(self, q: int) -> list[int]:
+        """Earlier positions with the token of a query."""
+        return [j for j in range(q) if self.t[j] == self.t[q]]
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether the last ⌊T/2⌋ tokens repeat those before them, and are at least two."""
+        N = self.T // 2
+        return N >= 2 and self.t[self.T - N :] == self.t[self.T - 2 * N : self.T - N]
+
+
+def mean(values: Iterable[float]) -> float:
+    """NaN where there are none, or one of them is."""
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else math.nan
+
+
+def length(x: Array) -> float:
+    return math.sqrt(float(x @ x))
+
+
+def cosine(x: Array, y: Array) -> float:
+    """NaN where one of them is zero."""
+    lengths = length(x) * length(y)
+    return float(x @ y) / lengths if lengths > 0 else math.nan
+
+
+def cosines(x: Array, others: Array) -> list[float]:
+    """The cosines of a vector and of each of the others, at once."""
+    lengths = length(x) * np.sqrt((others * others).sum(-1))
+    products = others @ x
+    return np.where(lengths > 0, products / np.where(lengths > 0, lengths, 1), np.nan).tolist()
+
+
+def first_share(scores: Sequence[float]) -> float:
+    """The first part of a softmax."""
+    largest = max(scores)
+    exponentials = [math.exp(score - largest) for score in scores]
+    return exponentials[0] / sum(exponentials)
+
+
+Statistic = Callable[[Head], float]
+STATISTIC_DEFINITIONS: dict[str, Statistic] = {}
+READ_FIXED_POSITIONS: set[str] = set()
+"""Statistics and profiles without a value in a model that rotates queries and keys."""
+
+
+def statistic(function: Statistic) -> Statistic:
+    STATISTIC_DEFINITIONS[function.__name__] = function
+    return function
+
+
+def fixed_positions(function: Statistic) -> Statistic:
+    """A statistic that is undefined in a model that rotates queries and keys."""
+    READ_FIXED_POSITIONS.add(function.__name__)
+    STATISTIC_DEFINITIONS[function.__name__] = lambda h: math.nan if h.rotary else function(h)
+    return function
+
+
+# Sink
+
+
+@statistic
+def sink_mass(h: Head) -> float:
+    return mean(h.A[q][0] for q in range(1, h.T))
+
+
+@statistic
+def sink_alpha(h: Head) -> float:
+    return mean(h.A[q][0] for q in range(h.T))
+
+
+@statistic
+def sink_mass_late(h: Head) -> float:
+    return mean(h.A[q][0] for q in h.late)
+
+
+@statistic
+def sink_mass_first4(h: Head) -> float:
+    return mean(sum(h.A[q][:4]) for q in h.late)
+
+
+@statistic
+def sink_mass_first8(h: Head) -> float:
+    return mean(sum(h.A[q][:8]) for q in h.late)
+
+
+@statistic
+def next4_mass_late(h: Head) -> float:
+    return mean(sum(h.A[q][1:5]) for q in h.late if h.T >= 2)
+
+
+@statistic
+def second_key_mass_late(h: Head) -> float:
+    return mean(h.A[q][1] for q in h.late if h.T >= 2)
+
+
+# Decomposition
+
+
+@fixed_positions
+def score_shift(h: Head) -> float:
+    return mean(h.delta)
+
+
+@fixed_positions
+def sink_score_shift(h: Head) -> float:
+    return h.delta[0]
+
+
+@fixed_positions
+def sink_score_shift_lead(h: Head) -> float:
+    return h.delta[0] - min(h.delta)
+
+
+@fixed_positions
+def sink_shift_advantage(h: Head) -> float:
+    return mean(h.delta[0] - mean(h.delta[: q + 1]) for q in h.late)
+
+
+@fixed_positions
+def sink_score_advantage(h: Head) -> float:
+    return mean(float(h.q[q] @ (h.k[0] - h.k[: q + 1].mean(0))) for q in h.late)
+
+
+@fixed_positions
+def sink_mass_shift_only(h: Head) -> float:
+    """Over all k ≤ q: neither masks nor edits of scores enter."""
+    return mean(first_share([h.s * d for d in h.delta[: q + 1]]) for q in h.late if h.T >= 2)
+
+
+@fixed_positions
+def sink_mass_content_only(h: Head) -> float:
+    """Likewise."""
+    return mean(
+        first_share((h.s * (h.k[: q + 1] @ (h.q[q] - h.b_Q))).tolist()) for q in h.late if h.T >= 2
+    )
+
+
+@statistic
+def sink_position_cosine(h: Head) -> float:
+    if h.EPE is None:
+        return math.nan
+    towards = h.EPE[0] @ h.W_K
+    return mean(cosine(h.q[q] - h.b_Q, towards) for q in h.late)
+
+
+@statistic
+def other_position_cosine(h: Head) -> float:
+    if h.EPE is None:
+        return math.nan
+    towards = h.EPE[1 : h.T] @ h.W_K
+    return mean(c for q in h.late for c in cosines(h.q[q] - h.b_Q, towards))
+
+
+# Diagonals
+
+
+@statistic
+def induction_diagonal(h: Head) -> float:
+    N = h.T // 2
+    return mean(h.A[q][q - N + 1] for q in range(N - 1, h.T) if h.repeats)
+
+
+@statistic
+def induction_diagonal_strict(h: Head) -> float:
+    N = h.T // 2
+    return mean(h.A[q][q - N + 1] for q in range(h.T - N, h.T) if h.repeats)
+
+
+@statistic
+def duplicate_diagonal(h: Head) -> float:
+    N = h.T // 2
+    return mean(h.A[q][q - N] for q in range(h.T - N, h.T) if h.repeats)
+
+
+# Head results
+
+
+@statistic
+def head_output_norm_last(h: Head) -> float:
+    return length(h.z[-1])
+
+
+@statistic
+def head_result_norm(h: Head) -> float:
+    return mean(length(z @ h.W_O) for z in h.z)
+
+
+@statistic
+def head_result_norm_last(h: Head) -> float:
+    return length(h.z[-1] @ h.W_O)
+
+
+@statistic
+def value_result_norm(h: Head) -> float:
+    return mean(length(v @ h.W_O) for v in h.v)
+
+
+@statistic
+def sink_value_result_norm(h: Head) -> float:
+    return length(h.v[0] @ h.W_O)
+
+
+# Labels
+
+
+def queries_by_label(h: Head) -> tuple[list[int], list[int]]:
+    """The triggers and the others from query 1 on; none where one kind is missing."""
+    triggers = [q for q in range(1, h.T) if h.triggers[q]]
+    others = [q for q in range(1, h.T) if not h.triggers[q]]
+    return (triggers, others) if triggers and others else ([], [])
+
+
+@statistic
+def sink_mass_triggers(h: Head) -> float:
+    return mean(h.A[q][0] for q in queries_by_label(h)[0])
+
+
+@statistic
+def sink_mass_others(h: Head) -> float:
+    return mean(h.A[q][0] for q in queries_by_label(h)[1])
+
+
+@statistic
+def previous_token_triggers(h: Head) -> float:
+    return mean(h.A[q][q - 1] for q in queries_by_label(h)[0])
+
+
+# Matching
+
+
+@statistic
+def previous_token_score(h: Head) -> float:
+    return mean(h.A[q][q - 1] for q in range(1, h.T))
+
+
+@statistic
+def lookback_two_score(h: Head) -> float:
+    return mean(h.A[q][q - 2] for q in range(2, h.T))
+
+
+@statistic
+def self_attention(h: Head) -> float:
+    return mean(h.A[q][q] for q in range(h.T))
+
+
+@statistic
+def induction_score(h: Head) -> float:
+    return mean(sum(h.A[q][j + 1] for j in h.copies(q)) for q in range(h.T) if h.copies(q))
+
+
+@statistic
+def duplicate_score(h: Head) -> float:
+    return mean(sum(h.A[q][j] for j in h.copies(q)) for q in range(h.T) if h.copies(q))
+
+
+@statistic
+def match_coverage(h: Head) -> float:
+    return mean(float(bool(h.copies(q))) for q in range(h.T))
+
+
+@statistic
+def match_count(h: Head) -> float:
+    return mean(len(h.copies(q)) for q in range(h.T))
+
+
+# Norms
+
+
+@statistic
+def value_norm(h: Head) -> float:
+    return mean(length(x) for x in h.v)
+
+
+@statistic
+def sink_value_norm(h: Head) -> float:
+    return length(h.v[0])
+
+
+@statistic
+def key_norm(h: Head) -> float:
+    return mean(length(x) for x in h.k)
+
+
+@statistic
+def sink_key_norm(h: Head) -> float:
+    return length(h.k[0])
+
+
+@statistic
+def query_norm(h: Head) -> float:
+    return mean(length(x) for x in h.q)
+
+
+@statistic
+def head_output_norm(h: Head) -> float:
+    return mean(length(x) for x in h.z)
+
+
+@statistic
+def resid_pre_norm(h: Head) -> float:
+    return mean(length(x) for x in h.resid_pre)
+
+
+@statistic
+def sink_resid_pre_norm(h: Head) -> float:
+    return length(h.resid_pre[0])
+
+
+@statistic
+def resid_post_norm(h: Head) -> float:
+    return mean(length(x) for x in h.resid_post)
+
+
+@statistic
+def sink_resid_post_norm(h: Head) -> float:
+    return length(h.resid_post[0])
+
+
+# Residual
+
+
+@statistic
+def sink_resid_post_massive(h: Head) -> float:
+    m = float(np.median(np.abs(h.resid_post[::16])))
+    return float(sum(x > 100 and x > 1000 * m for x in np.abs(h.resid_post[0]).tolist()))
+
+
+@statistic
+def sink_resid_post_top3(h: Head) -> float:
+    squares = sorted((x * x for x in h.resid_post[0].tolist()), reverse=True)
+    return sum(squares[:3]) / sum(squares) if sum(squares) > 0 else math.nan
+
+
+# Scores
+
+
+@statistic
+def sink_logit_margin(h: Head) -> float:
+    return mean(h.S[q][0] - mean(h.S[q][1:q]) for q in range(2, h.T))
+
+
+@statistic
+def sink_logit_spread(h: Head) -> float:
+    scores = [h.S[q][0] for q in range(1, h.T)]
+    m = mean(scores)
+    return math.sqrt(mean((score - m) ** 2 for score in scores)) if scores else math.nan
+
+
+@fixed_positions
+def sink_key_cosine(h: Head) -> float:
+    return mean(cosine(q, h.k[0]) for q in h.q)
+
+
+@fixed_positions
+def earlier_key_cosine(h: Head) -> float:
+    return mean(mean(cosines(h.q[q], h.k[1:q])) for q in range(2, h.T))
+
+
+# Shape
+
+
+@statistic
+def entropy(h: Head) -> float:
+    return mean(h.H)
+
+
+@statistic
+def entropy_normalised(h: Head) -> float:
+    return mean(h.H[q] / math.log(q + 1) for q in range(1, h.T))
+
+
+@statistic
+def entropy_normalised_late(h: Head) -> float:
+    return mean(h.H[q] / math.log(q + 1) for q in h.late if h.T >= 2)
+
+
+@statistic
+def mean_distance(h: Head) -> float:
+    return mean(sum(a * (q - k) for k, a in enumerate(h.A[q])) for q in range(h.T))
+
+
+# Profiles
+
+
+Profile = Callable[[Head], list[float]]
+PROFILE_DEFINITIONS: dict[str, Profile] = {}
+BY_PAIR: set[str] = set()
+"""Profiles whose entries are the pairs (0,0), (1,0), (1,1), (2,0), …"""
+
+
+def profile(function: Profile) -> Profile:
+    PROFILE_DEFINITIONS[function.__name__] = function
+    return function
+
+
+@profile
+def attention_by_lag(h: Head) -> list[float]:
+    return [mean(h.A[q][q - d] for q in range(d, h.T)) for d in range(h.T)]
+
+
+@profile
+def attention_received_by_key(h: Head) -> list[float]:
+    return [mean(h.A[q][k] for q in range(k, h.T)) for k in range(h.T)]
+
+
+@profile
+def sink_attention_by_query(h: Head) -> list[float]:
+    return [h.A[q][0] for q in range(h.T)]
+
+
+@profile
+def last_attention_by_key(h: Head) -> list[float]:
+    return h.A[-1]
+
+
+@profile
+def attention_by_pair(h: Head) -> list[float]:
+    return [h.A[q][k] for q in range(h.T) for k in range(q + 1)]
+
+
+@profile
+def value_norm_by_key(h: Head) -> list[float]:
+    return [length(x) for x in h.v]
+
+
+@profile
+def value_result_norm_by_key(h: Head) -> list[float]:
+    return [length(x @ h.W_O) for x in h.v]
+
+
+@profile
+def key_norm_by_key(h: Head) -> list[float]:
+    return [length(x) for x in h.k]
+
+
+@profile
+def query_norm_by_query(h: Head) -> list[float]:
+    return [length(x) for x in h.q]
+
+
+@profile
+def head_output_norm_by_query(h: Head) -> list[float]:
+    return [length(x) for x in h.z]
+
+
+@profile
+def resid_pre_norm_by_key(h: Head) -> list[float]:
+    return [length(x) for x in h.resid_pre]
+
+
+@profile
+def resid_post_norm_by_key(h: Head) -> list[float]:
+    return [length(x) for x in h.resid_post]
+
+
+@profile
+def score_shift_by_key(h: Head) -> list[float]:
+    return h.delta
+
+
+@profile
+def score_shift_lead_by_key(h: Head) -> list[float]:
+    return [d - min(h.delta) for d in h.delta]
+
+
+@profile
+def last_score_by_key(h: Head) -> list[float]:
+    return h.S[-1]
+
+
+@profile
+def score_by_pair(h: Head) -> list[float]:
+    return [h.S[q][k] for q in range(h.T) for k in range(q + 1)]
+
+
+@profile
+def tail_attention_by_key(h: Head) -> list[float]:
+    n = min(64, h.T)
+    return [mean(h.A[q][k] for q in range(h.T - n, h.T)) for k in range(h.T)]
+
+
+BY_PAIR |= {"attention_by_pair", "score_by_pair"}
+READ_FIXED_POSITIONS |= {"score_shift_by_key", "score_shift_lead_by_key"}
+
+
+# Predictions
+
+
+Prediction = Callable[[Run], "float | list[float]"]
+PREDICTION_DEFINITIONS: dict[str, Prediction] = {}
+
+
+def prediction(function: Prediction) -> Prediction:
+    PREDICTION_DEFINITIONS[function.__name__] = function
+    return function
+
+
+def log_probabilities(logits: Array) -> Array:
+    largest = logits.max()
+    return logits - largest - math.log(np.exp(logits - largest).sum())
+
+
+def token_losses(run: Run) -> list[float]:
+    """-ln p(t[i] | t[<i]), NaN for the first."""
+    pairs = zip(run.logits[:-1], run.tokens[1:], strict=True)
+    return [math.nan, *(-float(log_probabilities(logits)[token]) for logits, token in pairs)]
+
+
+@prediction
+def loss(run: Run) -> float:
+    return mean(token_losses(run)[1:])
+
+
+@prediction
+def loss_early(run: Run) -> float:
+    half = (len(run.tokens) - 1) // 2
+    return mean(token_losses(run)[i] for i in range(1, half + 1))
+
+
+@prediction
+def loss_late(run: Run) -> float:
+    half = (len(run.tokens) - 1) // 2
+    return mean(token_losses(run)[i] for i in range(half + 1, len(run.tokens)))
+
+
+@prediction
+def losses(run: Run) -> list[float]:
+    return token_losses(run)
+
+
+@prediction
+def final_probabilities(run: Run) -> list[float]:
+    final = log_probabilities(run.logits[-1])
+    return [math.exp(final[token]) for token in run.tokens]
+
+
+@prediction
+def final_logits(run: Run) -> list[float]:
+    return [float(run.logits[-1][token]) for token in run.tokens]
+
+
+@prediction
+def position_cosine_mlp(run: Run) -> list[float]:
+    weights, mlp = run.weights, run.weights.layers[0].mlp
+    effective = weights.effective_positions()
+    if weights.W_pos is None or effective is None or mlp is None:
+        return [math.nan] * len(run.tokens)
+    e = weights.W_E[run.tokens]
+    x = e + weights.W_pos[: len(e)]
+    changes = (x + mlp(x)) - (e + mlp(e))
+    return [cosine(effective[i], changes[i]) for i in range(len(e))]
+
+
+@prediction
+def position_cosine_layer(run: Run) -> list[float]:
+    weights = run.weights
+    effective = weights.effective_positions()
+    if effective is None or weights.layers[0].mlp is None:
+        return [math.nan] * len(run.tokens)
+    without = ActivationEdit("pos_embed", lambda value, place: value * 0)
+    after = [
+        forward(weights, run.tokens, edits, layers=1).layers[0].resid_post
+        for edits in ([], [without])
+    ]
+    return [cosine(effective[i], after[0][i] - after[1][i]) for i in range(len(run.tokens))]
+
+
+# All of it
+
+
+def heads_of(run: Run, triggers: Sequence[bool]) -> list[list[Head]]:
+    """The heads of a run, by layer."""
+    weights = run.weights
+    EPE = weights.effective_positions()
+    heads: list[list[Head]] = []
+    for layer, seen in zip(weights.layers, run.layers, strict=True):
+        zero = np.zeros((len(layer.W_K), layer.W_K.shape[-1]))
+        no_bias = np.zeros((len(layer.W_Q), layer.W_Q.shape[-1]))
+        b_Q = no_bias if layer.b_Q is None else layer.b_Q
+        b_K = weights.shared(zero if layer.b_K is None else layer.b_K)
+        W_K = weights.shared(layer.W_K)
+        scores = np.where(np.isneginf(seen.scores), np.nan, seen.scores)
+        heads.append(
+            [
+                Head(
+                    run.tokens,
+                    list(triggers),
+                    seen.pattern[head].tolist(),
+                    scores[head].tolist(),
+                    seen.q[head],
+                    seen.k[head],
+                    seen.v[head],
+                    seen.z[head],
+                    seen.resid_pre,
+                    seen.resid_post,
+                    b_Q[head],
+                    b_K[head],
+                    W_K[head],
+                    layer.W_O[head],
+                    layer.scale,
+                    weights.rotary,
+                    EPE,
+                )
+                for head in range(weights.n_heads)
+            ]
+        )
+    return heads
+
+
+def uniform(head: Head) -> Head:
+    """The same head, if it attended to all keys alike."""
+    row = [[1 / (q + 1)] * (q + 1) + [0.0] * (head.T - q - 1) for q in range(head.T)]
+    return replace(head, A=row)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a model measures on some sequences under one intervention."""
+
+    heads: Columns
+    """`[sequence layer head]` by statistic."""
+    chance: Columns
+    """`[sequence]` by statistic: what uniform attention would score."""
+    profiles: Columns
+    """`[sequence layer head entry]` by profile."""
+    predictions: Columns
+    """`[sequence]` or `[sequence pos]` by prediction."""
+
+
+def recompute(
+    weights: Weights,
+    tokens: Array,
+    intervention: str = "none",
+    partner: Array | None = None,
+    labels: Sequence[Sequence[str]] | None = None,
+    chance: Iterable[str] = (),
+) -> Reference:
+    """Everything, on tokens `[sequence pos]`; `chance` names statistics that have a chance level."""
+    sequences = tokens.tolist()
+    partners = sequences if partner is None else partner.tolist()
+    triggers = [
+        [label == "trigger" for label in (labels[i] if labels else [""] * len(row))]
+        for i, row in enumerate(sequences)
+    ]
+    runs = [
+        run_edited(weights, row, intervention, other)
+        for row, other in zip(sequences, partners, strict=True)
+    ]
+    heads = [heads_of(run, marks) for run, marks in zip(runs, triggers, strict=True)]
+    indifferent = [uniform(by_layer[0][0]) for by_layer in heads]
+    return Reference(
+        {name: by_head(heads, define) for name, define in STATISTIC_DEFINITIONS.items()},
+        {
+            name: np.array([STATISTIC_DEFINITIONS[name](head) for head in indifferent])
+            for name in chance
+        },
+        {
+            name: by_head(heads, define)
+            for name, define in PROFILE_DEFINITIONS.items()
+            if not (weights.rotary and name in READ_FIXED_POSITIONS)
+        },
+        {
+            name: np.array([define(run) for run in runs])
+            for name, define in PREDICTION_DEFINITIONS.items()
+        },
+    )
+
+
+def by_head(heads: list[list[list[Head]]], define: Callable[[Head], object]) -> Array:
+    """A definition of every head: `[sequence layer head …]`."""
+    return np.array(
+        [[[define(head) for head in layer] for layer in by_layer] for by_layer in heads]
+    )
+
+
+def definitions(path: Path, tokens: Array) -> Columns:
+    """The statistics `[sequence layer head]` of an untouched model; no position is labelled."""
+    weights = read_weights(path)
+    marks = [False] * tokens.shape[1]
+    heads = [heads_of(forward(weights, row), marks) for row in tokens.tolist()]
+    return {name: by_head(heads, define) for name, define in STATISTIC_DEFINITIONS.items()}

@@ -1,0 +1,534 @@
+"""Every intervention once more, from what its documentation says."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.reference.forward import ActivationEdit, Place, Run, forward
+from tests.reference.weights import Array, Weights
+
+
+class NotApplicable(Exception):
+    """The model does not have what the intervention edits or reads."""
+
+
+HIDDEN = -np.inf
+
+WEIGHT_EDITS: dict[str, Callable[..., None]] = {}
+"""Functions of the weights, which they change, and of the untouched weights; options by name."""
+
+ACTIVATION_EDITS: dict[str, Callable[..., Array]] = {}
+"""Functions of the activation, of its place and of the untouched weights; options by name."""
+
+TARGETS: dict[str, str] = {}
+"""What each of `ACTIVATION_EDITS` edits."""
+
+PATCHES = ("patch_head", "patch_head_at")
+
+ALL_EDITS: set[str] = {"none"}
+
+
+def of_weights(function: Callable[..., None]) -> Callable[..., None]:
+    WEIGHT_EDITS[function.__name__] = function
+    ALL_EDITS.add(function.__name__)
+    return function
+
+
+def of(target: str) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+    def register(function: Callable[..., Array]) -> Callable[..., Array]:
+        ACTIVATION_EDITS[function.__name__] = function
+        TARGETS[function.__name__] = target
+        ALL_EDITS.add(function.__name__)
+        return function
+
+    return register
+
+
+def run_edited(
+    weights: Weights, tokens: Sequence[int], intervention: str, partner: Sequence[int]
+) -> Run:
+    """One sequence under an intervention such as `zero_query_bias+zero_head(1,2)`."""
+    edited, activation_edits = parse(weights, intervention)
+    partner_run = None
+    if any(edit.patches for edit in activation_edits):
+        partner_run = forward(edited, partner, activation_edits)
+    return forward(edited, tokens, activation_edits, partner_run)
+
+
+def parse(weights: Weights, intervention: str) -> tuple[Weights, list[ActivationEdit]]:
+    """The weights as edited, and the edits of activations."""
+    edited = copy.deepcopy(weights)
+    activation_edits: list[ActivationEdit] = []
+    for part in intervention.split("+"):
+        match = re.fullmatch(r"(\w+)(?:\((.*)\))?", part)
+        assert match, part
+        name = match[1]
+        options = [option_of(text) for text in (match[2] or "").split(",") if text]
+        if name in WEIGHT_EDITS:
+            WEIGHT_EDITS[name](edited, weights, *options)
+        elif name in ACTIVATION_EDITS:
+            activation_edits.append(activation_edit(name, weights, options))
+        else:
+            assert name == "none", name
+    return edited, activation_edits
+
+
+def option_of(text: str) -> float | int | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def activation_edit(name: str, weights: Weights, options: list[Any]) -> ActivationEdit:
+    function, target = ACTIVATION_EDITS[name], TARGETS[name]
+    if target == "pos_embed" and weights.W_pos is None:
+        raise NotApplicable("no positions are embedded")
+    if target == "mlp_out" and weights.layers[0].mlp is None:
+        raise NotApplicable("no MLP")
+    call = inspect.signature(function).bind(None, None, weights, *options)
+    call.apply_defaults()
+    named = dict(list(call.arguments.items())[3:])
+    # An intervention with a layer is made there, the others in every layer.
+    layer = named.pop("layer", None)
+    if "layer" in call.arguments:
+        named["layer"] = layer
+
+    def change(value: Array, place: Place) -> Array:
+        return function(value, place, weights, **named)
+
+    return ActivationEdit(target, change, layer, name in PATCHES)
+
+
+# Query biases
+
+
+def query_biases(weights: Weights) -> list[Array]:
+    biases = [layer.b_Q for layer in weights.layers if layer.b_Q is not None]
+    if not biases:
+        raise NotApplicable("no query bias")
+    return biases
+
+
+@of_weights
+def zero_query_bias(edited: Weights, untouched: Weights) -> None:
+    for bias in query_biases(edited):
+        bias[:] = 0
+
+
+@of_weights
+def scale_query_bias(edited: Weights, untouched: Weights, alpha: float) -> None:
+    for bias in query_biases(edited):
+        bias *= alpha
+
+
+@of_weights
+def random_query_bias(
+    edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
+) -> None:
+    """Where b goes to alpha · b, this control moves b as far, (1 - alpha) ‖b‖, in a random direction."""
+    for bias in query_biases(edited):
+        directions = random_directions(bias.shape, draw)
+        for head in range(len(bias)):
+            far = (1 - alpha) * math.sqrt((bias[head] ** 2).sum())
+            bias[head] += far * directions[head]
+
+
+def random_directions(shape: tuple[int, ...], draw: int) -> Array:
+    """Vectors of length 1 along the last axis: torch's normal numbers, seeded with the draw."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(draw)).double().numpy()
+    return drawn / np.sqrt((drawn**2).sum(-1, keepdims=True))
+
+
+# Keys
+
+
+def massive_coordinates(untouched: Weights, count: int) -> list[int]:
+    """The largest coordinates of the first effective position."""
+    effective = untouched.effective_positions()
+    if effective is None:
+        raise NotApplicable("no effective positions")
+    return sorted(range(effective.shape[1]), key=lambda d: -abs(effective[0, d]))[:count]
+
+
+@of_weights
+def scale_massive_keys(
+    edited: Weights, untouched: Weights, alpha: float = 0.0, count: int = 3
+) -> None:
+    for layer in edited.layers:
+        layer.W_K[:, massive_coordinates(untouched, count)] *= alpha
+
+
+@of_weights
+def scale_random_keys(
+    edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0, count: int = 3
+) -> None:
+    """Python's randint, seeded with the draw, layer after layer; no massive and no drawn one again."""
+    massive = massive_coordinates(untouched, count)
+    d_model = untouched.W_E.shape[1]
+    generator = random.Random(draw)
+    for layer in edited.layers:
+        coordinates: set[int] = set()
+        while len(coordinates) < min(count, d_model - len(massive)):
+            coordinate = generator.randint(0, d_model - 1)
+            if coordinate not in massive:
+                coordinates.add(coordinate)
+        layer.W_K[:, sorted(coordinates)] *= alpha
+
+
+# Position embeddings
+
+
+def positions(weights: Weights) -> Array:
+    if weights.W_pos is None:
+        raise NotApplicable("no position embeddings")
+    return weights.W_pos
+
+
+@of_weights
+def first_position_second(edited: Weights, untouched: Weights) -> None:
+    W_pos = positions(edited)
+    W_pos[0] = W_pos[1]
+
+
+@of_weights
+def blend_first_position(edited: Weights, untouched: Weights, alpha: float) -> None:
+    W_pos = positions(edited)
+    W_pos[0] = alpha * W_pos[0] + (1 - alpha) * W_pos[1]
+
+
+@of_weights
+def random_first_position(
+    edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
+) -> None:
+    W_pos = positions(edited)
+    far = (1 - alpha) * math.sqrt(((W_pos[1] - W_pos[0]) ** 2).sum())
+    W_pos[0] += far * random_directions(W_pos[0].shape, draw)
+
+
+@of_weights
+def blend_position(edited: Weights, untouched: Weights, position: int, alpha: float = 0.0) -> None:
+    W_pos = positions(edited)
+    W_pos[position] = alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1]
+
+
+@of_weights
+def scale_first_position(edited: Weights, untouched: Weights, alpha: float) -> None:
+    positions(edited)[0] *= alpha
+
+
+@of_weights
+def scale_position(edited: Weights, untouched: Weights, position: int, alpha: float) -> None:
+    positions(edited)[position] *= alpha
+
+
+@of_weights
+def swap_first_positions(edited: Weights, untouched: Weights) -> None:
+    W_pos = positions(edited)
+    W_pos[[0, 1]] = W_pos[[1, 0]]
+
+
+@of("pos_embed")
+def zero_positions(value: Array, place: Place, untouched: Weights) -> Array:
+    return value * 0
+
+
+# Token embeddings
+
+
+@of("embed")
+def zero_tokens(value: Array, place: Place, untouched: Weights) -> Array:
+    return value * 0
+
+
+@of("embed")
+def zero_first_token(value: Array, place: Place, untouched: Weights) -> Array:
+    value[0] = 0
+    return value
+
+
+@of("embed")
+def zero_token(value: Array, place: Place, untouched: Weights, position: int) -> Array:
+    value[position] = 0
+    return value
+
+
+# What layers add
+
+
+@of("mlp_out")
+def zero_mlps(value: Array, place: Place, untouched: Weights) -> Array:
+    return value * 0
+
+
+@of("mlp_out")
+def zero_mlp(value: Array, place: Place, untouched: Weights, layer: int) -> Array:
+    return value * 0
+
+
+@of("mlp_out")
+def zero_first_mlp_out(value: Array, place: Place, untouched: Weights, layer: int = 0) -> Array:
+    value[0] = 0
+    return value
+
+
+@of("attn_out")
+def zero_attention(value: Array, place: Place, untouched: Weights, layer: int) -> Array:
+    return value * 0
+
+
+@of("mlp_out")
+def swap_effective_positions(
+    value: Array, place: Place, untouched: Weights, layer: int = 0
+) -> Array:
+    rows = untouched.effective_positions()
+    if rows is None:
+        raise NotApplicable("no effective positions")
+    return with_directions_swapped(value, rows)
+
+
+@of("mlp_out")
+def swap_raw_positions(value: Array, place: Place, untouched: Weights, layer: int = 0) -> Array:
+    return with_directions_swapped(value, positions(untouched))
+
+
+def with_directions_swapped(value: Array, rows: Array) -> Array:
+    """With u0, u1 the directions of two rows and a = value[0]·u0, a u0 becomes a u1 at position 0,
+    and a u1 becomes a u0 at position 1.
+    """
+    u0, u1 = (row / math.sqrt((row**2).sum()) for row in rows[:2])
+    a = value[0] @ u0
+    value[0] += a * (u1 - u0)
+    value[1] += a * (u0 - u1)
+    return value
+
+
+# Keys and values
+
+
+@of("v")
+def zero_first_value(value: Array, place: Place, untouched: Weights) -> Array:
+    value[:, 0] = 0
+    return value
+
+
+@of("k")
+def swap_first_key(value: Array, place: Place, untouched: Weights, position: int) -> Array:
+    value[:, [0, position]] = value[:, [position, 0]]
+    return value
+
+
+@of("v")
+def swap_first_value(value: Array, place: Place, untouched: Weights, position: int) -> Array:
+    value[:, [0, position]] = value[:, [position, 0]]
+    return value
+
+
+# Masks
+
+
+def hide(scores: Array, hidden: Callable[[int, int], bool]) -> Array:
+    """Scores `[head query key]` without those of the pairs that `hidden(query, key)` names."""
+    for q in range(scores.shape[1]):
+        for k in range(scores.shape[2]):
+            if hidden(q, k):
+                scores[:, q, k] = HIDDEN
+    return scores
+
+
+@of("attn_scores")
+def mask_first_keys(value: Array, place: Place, untouched: Weights, count: int = 1) -> Array:
+    return hide(value, lambda q, k: k < count and k != q)
+
+
+@of("attn_scores")
+def mask_recent_keys(value: Array, place: Place, untouched: Weights, count: int = 4) -> Array:
+    return hide(value, lambda q, k: q - count <= k < q)
+
+
+@of("attn_scores")
+def keep_window(value: Array, place: Place, untouched: Weights, sinks: int, window: int) -> Array:
+    return hide(value, lambda q, k: not (q - window < k or k < sinks))
+
+
+@of("attn_scores")
+def mask_last_keys(value: Array, place: Place, untouched: Weights, count: int = 4) -> Array:
+    n_ctx = len(place.tokens)
+    return hide(value, lambda q, k: k >= n_ctx - count and k > 0)
+
+
+@of("attn_scores")
+def mask_middle_keys(value: Array, place: Place, untouched: Weights, count: int = 4) -> Array:
+    middle = len(place.tokens) // 2
+    return hide(value, lambda q, k: middle <= k < middle + count and k > 0)
+
+
+@of("attn_scores")
+def mask_random_keys(
+    value: Array, place: Place, untouched: Weights, count: int = 4, draw: int = 0
+) -> Array:
+    """torch's permutation of the positions, seeded with the draw; of it the first `count` that are
+    none of the first `count` positions.
+    """
+    generator = torch.Generator().manual_seed(draw)
+    order = torch.randperm(len(place.tokens), generator=generator).tolist()
+    keys = [k for k in order if k >= count and k > 0][:count]
+    return hide(value, lambda q, k: k in keys)
+
+
+# Patterns
+
+
+@of("pattern")
+def head_to_first(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    value[head] = 0
+    value[head, :, 0] = 1
+    return value
+
+
+@of("pattern")
+def zero_entropy_sinks(
+    value: Array, place: Place, untouched: Weights, row: float, column: float
+) -> Array:
+    for head in range(len(value)):
+        if is_entropy_sink(value[head], row, column):
+            value[head] = 0
+    return value
+
+
+@of("pattern")
+def entropy_sinks_to_first(
+    value: Array, place: Place, untouched: Weights, row: float, column: float
+) -> Array:
+    for head in range(len(value)):
+        if is_entropy_sink(value[head], row, column):
+            value[head] = 0
+            value[head, :, 0] = 1
+    return value
+
+
+def is_entropy_sink(pattern: Array, row: float, column: float) -> bool:
+    """By row entropies in parts of ln(q+1), and entropies of what a key receives in parts of ln(T-k)."""
+    n_ctx = len(pattern)
+    rows = [entropy_of(pattern[q, : q + 1]) / math.log(q + 1) for q in range(1, n_ctx)]
+    columns = [0.0]
+    for k in range(n_ctx - 1):
+        received = pattern[k:, k]
+        if received.sum() > 0:
+            columns.append(entropy_of(received / received.sum()) / math.log(n_ctx - k))
+    return float(np.mean(rows)) < row and max(columns) > column
+
+
+def entropy_of(probabilities: Array) -> float:
+    return -sum(p * math.log(p) for p in probabilities.tolist() if p > 0)
+
+
+# Heads
+
+
+@of("z")
+def zero_head(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    value[head] = 0
+    return value
+
+
+@of("z")
+def keep_head(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    for other in range(len(value)):
+        if other != head:
+            value[other] = 0
+    return value
+
+
+@of("z")
+def mean_head(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    before = value[head].copy()
+    for q in range(len(before)):
+        value[head, q] = before[: q + 1].mean(0)
+    return value
+
+
+@of("z")
+def patch_head(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    assert place.partner is not None
+    value[head] = place.partner[head]
+    return value
+
+
+@of("z")
+def patch_head_at(
+    value: Array, place: Place, untouched: Weights, layer: int, head: int, position: int
+) -> Array:
+    assert place.partner is not None
+    value[head, position] = place.partner[head, position]
+    return value
+
+
+@of("z")
+def zero_inactive_heads(
+    value: Array,
+    place: Place,
+    untouched: Weights,
+    score: str,
+    threshold: float,
+    scale: str = "raw",
+) -> Array:
+    for head in inactive_heads(value, place, score, threshold, scale):
+        value[head] = 0
+    return value
+
+
+@of("z")
+def zero_random_heads(
+    value: Array,
+    place: Place,
+    untouched: Weights,
+    score: str,
+    threshold: float,
+    scale: str = "raw",
+    draw: int = 0,
+) -> Array:
+    """Heads in the order of a hash: Σ_i (t[i] + 1) r[i, head] modulo 2^64, signed, where the r are
+    numpy's whole numbers of 64 bits, seeded with the draw and the layer.
+    """
+    count = len(inactive_heads(value, place, score, threshold, scale))
+    generator = np.random.default_rng([draw, place.layer])
+    factors = generator.integers(-(2**63), 2**63, size=(len(place.tokens), len(value)))
+    hashes: list[int] = []
+    for head in range(len(value)):
+        total = sum((t + 1) * int(factors[i, head]) for i, t in enumerate(place.tokens))
+        hashes.append((total + 2**63) % 2**64 - 2**63)
+    for head in sorted(range(len(value)), key=lambda h: hashes[h])[:count]:
+        value[head] = 0
+    return value
+
+
+def inactive_heads(z: Array, place: Place, score: str, threshold: float, scale: str) -> list[int]:
+    pattern, v = place.known["pattern"], place.known["v"]
+    lengths_of_z, lengths_of_v = (np.sqrt((x**2).sum(-1)) for x in (z, v))
+    scores = {
+        "sink_alpha": pattern[:, :, 0].mean(-1),
+        "entropy": np.array([np.mean([entropy_of(row) for row in head]) for head in pattern]),
+        "head_output_norm": lengths_of_z.mean(-1),
+        "head_output_norm_last": lengths_of_z[:, -1],
+        "sink_value_norm": lengths_of_v[:, 0],
+        "value_norm": lengths_of_v.mean(-1),
+    }
+    values = scores[score]
+    if scale == "layer_mean":
+        # The last output is divided by the mean output, as its source does.
+        by = "head_output_norm" if score == "head_output_norm_last" else score
+        values = values / scores[by].mean()
+    inactive = values > threshold if score == "sink_alpha" else values < threshold
+    return np.flatnonzero(inactive).tolist()

@@ -1,0 +1,451 @@
+"""Every statistic, profile and prediction under every intervention, in both engines, against the
+recomputation from files and formulas in `tests/reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.errors import MeasureError, ModelError
+from schemas.intervention import parse_intervention
+from schemas.predictions import PREDICTIONS
+from schemas.profiles import PROFILES
+from schemas.statistics import STATISTICS
+from schemas.tables import chance_column
+from schemas.weight_statistics import WEIGHT_STATISTICS
+from tests import toy_models as toy
+from tests.reference.definitions import (
+    BY_PAIR,
+    PREDICTION_DEFINITIONS,
+    PROFILE_DEFINITIONS,
+    STATISTIC_DEFINITIONS,
+    Reference,
+    recompute,
+)
+from tests.reference.edits import ALL_EDITS, NotApplicable
+from tests.reference.forward import forward
+from tests.reference.weight_definitions import WEIGHT_DEFINITIONS, Rows
+from tests.reference.weights import Weights, read_weights
+from workers.interventions import INTERVENTIONS
+from workers.model.model_info import describe, find_model
+from workers.replica import InterventionMeasurements, Replica
+
+N_CTX = 21
+
+MODELS: dict[str, Any] = {
+    "gpt2": lambda: toy.gpt2(),
+    "llama-gqa": lambda: toy.family("LlamaConfig", num_key_value_heads=2),
+    "neox": lambda: toy.family("GPTNeoXConfig"),
+    "gpt2-inverse-layer": lambda: toy.gpt2(scale_attn_by_inverse_layer_idx=True),
+    "neox-serial": lambda: toy.family("GPTNeoXConfig", use_parallel_residual=False),
+    "qwen2": lambda: toy.family("Qwen2Config", num_key_value_heads=2),
+    "qwen3": lambda: toy.family("Qwen3Config", head_dim=8, num_key_value_heads=2),
+    "phi": lambda: toy.family("PhiConfig"),
+    "gemma2": lambda: toy.family(
+        "Gemma2Config",
+        head_dim=8,
+        num_key_value_heads=2,
+        sliding_window=64,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    "bigcode": lambda: toy.family(
+        "GPTBigCodeConfig", n_embd=32, n_inner=48, n_layer=2, n_head=4, n_positions=toy.N_CTX
+    ),
+    "bloom": lambda: toy.family("BloomConfig", n_layer=2, n_head=4),
+    "opt": lambda: toy.family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
+    "gpt-neo": lambda: toy.family(
+        "GPTNeoConfig", num_layers=2, attention_types=[[["global", "local"], 1]], window_size=30
+    ),
+}
+
+ON_EVERY_INTERVENTION = ("gpt2-mini", "attn-only-2l-mini", "llama-gqa", "neox")
+SCORES_NOT_EDITABLE = ("attn-only-2l-mini", "legacy-pth", "opt", "gpt-neo")
+"""Models whose scores TransformerLens shows and does not let edit: the dense engine says so."""
+
+DENSE_ONLY = ("opt", "gpt-neo", "bloom")
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "scale_query_bias": ("(-1.5)",),
+    "random_query_bias": ("", "(3,0.25)"),
+    "scale_massive_keys": ("", "(2.5,5)"),
+    "scale_random_keys": ("", "(7,-1,4)"),
+    "zero_first_mlp_out": ("", "(1)"),
+    "mask_first_keys": ("", "(3)"),
+    "mask_recent_keys": ("", "(2)"),
+    "keep_window": ("(1,4)", "(0,6)"),
+    "mask_last_keys": ("", "(1)"),
+    "mask_middle_keys": ("", "(6)"),
+    "mask_random_keys": ("", "(3,5)"),
+    "blend_first_position": ("(0.3)",),
+    "random_first_position": ("", "(2,0.5)"),
+    "blend_position": ("(3)", "(0,0.4)"),
+    "scale_first_position": ("(0)", "(2.5)"),
+    "scale_position": ("(3,-2)",),
+    "zero_token": ("(6)",),
+    "swap_effective_positions": ("",),
+    "swap_raw_positions": ("",),
+    "zero_mlp": ("(1)",),
+    "zero_attention": ("(0)",),
+    "zero_head": ("(0,1)",),
+    "keep_head": ("(1,2)",),
+    "mean_head": ("(0,3)",),
+    "patch_head": ("(0,2)",),
+    "patch_head_at": ("(1,1,12)",),
+    "head_to_first": ("(0,3)",),
+    "zero_inactive_heads": (
+        "(head_output_norm,1,layer_mean)",
+        "(head_output_norm_last,1,layer_mean)",
+        "(sink_alpha,1,layer_mean)",
+        "(sink_value_norm,1,layer_mean)",
+        "(value_norm,1,layer_mean)",
+        "(entropy,1.3)",
+    ),
+    "zero_random_heads": ("(entropy,1,layer_mean)", "(head_output_norm,1,layer_mean,4)"),
+    "zero_entropy_sinks": ("(0.8,0.5)",),
+    "entropy_sinks_to_first": ("(0.8,0.5)",),
+    "swap_first_key": ("(7)",),
+    "swap_first_value": ("(7)",),
+}
+"""Options of the interventions that need some, or behave otherwise with others."""
+
+COMBINATIONS = (
+    "zero_query_bias+mask_first_keys",
+    "mask_last_keys(2)+head_to_first(1,0)",
+    "first_position_second+scale_massive_keys",
+    "swap_first_value(4)+patch_head(1,0)+patch_head_at(0,1,9)",
+    "zero_first_token+zero_positions+zero_attention(1)",
+)
+EVERY = [name + options for name in INTERVENTIONS for options in OPTIONS.get(name, ("",))]
+EVERY += COMBINATIONS
+ONE_EACH = [name + OPTIONS.get(name, ("",))[0] for name in INTERVENTIONS]
+A_FEW = ("none", "scale_query_bias(-1.5)", "mask_first_keys", "zero_head(0,1)", "first_position_second",
+         "swap_first_key(7)", "mask_last_keys")  # fmt: skip
+
+
+class Shelf:
+    """Models, their weights, their replicas and what they measure, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @cache  # noqa: B019
+    def path(self, name: str) -> Path:
+        if name == "legacy-pth":
+            return toy.save_legacy(self.root / name, "pth")
+        if name in MODELS:
+            return toy.save_model(self.root / name, MODELS[name]())
+        return find_model(f"bundled:{name}")
+
+    @cache  # noqa: B019
+    def weights(self, name: str) -> Weights:
+        return read_weights(self.path(name))
+
+    @cache  # noqa: B019
+    def replica(self, name: str, engine: str, precision: str = "float32") -> Replica:
+        info = describe(self.path(name))
+        curves = [p for p in PROFILES if PROFILES[p].axis != "pair"]
+        scan = toy.toy_scan(
+            model=str(self.path(name)), n_ctx=N_CTX, engine=engine, precision=precision,
+            profiles=list(PROFILES), curves=curves, predictions=list(PREDICTIONS),
+            weight_statistics=list(WEIGHT_STATISTICS),
+        )  # fmt: skip
+        return Replica(info, scan, "cpu", threads=1)
+
+    def d_vocab(self, name: str) -> int:
+        return len(self.weights(name).W_E)
+
+    @cache  # noqa: B019
+    def reference(self, name: str, intervention: str, n_ctx: int = N_CTX) -> Reference:
+        tokens, partner, labels = sequences_of(self.d_vocab(name), n_ctx)
+        chance = [s.name for s in STATISTICS.values() if s.chance]
+        return recompute(self.weights(name), tokens, intervention, partner, labels, chance)
+
+    def measured(
+        self,
+        name: str,
+        intervention: str,
+        engine: str,
+        precision: str = "float32",
+        n_ctx: int = N_CTX,
+    ) -> InterventionMeasurements:
+        tokens, partner, labels = sequences_of(self.d_vocab(name), n_ctx)
+        replica = self.replica(name, engine, precision)
+        return replica.measure(tokens, parse_intervention(intervention), labels, partner)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    return Shelf(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sequences_of(d_vocab: int, n_ctx: int) -> tuple[np.ndarray, np.ndarray, list[list[str]]]:
+    """A repeated block behind a first token, with triggers; a sequence with a few repeats, without
+    triggers; and their partners.
+    """
+    rng = np.random.default_rng(99)
+    block = rng.integers(2, d_vocab, size=(n_ctx + 1) // 2)
+    repeated = np.concatenate([block[:1], block[1:], block[1:]])[:n_ctx]
+    if n_ctx % 2 == 0:
+        repeated = np.tile(block, 2)[:n_ctx]
+    mixed = rng.integers(2, min(d_vocab, 17), size=n_ctx)
+    tokens = np.stack([repeated, mixed]).astype(np.int32)
+    partner = rng.integers(2, d_vocab, size=tokens.shape).astype(np.int32)
+    labels = [["trigger" if token % 3 == 1 else "" for token in repeated.tolist()], [""] * n_ctx]
+    return tokens, partner, labels
+
+
+def disagreements(
+    measured: np.ndarray, expected: np.ndarray, absolute: bool, tolerance: float, listed: bool
+) -> str | None:
+    """What is wrong with a column, in words.
+
+    Differences are absolute where values are at most 1, otherwise relative to their size: the
+    largest of a list, whose small entries may be differences of large numbers.
+    """
+    if measured.shape != expected.shape:
+        return f"is {measured.shape}, expected {expected.shape}"
+    undefined = np.isnan(measured) != np.isnan(expected)
+    if undefined.any():
+        place = tuple(np.argwhere(undefined)[0].tolist())
+        return (
+            f"at {place} is {measured[place]}, expected {expected[place]} "
+            f"({undefined.sum()} of {undefined.size} places)"
+        )
+    sizes = np.nan_to_num(np.abs(expected))
+    if listed:
+        sizes = sizes.max(-1, keepdims=True)
+    scale = 1.0 if absolute else np.maximum(1, sizes)
+    difference = np.nan_to_num(np.abs(measured - expected) / scale)
+    if difference.max(initial=0) <= tolerance:
+        return None
+    place = tuple(int(i) for i in np.unravel_index(difference.argmax(), difference.shape))
+    return f"at {place} is {measured[place]}, expected {expected[place]}"
+
+
+def compare(
+    measured: InterventionMeasurements, reference: Reference, tolerance: float = 1e-5
+) -> dict[str, str]:
+    """The columns that disagree, and how."""
+    found: dict[str, str | None] = {}
+    for name, statistic in STATISTICS.items():
+        bounded = max(map(abs, statistic.range)) <= 1
+        # A difference of scores is as exact as the scores, which are alike in the heads of a layer.
+        of_scores = statistic.unit.startswith("logits")
+        found[name] = disagreements(
+            measured.heads[name], reference.heads[name], bounded, tolerance, of_scores
+        )
+        if statistic.chance:
+            column = chance_column(name)
+            found[column] = disagreements(
+                measured.sequences[column], reference.chance[name], bounded, tolerance, False
+            )
+    for name, prediction in PREDICTIONS.items():
+        bounded = max(map(abs, prediction.range)) <= 1
+        found[name] = disagreements(
+            measured.sequences[name],
+            reference.predictions[name],
+            bounded,
+            tolerance,
+            prediction.per_token,
+        )
+    assert set(measured.means["profiles"]) == set(reference.profiles)
+    for name, expected in reference.profiles.items():
+        bounded = PROFILES[name].unit == "probability"
+        if name not in BY_PAIR:
+            found[f"curve {name}"] = disagreements(
+                measured.tables["curves"][name], expected, bounded, tolerance, True
+            )
+        aggregate = measured.means["profiles"][name]
+        mean, m2 = aggregate.mean, aggregate.m2
+        if mean.ndim == 2:
+            # What the heads of a layer share is kept once.
+            expected = expected[:, :, 0]
+        spread = ((expected - expected.mean(0)) ** 2).sum(0)
+        found[f"profile {name}"] = disagreements(mean, expected.mean(0), bounded, tolerance, True)
+        # A square differs by twice the difference times the root.
+        size = np.maximum(1, np.nan_to_num(np.abs(expected)).max())
+        found[f"spread of {name}"] = disagreements(
+            m2 / size**2, spread / size**2, True, 4 * tolerance, True
+        )
+    return {name: problem for name, problem in found.items() if problem}
+
+
+def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
+    masks = ("mask_", "keep_window")
+    edits_scores = any(part.startswith(masks) for part in intervention.split("+"))
+    if edits_scores and engine == "dense" and name in SCORES_NOT_EDITABLE:
+        with pytest.raises(
+            ModelError, match=r"attn_scores.* cannot be edited in this architecture"
+        ):
+            shelf.measured(name, intervention, engine)
+        return
+    try:
+        reference = shelf.reference(name, intervention)
+    except NotApplicable:
+        with pytest.raises(ModelError):
+            shelf.measured(name, intervention, engine)
+        return
+    assert compare(shelf.measured(name, intervention, engine), reference) == {}
+
+
+# Completeness
+
+
+def test_everything_that_is_registered_has_an_independent_definition() -> None:
+    assert set(STATISTIC_DEFINITIONS) == set(STATISTICS)
+    assert set(PROFILE_DEFINITIONS) == set(PROFILES)
+    assert set(PREDICTION_DEFINITIONS) == set(PREDICTIONS)
+    assert set(WEIGHT_DEFINITIONS) == set(WEIGHT_STATISTICS)
+    assert set(INTERVENTIONS) == ALL_EDITS
+
+
+def test_the_reference_imports_nothing_that_it_checks() -> None:
+    for file in (Path(__file__).parent / "reference").glob("*.py"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        imports = [line for line in lines if line.startswith(("import ", "from "))]
+        ours = ("schemas", "workers", "jobs", "queries", "reproduce")
+        assert not [line for line in imports if line.split()[1].startswith(ours)], file.name
+
+
+def test_every_intervention_changes_something(shelf: Shelf) -> None:
+    plain = shelf.reference("gpt2", "none").heads
+    for intervention in EVERY:
+        heads = shelf.reference("gpt2", intervention).heads
+        changed = max(
+            float(np.nan_to_num(np.abs(heads[name] - plain[name]), nan=1).max())
+            for name in ("entropy", "head_output_norm", "resid_post_norm")
+        )
+        assert (changed > 1e-3) == (intervention != "none"), intervention
+
+
+@pytest.mark.parametrize("name", [*MODELS, "gpt2-mini", "backcopy-3l-mini"])
+def test_the_reference_runs_models_as_their_library_does(shelf: Shelf, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path, weights = shelf.path(name), shelf.weights(name)
+    tokens, _, _ = sequences_of(shelf.d_vocab(name), N_CTX)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float64
+    )
+    with torch.inference_mode():
+        output = model(torch.from_numpy(tokens).long(), output_attentions=True)
+    for i, row in enumerate(tokens.tolist()):
+        run = forward(weights, row)
+        # Libraries keep angles of rotations, and some softmaxes, in float32.
+        np.testing.assert_allclose(run.logits, output.logits[i], rtol=1e-5, atol=1e-5)
+        for layer, pattern in zip(run.layers, output.attentions, strict=True):
+            np.testing.assert_allclose(layer.pattern, pattern[i], atol=1e-5)
+
+
+# Comparison
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+@pytest.mark.parametrize(
+    ("name", "intervention"),
+    [
+        *(("gpt2", intervention) for intervention in EVERY),
+        *((name, intervention) for name in ON_EVERY_INTERVENTION for intervention in ONE_EACH),
+    ],
+)
+def test_every_column_under_every_intervention(
+    shelf: Shelf, name: str, intervention: str, engine: str
+) -> None:
+    check(shelf, name, intervention, engine)
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+@pytest.mark.parametrize("intervention", A_FEW)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "backcopy-3l-mini", "legacy-pth", "gpt2-inverse-layer", "neox-serial", "qwen2", "qwen3",
+        "phi", "gemma2", "bigcode", *DENSE_ONLY,
+    ],
+)  # fmt: skip
+def test_models_that_differ_in_one_thing(
+    shelf: Shelf, name: str, intervention: str, engine: str
+) -> None:
+    if engine == "fused" and name in DENSE_ONLY:
+        with pytest.raises(ModelError, match="engine = 'dense'"):
+            shelf.replica(name, engine)
+        return
+    check(shelf, name, intervention, engine)
+
+
+@pytest.mark.parametrize("n_ctx", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_short_sequences(shelf: Shelf, name: str, n_ctx: int) -> None:
+    for intervention in ("none", "mask_first_keys"):
+        reference = shelf.reference(name, intervention, n_ctx)
+        for engine in ("fused", "dense"):
+            measured = shelf.measured(name, intervention, engine, n_ctx=n_ctx)
+            assert compare(measured, reference) == {}, (engine, intervention)
+
+
+@pytest.mark.parametrize("intervention", ["none", "mask_random_keys", "patch_head(0,2)"])
+def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
+    shelf: Shelf, intervention: str
+) -> None:
+    reference = shelf.reference("gpt2", intervention)
+    for engine in ("fused", "dense"):
+        measured = shelf.measured("gpt2", intervention, engine, "float64")
+        assert compare(measured, reference, 1e-7) == {}, engine
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bigcode", "attn-only-2l-mini", "neox", "llama-gqa", "opt", "gpt-neo", "bloom"]
+)
+def test_every_weight_statistic(shelf: Shelf, name: str) -> None:
+    weights = shelf.weights(name)
+    written: dict[str, Rows] = {statistic: {} for statistic in WEIGHT_STATISTICS}
+    for row in shelf.replica(name, "dense").weights()["weights"].to_pylist():
+        index = row["dimension"] if row["position"] is None else row["position"]
+        written[row["weight"]][row["layer"], row["head"], index] = row["value"]
+    for statistic, define in WEIGHT_DEFINITIONS.items():
+        expected = define(weights)
+        assert set(written[statistic]) == set(expected), statistic
+        for place, value in expected.items():
+            assert written[statistic][place] == pytest.approx(value, rel=1e-5, abs=1e-5), (
+                statistic,
+                place,
+            )
+
+
+def test_a_model_whose_layers_are_never_shown_is_an_error_and_not_undefined(
+    tmp_path: Path,
+) -> None:
+    config = toy.family("OpenAIGPTConfig", n_embd=32, n_layer=2, n_head=4, n_positions=toy.N_CTX)
+    path = toy.save_model(tmp_path, config)
+    with pytest.raises((MeasureError, ModelError)):
+        toy.measure(path, toy.repeating_tokens(9), engine="dense")
+
+
+def test_masks_of_keys_leave_the_parts_of_a_score_alone(shelf: Shelf) -> None:
+    """Layer 0 reads nothing that a mask of keys could change."""
+    shares = ("sink_mass_shift_only", "sink_mass_content_only")
+    plain, masked = (
+        shelf.measured("gpt2-mini", name, "fused").heads for name in ("none", "mask_last_keys")
+    )
+    for name in shares:
+        np.testing.assert_allclose(masked[name][:, 0], plain[name][:, 0], atol=1e-6)
+    hidden = shelf.measured("gpt2-mini", "mask_first_keys", "fused").heads["sink_logit_margin"]
+    assert np.isnan(hidden).all()
+    assert not math.isnan(plain["sink_logit_margin"].max())
