@@ -14,7 +14,7 @@ from schemas.formulas import Formula
 from schemas.places import Place, write_whole
 from schemas.predictions import select_predictions
 from schemas.profiles import select_curves, select_profiles
-from schemas.run_directory import Manifest, RunDirectory, differing_keys
+from schemas.run_directory import Manifest, RunDirectory, differing_keys, pc
 from schemas.scan import Scan
 from schemas.statistics import select
 from schemas.weight_statistics import select_weight_statistics
@@ -178,10 +178,11 @@ def prepare_run(plan: Plan, scan_text: str) -> None:
 def check_precision(plan: Plan, device: str) -> None:
     """Refuse to go on in another precision than the run was begun in."""
     precision = resolve_precision(plan.scan, device)
-    begun = plan.run.ledger(["precision"])["precision"].slice(0, 1).to_pylist()
+    methods = pc.list_flatten(plan.run.ledger(["methods"])["methods"])
+    begun = pc.unique(pc.struct_field(methods, "precision")).to_pylist()
     if begun and begun != [precision]:
         raise RunError(
-            f"{plan.run.run_id}: begun in {begun[0]}, and precision = 'auto' means {precision} on this {device}; "
+            f"{plan.run.run_id}: begun in {' and '.join(begun)}, and precision = 'auto' means {precision} on this {device}; "
             "go on where it was begun, or start a new run with that precision in the scan"
         )
 

@@ -15,7 +15,6 @@ from queries.answers import run_query
 from queries.connection import QUERIES, connect
 from queries.html_page import Record, add_figure, write_html
 from queries.run_tables import bounds
-from schemas.commits import engine_of
 from schemas.errors import QueryError
 from schemas.places import Place
 from schemas.predictions import PREDICTIONS
@@ -112,9 +111,18 @@ def _sections(
 
 def _engine(connection: duckdb.DuckDBPyConnection, run: Record, intervention: str) -> str:
     """What measured an intervention; before its first shard, what is to."""
-    sql = f"SELECT DISTINCT engine FROM shards WHERE run_id = {_text(run['run_id'])} AND engine IS NOT NULL ORDER BY engine"
-    said = [engine_of(row["engine"], intervention) for row in _records(connection, sql)]
-    return "; ".join(dict.fromkeys(said)) or run["engine"]
+    sql = f"""
+        SELECT DISTINCT method.engine, method.built_layers
+        FROM (SELECT unnest(methods) AS method FROM shards WHERE run_id = {_text(run["run_id"])})
+        WHERE method.intervention = {_text(intervention)} ORDER BY ALL
+    """
+    return "; ".join(map(_engine_words, _records(connection, sql))) or run["engine"]
+
+
+def _engine_words(method: Record) -> str:
+    layers = method["built_layers"]
+    built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
+    return f"{method['engine']}{built}"
 
 
 def _predictions(connection: duckdb.DuckDBPyConnection, run_id: str) -> dict[str, list[Record]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from schemas.commits import COMMITS
 from schemas.errors import QueryError
 from schemas.places import Place, absolute
 from schemas.run_directory import Manifest, RunDirectory, check_merged, find_runs, pc
@@ -95,11 +96,20 @@ SHARDS: Columns = {
     "host": (pa.string(), "Machine that made it."),
     "replica": (pa.string(), "Replica that made it."),
     "attempt": (pa.int64(), "Attempt that succeeded."),
-    "engine": (
+    "code": (
         pa.string(),
-        "Engine that measured it, by intervention where several did, and in which layers it built patterns.",
+        "Fingerprint of the code that measured it; NULL where the commit does not say.",
     ),
-    "precision": (pa.string(), "Number formats it was measured in."),
+    "device": (pa.string(), "What computed it; NULL where the commit does not say."),
+    "versions": (
+        COMMITS.field("versions").type,
+        "Versions of the libraries that measured it: library, version.",
+    ),
+    "methods": (
+        COMMITS.field("methods").type,
+        "How each intervention was measured: intervention, engine, precision, attention (tiles, kernel or matrix) and the "
+        "layers whose pattern was built because an edit needs it.",
+    ),
     "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
 }
 
@@ -244,8 +254,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "run_id": run.directory.run_id,
         "name": manifest.run_id.rpartition("-")[0] or manifest.run_id,
         "created": manifest.created,
-        "precision": ", ".join(sorted(pc.unique(done["precision"]).to_pylist()))
-        or scan.get("precision"),
+        "precision": ", ".join(_precisions(done)) or scan.get("precision"),
         "input_family": inputs.pop("family", None),
         "input_options": json.dumps(inputs, ensure_ascii=False),
         "interventions": list(scan.get("interventions", ["none"])),
@@ -263,6 +272,12 @@ def _run_row(run: Run) -> dict[str, Any]:
     }
 
 
+def _precisions(ledger: pa.Table) -> list[str]:
+    """The precisions that some commits were measured in."""
+    methods = pc.list_flatten(ledger["methods"])
+    return sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
+
+
 def _model_fingerprint(manifest: Manifest) -> str:
     identity = manifest.identity.get("model", manifest.model)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
@@ -273,6 +288,9 @@ def _shards(run: Run) -> pa.Table:
     own = [name for name in SHARDS if name != "status"]
     status = pa.array(np.where(run.whole, "done", "damaged"), pa.string())
     known = run.ledger.select(own).append_column("status", status)
+    for name in ("code", "device"):
+        said = pc.if_else(pc.equal(known[name], ""), None, known[name])
+        known = known.set_column(known.schema.get_field_index(name), name, said)
     size, total = run.scan.get("sequences_per_shard"), run.manifest.sequences
     missing = np.setdiff1d(np.arange(run.manifest.shards), known["shard"].to_numpy())
     rows: dict[str, Any] = {"run_id": [run.directory.run_id] * len(missing), "shard": missing}

@@ -15,17 +15,18 @@ so whoever folds may die, or fold twice, at any time.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from schemas.parquet import parquet_bytes, read_parquet
 from schemas.places import Place, names, settle, write_whole
@@ -50,6 +51,31 @@ class DataFile(BaseModel):
     """Size of the file."""
     shards: int = 1
     """How many shards have rows in it; more than one after `headcount compact`."""
+
+
+class Method(BaseModel):
+    """How one intervention was measured."""
+
+    model_config = ConfigDict(frozen=True)
+    intervention: str
+    engine: str
+    """fused or dense."""
+    precision: str
+    """Number formats of the products, one of `schemas.precision.PRECISIONS`."""
+    attention: str
+    """tiles or kernel: how the fused engine asked attention; matrix: patterns were built. Empty in
+    commits of older code, which did not say.
+    """
+    built_layers: list[int]
+    """Layers whose pattern was built because an edit needs it."""
+
+
+class Version(BaseModel):
+    """A library that took part in measuring."""
+
+    model_config = ConfigDict(frozen=True)
+    library: str
+    version: str
 
 
 class Commit(BaseModel):
@@ -78,34 +104,55 @@ class Commit(BaseModel):
     replica: str
     """Tells the replicas of a run apart."""
     attempt: int
-    engine: str
-    """As `said_of` says it."""
-    precision: str
+    code: str
+    """Fingerprint of the code that measured it; empty in commits of older code, which did not say."""
+    device: str
+    """What it was computed on, for example `cuda NVIDIA H100`; empty in commits of older code."""
+    versions: list[Version]
+    """Libraries that measured; none in commits of older code."""
+    methods: list[Method]
+    """How each intervention was measured, in the order of the scan."""
     bad_rows: list[str]
     files: list[DataFile]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older_code(cls, fields: Any) -> Any:
+        """A commit that keeps its engines and its precision as strings, in today's fields."""
+        if not isinstance(fields, dict) or "engine" not in fields:
+            return fields
+        old = cast("dict[str, Any]", fields)
+        kept = {name: value for name, value in old.items() if name not in ("engine", "precision")}
+        interventions = dict.fromkeys(file["intervention"] for file in old["files"] or ())
+        methods = older_methods(old["engine"], old["precision"], list(interventions))
+        return {"code": "", "device": "", "versions": [], "methods": methods} | kept
 
-def said_of(engines: Mapping[str, str]) -> str:
-    """What measured each intervention, in a word where one thing measured all.
 
-    >>> said_of({"none": "fused", "zero_query_bias": "fused"}), said_of({"none": "fused", "mask_first_keys": "dense"})
-    ('fused', 'none: fused; mask_first_keys: dense')
+BUILT = re.compile(r"(\w+), with built patterns in layers ([\d ]+)")
+
+
+def older_methods(engines: str, precision: str, interventions: list[str]) -> list[dict[str, Any]]:
+    """What a commit of older code said of its engines, as methods.
+
+    >>> older_methods("none: fused; mask: fused, with built patterns in layers 0 2", "float32", ["none", "mask"])[1]
+    {'intervention': 'mask', 'engine': 'fused', 'precision': 'float32', 'attention': '', 'built_layers': [0, 2]}
     """
-    if len(set(engines.values())) == 1:
-        return next(iter(engines.values()))
-    return "; ".join(f"{intervention}: {engine}" for intervention, engine in engines.items())
-
-
-def engine_of(said: str, intervention: str) -> str:
-    """What measured one intervention.
-
-    >>> engine_of("fused", "none"), engine_of("none: fused; mask_first_keys: dense", "mask_first_keys")
-    ('fused', 'dense')
-    """
-    engines = {
-        name: engine for name, _, engine in (part.partition(": ") for part in said.split("; "))
-    }
-    return engines.get(intervention, said)
+    by_intervention = dict.fromkeys(interventions, engines)
+    if ": " in engines:
+        by_intervention = dict(part.split(": ", 1) for part in engines.split("; "))
+    methods: list[dict[str, Any]] = []
+    for intervention, engine in by_intervention.items():
+        built = BUILT.fullmatch(engine)
+        methods.append(
+            {
+                "intervention": intervention,
+                "engine": built[1] if built else engine,
+                "precision": precision,
+                "attention": "",
+                "built_layers": [int(layer) for layer in built[2].split()] if built else [],
+            }
+        )
+    return methods
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_the_recipe_gives_checkpoints_that_a_scan_takes(
     losses = []
     for step in steps:
         found = measure(tmp_path / step, tokens, predictions=["losses"])
-        assert found.engine == "fused"
+        assert found.method.engine == "fused"
         expected = definitions(tmp_path / step, tokens)
         for name in (
             "value_result_norm",

@@ -116,7 +116,8 @@ def test_sinks_are_found_by_the_entropies_of_rows_and_columns(replica: Replica) 
     assert {sinks.mean() > 0, sinks.mean() < 1, (sinks != (found[..., 0] < row)).any()} == {True}
     zero = replica.measure(TOKENS, f"zero_entropy_sinks({row:.6f},{column:.6f})")
     forced = replica.measure(TOKENS, f"entropy_sinks_to_first({row:.6f},{column:.6f})")
-    assert zero.engine == forced.engine == "fused, with built patterns in layers 0 1 2"
+    assert zero.method.engine == forced.method.engine == "fused"
+    assert zero.method.built_layers == forced.method.built_layers == [0, 1, 2]
     np.testing.assert_array_equal(zero.heads["head_output_norm"][:, 0] == 0, sinks)
     np.testing.assert_array_equal(zero.heads["sink_alpha"][:, 0] == 0, sinks)
     np.testing.assert_array_equal(forced.heads["sink_alpha"][:, 0] == 1, sinks)

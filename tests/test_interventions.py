@@ -63,7 +63,7 @@ def test_both_engines_see_the_same_edit(replicas: tuple[Replica, Replica], name:
     tokens = toy.repeating_tokens(17, batch=3)
     partner = (tokens * 7 + 1) % toy.D_VOCAB
     plain, edited = fused.measure(tokens), fused.measure(tokens, name, partner=partner)
-    assert edited.engine.startswith("fused")
+    assert edited.method.engine == "fused"
     assert difference(edited, dense.measure(tokens, name, partner=partner)) < 1e-5
     assert (difference(edited, plain) > 1e-4) == (name != "none")
     after = fused.measure(tokens)
@@ -75,14 +75,15 @@ def test_only_the_layers_whose_pattern_is_edited_are_built(
     replicas: tuple[Replica, Replica],
 ) -> None:
     tokens = toy.repeating_tokens(17)
-    names = {
-        name: replicas[0].measure(tokens, name).engine
+    methods = {
+        name: replicas[0].measure(tokens, name).method
         for name in ("zero_head(1,2)", "head_to_first(1,3)", "mask_first_keys")
     }
-    assert names == {
-        "zero_head(1,2)": "fused",
-        "head_to_first(1,3)": "fused, with built patterns in layers 1",
-        "mask_first_keys": "fused, with built patterns in layers 0 1 2",
+    assert {method.engine for method in methods.values()} == {"fused"}
+    assert {name: method.built_layers for name, method in methods.items()} == {
+        "zero_head(1,2)": [],
+        "head_to_first(1,3)": [1],
+        "mask_first_keys": [0, 1, 2],
     }
 
 
@@ -253,8 +254,8 @@ def test_rotated_keys_are_edited_where_the_bridge_edits_them(
     intervention_registry.intervention(double_keys)
     path = toy.save_model(tmp_path, toy.family("LlamaConfig"))
     replica, tokens = toy.replica(path), toy.repeating_tokens(9)
-    assert replica.measure(tokens, "zero_first_value").engine == "fused"
-    assert replica.measure(tokens, "double_keys").engine == "dense"
+    assert replica.measure(tokens, "zero_first_value").method.engine == "fused"
+    assert replica.measure(tokens, "double_keys").method.engine == "dense"
     low = toy.replica(path, precision="bfloat16")
     with pytest.raises(
         ModelError,
@@ -269,7 +270,7 @@ def test_activations_are_edited_in_every_precision(gpt2: Path) -> None:
         toy.replica(gpt2, precision=p).measure(tokens, "zero_head(1,2)")
         for p in ("float32", "bfloat16")
     )
-    assert (low.engine, low.precision) == ("fused", "bfloat16")
+    assert (low.method.engine, low.method.precision) == ("fused", "bfloat16")
     assert (low.heads["head_output_norm"][:, 1, 2] == 0).all()
     apart = np.abs(low.heads["sink_mass"] - exact.heads["sink_mass"]).max()
     assert 0 < apart < 0.05

@@ -127,7 +127,7 @@ def problem_of(path: Path | str, **changes: Any) -> str:
 def test_both_engines_agree_on_every_statistic(shelf: Shelf, name: str, n_ctx: int):
     tokens = toy.repeating_tokens(n_ctx, batch=1 if n_ctx in (1, 17) else 3)
     fused, dense = (shelf.replica(name, engine).measure(tokens) for engine in ("fused", "dense"))
-    assert (fused.engine, dense.engine) == ("fused", "dense")
+    assert (fused.method.engine, dense.method.engine) == ("fused", "dense")
     worst = differences(fused, dense)
     if name.startswith("legacy-"):
         # TransformerLens hands out the pattern in the place of these models' scores.
@@ -357,7 +357,7 @@ def test_folded_weights_keep_the_patterns_and_change_the_values(shelf: Shelf, na
         )
         for weights in ("raw", "folded")
     )
-    assert folded.engine == "dense"
+    assert folded.method.engine == "dense"
     for output, values in raw.sequences.items():
         np.testing.assert_allclose(folded.sequences[output], values, rtol=1e-4, atol=1e-7)
     # What a folded MLP makes of positions is not known; the legacy model has none.
@@ -810,7 +810,7 @@ def test_a_zero_query_bias_is_seen_by_both_engines_and_undone(
     fused, dense = shelf.replica(name), shelf.replica(name, "dense")
     before, weights = fused.measure(tokens), weights_of(fused)
     edited = fused.measure(tokens, "zero_query_bias")
-    assert edited.engine == "fused"
+    assert edited.method.engine == "fused"
     seen_by_dense = differences(edited, dense.measure(tokens, "zero_query_bias"))
     if name == "legacy-pth":
         del seen_by_dense["sink_logit_margin"]
@@ -923,7 +923,7 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
     for name in ("gpt2", "llama-gqa", "legacy-pth"):
         replica = shelf.replica(name)
         plain, edited = replica.measure(tokens), replica.measure(tokens, "zero_first_value")
-        assert (plain.engine, edited.engine) == ("fused", "fused")
+        assert (plain.method.engine, edited.method.engine) == ("fused", "fused")
         assert (edited.heads["sink_value_norm"] == 0).all()
         found = {s: np.abs(edited.heads[s] - plain.heads[s]) for s in STATISTICS}
         changed = {

@@ -100,7 +100,7 @@ def test_a_patch_is_the_partners_output_of_that_head_and_nothing_else(
         np.testing.assert_allclose(
             found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
         )
-        assert found.engine == engine
+        assert found.method.engine == engine
     norms = run.measure(TOKENS, "patch_head(1,2)", partner=PARTNER).heads["head_output_norm"]
     np.testing.assert_allclose(
         norms[:, 1, 2], other[:, :, 2].norm(dim=-1).mean(-1).numpy(), rtol=1e-5

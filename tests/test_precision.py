@@ -112,7 +112,7 @@ def test_every_precision_drifts_as_far_as_its_bits_let_it(
 ) -> None:
     tokens = toy.repeating_tokens(30, batch=4)
     measured = {p: toy.measure(paths[name], tokens, precision=p) for p in PRECISIONS}
-    assert {m.precision for m in measured.values()} == set(PRECISIONS)
+    assert {m.method.precision for m in measured.values()} == set(PRECISIONS)
     found = {p: drift(m, measured["float64"]) for p, m in measured.items()}
     assert found["float32"] < 2e-6
     for ten_bits in ("tf32", "float16", "tf32_linears", "float16_linears"):

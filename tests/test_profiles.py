@@ -193,7 +193,7 @@ def test_the_dense_engine_measures_the_same(
     model: Path, tokens: np.ndarray, measured: InterventionMeasurements
 ) -> None:
     dense = measure(model, tokens, engine="dense")
-    assert (dense.engine, measured.engine) == ("dense", "fused")
+    assert (dense.method.engine, measured.method.engine) == ("dense", "fused")
     for name, aggregate in dense.profiles.items():
         found = measured.profiles[name]
         np.testing.assert_allclose(found.mean, aggregate.mean, rtol=1e-4, atol=1e-5, err_msg=name)

@@ -226,7 +226,7 @@ def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: 
 from pathlib import Path
 from jobs.submission import JobClient
 from schemas.run_directory import RunDirectory
-cluster, run = Cluster({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
+cluster, run = JobClient({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
 last = cluster.last
 cluster.last = lambda run_id: None
 print(cluster.start(run, ["--help"], {{}}))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from schemas.commits import Method
 from schemas.statistics import select
 from schemas.tables import chance_column
 from workers.model.model_info import ModelInfo
@@ -28,6 +29,7 @@ class ToyReplica(Replica):
         self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
     ) -> None:
         self.info, self.scan, self.free_since = info, scan, None
+        self.device = "cpu"
 
     def measure(
         self,
@@ -40,12 +42,19 @@ class ToyReplica(Replica):
         self.misbehave(int(tokens[0, 1]))
         chosen = select(self.scan.statistics)
         sequence = (tokens * np.arange(1, tokens.shape[1] + 1)).sum(1).astype(np.float32)
+        method = Method(
+            intervention=intervention,
+            engine="none",
+            precision="float32",
+            attention="",
+            built_layers=[],
+        )
         head = np.arange(self.info.n_layers * self.info.n_heads, dtype=np.float32).reshape(
             1, self.info.n_layers, -1
         )
         heads = {s.name: sequence[:, None, None] + head / 64 + i for i, s in enumerate(chosen)}
         chance = {chance_column(s.name): sequence for s in chosen if s.chance}
-        return InterventionMeasurements(heads, chance, {}, {}, "none", "float32")
+        return InterventionMeasurements(heads, chance, {}, {}, method)
 
     def misbehave(self, token: int) -> None:
         """Nothing; `token` tells the shards apart."""

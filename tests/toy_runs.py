@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.commits import Commit, DataFile
+from schemas.commits import Commit, DataFile, Method, Version
 from schemas.places import Place
 from schemas.profiles import PROFILES
 from schemas.run_directory import Manifest, RunDirectory
@@ -163,8 +163,19 @@ def write_commit(
         host="toy",
         replica="toy-1",
         attempt=1,
-        engine="fused",
-        precision="float32",
+        code="c0de",
+        device="cpu toy",
+        versions=[Version(library="torch", version="2.0")],
+        methods=[
+            Method(
+                intervention=intervention,
+                engine="fused",
+                precision="float32",
+                attention="tiles",
+                built_layers=[],
+            )
+            for intervention in dict.fromkeys(file.intervention for file in files)
+        ],
         bad_rows=[],
         files=files,
     )

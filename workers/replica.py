@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from schemas.commits import BUILT, Method
 from schemas.errors import ModelError
 from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from schemas.predictions import select_predictions
@@ -24,6 +25,7 @@ from workers.engine.dense_engine import DenseEngine
 from workers.engine.fused_engine import FusedEngine
 from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
+from workers.engine.sweep_kernel import available
 from workers.interventions import check_targets, edited_weights, find_intervention, needs_bridge
 from workers.model.layer_weights import has_rotary_positions
 from workers.model.loading import load_model
@@ -36,8 +38,7 @@ from workers.weight_statistics import weights_table
 class InterventionMeasurements(Measurements):
     """What was measured under one intervention, and how."""
 
-    engine: str
-    precision: str
+    method: Method
 
 
 class Replica:
@@ -102,7 +103,24 @@ class Replica:
         with torch.inference_mode(), edited_weights(self.model, edit):
             masks = _masks(labels) if labels and self.asked.reads("labels") else {}
             found = Measurements.of(self._batches(engine, tokens, masks, partner))
-        return InterventionMeasurements(**vars(found), engine=engine.name, precision=self.precision)
+        return InterventionMeasurements(
+            **vars(found), method=self._method(intervention, engine.name)
+        )
+
+    def _method(self, intervention: str, engine: str) -> Method:
+        """How an intervention was measured, from the name that its engine gave itself."""
+        built = BUILT.fullmatch(engine)
+        return Method(
+            intervention=intervention,
+            engine=built[1] if built else engine,
+            precision=self.precision,
+            attention="matrix" if engine == "dense" else self._attention(),
+            built_layers=[int(layer) for layer in built[2].split()] if built else [],
+        )
+
+    def _attention(self) -> str:
+        by_kernel = self.precision != "float64" and available(torch.device(self.device))
+        return "kernel" if by_kernel else "tiles"
 
     def weights(self) -> pa.Table:
         """The rows of the scan's `weights`, of the untouched model."""

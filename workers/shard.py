@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.commits import Commit, DataFile, Failure, said_of
+from schemas.commits import Commit, DataFile, Failure
 from schemas.errors import HeadcountError
 from schemas.parquet import parquet_bytes, table_of
 from schemas.places import write_whole
@@ -26,7 +26,9 @@ from schemas.run_directory import RunDirectory, data_path
 from schemas.scan import Scan
 from schemas.statistics import select
 from schemas.tables import curves_schema, heads_schema, sequences_schema
+from workers.code_fingerprint import code_fingerprint
 from workers.inputs.sequences import ShardInput
+from workers.machine import device_name, measuring_versions
 from workers.profile_means import profiles_table
 from workers.replica import InterventionMeasurements, Replica
 
@@ -40,6 +42,8 @@ class MeasuredShard:
     seconds: float
     idle_seconds: float
     """How long the replica had waited for this shard."""
+    device: str
+    """What it was computed on."""
     weights: pa.Table | None = None
     """The rows of `weights`, which are written with shard 0."""
 
@@ -59,7 +63,9 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
     }
     weights = replica.weights() if shard.shard == 0 and replica.scan.weight_statistics else None
     replica.free_since = time.perf_counter()
-    return MeasuredShard(shard, measured, replica.free_since - began, idle, weights)
+    return MeasuredShard(
+        shard, measured, replica.free_since - began, idle, device_name(replica.device), weights
+    )
 
 
 def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: int) -> Commit:
@@ -96,8 +102,10 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: in
         host=socket.gethostname(),
         replica=f"{socket.gethostname()}-{os.getpid()}",
         attempt=attempt,
-        engine=said_of({name: m.engine for name, m in done.measured.items()}),
-        precision=", ".join(sorted({m.precision for m in done.measured.values()})),
+        code=code_fingerprint(),
+        device=done.device,
+        versions=list(measuring_versions()),
+        methods=[measured.method for measured in done.measured.values()],
         bad_rows=shard.bad_rows,
         files=files,
     )
