@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -168,19 +167,8 @@ class Run:
 
 
 def read_runs(path: Place) -> list[Run]:
-    """Read the manifests and ledgers at `path`, and warn on stderr of shards whose files are
-    damaged.
-    """
+    """Read the manifests and ledgers at `path`."""
     runs = [_read_run(directory) for directory in find_runs(absolute(path))]
-    for run in runs:
-        if run.damaged:
-            names = list(run.damaged)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            print(
-                f"warning: run {run.directory.run_id}: {names[0]}{more} is damaged (not as committed); its shard is "
-                "left out of every view. Run the same scan again to measure it anew.",
-                file=sys.stderr,
-            )
     _same_meanings(runs)
     return runs
 

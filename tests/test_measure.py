@@ -232,7 +232,9 @@ def test_batches_do_not_change_a_row() -> None:
 def test_not_a_number_fails_and_names_layer_and_statistic() -> None:
     broken = Replica(replica().model.info, scan_of(16), threads=1)
     broken.model.bridge.blocks[1].attn.b_V[3] = torch.nan
-    with pytest.raises(MeasureError, match=r"layer 1, head 3: head_output_norm_last is nan for sequence 0"):
+    with pytest.raises(
+        MeasureError, match=r"layer 1, head 3: head_output_norm_last is nan for sequence 0"
+    ):
         broken.measure(tokens_of(16))
 
 

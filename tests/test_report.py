@@ -16,6 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from jobs.plan import make_plan, prepare_run
+from queries.asking import open_runs
 from queries.report import write_report
 from schemas.errors import QueryError
 from schemas.scan import parse_scan
@@ -64,7 +65,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder, "c-3", cells(), family="uniform_random", commit=[], **size)
     write_run(folder, "d-4", cells(), family="uniform_random", **size)
     output = folder / "report.html"
-    write_report(folder, output)
+    write_report(open_runs(folder), output)
     return output
 
 
@@ -238,7 +239,7 @@ def test_it_asks_for_nothing_and_complains_about_nothing(
 
 def test_a_report_that_cannot_be_written(report: Path) -> None:
     with pytest.raises(QueryError, match="cannot be written"):
-        write_report(report.parent, report.parent / "no" / "such" / "folder.html")
+        write_report(open_runs(report.parent), report.parent / "no" / "such" / "folder.html")
 
 
 def test_the_report_says_which_engine_measured_an_intervention(tmp_path: Path) -> None:
@@ -249,7 +250,7 @@ def test_the_report_says_which_engine_measured_an_intervention(tmp_path: Path) -
     plan = make_plan(parse_scan(fields), "small")
     prepare_run(plan, "")
     run_shard(Replica(plan.info, plan.scan, threads=1), plan.run, plan.sequences.shard(0))
-    write_report(plan.run.path, tmp_path / "report.html")
+    write_report(open_runs(plan.run.path), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.findall("<dt>engine</dt><dd>(.*?), float32</dd>", page) == [
         "fused",
@@ -271,7 +272,7 @@ def test_predictions_are_told_with_their_change_from_the_untouched_model(tmp_pat
         replica.measure(shard.tokens, name).sequences["loss"].astype(float)
         for name in fields["interventions"]
     )
-    write_report(plan.run.path, tmp_path / "report.html")
+    write_report(open_runs(plan.run.path), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     expected = [
         [
@@ -294,7 +295,7 @@ def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
     for run, n_ctx in (("s-1", 5), ("s-2", 9)):
         write_run(tmp_path, run, long, n_ctx=n_ctx, layers=LAYERS, heads=HEADS)
     write_run(tmp_path, "t-3", cells(), n_ctx=7, layers=LAYERS, heads=HEADS)
-    write_report(tmp_path, tmp_path / "report.html")
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
     browser.get((tmp_path / "report.html").as_uri())
     buttons = [button.text for button in browser.find_elements(By.CSS_SELECTOR, "nav button")]
     assert buttons == ["s-1 · 5 tokens", "s-2 · 9 tokens", "t-3"]
