@@ -22,7 +22,7 @@ from schemas.errors import QueryError
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
 from tests.browser import chromium
-from tests.toy_runs import Cell, Row, write_run
+from tests.toy_runs import Cell, Row, local, write_run
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -303,3 +303,29 @@ def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
         By.CSS_SELECTOR, ".ytick text"
     )
     assert sorted((tick.text for tick in ticks), key=float) == ["5", "10", "20", "50"]
+
+
+def broken_content(file: Path) -> None:
+    """Overwrite the data of a Parquet file, and leave its size and its footer as they are."""
+    content = bytearray(file.read_bytes())
+    content[4:200] = bytes(196)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("table", ["heads", "sequences"])
+def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table: str) -> None:
+    run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
+    broken_content(local(run.data_file(table, "none", 0)))
+    subject = {"heads": "by_head", "sequences": "sink_mass by part of the Pile"}[table]
+    with pytest.raises(QueryError, match=rf"^report, {subject}: .*Invalid data") as mistake:
+        write_report(open_runs(tmp_path), tmp_path / "report.html")
+    assert "\n" not in str(mistake.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"entropy": lambda row: 1.0 + row.head}, pile_sets=["Github"])
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    markup = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    assert re.findall("<h[34]>(.*?)</h", markup) == ["shape", "entropy"]
