@@ -12,7 +12,7 @@ SEED ?= 0
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -qq --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install -qq --disable-pip-version-check --editable '.[scan,dev]'
 	touch $@
 
 demo: .venv/.installed
@@ -54,4 +54,4 @@ docs: .venv/.installed
 	$(BIN)/python -m reproduce.systems_page
 
 clean:
-	rm -rf .venv runs report.html
+	rm -rf .venv build runs report.html

@@ -22,6 +22,9 @@ app = typer.Typer(
 INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt."""
 
+PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce", "models")
+"""Our own packages: one that cannot be imported is a mistake here, not a missing library."""
+
 jobs.scan_commands.mount(app)
 jobs.cluster_commands.mount(app)
 queries.query_commands.mount(app)
@@ -35,6 +38,16 @@ def main() -> None:
     except HeadcountError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if not library or library in PACKAGES:
+            raise
+        print(
+            f"error: {library} is not installed; it comes with the extra 'scan', which measuring "
+            "needs. In headcount's folder: pip install -e '.[scan]'",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as left:
         if isinstance(left, SystemExit) and left.code != INTERRUPTED:

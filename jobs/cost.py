@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import pyarrow as pa
 
 from jobs.plan import Plan
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
 from workers.inputs.sequences import ShardInput
+from workers.memory import PeakMemory, available_cores
 from workers.profile_means import profiles_table
-from workers.replica import InterventionMeasurements, Replica
+from workers.replica import InterventionMeasurements, Replica, resolve_device, resolve_precision
 from workers.shard import curves_table, heads_table, sequences_table
+
+Writer = Callable[[ShardInput, InterventionMeasurements], pa.Table]
+"""Makes a table of what was measured on a shard."""
+
+
+@dataclass(frozen=True)
+class InterventionCost:
+    """What one intervention takes."""
+
+    intervention: str
+    engine: str
+    tokens_per_second: float
+    """Of all replicas together."""
+    seconds: float
+    """For all sequences of the plan."""
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """What one table will hold."""
+
+    table: str
+    rows: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -21,79 +48,167 @@ class Cost:
     """Measurements of a sample, extrapolated to the plan."""
 
     device: str
-    batch_size: int
+    """What the scan will run on."""
     precision: str
-    tokens_per_second: float
-    bytes_on_disk: int
+    measured_on: str
+    """What the sample ran on: another device where this machine does not have the scan's."""
+    measured_in: str
+    """The precision of the sample."""
+    replicas: int
+    batch_size: int
+    interventions: list[InterventionCost]
+    tables: list[TableCost]
     peak_memory: int
-    seconds: float
+    gpu_memory: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of the whole scan."""
+        return sum(cost.seconds for cost in self.interventions)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Size of all tables."""
+        return sum(cost.bytes for cost in self.tables)
 
 
-def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
+def measure_cost(
+    plan: Plan,
+    device: str = "auto",
+    replicas: int = 1,
+    passes: int = 4,
+    patience: float = 20.0,
+) -> Cost:
     """Measure a few batches of the plan's first shard with one replica, and write none of it.
 
-    A batch size that is to be found is looked for, as in a scan; after `patience` seconds the one
-    being tried must do.
+    Each intervention is timed. A batch size that is to be found is looked for under the first one,
+    as in a scan; after `patience` seconds under an intervention, the size being tried must do.
     """
-    replica = Replica(plan.info, plan.scan)
-    first = plan.sequences.shard(0)
+    here = resolve_device("auto")
+    device = here if device == "auto" else device
+    measured_on = device if device in (here, "cpu") else here
+    # Replicas on GPUs have one each; those on a CPU share its cores.
+    sharing = replicas > 1 and measured_on == "cpu"
+    threads = max(1, available_cores() // replicas) if sharing else None
+    with PeakMemory(measured_on) as memory:
+        replica = Replica(plan.info, plan.scan, measured_on, threads)
+        first = plan.sequences.shard(0)
+        speeds: dict[str, float] = {}
+        samples: dict[str, InterventionMeasurements] = {}
+        for name in plan.scan.interventions:
+            speeds[name], samples[name] = _timed(replica, first, name, passes, patience)
+    tokens = len(plan.sequences) * plan.scan.n_ctx
+    together = max(1, replicas)
+    costs = [
+        InterventionCost(
+            intervention=name,
+            engine=samples[name].engine,
+            tokens_per_second=speeds[name] * together,
+            seconds=tokens / (speeds[name] * together),
+        )
+        for name in plan.scan.interventions
+    ]
+    return Cost(
+        device=device,
+        precision=resolve_precision(plan.scan, device),
+        measured_on=measured_on,
+        measured_in=replica.precision,
+        replicas=replicas,
+        batch_size=replica.batch.size,
+        interventions=costs,
+        tables=_tables(plan, replica, first, samples),
+        peak_memory=memory.main,
+        gpu_memory=memory.gpu,
+    )
+
+
+def _timed(
+    replica: Replica, first: ShardInput, intervention: str, passes: int, patience: float
+) -> tuple[float, InterventionMeasurements]:
+    """Tokens per second under an intervention, and what was measured."""
     speeds: dict[int, list[float]] = {}
     until = time.perf_counter() + patience
     while True:
-        some = slice(replica.batch.size)
-        tokens = first.tokens[some]
-        partner = None if first.partner is None else first.partner[some]
+        size = min(replica.batch.size, len(first.tokens))
+        labels = None if first.labels is None else first.labels[:size]
+        partner = None if first.partner is None else first.partner[:size]
         began = time.perf_counter()
-        measured = replica.measure(tokens, plan.scan.interventions[0], partner=partner)
-        seen = speeds.setdefault(len(tokens), [])
-        seen.append(tokens.size / (time.perf_counter() - began))
+        measured = replica.measure(first.tokens[:size], intervention, labels, partner)
+        seconds = time.perf_counter() - began
+        speeds_of_size = speeds.setdefault(size, [])
+        speeds_of_size.append(size * replica.scan.n_ctx / seconds)
         late = time.perf_counter() > until
-        searching = replica.batch.searching and len(tokens) == replica.batch.size and not late
-        if not searching and len(seen) >= (2 if late else passes):
-            break
-    speed = statistics.median(seen[1:])  # The first pass warms up.
-    return Cost(
-        device=replica.device,
-        batch_size=len(tokens),
-        precision=replica.precision,
-        tokens_per_second=speed,
-        bytes_on_disk=_bytes_on_disk(plan, first, len(tokens), measured)
-        + _bytes_of_weights(replica),
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        seconds=plan.tokens / speed,
-    )
+        searching = replica.batch.searching and size == replica.batch.size and not late
+        if not searching and len(speeds_of_size) >= (2 if late else passes):
+            # The first pass warms up.
+            return statistics.median(speeds_of_size[1:]), measured
 
 
-def _bytes_on_disk(
-    plan: Plan, shard: ShardInput, count: int, measured: InterventionMeasurements
-) -> int:
-    """Size of all files: what a file costs by itself, and what a sequence adds, from a whole sample
-    and half of it.
+def _tables(
+    plan: Plan, replica: Replica, first: ShardInput, samples: dict[str, InterventionMeasurements]
+) -> list[TableCost]:
+    """Rows and bytes of every table that the scan writes."""
+    scan = plan.scan
+    by_sequence: dict[str, Writer] = {
+        "heads": lambda shard, measured: heads_table(scan, shard, measured),
+        "sequences": lambda shard, measured: sequences_table(scan, shard, measured),
+    }
+    if scan.curves:
+        by_sequence["curves"] = lambda shard, measured: curves_table(scan, shard, measured)
+    costs: list[TableCost] = []
+    for name, writer in by_sequence.items():
+        sizes = [_extrapolated(plan, first, measured, writer) for measured in samples.values()]
+        costs.append(TableCost(name, *(round(sum(column)) for column in zip(*sizes, strict=True))))
+    shards = plan.manifest.shards
+    profiles = [profiles_table(0, m.profiles) for m in samples.values() if m.profiles]
+    if profiles:
+        # As large for one sequence as for a whole shard.
+        rows = sum(table.num_rows for table in profiles)
+        size = sum(len(parquet_bytes(table)) for table in profiles)
+        costs.append(TableCost("profiles", rows * shards, size * shards))
+    if scan.weight_statistics:
+        # A run has one file of them, whatever its sequences and interventions.
+        weights = replica.weights()
+        costs.append(TableCost("weights", weights.num_rows, len(parquet_bytes(weights))))
+    return costs
+
+
+def _extrapolated(
+    plan: Plan, first: ShardInput, measured: InterventionMeasurements, writer: Writer
+) -> tuple[float, float]:
+    """Rows and bytes of a table of sequences under one intervention.
+
+    A file costs something by itself, and each sequence adds to it. A whole sample and half of it
+    say how much either is.
     """
-
-    def size(n: int) -> int:
-        origin = {name: values[:n] for name, values in shard.origin.items()}
-        heads = {name: values[:n] for name, values in measured.heads.items()}
-        columns = {name: values[:n] for name, values in measured.sequences.items()}
-        sample = ShardInput(0, 0, shard.tokens[:n], origin, [], shard.labels and shard.labels[:n])
-        curves = {name: values[:n] for name, values in measured.curves.items()}
-        part = replace(measured, heads=heads, sequences=columns, curves=curves)
-        tables = [table(plan.scan, sample, part) for table in (heads_table, sequences_table)]
-        tables += [curves_table(plan.scan, sample, part)] if plan.scan.curves else []
-        tables += [profiles_table(0, measured.profiles)] if measured.profiles else []
-        return sum(len(parquet_bytes(table)) for table in tables)
-
+    count = len(next(iter(measured.heads.values())))
     half = count // 2
-    each = (size(count) - size(half)) / (count - half) if half else size(count)
-    file = max(0.0, size(count) - each * count)
-    return round(
-        (each * len(plan.sequences) + file * plan.manifest.shards) * len(plan.scan.interventions)
+    rows, size = _size(first, measured, writer, count)
+    half_size = _size(first, measured, writer, half)[1] if half else 0
+    each = (size - half_size) / (count - half)
+    file = max(0.0, size - each * count)
+    sequences = len(plan.sequences)
+    return rows / count * sequences, each * sequences + file * plan.manifest.shards
+
+
+def _size(
+    first: ShardInput,
+    measured: InterventionMeasurements,
+    writer: Writer,
+    n: int,
+) -> tuple[int, int]:
+    """Rows and bytes of a table of the first `n` sequences."""
+    origin = {name: values[:n] for name, values in first.origin.items()}
+    labels = first.labels and first.labels[:n]
+    sample = ShardInput(0, 0, first.tokens[:n], origin, [], labels)
+    part = replace(
+        measured,
+        heads={name: values[:n] for name, values in measured.heads.items()},
+        sequences={name: values[:n] for name, values in measured.sequences.items()},
+        curves={name: values[:n] for name, values in measured.curves.items()},
     )
-
-
-def _bytes_of_weights(replica: Replica) -> int:
-    """Size of the file of `weights`, of which a run has at most one."""
-    return len(parquet_bytes(replica.weights())) if replica.scan.weight_statistics else 0
+    table = writer(sample, part)
+    return table.num_rows, len(parquet_bytes(table))
 
 
 def meanings(scan: Scan) -> list[tuple[str, str, str]]:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from jobs.corpus_index import index_corpus
 from schemas.errors import RunError, ScanError
 from schemas.formulas import Formula
 from schemas.places import Place, write_whole
@@ -20,7 +21,7 @@ from schemas.statistics import select
 from schemas.weight_statistics import select_weight_statistics
 from workers.code_fingerprint import code_fingerprint
 from workers.inputs import INPUTS, find_input
-from workers.inputs.corpus import Index
+from workers.inputs.corpus import Index, Watch, unwatched
 from workers.inputs.sequences import Sequences
 from workers.interventions import Intervention, find_intervention
 from workers.model.model_info import ModelInfo, describe, find_model
@@ -82,12 +83,15 @@ def check_scan(scan: Scan) -> list[Intervention]:
     return found
 
 
-def make_plan(scan: Scan, name: str, run_id: str | None = None) -> Plan:
-    """Resolve a scan; `run_id` names an existing run that it must fit."""
+def make_plan(scan: Scan, name: str, run_id: str | None = None, watch: Watch = unwatched) -> Plan:
+    """Resolve a scan; `run_id` names an existing run that it must fit. `watch` is told how far the
+    tokenising of a corpus is.
+    """
     return plan_run(
         resolve(scan),
         RunDirectory.of(scan.out, run_id or scan.run_id(name)),
         old=run_id is not None,
+        watch=watch,
     )
 
 
@@ -127,7 +131,9 @@ def resolve(scan: Scan) -> Resolved:
     return Resolved(scan, info, sequences, records, identity)
 
 
-def plan_run(resolved: Resolved, run: RunDirectory, old: bool = False) -> Plan:
+def plan_run(
+    resolved: Resolved, run: RunDirectory, old: bool = False, watch: Watch = unwatched
+) -> Plan:
     """The plan of a run, which fits what lies in its directory; an `old` one has to lie there."""
     sequences = resolved.sequences
     if run.manifest_file.is_file():
@@ -139,7 +145,7 @@ def plan_run(resolved: Resolved, run: RunDirectory, old: bool = False) -> Plan:
     elif sequences.family.synthetic:
         sequences.shard(0)  # Impossible options show when the first sequences are drawn.
     else:
-        sequences.make_index()
+        index_corpus(sequences, run.path.parent, watch)
     manifest = Manifest(
         run_id=run.run_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from schemas.commits import Commit, Failure
+
+if TYPE_CHECKING:
+    from workers.inputs.corpus import IndexProgress
 
 QUIET_SECONDS = 10.0
 
@@ -35,6 +40,49 @@ def show_progress(
     if state.began is not None:
         console.print(state.summary(), highlight=False)
     return state.failures
+
+
+@contextmanager
+def watch_index(console: Console) -> Iterator[Callable[[IndexProgress], None]]:
+    """Show how far the tokenising of a corpus is: a bar on a terminal, a line now and then
+    elsewhere.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+    quiet_until = time.monotonic() + QUIET_SECONDS
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
+        task = bar.add_task("tokenising", total=None, state="", visible=False)
+
+        def show(progress: IndexProgress) -> None:
+            nonlocal quiet_until
+            state = index_line(progress)
+            # Without a number of sequences nobody knows how long the rest is: the bar pulses.
+            bar.update(
+                task,
+                completed=progress.sequences,
+                total=progress.enough,
+                state=state,
+                visible=True,
+            )
+            if not console.is_terminal and time.monotonic() >= quiet_until:
+                console.print(f"tokenising: {state}", highlight=False, soft_wrap=True)
+                quiet_until = time.monotonic() + QUIET_SECONDS
+
+        yield show
+
+
+def index_line(progress: IndexProgress) -> str:
+    """How far the tokenising of a corpus is."""
+    needed = "" if progress.enough is None else f" of {progress.enough:,}"
+    parts = [
+        f"{progress.documents:,} documents",
+        f"{progress.tokens:,} tokens",
+        f"{progress.sequences:,}{needed} sequences",
+    ]
+    if progress.sources > 1:
+        parts.append(f"file {progress.source:,} of {progress.sources:,}")
+    return ", ".join(parts)
 
 
 def say(console: Console, line: str) -> None:

@@ -19,6 +19,7 @@ import ray.exceptions
 
 from schemas.errors import RunError
 from schemas.places import reason
+from workers.memory import available_cores
 
 ROOT = Path(__file__).parent.parent
 CODE = ("headcount.py", "schemas", "workers", "jobs", "queries", "reproduce", "models")
@@ -52,10 +53,8 @@ class Resources:
 def connect(resources: Resources) -> Resources:
     """Start Ray here or join a cluster; returns the resources with cores and device filled in."""
     address = resources.address or os.environ.get("RAY_ADDRESS")
-    available = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    )
-    cores = resources.cores or (1 if address else max(1, available // resources.replicas))
+    shared = max(1, available_cores() // resources.replicas)
+    cores = resources.cores or (1 if address else shared)
     if not ray.is_initialized():
         # Ray's C++ core reports on stderr what happens by design; that its head died it says there
         # too, and ends us.

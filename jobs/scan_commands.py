@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -12,6 +12,11 @@ from rich.table import Column, Table
 
 from jobs.progress import say
 from schemas.errors import HeadcountError, RunError
+
+if TYPE_CHECKING:
+    from jobs.corpus_index import KeptIndex
+    from jobs.cost import Cost
+    from jobs.plan import Plan
 
 Overrides = Annotated[
     list[str] | None,
@@ -43,54 +48,127 @@ def mount(app: typer.Typer) -> None:
 def plan(
     scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
     overrides: Overrides = None,
+    replicas: LocalReplicas = 1,
+    device: DeviceOption = "auto",
 ) -> None:
     """Print every resolved value of a scan, and its cost before it is paid."""
-    from jobs.progress import duration
     from schemas.scan import load_scan
 
     wanted = load_scan(
         scan_file, overrides or ()
     )  # Before the seconds that the imports below take.
-    from jobs.cost import meanings, measure_cost
+    from jobs.corpus_index import KeptIndex
+    from jobs.cost import measure_cost
     from jobs.plan import make_plan
+    from jobs.progress import watch_index
+
+    progress = Console(highlight=False, stderr=True)
+    with watch_index(progress) as watch:
+        made = make_plan(wanted, scan_file.stem, watch=watch)
+    kept = KeptIndex.of(made.sequences, made.run.path.parent)
+    if kept is not None:
+        kept.write(made.sequences)
 
     console = Console(highlight=False)
-    made = make_plan(wanted, scan_file.stem)
-    values = Table(
+    console.print(_values_table(made))
+    cost = measure_cost(made, device, replicas)
+    console.print(_run_table(made, cost, kept))
+    console.print(_time_table(cost))
+    console.print(_size_table(made, cost))
+    if cost.measured_on != cost.device:
+        say(
+            console,
+            f"This machine has no {cost.device}: times and memory were measured on its "
+            f"{cost.measured_on} in {cost.measured_in}.",
+        )
+    _print_bad_rows(console, made.bad_rows)
+
+
+def _values_table(plan: Plan) -> Table:
+    """Every field of a scan, with its meaning."""
+    from jobs.cost import meanings
+
+    table = Table(
         "field",
         Column("value", overflow="fold"),
         "meaning",
-        title=f"run {made.run.run_id}",
+        title=f"run {plan.run.run_id}",
         title_justify="left",
     )
-    for row in meanings(made.scan):
-        values.add_row(*row)
-    values.add_row("input.family", made.scan.input.family, made.sequences.family.meaning)
-    for option, value in made.sequences.options.items():
-        values.add_row(f"input.{option}", str(value), "")
-    console.print(values)
-    cost = measure_cost(made)
-    done = len(made.run.ledger([]))
+    for row in meanings(plan.scan):
+        table.add_row(*row)
+    table.add_row("input.family", plan.scan.input.family, plan.sequences.family.meaning)
+    for option, value in plan.sequences.options.items():
+        table.add_row(f"input.{option}", str(value), "")
+    return table
+
+
+def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
+    """What will run, and on what."""
     table = Table(
-        "cost", "", title="measured on this machine, extrapolated to the scan", title_justify="left"
+        "cost",
+        Column("", overflow="fold"),
+        title="measured on this machine, extrapolated to the scan",
+        title_justify="left",
     )
-    table.add_row("device", f"{cost.device}, {cost.precision}, {made.scan.engine} engine")
-    table.add_row("batches", f"{cost.batch_size} sequences")
-    table.add_row("shards", f"{made.manifest.shards:,}{f', {done:,} done' if done else ''}")
-    table.add_row("sequences", f"{len(made.sequences):,}")
-    table.add_row("tokens", f"{made.tokens:,} through the model")
-    table.add_row(
-        "rows",
-        f"{made.rows:,} in heads, {len(made.sequences) * len(made.scan.interventions):,} in sequences",
+    replicas = "in this process" if not cost.replicas else _counted(cost.replicas, "replica")
+    table.add_row("device", f"{cost.device}, {cost.precision}, {replicas}")
+    table.add_row("batches", _counted(cost.batch_size, "sequence"))
+    done = len(plan.run.ledger([]))
+    table.add_row("shards", f"{plan.manifest.shards:,}{f', {done:,} done' if done else ''}")
+    table.add_row("sequences", f"{len(plan.sequences):,}")
+    table.add_row("tokens", f"{plan.tokens:,} through the model")
+    index = plan.sequences.index
+    if index is not None:
+        tokens = int(index.n_tokens[index.n_tokens > 0].sum())
+        place = "not kept (a data set of the Hub)" if kept is None else f"kept as {kept.file}"
+        corpus = f"{len(index.row):,} documents, {tokens:,} tokens; index {place}"
+        table.add_row("corpus", corpus)
+    memory = f"{_bytes(cost.peak_memory)} at the peak of one replica"
+    if cost.gpu_memory:
+        memory += f", {_bytes(cost.gpu_memory)} on the GPU"
+    table.add_row("memory", memory)
+    return table
+
+
+def _time_table(cost: Cost) -> Table:
+    """Speed and time of every intervention and of all of them."""
+    from jobs.progress import duration
+
+    table = Table(
+        Column("intervention", overflow="fold"),
+        "engine",
+        Column("tokens/s", justify="right"),
+        Column("time", justify="right"),
     )
-    table.add_row("on disk", f"about {_bytes(cost.bytes_on_disk)} in {made.run.path}")
-    table.add_row("memory", f"{_bytes(cost.peak_memory)} at the peak of one replica")
-    table.add_row(
-        "time",
-        f"about {duration(cost.seconds)} at {cost.tokens_per_second:,.0f} tokens/s, one replica",
+    for one in cost.interventions:
+        speed = f"{one.tokens_per_second:,.0f}"
+        table.add_row(one.intervention, one.engine, speed, f"about {duration(one.seconds)}")
+    if len(cost.interventions) > 1:
+        # Every intervention reads the same tokens, so this is the mean over tokens.
+        tokens = sum(one.tokens_per_second * one.seconds for one in cost.interventions)
+        speed = f"{tokens / cost.seconds:,.0f}"
+        table.add_row("all", "", speed, f"about {duration(cost.seconds)}")
+    return table
+
+
+def _size_table(plan: Plan, cost: Cost) -> Table:
+    """Rows and bytes of every table, and of all of them."""
+    table = Table(
+        "table",
+        Column("rows", justify="right"),
+        Column("on disk", justify="right"),
+        caption=f"in {plan.run.path}",
+        caption_justify="left",
     )
-    console.print(table)
-    _print_bad_rows(console, made.bad_rows)
+    for one in cost.tables:
+        table.add_row(one.table, f"{one.rows:,}", f"about {_bytes(one.bytes)}")
+    table.add_row("all", "", f"about {_bytes(cost.bytes_on_disk)}")
+    return table
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def scan(
@@ -123,6 +201,7 @@ def scan(
     # All of them before the seconds that the imports below take, and the hours that the first may.
     scans = [(file, load_scan(file, overrides or ())) for file in scan_files]
     from jobs.plan import make_plan, prepare_run
+    from jobs.progress import watch_index
     from jobs.ray_cluster import Resources
     from jobs.run_loop import run_to_end
 
@@ -130,7 +209,8 @@ def scan(
     failed = 0
     for scan_file, wanted in scans:
         try:
-            made = make_plan(wanted, scan_file.stem, run)
+            with watch_index(console) as watch:
+                made = make_plan(wanted, scan_file.stem, run, watch)
         except HeadcountError as error:
             raise type(error)(f"{scan_file}: {error}" if len(scans) > 1 else str(error)) from None
         prepare_run(

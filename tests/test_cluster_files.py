@@ -23,7 +23,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 CLUSTERS = ("cluster.yaml", "deploy/bare-machines.yaml", "gcp")
-OURS = ("headcount.py", "schemas", "workers", "jobs", "queries", "models")
+OURS = ("headcount.py", "schemas", "workers", "jobs", "queries", "reproduce", "models")
 COMMANDS = {
     "plan",
     "scan",
@@ -315,7 +315,8 @@ def test_one_ray_everywhere() -> None:
 def test_every_dependency_is_pinned_within_its_range() -> None:
     pins = requirements()
     project = tomllib.loads(text("pyproject.toml"))["project"]
-    for needed in map(Requirement, project["dependencies"]):
+    needs = [*project["dependencies"], *project["optional-dependencies"]["scan"]]
+    for needed in map(Requirement, needs):
         pin = pins[canonicalize_name(needed.name)]
         assert needed.specifier.contains(pinned(pin)), f"{pin} is outside {needed}"
         assert needed.extras <= pin.extras

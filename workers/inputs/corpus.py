@@ -7,7 +7,7 @@ document; with it, sequence i is a place in the corpus whatever shard, actor or 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -91,17 +91,42 @@ class Index:
         return cls(source, row, n_tokens, problems)
 
 
+@dataclass(frozen=True)
+class IndexProgress:
+    """How far the tokenising of a corpus is."""
+
+    documents: int
+    tokens: int
+    sequences: int
+    enough: int | None
+    """Sequences that are needed; none means all that there are."""
+    source: int
+    """Sources begun, and how many there are."""
+    sources: int
+
+
+Watch = Callable[[IndexProgress], None]
+
+
+def unwatched(progress: IndexProgress) -> None:
+    """Watch a corpus being tokenised and show nothing."""
+
+
 def build_index(
-    corpus: Corpus, tokenizer: Tokenizer, length: int, enough: int | None = None
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    length: int,
+    enough: int | None = None,
+    watch: Watch = unwatched,
 ) -> Index:
     """Tokenise documents, in order, until there are `enough` sequences of `length` tokens (or to
-    the end).
+    the end); `watch` is told now and then how far that is.
     """
     sources: list[int] = []
     rows: list[int] = []
     lengths: list[int] = []
     problems: dict[str, str] = {}
-    found = 0
+    found = all_tokens = 0
     for number, source in enumerate(corpus.sources):
         here, tokens = 0, 0
         for documents in _in_batches(source.documents(), 512):
@@ -115,11 +140,21 @@ def build_index(
                 f"{source.name}:{d.row}": d.problem for d in documents if d.problem is not None
             }
             tokens += sum(counts) + len(counts)
+            all_tokens += sum(counts)
             here = (
                 here + sum(c >= length for c in counts)
                 if corpus.packing == "document"
                 else tokens // length
             )
+            progress = IndexProgress(
+                documents=len(rows),
+                tokens=all_tokens,
+                sequences=found + here,
+                enough=enough,
+                source=number + 1,
+                sources=len(corpus.sources),
+            )
+            watch(progress)
             if enough is not None and found + here >= enough:
                 break
         found += here

@@ -13,7 +13,14 @@ from schemas.errors import CorpusError, ModelError, ScanError
 from schemas.scan import Scan
 from workers.inputs import Draw, InputFamily, Labelled, find_input
 from workers.inputs.backcopy import BUNDLED_TEXT
-from workers.inputs.corpus import Corpus, Index, SequenceReader, build_index
+from workers.inputs.corpus import (
+    Corpus,
+    Index,
+    SequenceReader,
+    Watch,
+    build_index,
+    unwatched,
+)
 from workers.inputs.text_files import text_record
 from workers.interventions import find_intervention
 from workers.model.model_info import ModelInfo
@@ -90,11 +97,17 @@ class Sequences:
         """The model's tokenizer."""
         return TextTokenizer(Path(self.info.path), self.info.d_vocab)
 
-    def make_index(self) -> None:
+    def make_index(self, watch: Watch = unwatched) -> None:
         """Index the corpus as far as the scan needs it; nothing to do for a synthetic family."""
         if self.corpus is not None and self.index is None:
-            enough = None if self.scan.sequences == "all" else self.scan.sequences
-            self.index = build_index(self.corpus, self.tokenizer, self._text_length, enough)
+            self.index = build_index(
+                self.corpus, self.tokenizer, self.text_length, self.enough, watch
+            )
+
+    @property
+    def enough(self) -> int | None:
+        """Sequences that the scan takes from a corpus; none means all that there are."""
+        return None if self.scan.sequences == "all" else self.scan.sequences
 
     def __len__(self) -> int:
         """How many sequences the scan has; a corpus that holds fewer than asked for is an error."""
@@ -105,7 +118,7 @@ class Sequences:
             assert self.index is not None
             bad = [f"{place} ({problem})" for place, problem in self.index.problems.items()]
             raise CorpusError(
-                f"input: the corpus holds {held} sequences of {self._text_length} tokens of text ({self.corpus.packing} packing), "
+                f"input: the corpus holds {held} sequences of {self.text_length} tokens of text ({self.corpus.packing} packing), "
                 f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or pack with concat"
                 f"{f'; {len(bad)} bad rows were left out, the first is {bad[0]}' if bad else ''}"
             )
@@ -126,11 +139,11 @@ class Sequences:
         tokens, origin = self._reader.read(start, stop)
         tokens = self._with_bos(self._arranged(start, tokens))
         if self.corpus.repeat_bos:
-            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self._text_length + self.scan.bos)]
+            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self.text_length + self.scan.bos)]
         return ShardInput(number, start, tokens, origin, bad_rows)
 
     @property
-    def _text_length(self) -> int:
+    def text_length(self) -> int:
         """Tokens of text in a sequence of the corpus; the rest repeats them."""
         assert self.corpus is not None
         chunk = self.corpus.chunk or self.length
@@ -163,7 +176,7 @@ class Sequences:
             raise ModelError(
                 f"{self.info.name} names no end-of-text token to join documents with; pack by document"
             )
-        return SequenceReader(self.corpus, self.index, self.tokenizer, self._text_length, separator)
+        return SequenceReader(self.corpus, self.index, self.tokenizer, self.text_length, separator)
 
     @cached_property
     def _ordinary(self) -> np.ndarray:

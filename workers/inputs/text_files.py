@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from importlib.metadata import distribution
 from pathlib import Path
 
 from schemas.errors import ScanError
@@ -18,11 +19,15 @@ PROJECT = Path(__file__).parent.parent.parent
 
 def located(path: str) -> str:
     """A path as it is; `bundled:PATH` among the project's own files, wherever the command is run."""
-    return (
-        str(PROJECT / path.removeprefix(BUNDLED_PREFIX))
-        if path.startswith(BUNDLED_PREFIX)
-        else path
-    )
+    if not path.startswith(BUNDLED_PREFIX):
+        return path
+    name = path.removeprefix(BUNDLED_PREFIX)
+    file = PROJECT / name
+    if name == "LICENSE" and not file.is_file():
+        # A wheel puts the licence beside its metadata.
+        installed = distribution("headcount").files or []
+        return next(str(f.locate()) for f in installed if f.name == name)
+    return str(file)
 
 
 @lru_cache(maxsize=4)

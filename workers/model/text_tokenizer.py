@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,12 @@ class TextTokenizer:
             raise ModelError(
                 f"{path}: its tokenizer has {size} tokens and the model {d_vocab}; tokenizer files are missing or another model's"
             )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies what a text becomes: the whole tokenizer, and the library that applies it."""
+        content = f"tokenizers {version('tokenizers')}\0{self._tokenizer.to_str()}"
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens."""

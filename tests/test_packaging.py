@@ -1,0 +1,297 @@
+"""The wheel holds all that a user needs, the declared dependencies are those that are imported, and
+runs are read without what measures.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.toy_runs import write_run
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PACKAGES = [
+    name
+    for name in ("schemas", "workers", "jobs", "queries", "reproduce", "exports", "models")
+    if (ROOT / name).is_dir()
+]
+TESTING = ("tests", "benchmarks", "conftest.py")
+MEASURING = ("torch", "ray", "transformers", "transformer_lens", "datasets", "tokenizers")
+"""Libraries of the extra `scan` that reading a run must not need."""
+
+BROUGHT_BY_TORCH = {"triton"}
+"""Imported where it is there: torch's CUDA build brings the one that fits it."""
+
+
+# The wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy: a build leaves a folder that the next one reads."""
+    source = tmp_path_factory.mktemp("source")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("headcount.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    target = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source)
+    (built,) = target.iterdir()
+    return built
+
+
+def pip(command: str, *words: str | Path) -> None:
+    """Run pip without a network."""
+    call = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", command, "--no-index"]
+    done = subprocess.run([*call, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_has_every_file_of_the_packages_but_training_scripts(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = {
+        file.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    training = {file for file in files if re.fullmatch(r"models/[^/]+/train\.py", file)}
+    assert training
+    assert packed == {"headcount.py"} | files - training
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    bundled = sum(file.stat().st_size for file in (ROOT / "models").rglob("*.safetensors"))
+    assert wheel.stat().st_size < bundled + 1_000_000
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new virtual environment with the wheel, and this environment's libraries behind it."""
+    venv = tmp_path_factory.mktemp("venv") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    # A .pth file inside a directory that a .pth file names is not read: the editable install of
+    # this project stays out.
+    libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "libraries.pth").write_text("\n".join(sorted(libraries)))
+    python = venv / "bin" / "python"
+    call = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    words = ["install", "-q", "--no-deps", "--no-index", "--no-compile", wheel]
+    done = subprocess.run([*call, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return venv
+
+
+def run_in(directory: Path, *words: str | Path) -> str:
+    """What a command prints in another directory, with no way back to this checkout."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        words, cwd=directory, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_measures_and_answers_in_an_empty_environment(
+    installed: Path, tmp_path: Path
+) -> None:
+    code = """
+import headcount, models, jobs, queries, reproduce, schemas, workers
+for module in (headcount, models, jobs, queries, reproduce, schemas, workers):
+    print(module.__file__)
+from workers.code_fingerprint import code_fingerprint
+print(code_fingerprint())
+"""
+    *files, fingerprint = run_in(tmp_path, installed / "bin/python", "-c", code).splitlines()
+    assert [file for file in files if not file.startswith(str(installed))] == []
+    from workers.code_fingerprint import code_fingerprint
+
+    assert fingerprint == code_fingerprint()
+
+    headcount = installed / "bin" / "headcount"
+    demo = Path(files[1]).parent.parent / "jobs/scans/demo/attn-only-2l-mini-repeated.toml"
+    (tmp_path / "licence.toml").write_text(
+        'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 2\n'
+        'input = { family = "text", files = "bundled:LICENSE", packing = "concat" }\n'
+    )
+    run_in(tmp_path, headcount, "scan", demo, "licence.toml", "--replicas", "0")
+    asked = (
+        "SELECT model, count(*) AS n FROM heads JOIN runs USING (run_id) GROUP BY ALL ORDER BY 1"
+    )
+    answer = run_in(tmp_path, headcount, "query", "runs", asked, "--format", "csv")
+    assert answer.split() == [
+        "model,n",
+        f"bundled:attn-only-2l-mini,{256 * 2 * 8}",
+        f"bundled:gpt2-mini,{2 * 3 * 8}",
+    ]
+    run_in(tmp_path, headcount, "report", "runs")
+    assert (tmp_path / "report.html").stat().st_size > 1_000_000
+    assert "sink_circuit" in run_in(tmp_path, headcount, "reproduce", "--list")
+
+
+# What is declared
+
+
+def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
+    """The files that import a library, by its top-level name."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module or "")
+        for name in {name.partition(".")[0] for name in names}:
+            found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    ours = {"headcount", "tests", "benchmarks", "conftest", *PACKAGES}
+    return {
+        name: sorted(files)
+        for name, files in found.items()
+        if name not in ours | BROUGHT_BY_TORCH and name not in sys.stdlib_module_names
+    }
+
+
+def declared(*extras: str) -> set[str]:
+    """Names of the distributions that the project asks for, with some of its extras."""
+    lines = [*PROJECT["dependencies"]]
+    for extra in extras:
+        lines += PROJECT["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def python_files(*names: str) -> list[Path]:
+    """Every Python file of some folders, or the files of that name."""
+    files: list[Path] = []
+    for name in names:
+        path = ROOT / name
+        files += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return files
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras"),
+    [
+        (("headcount.py", "schemas", "queries"), ()),
+        (("workers", "jobs", "reproduce", "models"), ("scan",)),
+        (TESTING, ("scan", "dev")),
+    ],
+    ids=["reading", "measuring", "testing"],
+)
+def test_every_library_that_is_imported_is_declared(
+    folders: tuple[str, ...], extras: tuple[str, ...]
+) -> None:
+    distributions = packages_distributions()
+    available = declared(*extras)
+    undeclared = {
+        library: files
+        for library, files in imported(python_files(*folders)).items()
+        if not {canonicalize_name(name) for name in distributions[library]} & available
+    }
+    assert undeclared == {}
+
+
+def test_every_library_that_is_declared_is_imported() -> None:
+    every = imported(python_files("headcount.py", *PACKAGES, *TESTING))
+    distributions = packages_distributions()
+    used = {canonicalize_name(name) for library in every for name in distributions[library]}
+    tools = {"ruff", "pyright", "pytest-xdist", "setuptools", "triton"}
+    assert declared("scan", "dev") - used == tools
+
+
+def test_no_library_is_declared_twice() -> None:
+    base, scan = declared(), declared("scan") - declared()
+    assert base & {canonicalize_name(name) for name in MEASURING} == set()
+    assert len(scan) == len(PROJECT["optional-dependencies"]["scan"])
+
+
+# Reading without what measures
+
+BLOCKED = f"""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {MEASURING!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+sys.argv = ["headcount", *sys.argv[1:]]
+import headcount
+headcount.main()
+"""
+
+
+def headcount_without_torch(
+    directory: Path, *words: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """Run `headcount …` in a process that cannot import what measures."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKED, *words],
+        cwd=directory,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one run, written without a model."""
+    out = tmp_path_factory.mktemp("read") / "runs"
+    write_run(out, "small", {"sink_mass": lambda row: row.head / 4})
+    return out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["scan", "--help"],
+        ["query", "runs"],
+        ["query", "runs", "SELECT count(*) FROM heads"],
+        ["report", "runs"],
+        ["list", "runs"],
+        ["status", "RUN"],
+        ["compact", "runs"],
+    ],
+    ids=" ".join,
+)
+def test_runs_are_read_without_torch_and_ray(runs: Path, words: list[str]) -> None:
+    (run,) = runs.glob("run_id=*")
+    words = [str(run) if word == "RUN" else word for word in words]
+    done = headcount_without_torch(runs.parent, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("command", ["scan", "plan"])
+def test_measuring_without_torch_names_the_extra_in_one_line(tmp_path: Path, command: str) -> None:
+    (tmp_path / "toy.toml").write_text(
+        'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
+    )
+    done = headcount_without_torch(tmp_path, command, "toy.toml")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"error: \w+ is not installed", line)
+    assert "pip install -e '.[scan]'" in line
+    assert list(tmp_path.iterdir()) == [tmp_path / "toy.toml"]
