@@ -14,7 +14,14 @@ import typer
 from rich.console import Console
 
 from jobs.progress import say
-from jobs.scan_commands import Cores, DeviceOption, LocalReplicas, Overrides, Replicas
+from jobs.scan_commands import (
+    AllowOtherCode,
+    Cores,
+    DeviceOption,
+    LocalReplicas,
+    Overrides,
+    Replicas,
+)
 from schemas.errors import RunError
 
 if TYPE_CHECKING:
@@ -168,28 +175,39 @@ def resume(
     cores: Cores = 0,
     device: DeviceOption = "auto",
     env: Env = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set batch_size, or sequences, which extends the run.",
+        ),
+    ] = None,
+    allow_other_code: AllowOtherCode = False,
 ) -> None:
     """Go on with a run from its directory alone: here, or as a job of a cluster. The scan file is
     not needed.
     """
     from jobs.ray_cluster import Resources
+    from jobs.replan import check_overrides, replan
 
     directory = _run_directory(run)
     resources = Resources(replicas, cores, device, address)
     if address is not None:
         from jobs.submission import resume as submit_resume
 
-        _tell(submit_resume(directory, resources, env or []))
+        check_overrides(overrides or [])
+        _tell(submit_resume(directory, resources, env or [], overrides or [], allow_other_code))
         return
     if env:
         raise RunError(
             "--env: expected with --address only; a run that goes on here has this machine's variables"
         )
-    from jobs.replan import replan
     from jobs.run_loop import run_to_end
 
     console = Console(highlight=False, stderr=True)
-    failures = run_to_end(replan(directory), resources, console)
+    plan = replan(directory, overrides or [])
+    failures = run_to_end(plan, resources, console, allow_other_code=allow_other_code)
     print(directory.path)
     if failures:
         raise RunError(

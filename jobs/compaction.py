@@ -82,6 +82,8 @@ class _Unit:
     """In the ledger."""
     rows: int
     """Rows of the largest table under one intervention."""
+    code: str
+    """The code that measured them; shards of two codes are kept apart, so that either can be read."""
     torn: bool
     """Whether its files hold rows of other shards, which no longer count there."""
 
@@ -113,7 +115,7 @@ def compact(
 
 def _compact(run: RunDirectory, rows: int, tell: Callable[[str], None]) -> list[str]:
     ledger = run.ledger().combine_chunks()
-    _clean(run, ledger)
+    clean(run, ledger)
     damaged = _damaged(run, ledger)
     groups = _groups(
         [u for u in _units(ledger, rows) if not damaged.keys() & _shards(ledger, u)], rows
@@ -122,7 +124,7 @@ def _compact(run: RunDirectory, rows: int, tell: Callable[[str], None]) -> list[
         damaged |= _merge_readable(run, ledger, group)
         tell(f"{run.run_id}: group {i + 1:,} of {len(groups):,} merged")
     _fold_all(run, examined=set(ledger["shard"].to_pylist()) - damaged.keys())
-    _clean(run, run.ledger())
+    clean(run, run.ledger())
     return list(dict.fromkeys(damaged.values()))
 
 
@@ -138,19 +140,23 @@ def _units(ledger: pa.Table, rows: int) -> list[_Unit]:
     together: dict[str, list[int]] = {}
     for position, path in zip(parents[first].tolist(), paths, strict=True):
         together.setdefault(path, []).append(position)
+    codes = ledger["code"].to_pylist()
     kept = dict(zip(paths, held.tolist(), strict=True))
     units = [
-        _Unit(at, int(per_shard[at].sum()), kept[path] != len(at)) for path, at in together.items()
+        _Unit(at, int(per_shard[at].sum()), codes[at[0]], kept[path] != len(at))
+        for path, at in together.items()
     ]
     return [u for u in units if u.torn or 2 * u.rows < rows]
 
 
 def _groups(units: list[_Unit], rows: int) -> list[list[_Unit]]:
-    """Units to merge with one another, up to `rows` each; what has no partner stays as it is."""
+    """Units of one code to merge with one another, up to `rows` each; what has no partner stays as
+    it is.
+    """
     groups: list[list[_Unit]] = []
     size = 0
-    for unit in units:
-        if not groups or size + unit.rows > rows:
+    for unit in sorted(units, key=lambda unit: unit.code):
+        if not groups or size + unit.rows > rows or groups[-1][0].code != unit.code:
             groups.append([])
             size = 0
         groups[-1].append(unit)
@@ -185,7 +191,7 @@ def _merge_readable(run: RunDirectory, ledger: pa.Table, group: list[_Unit]) -> 
     while len(group) > 1 or (group and group[0].torn):
         positions = sorted(p for unit in group for p in unit.positions)
         try:
-            _merge(run, list(commits_of(ledger.take(pa.array(positions)))))
+            merge(run, list(commits_of(ledger.take(pa.array(positions)))))
             break
         except _Damaged as damage:
             problems |= dict.fromkeys(
@@ -195,8 +201,12 @@ def _merge_readable(run: RunDirectory, ledger: pa.Table, group: list[_Unit]) -> 
     return problems
 
 
-def _merge(run: RunDirectory, commits: list[Commit]) -> None:
-    """Move the rows of some shards into one file per table and intervention."""
+def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ()) -> None:
+    """Move the rows of some shards into one file per table and intervention.
+
+    The files they lie in may hold rows of shards that are `dropped` in the same step, and of shards
+    that no longer count there.
+    """
     name = f"merged-{commits[0].shard:06d}-{commits[-1].shard:06d}-{secrets.token_hex(4)}.parquet"
     tables: dict[tuple[str, str], list[tuple[int, DataFile]]] = {}
     for commit in commits:
@@ -220,7 +230,7 @@ def _merge(run: RunDirectory, commits: list[Commit]) -> None:
         )
         for c in commits
     ]
-    fold(run.commits_directory, moved)
+    fold(run.commits_directory, moved, dropped)
     moved_from = {f.path for c in commits for f in c.files if changes[f.table, f.intervention]}
     delete(run.path / path for path in sorted(moved_from))
 
@@ -281,7 +291,7 @@ def _fold_all(run: RunDirectory, examined: set[int]) -> None:
         delete(directory / commit_name(shard) for shard in shards[new].tolist())
 
 
-def _clean(run: RunDirectory, ledger: pa.Table) -> None:
+def clean(run: RunDirectory, ledger: pa.Table) -> None:
     """Delete what a killed compaction or a late replica left: commits that a fold overrules, files
     that none refers to.
 

@@ -74,12 +74,13 @@ class Cost:
 
 def measure_cost(
     plan: Plan,
+    first: ShardInput,
     device: str = "auto",
     replicas: int = 1,
     passes: int = 4,
     patience: float = 20.0,
 ) -> Cost:
-    """Measure a few batches of the plan's first shard with one replica, and write none of it.
+    """Measure a few batches of the plan's `first` shard with one replica, and write none of it.
 
     Each intervention is timed. A batch size that is to be found is looked for under the first one,
     as in a scan; after `patience` seconds under an intervention, the size being tried must do.
@@ -92,7 +93,6 @@ def measure_cost(
     threads = max(1, available_cores() // replicas) if sharing else None
     with PeakMemory(measured_on) as memory:
         replica = Replica(plan.info, plan.scan, measured_on, threads)
-        first = plan.sequences.shard(0)
         speeds: dict[str, float] = {}
         samples: dict[str, InterventionMeasurements] = {}
         for name in plan.scan.interventions:

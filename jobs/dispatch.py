@@ -29,7 +29,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from jobs.plan import Plan
+from jobs.plan import Plan, begun_precisions
 from jobs.ray_cluster import Resources, last_line
 from jobs.replica_actor import DEPTH, ReplicaActor
 from jobs.spans import Spans
@@ -136,6 +136,7 @@ class _Dispatcher:
         reference_bytes = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
             self.corpus_reference
         )
+        precisions = begun_precisions(plan.run)
         on_gpu = resources.device == "cuda"
         options = {
             "num_cpus": max(1, resources.cores) if on_gpu else resources.cores,
@@ -152,7 +153,8 @@ class _Dispatcher:
                 plan.scan,
                 plan.info,
                 plan.run,
-                plan.manifest.code,
+                plan.code,
+                precisions,
                 reference_bytes,
                 resources,
                 replica_class,

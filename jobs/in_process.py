@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jobs.plan import Plan, check_precision
+from jobs.plan import Plan, begun_precisions, check_precision
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from workers.replica import Replica, broken, resolve_device
@@ -25,8 +25,8 @@ def measure_in_process(
     Uses all cores if `cores` is 0. A shard is tried once: the next command tries it again.
     """
     device = resolve_device(device)
-    check_precision(plan, device)
     replica = replica_class(plan.info, plan.scan, device, threads=cores or None)
+    check_precision(plan.run.run_id, begun_precisions(plan.run), replica)
     for shard in shards.tolist():
         failed_attempts, _ = plan.run.failure(shard) or (0, "")
         attempt = failed_attempts + 1

@@ -12,10 +12,11 @@ from typing import Any
 from jobs.corpus_index import index_corpus
 from schemas.errors import RunError, ScanError
 from schemas.formulas import Formula
+from schemas.manifest import Manifest, Meanings, fingerprints
 from schemas.places import Place, write_whole
 from schemas.predictions import select_predictions
 from schemas.profiles import select_curves, select_profiles
-from schemas.run_directory import Manifest, RunDirectory, differing_keys, pc
+from schemas.run_directory import RunDirectory, covered, differing_keys, pc
 from schemas.scan import Scan
 from schemas.statistics import select
 from schemas.weight_statistics import select_weight_statistics
@@ -25,7 +26,8 @@ from workers.inputs.corpus import Index, Watch, unwatched
 from workers.inputs.sequences import Sequences
 from workers.interventions import Intervention, find_intervention
 from workers.model.model_info import ModelInfo, describe, find_model
-from workers.replica import resolve_precision
+from workers.providers import column_record
+from workers.replica import Replica, resolve_precision
 
 LIBRARIES = (
     "torch",
@@ -43,10 +45,18 @@ class Plan:
     """A scan whose every default is resolved and whose input is known."""
 
     scan: Scan
+    """With as many sequences as the run has, or will have."""
     info: ModelInfo
     sequences: Sequences
     run: RunDirectory
     manifest: Manifest
+    """As it will be when the run goes on."""
+    before: Manifest | None
+    """As it lies in the run's directory; none before the run was begun."""
+    code: str
+    """Fingerprint of the code here, which may not be the code that began the run."""
+    requested: int
+    """How many sequences were asked for; the run may have more."""
 
     @property
     def tokens(self) -> int:
@@ -58,6 +68,34 @@ class Plan:
         """Rows of the `heads` table."""
         heads = self.info.n_layers * self.info.n_heads
         return len(self.sequences) * heads * len(self.scan.interventions)
+
+    @property
+    def other_code(self) -> bool:
+        """Whether no shard of the run may be measured by the code here before somebody allows it."""
+        return self.before is not None and self.code not in self.before.codes
+
+    @property
+    def done(self) -> int:
+        """How many shards are committed with all of their sequences."""
+        return int(covered(self.manifest, self.run.ledger(["stop"])).sum())
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the run before it goes on."""
+        if self.before is None:
+            return []
+        notes: list[str] = []
+        had, has = self.before.sequences, self.manifest.sequences
+        if has > had:
+            notes.append(f"extended from {had:,} to {has:,} sequences")
+        if self.requested < has:
+            notes.append(
+                f"{self.requested:,} sequences are asked for and the run has {has:,}; "
+                "they all stay, and nothing beyond those asked for is measured"
+            )
+        if self.code != self.before.code:
+            notes.append(f"begun with code {self.before.code}, goes on with code {self.code}")
+        return notes
 
     @property
     def bad_rows(self) -> dict[str, str]:
@@ -105,6 +143,12 @@ class Resolved:
     records: dict[str, Any]
     """What the formulas, the input and the interventions are, by field of the manifest."""
     identity: dict[str, Any]
+    """What the rows mean, but for the code."""
+
+    @property
+    def meanings(self) -> Meanings:
+        """The fingerprints of everything that the code here measures."""
+        return fingerprints(self.records)
 
 
 def resolve(scan: Scan) -> Resolved:
@@ -120,14 +164,12 @@ def resolve(scan: Scan) -> Resolved:
         "corpus": sequences.record,
     }
     parts = [part.registered for intervention in interventions for part in intervention.parts]
-    records = {kind: {f.name: f.record for f in found} for kind, found in _formulas(scan).items()}
+    records: dict[str, Any] = {
+        kind: {formula.name: column_record(formula) for formula in formulas}
+        for kind, formulas in _formulas(scan).items()
+    }
     records |= {"inputs": {sequences.family.name: sequences.family.record}}
     records |= {"interventions": {registered.name: registered.record for registered in parts}}
-    identity |= {
-        kind: {n: r["fingerprint"] for n, r in found.items()}
-        for kind, found in records.items()
-        if found
-    }
     return Resolved(scan, info, sequences, records, identity)
 
 
@@ -135,29 +177,51 @@ def plan_run(
     resolved: Resolved, run: RunDirectory, old: bool = False, watch: Watch = unwatched
 ) -> Plan:
     """The plan of a run, which fits what lies in its directory; an `old` one has to lie there."""
-    sequences = resolved.sequences
-    if run.manifest_file.is_file():
-        _check_same(run, resolved.identity)
-        if sequences.corpus is not None:
-            sequences.index = Index.read(_index_file(run))
-    elif old:
+    before = run.manifest() if run.manifest_file.is_file() else None
+    if before is None and old:
         raise RunError(f"{run.path}: no such run to go on with; leave out --run to start one")
-    elif sequences.family.synthetic:
+    sequences = resolved.sequences
+    if before is not None:
+        _check_same(run, before, resolved)
+    if sequences.corpus is not None:
+        _find_documents(run, before, sequences, watch)
+    elif before is None:
         sequences.shard(0)  # Impossible options show when the first sequences are drawn.
+    requested = len(sequences)
+    total = requested if before is None else max(requested, before.sequences)
+    scan = resolved.scan
+    if before is not None:
+        scan = scan.model_copy(update={"sequences": total})
+        sequences.scan = scan
+    code = code_fingerprint()
+    if before is None:
+        manifest = Manifest(
+            run_id=run.run_id,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            identity=resolved.identity,
+            shards=sequences.shards,
+            sequences=total,
+            batch_size=scan.batch_size,
+            model=resolved.info.record,
+            code=code,
+            versions={library: version(library) for library in LIBRARIES},
+            **resolved.records,
+        )
     else:
-        index_corpus(sequences, run.path.parent, watch)
-    manifest = Manifest(
-        run_id=run.run_id,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        identity=resolved.identity,
-        shards=sequences.shards,
-        sequences=len(sequences),
-        model=resolved.info.record,
-        code=code_fingerprint(),
-        versions={library: version(library) for library in LIBRARIES},
-        **resolved.records,
-    )
-    return Plan(resolved.scan, resolved.info, sequences, run, manifest)
+        manifest = _continued(before, resolved, sequences, code)
+    return Plan(scan, resolved.info, sequences, run, manifest, before, code, requested)
+
+
+def _continued(before: Manifest, resolved: Resolved, sequences: Sequences, code: str) -> Manifest:
+    """The manifest of a run that goes on: with more sequences, another batch size or other code."""
+    changes: dict[str, Any] = {"batch_size": sequences.scan.batch_size}
+    if len(sequences) > before.sequences:
+        corpus = resolved.identity["corpus"]
+        changes["identity"] = before.identity | {"corpus": json.loads(json.dumps(corpus))}
+        changes |= {"sequences": len(sequences), "shards": sequences.shards}
+    if code not in before.codes:
+        changes["other_codes"] = before.other_codes | {code: resolved.meanings}
+    return before.model_copy(update=changes)
 
 
 def _formulas(scan: Scan) -> dict[str, Sequence[Formula]]:
@@ -171,42 +235,118 @@ def _formulas(scan: Scan) -> dict[str, Sequence[Formula]]:
     }
 
 
+def _check_same(run: RunDirectory, before: Manifest, resolved: Resolved) -> None:
+    """Refuse to go on with a run that measured something else, or that other code began in words
+    that only it knows.
+    """
+    check_not_older(run, before)
+    identity = json.loads(json.dumps(resolved.identity))
+    known, now = _without_corpus(before.identity), _without_corpus(identity)
+    known |= {kind: dict.fromkeys(names, True) for kind, names in before.records.items()}
+    now |= {kind: dict.fromkeys(names, True) for kind, names in resolved.records.items()}
+    differing = differing_keys(known, now)
+    meanings = before.meanings(code_fingerprint())
+    if not differing and meanings is not None:
+        differing = differing_keys(meanings, resolved.meanings)
+    if differing:
+        raise RunError(
+            f"{run.path}: this run measured something else; differing keys: {', '.join(differing)}. Start a new run"
+        )
+    _check_corpus(run, before.identity.get("corpus") or {}, identity["corpus"])
+
+
+def check_not_older(run: RunDirectory, manifest: Manifest) -> None:
+    """Refuse to go on with a run whose identity meant something else when it was begun."""
+    if manifest.older:
+        raise RunError(
+            f"{run.path}: begun by an older headcount (code {manifest.code}), so it can be read and not gone on with; "
+            "run the scan again without --run, which starts a new run, or go on with that code"
+        )
+
+
+def _without_corpus(identity: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in identity.items() if key != "corpus"}
+
+
+def _check_corpus(run: RunDirectory, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse a corpus that has changed; new files may come after those that the run began with."""
+    files, files_now = before.get("sources", []), now.get("sources", [])
+    grown = now | {"sources": files_now[: len(files)]} if "sources" in now else now
+    if grown == before:
+        return
+    differing = differing_keys({"corpus": before}, {"corpus": grown})
+    for old, new in zip(files, files_now, strict=False):
+        if old != new:
+            differing = differing_keys({"corpus": old}, {"corpus": new})
+            break
+    raise RunError(
+        f"{run.path}: the corpus is not the one that the run was begun with: {', '.join(differing)}; files may be added "
+        "after those that were there, none changed or taken away. Start a new run"
+    )
+
+
+def _find_documents(
+    run: RunDirectory, before: Manifest | None, sequences: Sequences, watch: Watch
+) -> None:
+    """Give the sequences of a corpus an index that reaches as far as they do: the run's, or a new
+    one that begins like it.
+    """
+    if before is None:
+        index_corpus(sequences, run.path.parent, watch)
+        return
+    known = Index.read(_index_file(run))
+    sources = len(before.identity["corpus"]["sources"])
+    sequences.use_index(known)
+    same_files = sources == len(sequences.record["sources"])
+    if sequences.indexed_enough(before.sequences) and (
+        same_files or sequences.scan.sequences != "all"
+    ):
+        return
+    sequences.use_index(None)
+    index_corpus(sequences, run.path.parent, watch)
+    assert sequences.index is not None
+    changed = known.difference(sequences.index, sources)
+    if changed is not None:
+        raise RunError(
+            f"{run.path}: the corpus has changed since the run was begun: {changed}; start a new run"
+        )
+
+
 def prepare_run(plan: Plan, scan_text: str) -> None:
-    """Create the run's directory, or find it as it was left."""
+    """Create the run's directory, if it is not there yet."""
     if plan.run.manifest_file.is_file():
         return
     write_whole(plan.run.scan_file, scan_text.encode())
+    write_index(plan)
+    write_manifest(plan)
+
+
+def write_index(plan: Plan) -> None:
+    """Keep the lengths of the corpus's documents with the run."""
     if plan.sequences.index is not None:
         write_whole(_index_file(plan.run), plan.sequences.index.to_parquet())
+
+
+def write_manifest(plan: Plan) -> None:
+    """Write what made the run, all at once."""
     write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())
 
 
-def check_precision(plan: Plan, device: str) -> None:
-    """Refuse to go on in another precision than the run was begun in."""
-    precision = resolve_precision(plan.scan, device)
-    methods = pc.list_flatten(plan.run.ledger(["methods"])["methods"])
-    begun = pc.unique(pc.struct_field(methods, "precision")).to_pylist()
-    if begun and begun != [precision]:
+def begun_precisions(run: RunDirectory) -> list[str]:
+    """The precisions that the run's shards were measured in."""
+    methods = pc.list_flatten(run.ledger(["methods"])["methods"])
+    return sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
+
+
+def check_precision(run_id: str, begun: list[str], replica: Replica) -> None:
+    """Refuse a replica that would go on with a run in another precision than it was begun in."""
+    if begun and begun != [replica.precision]:
         raise RunError(
-            f"{plan.run.run_id}: begun in {' and '.join(begun)}, and precision = 'auto' means {precision} on this {device}; "
-            "go on where it was begun, or start a new run with that precision in the scan"
+            f"{run_id}: begun in {' and '.join(begun)}, and precision = {replica.scan.precision!r} means "
+            f"{replica.precision} on this {replica.device}; go on where it was begun, or start a new run with that "
+            "precision in the scan"
         )
 
 
 def _index_file(run: RunDirectory) -> Place:
     return run.index / "documents.parquet"
-
-
-def _check_same(run: RunDirectory, identity: dict[str, Any]) -> None:
-    before = run.manifest().identity
-    # Manifests of older runs say nothing of the code of inputs and interventions.
-    known = {
-        key: value
-        for key, value in identity.items()
-        if key in before or key not in ("inputs", "interventions")
-    }
-    differing = differing_keys(before, json.loads(json.dumps(known)))
-    if differing:
-        raise RunError(
-            f"{run.path}: this run measured something else; differing keys: {', '.join(differing)}. Start a new run"
-        )

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 from ray import cloudpickle
 
+from jobs.plan import check_precision
 from jobs.ray_cluster import Resources
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
@@ -36,6 +37,7 @@ class ReplicaActor:
         info: ModelInfo,
         run: RunDirectory,
         code: str,
+        begun_precisions: list[str],
         corpus_reference: bytes,
         resources: Resources,
         replica_class: type[Replica],
@@ -63,6 +65,7 @@ class ReplicaActor:
         self.replica = self.computing.submit(
             replica_class, local_info, scan, resources.device, threads=threads
         ).result()
+        check_precision(run.run_id, begun_precisions, self.replica)
 
     def ready(self) -> None:
         """Answers as soon as the replica is loaded."""

@@ -5,7 +5,7 @@ There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -13,14 +13,16 @@ import pyarrow as pa
 from rich.console import Console
 
 from jobs.dispatch import dispatch
+from jobs.extension import check_unchanged, extend
 from jobs.in_process import measure_in_process
-from jobs.plan import Plan, check_precision
+from jobs.plan import Plan
 from jobs.progress import say, show_progress
 from jobs.ray_cluster import Resources, connect
 from jobs.run_lock import locked
 from schemas.commits import FOLD, Commit, Failure, commits_of, drop, fold
 from schemas.errors import RunError
-from schemas.run_directory import RunDirectory
+from schemas.manifest import Manifest
+from schemas.run_directory import RunDirectory, covered, differing_keys
 from workers.replica import Replica
 
 MOST_FAILURES = 20
@@ -34,28 +36,38 @@ def run_to_end(
     verify: bool = False,
     replica: type[Replica] = Replica,
     stop_at_failure: bool = False,
+    allow_other_code: bool = False,
 ) -> list[Failure]:
     """Measure every shard that is not done; returns the failures.
 
     `verify` opens every data file and measures broken ones again. `stop_at_failure` raises at the
-    first failure instead of going on with the other shards.
+    first failure instead of going on with the other shards. `allow_other_code` goes on with a run
+    that other measuring code began.
     """
     with locked(plan.run):
+        check_unchanged(plan)
+        if plan.other_code and not allow_other_code:
+            _refuse_other_code(plan, verify)
+        else:
+            extend(plan)
         missing = missing_shards(plan, verify)
         shards = plan.manifest.shards
         done = shards - len(missing)
+        for note in plan.notes:
+            say(console, f"{plan.run.run_id}: {note}")
         say(
             console,
             f"{plan.run.run_id}: {plan.tokens:,} tokens, {shards:,} shards, {done:,} of them done",
         )
+        missing = _requested(plan, missing)
         if not len(missing):
             return []
         if resources.replicas:
             resources = connect(resources)
-            check_precision(plan, resources.device)
             outcomes = dispatch(plan, missing, resources, lambda line: say(console, line), replica)
         else:
             outcomes = measure_in_process(plan, missing, resources.device, resources.cores, replica)
+        outcomes = say_what_differs(plan.run, outcomes, lambda line: say(console, line))
         if stop_at_failure:
             outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
         outcomes = stop_if_none_succeeds(plan.run.run_id, outcomes)
@@ -65,6 +77,25 @@ def run_to_end(
     for failure in failures:
         say(console, f"shard {failure.shard} failed: {failure.error}")
     return failures
+
+
+def _refuse_other_code(plan: Plan, verify: bool) -> None:
+    """Refuse to measure with code that has no part in the run; a run with nothing to measure needs
+    none.
+    """
+    assert plan.before is not None
+    grows = plan.manifest.sequences > plan.before.sequences
+    if grows or len(_requested(plan, missing_shards(plan, verify))):
+        raise RunError(
+            f"{plan.run.run_id}: begun with code {plan.before.code}, and the code here is {plan.code}, which may measure "
+            "something else; --allow-other-code goes on, and every shard says which code measured it; or start a new "
+            "run with --set out=ANOTHER_DIRECTORY"
+        )
+
+
+def _requested(plan: Plan, shards: np.ndarray) -> np.ndarray:
+    """Those of some shards that have sequences that were asked for."""
+    return shards[shards * plan.scan.sequences_per_shard < plan.requested]
 
 
 def tokens_of(plan: Plan, shards: np.ndarray) -> int:
@@ -81,10 +112,10 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
 
     Commits of the latter are taken out of the ledger's merged file, so that nothing counts them.
     """
-    survey = _LedgerSurvey(plan.manifest.shards)
-    parts = survey.watch(plan.run.ledger_parts(["files"]))
+    survey = _LedgerSurvey(plan.manifest)
+    parts = survey.watch(plan.run.ledger_parts(["stop", "files"]))
     damaged_files = plan.run.damaged_files(parts, verify)
-    damaged: set[int] = set()
+    damaged: set[int] = set(survey.short)
     for shards in damaged_files.values():
         damaged.update(shard for shard in shards if shard < plan.manifest.shards)
 
@@ -104,12 +135,17 @@ class _LedgerSurvey:
     the parts are also what finds damaged files: so the survey is taken while they go by.
     """
 
-    def __init__(self, shards: int) -> None:
-        self.committed = np.zeros(shards, bool)
-        self.folded = np.zeros(shards, bool)
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.committed = np.zeros(manifest.shards, bool)
+        self.folded = np.zeros(manifest.shards, bool)
         """Whether a shard's commit is in a merged file."""
         self.loose_commits = 0
         """Commits in files of their own."""
+        self.short: list[int] = []
+        """Shards whose commit is older than the run's extension, and lacks sequences. A replica
+        that outlived its driver may leave one.
+        """
 
     def watch(self, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
         """Pass the parts of a ledger on."""
@@ -118,6 +154,7 @@ class _LedgerSurvey:
             in_merged_file = part["folded"].to_numpy()
             # A directory may hold commits beyond the scan's last shard; they are not this scan's.
             own = shards < len(self.committed)
+            self.short += shards[own & ~covered(self.manifest, part)].tolist()
             self.committed[shards[own]] = True
             self.folded[shards[own & in_merged_file]] = True
             self.loose_commits += np.count_nonzero(~in_merged_file)
@@ -129,6 +166,34 @@ def _fold_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
     loose = ledger.filter(pa.array(~ledger["folded"].to_numpy()))
     whole = [commit for commit in commits_of(loose) if commit.shard not in damaged]
     fold(run.commits_directory, whole)
+
+
+def say_what_differs(
+    run: RunDirectory, outcomes: Iterable[Commit | Failure], tell: Callable[[str], None]
+) -> Iterator[Commit | Failure]:
+    """Pass outcomes on; say once of each device and each set of libraries that the run was not begun
+    with.
+    """
+    first = run.ledger(["device", "versions"]).slice(0, 1).to_pylist()
+    begun = (first[0]["device"], _versions(first[0]["versions"])) if first else None
+    said: set[str] = set()
+    for outcome in outcomes:
+        if isinstance(outcome, Commit):
+            device = outcome.device
+            versions = _versions([version.model_dump() for version in outcome.versions])
+            begun = begun or (device, versions)
+            differing = differing_keys(begun[1], versions) if begun[1] else []
+            if begun[0] and device != begun[0]:
+                differing = [f"{device}, begun on {begun[0]}", *differing]
+            line = f"{run.run_id}: measured on {outcome.host} with {', '.join(differing)}"
+            if differing and line not in said:
+                tell(line)
+                said.add(line)
+        yield outcome
+
+
+def _versions(versions: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    return {version["library"]: version["version"] for version in versions}
 
 
 def stop_at_first_failure(

@@ -38,6 +38,14 @@ DeviceOption = Annotated[
     typer.Option(help="What replicas compute on; auto: GPUs if there."),
 ]
 
+AllowOtherCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-other-code",
+        help="Go on with a run that other measuring code began; every shard says which code measured it.",
+    ),
+]
+
 
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
@@ -65,13 +73,14 @@ def plan(
     progress = Console(highlight=False, stderr=True)
     with watch_index(progress) as watch:
         made = make_plan(wanted, scan_file.stem, watch=watch)
+    first = made.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
     kept = KeptIndex.of(made.sequences, made.run.path.parent)
     if kept is not None:
         kept.write(made.sequences)
 
     console = Console(highlight=False)
     console.print(_values_table(made))
-    cost = measure_cost(made, device, replicas)
+    cost = measure_cost(made, first, device, replicas)
     console.print(_run_table(made, cost, kept))
     console.print(_time_table(cost))
     console.print(_size_table(made, cost))
@@ -114,7 +123,7 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
     replicas = "in this process" if not cost.replicas else _counted(cost.replicas, "replica")
     table.add_row("device", f"{cost.device}, {cost.precision}, {replicas}")
     table.add_row("batches", _counted(cost.batch_size, "sequence"))
-    done = len(plan.run.ledger([]))
+    done = plan.done
     table.add_row("shards", f"{plan.manifest.shards:,}{f', {done:,} done' if done else ''}")
     table.add_row("sequences", f"{len(plan.sequences):,}")
     table.add_row("tokens", f"{plan.tokens:,} through the model")
@@ -194,6 +203,7 @@ def scan(
         bool,
         typer.Option(help="Open every file of shards that are done, and measure broken ones anew."),
     ] = False,
+    allow_other_code: AllowOtherCode = False,
 ) -> None:
     """Run scans. A run that was stopped, however it was, goes on with the same command."""
     from schemas.scan import load_scan
@@ -219,8 +229,9 @@ def scan(
             + "".join(f"\n# --set {o}" for o in overrides or ()),
         )
         _print_bad_rows(console, made.bad_rows)
+        resources = Resources(replicas, cores, device, address)
         failed += len(
-            run_to_end(made, Resources(replicas, cores, device, address), console, verify)
+            run_to_end(made, resources, console, verify, allow_other_code=allow_other_code)
         )
         print(made.run.path)
     if failed:

@@ -20,8 +20,9 @@ import numpy as np
 import pyarrow as pa
 
 from jobs.progress import duration
+from schemas.manifest import Manifest
 from schemas.places import Place
-from schemas.run_directory import Manifest, RunDirectory, pc
+from schemas.run_directory import RunDirectory, covered, pc
 
 RECENT = 600.0
 """Seconds before a replica's last commit that its speed is taken from."""
@@ -36,7 +37,16 @@ QUIET = 60.0
 REASONS = 10
 """Failures that are read and shown; the others are counted."""
 
-COLUMNS = ["tokens", "compute_seconds", "idle_seconds", "finished", "host", "replica", "bad_rows"]
+COLUMNS = [
+    "stop",
+    "tokens",
+    "compute_seconds",
+    "idle_seconds",
+    "finished",
+    "host",
+    "replica",
+    "bad_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,8 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     """Read a run's manifest, ledger and notes of failures."""
     manifest = run.manifest()
     ledger = run.ledger(COLUMNS)
+    ledger = ledger.filter(pa.array(covered(manifest, ledger)))
     done = ledger["shard"].to_numpy()
-    done = done[(done >= 0) & (done < manifest.shards)]
     failed = np.setdiff1d(np.array(run.failed_shards(), np.int64), done)
     notes = {int(shard): run.failure(int(shard)) for shard in failed[:REASONS]}
     tokens, tokens_done = tokens_of(manifest), int(pc.sum(ledger["tokens"]).as_py() or 0)
@@ -250,7 +260,8 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
 def list_line(run: RunDirectory) -> tuple[str, ...]:
     """A run in a table of runs: id, shards, failed, tokens, created."""
     manifest = run.manifest()
-    ledger = run.ledger(["tokens"])
+    ledger = run.ledger(["stop", "tokens"])
+    ledger = ledger.filter(pa.array(covered(manifest, ledger)))
     done = ledger["shard"].to_numpy()
     failed = np.setdiff1d(np.array(run.failed_shards(), np.int64), done)
     tokens = pc.sum(ledger["tokens"]).as_py() or 0

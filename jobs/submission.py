@@ -235,7 +235,7 @@ def submit(
     cluster = JobClient(resources.address or "")
     run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
     last = cluster.last(run.run_id)
-    if last is not None and last.ended:
+    if last is not None and last.ended and not _extends(run, scan):
         if last.state == "SUCCEEDED":
             return f"{last.job_id}: has ended, SUCCEEDED; headcount status {last.run}"
         message = f" ({last.message})" if last.message else ""
@@ -249,9 +249,27 @@ def submit(
     return cluster.start(run, [*words, *_flags(resources)], _forwarded(env), scan_file)
 
 
-def resume(run: RunDirectory, resources: Resources, env: list[str]) -> str:
+def _extends(run: RunDirectory, scan: Scan) -> bool:
+    """Whether a scan has more sequences than its run, as far as can be known from here."""
+    if scan.sequences == "all" or not run.manifest_file.is_file():
+        return False
+    return scan.sequences > run.manifest().sequences
+
+
+def resume(
+    run: RunDirectory,
+    resources: Resources,
+    env: list[str],
+    overrides: list[str],
+    allow_other_code: bool,
+) -> str:
     """Start another job for a run whose last one has ended; returns a line for the user."""
-    words = ["resume", str(run.path), *_flags(resources)]
+    words = ["resume", str(run.path)]
+    for override in overrides:
+        words += ["--set", override]
+    if allow_other_code:
+        words.append("--allow-other-code")
+    words += _flags(resources)
     return JobClient(resources.address or "").start(run, words, _forwarded(env))
 
 

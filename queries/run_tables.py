@@ -14,13 +14,14 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.commits import COMMITS
-from schemas.errors import QueryError
+from schemas.errors import QueryError, unknown
+from schemas.manifest import Manifest
 from schemas.places import Place, absolute
-from schemas.run_directory import Manifest, RunDirectory, check_merged, find_runs, pc
+from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
 
 Columns = dict[str, tuple[pa.DataType, str]]
 
-MEANINGS = {
+KINDS = {
     "statistics": "column",
     "predictions": "column",
     "profiles": "profile",
@@ -29,7 +30,7 @@ MEANINGS = {
     "inputs": "input family",
     "interventions": "intervention",
 }
-"""Fields of a manifest that say what names mean, and what each of these names."""
+"""What the names are that a field of a manifest describes."""
 
 RUNS: Columns = {
     "run_id": (pa.string(), "Run: the name of the scan and the fingerprint of what it measures."),
@@ -71,7 +72,7 @@ RUNS: Columns = {
         "Seconds of work in the shards that are done, added up over replicas.",
     ),
     "model_fingerprint": (pa.string(), "The same for runs of the same model: names its weights."),
-    "code": (pa.string(), "Fingerprint of the code that made the run."),
+    "code": (pa.string(), "Fingerprint of the code that began the run; shards.code says more."),
 }
 
 SHARDS: Columns = {
@@ -161,37 +162,81 @@ class Run:
         return [f"{self.directory.path}/{path}" for path in pc.unique(paths).to_pylist()]
 
     @property
+    def codes(self) -> list[str]:
+        """The code of every shard that is done, each once; before the first shard, the code that
+        began the run.
+        """
+        codes = [code or self.manifest.code for code in pc.unique(self.done["code"]).to_pylist()]
+        return list(dict.fromkeys(codes)) or [self.manifest.code]
+
+    def shards_of(self, code: str) -> str:
+        """The shards that some code measured, in words."""
+        codes = self.done["code"].to_pylist()
+        own = [c in (code, "" if code == self.manifest.code else code) for c in codes]
+        shards = self.done["shard"].to_numpy()[own]
+        if len(shards) == 1:
+            return f"shard {shards[0]}"
+        return f"{len(shards):,} shards from {shards.min()} to {shards.max()}"
+
+    def named(self, code: str, within: bool) -> str:
+        """The run, or `within` it the shards that some code measured."""
+        if within:
+            return f"{self.shards_of(code)} of run {self.directory.run_id}, by code {code}"
+        return f"run {self.directory.run_id}"
+
+    @property
     def scan(self) -> dict[str, Any]:
         """The resolved scan."""
         return self.manifest.identity.get("scan", {})
 
 
-def read_runs(path: Place) -> list[Run]:
-    """Read the manifests and ledgers at `path`."""
-    runs = [_read_run(directory) for directory in find_runs(absolute(path))]
+def read_runs(path: Place, code: str | None = None) -> list[Run]:
+    """Read the manifests and ledgers at `path`; only the shards that `code` measured, if it is
+    given.
+    """
+    runs = [_read_run(directory, code) for directory in find_runs(absolute(path))]
     _same_meanings(runs)
     return runs
 
 
-def _read_run(directory: RunDirectory) -> Run:
-    ledger = directory.ledger()
+def _read_run(directory: RunDirectory, code: str | None) -> Run:
+    manifest, ledger = directory.manifest(), directory.ledger()
     check_merged(ledger)
-    return Run(directory, directory.manifest(), ledger, directory.damaged_files([ledger]))
+    if code is not None:
+        codes = [said or manifest.code for said in ledger["code"].to_pylist()]
+        if code not in codes:
+            raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
+        ledger = ledger.filter(pa.array([said == code for said in codes], pa.bool_()))
+    return Run(directory, manifest, ledger, directory.damaged_files([ledger]))
 
 
 def _same_meanings(runs: list[Run]) -> None:
-    """Refuse runs that use one name for two things."""
-    first: dict[tuple[str, str], tuple[str, str]] = {}
+    """Refuse runs, or shards of one run, that use one name for two things."""
+    first: dict[tuple[str, str], tuple[Run, str, str]] = {}
     for run in runs:
-        for field, kind in MEANINGS.items():
-            for name, entry in getattr(run.manifest, field).items():
-                fingerprint = entry.get("fingerprint", "")
-                other, known = first.setdefault((kind, name), (run.directory.run_id, fingerprint))
-                if known != fingerprint:
-                    raise QueryError(
-                        f"{kind} {name!r} has one formula in run {other} ({known}) and another in run "
-                        f"{run.directory.run_id} ({fingerprint}); query one run directory at a time"
-                    )
+        for code in run.codes:
+            meanings = run.manifest.meanings(code)
+            if meanings is None:
+                raise QueryError(
+                    f"run {run.directory.run_id}: {run.shards_of(code)} were measured by code {code}, of which its manifest "
+                    "says nothing; compare manifest.json with a copy"
+                )
+            for field, fingerprints in meanings.items():
+                for name, fingerprint in fingerprints.items():
+                    key = (KINDS[field], name)
+                    other, other_code, known = first.setdefault(key, (run, code, fingerprint))
+                    if known != fingerprint:
+                        one = other.named(other_code, within=other is run)
+                        two = run.named(code, within=other is run)
+                        way = (
+                            f"--code {code} reads the latter alone"
+                            if other is run
+                            else "query one run directory at a time"
+                        )
+                        raise QueryError(
+                            f"{KINDS[field]} {name!r} has one formula in {one} ({known}) and another in {two} "
+                            f"({fingerprint}); {way}"
+                        )
 
 
 def measured(runs: list[Run]) -> dict[str, dict[str, Any]]:
@@ -249,7 +294,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "statistics": list(manifest.statistics),
         "shards": manifest.shards,
         "shards_done": len(done),
-        "complete": len(done) >= manifest.shards,
+        "complete": int(covered(manifest, done).sum()) >= manifest.shards,
         "sequences": manifest.sequences,
         "sequences_done": int((done["stop"].to_numpy() - done["start"].to_numpy()).sum()),
         "rows": int(done["rows"].to_numpy().sum()),

@@ -12,7 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from jobs.scan_commands import DeviceOption, Overrides
+from jobs.progress import watch_index
+from jobs.scan_commands import AllowOtherCode, DeviceOption, Overrides
 from queries.query_commands import warn_of_damage
 from schemas.errors import RunError, ScanError
 
@@ -52,6 +53,7 @@ def reproduce(
     ] = None,
     overrides: Overrides = None,
     device: DeviceOption = "auto",
+    allow_other_code: AllowOtherCode = False,
 ) -> None:
     """Measure a system of the literature again: scan, query, and a verdict beside every published
     figure.
@@ -74,8 +76,10 @@ def reproduce(
     findings: list[Finding] = []
     for name, system in selection.items():
         system_model = model or system.bundled_model
-        plans = plan_system(system, system_model, f"{out.rstrip('/')}/{name}", overrides or [])
-        measure_runs(plans, device, console)
+        home = f"{out.rstrip('/')}/{name}"
+        with watch_index(console) as watch:
+            plans = plan_system(system, system_model, home, overrides or [], watch)
+        measure_runs(plans, device, console, allow_other_code)
         findings += _judge(name, system, system_model, plans[0].scan.out)
     if file is not None:
         _write(findings, file)

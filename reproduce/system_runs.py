@@ -20,6 +20,7 @@ from schemas.errors import RunError, ScanError, unknown
 from schemas.places import place
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, override_fields, parse_scan
+from workers.inputs.corpus import Watch, unwatched
 from workers.model.model_info import describe, find_model
 
 OWN_FIELDS = ("bundled", "checkpoints", "sizes")
@@ -36,16 +37,25 @@ SYSTEM_VIEWS = {
 """What every system may ask: the tables, and which of its scans a row is of."""
 
 
-def plan_system(system: System, model: str, out: str, overrides: Sequence[str] = ()) -> list[Plan]:
+def plan_system(
+    system: System,
+    model: str,
+    out: str,
+    overrides: Sequence[str] = (),
+    watch: Watch = unwatched,
+) -> list[Plan]:
     """The plans of a system's runs.
 
     They lie in one directory, which is named after all that they measure: with another model,
     formula or input the runs lie elsewhere. An override `SCAN.key=value` is for one scan of the
-    system, any other for all.
+    system, any other for all. `watch` is told how far the tokenising of a corpus is.
     """
     _check_overrides(system, overrides)
     scans = _resolved_scans(system, model, out, overrides)
-    identities = {name: resolved.identity for name, resolved in scans.items()}
+    identities = {
+        name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
+        for name, resolved in scans.items()
+    }
     content = json.dumps(identities, sort_keys=True, default=str)
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:8]
     directory = str(place(out) / fingerprint)
@@ -53,18 +63,26 @@ def plan_system(system: System, model: str, out: str, overrides: Sequence[str] =
     for name, resolved in scans.items():
         scan = resolved.scan.model_copy(update={"out": directory})
         run = RunDirectory.of(directory, scan.run_id(name))
-        plans.append(plan_run(replace(resolved, scan=scan), run))
+        plans.append(plan_run(replace(resolved, scan=scan), run, watch=watch))
     return plans
 
 
-def measure_runs(plans: Iterable[Plan], device: Device, console: Console) -> None:
+def measure_runs(
+    plans: Iterable[Plan], device: Device, console: Console, allow_other_code: bool = False
+) -> None:
     """Bring runs to their end in this process: they are small, and one replica is soon loaded.
 
     The first shard that fails is an error: half a run says nothing about a system.
     """
     for plan in plans:
         prepare_run(plan, "")
-        run_to_end(plan, Resources(replicas=0, device=device), console, stop_at_failure=True)
+        run_to_end(
+            plan,
+            Resources(replicas=0, device=device),
+            console,
+            stop_at_failure=True,
+            allow_other_code=allow_other_code,
+        )
 
 
 def open_system_runs(system: System, directory: str) -> RunDatabase:

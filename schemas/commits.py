@@ -117,8 +117,8 @@ class Commit(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_older_code(cls, fields: Any) -> Any:
-        """A commit that keeps its engines and its precision as strings, in today's fields."""
+    def in_words_of_today(cls, fields: Any) -> Any:
+        """A commit of older code, which kept its engines and its precision as strings."""
         if not isinstance(fields, dict) or "engine" not in fields:
             return fields
         old = cast("dict[str, Any]", fields)
@@ -227,10 +227,28 @@ def read_parts(
         yield _marked(loose.filter(pa.array(new)), folded=False)
         for start in range(0, len(folds), READERS):
             tables = pool.map(
-                lambda name: read_parquet(directory / name, wanted), folds[start : start + READERS]
+                lambda name, count: _read_fold(directory / name, wanted, count),
+                folds[start : start + READERS],
+                counts[start : start + READERS],
             )
-            for table, count in zip(tables, counts[start:], strict=False):
-                yield _marked(table if count.all() else table.filter(pa.array(count)), folded=True)
+            for table in tables:
+                yield _marked(table, folded=True)
+
+
+def _read_fold(file: Place, wanted: list[str], count: np.ndarray) -> pa.Table:
+    """Some columns of the rows that count in a fold, which older code may have written."""
+    said_otherwise = [name for name in wanted if name in ("code", "device", "versions", "methods")]
+    older = ["engine", "precision", "files"] if said_otherwise else []
+    table = read_parquet(file, list(dict.fromkeys([*wanted, *older])))
+    table = table if count.all() else table.filter(pa.array(count))
+    if not said_otherwise or "engine" not in table.column_names:
+        return table.select(wanted)
+    rows = table.select(older).to_pylist()
+    translated = [Commit.in_words_of_today(row) for row in rows]
+    for name in said_otherwise:
+        type_ = COMMITS.field(name).type
+        table = table.append_column(name, pa.array([row[name] for row in translated], type_))
+    return table.select(wanted)
 
 
 def _that_count(folds: list[pa.Table]) -> list[np.ndarray]:
@@ -293,24 +311,37 @@ def commits_of(table: pa.Table) -> Iterator[Commit]:
         yield from (Commit.model_validate(row) for row in batch.to_pylist())
 
 
-def fold(directory: Place, commits: Sequence[Commit]) -> None:
-    """Put commits into one file, then delete the files of their own."""
-    write_fold(directory, pa.Table.from_pylist([c.model_dump() for c in commits], schema=COMMITS))
+def fold(directory: Place, commits: Sequence[Commit], dropped: Sequence[int] = ()) -> None:
+    """Put commits into one file, then delete the files of their own.
+
+    The same file takes the shards `dropped` back. They must have no file of their own, which would
+    count again.
+    """
+    rows = [commit.model_dump() for commit in commits]
+    rows += _dropped_rows(commits[0].run_id, dropped) if dropped else []
+    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(dropped))
     delete(directory / commit_name(c.shard) for c in commits)
 
 
 def drop(directory: Place, run_id: str, shards: Sequence[int]) -> None:
     """Take folded shards back: they are missing again."""
+    rows = _dropped_rows(run_id, shards)
+    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(shards))
+
+
+def _dropped_rows(run_id: str, shards: Sequence[int]) -> list[dict[str, Any]]:
     blank: dict[str, Any] = dict.fromkeys(COMMITS.names)
-    rows = [blank | {"run_id": run_id, "shard": shard} for shard in shards]
-    write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), dropped=True)
+    return [blank | {"run_id": run_id, "shard": shard} for shard in shards]
 
 
-def write_fold(directory: Place, table: pa.Table, dropped: bool = False) -> None:
-    """Put commits into one file; what it replaces is still there."""
+def write_fold(directory: Place, table: pa.Table, dropped: int = 0) -> None:
+    """Put commits into one file; what it replaces is still there. The last `dropped` rows take
+    shards back.
+    """
     numbers = [int(n[5:11]) for n in names(directory) if n.startswith("fold-")]
     name = f"fold-{max(numbers, default=-1) + 1:06d}-{secrets.token_hex(4)}.parquet"
-    table = table.append_column(DROPPED, pa.array([dropped] * len(table), pa.bool_()))
+    marks = np.arange(len(table)) >= len(table) - dropped
+    table = table.append_column(DROPPED, pa.array(marks, pa.bool_()))
     write_whole(directory / name, parquet_bytes(table))
     settle(directory)
 

@@ -8,17 +8,14 @@ formula.
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import inspect
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, ClassVar, TypeVar
 
 from schemas.errors import ScanError, unknown
+from schemas.fingerprints import fingerprint
 from schemas.pattern import Tensor
 
 
@@ -159,51 +156,3 @@ def chosen(
 def evaluate(function: Callable[..., Tensor], activations: Mapping[str, Any]) -> Tensor:
     """Call a formula, or its `defined` rule, with the activations it names."""
     return function(*(activations[name] for name in inspect.signature(function).parameters))
-
-
-def fingerprint(*functions: Callable[..., Any]) -> str:
-    """Changes if and only if the functions' code changes, that of the helpers of ours they call
-    included.
-    """
-    return hashlib.sha256("\n".join(map(_code, functions)).encode()).hexdigest()[:12]
-
-
-def _code(function: Any, owner: type | None = None, above: frozenset[Any] = frozenset()) -> str:
-    """The code of a function and of what it calls of ours, without docstrings and what errors say.
-
-    `owner` is its class, `above` are its callers.
-    """
-    assert isinstance(function, FunctionType)
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list = []
-            if ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            node.exc.args, node.exc.keywords = [], []
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    named = [function.__globals__.get(name) for name in sorted(names - {function.__name__})]
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    above = above | {function}
-    helpers = [_code(f, None, above) for f in map(_plain, named) if _is_ours(f) and f not in above]
-    for kind in [
-        *(c for c in named if isinstance(c, type) and c.__module__.startswith("workers.")),
-        owner,
-    ]:
-        methods = (_plain(m) for name, m in vars(kind).items() if name in used) if kind else ()
-        helpers += [_code(m, kind, above) for m in methods if _is_ours(m) and m not in above]
-    constants = [repr(value) for value in named if isinstance(value, int | float | str)]
-    closed_over = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
-    return "\n".join([ast.unparse(tree), *closed_over, *constants, *helpers])
-
-
-def _plain(value: Any) -> Any:
-    """The function behind a cache, a property or a class method."""
-    for name in ("__wrapped__", "__func__", "fget", "func"):
-        value = getattr(value, name, value)
-    return value
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, FunctionType) and value.__module__.startswith(("schemas.", "workers."))

@@ -25,10 +25,11 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from schemas.commits import READERS, Commit, commit_name, commits_of, read_ledger, read_parts
 from schemas.errors import RunError
+from schemas.manifest import Manifest
 from schemas.parquet import is_whole
 from schemas.places import Place, names, place, reason
 
@@ -40,29 +41,6 @@ lie with shard 0.
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
-
-
-class Manifest(BaseModel):
-    """Everything that made the run: `identity` must not change while a run grows, the rest is for
-    the record.
-    """
-
-    model_config = ConfigDict(frozen=True)
-    run_id: str
-    created: str
-    identity: dict[str, Any]
-    shards: int
-    sequences: int
-    statistics: dict[str, dict[str, Any]]
-    profiles: dict[str, dict[str, Any]] = {}
-    curves: dict[str, dict[str, Any]] = {}
-    weight_statistics: dict[str, dict[str, Any]] = {}
-    predictions: dict[str, dict[str, Any]] = {}
-    inputs: dict[str, dict[str, Any]] = {}
-    interventions: dict[str, dict[str, Any]] = {}
-    model: dict[str, Any]
-    code: str
-    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -245,6 +223,15 @@ class Names:
 def data_path(table: str, intervention: str, name: str) -> str:
     """Where a data file lies in the run directory."""
     return f"{table}/intervention={intervention}/{name}"
+
+
+def covered(manifest: Manifest, ledger: pa.Table) -> np.ndarray:
+    """For each commit of a ledger, whether it holds all sequences of its shard: a shard that was the
+    last one and short does not, once the run has more sequences.
+    """
+    shards = ledger["shard"].to_numpy()
+    own = (shards >= 0) & (shards < manifest.shards)
+    return own & (ledger["stop"].to_numpy() == manifest.stops(shards))
 
 
 def check_merged(ledger: pa.Table) -> None:

@@ -26,6 +26,10 @@ EMPTY_UNLESS_TOLD = ("profiles", "curves", "weight_statistics", "predictions")
 """Lists of names that a scan need not have."""
 
 
+CHANGES_NO_ROW = ("batch_size", "sequences", "out")
+"""Fields that say how, how much and where; a run is found again, whatever they are."""
+
+
 class Input(BaseModel):
     """Where sequences come from: a family, and that family's own options."""
 
@@ -97,11 +101,11 @@ class Scan(BaseModel):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What is measured, as a run's manifest keeps it; lists that are empty unless told leave no
+        """What rows mean, as a run's manifest keeps it; lists that are empty unless told leave no
         trace.
         """
         unused = {name for name in EMPTY_UNLESS_TOLD if not getattr(self, name)}
-        return self.model_dump(mode="json", exclude={"out", *unused})
+        return self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
 
     @property
     def fingerprint(self) -> str:

@@ -16,10 +16,9 @@ import pytest
 from jobs.plan import Plan, make_plan, prepare_run
 from queries.connection import connect
 from schemas.errors import QueryError, RunError
-from schemas.formulas import fingerprint
+from schemas.fingerprints import fingerprint
 from schemas.places import place
 from schemas.scan import parse_scan
-from schemas.statistics import STATISTICS
 from workers.inputs import INPUTS
 from workers.interventions import INTERVENTIONS
 
@@ -110,11 +109,6 @@ def test_every_family_and_intervention_has_a_fingerprint_of_its_own() -> None:
         assert len(set(found)) == len(registry)
 
 
-def test_fingerprints_of_older_runs_are_still_those_of_their_formulas() -> None:
-    known = {"sink_mass": "11899c72c317", "induction_score": "05448a52fd47"}
-    assert {name: STATISTICS[name].fingerprint for name in known} == known
-
-
 def planned(path: Path, name: str) -> Plan:
     fields = {
         "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "ngram_overlap"}, "sequences": 2, "out": str(path),
@@ -139,9 +133,7 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
     assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
     for kind, registry in (("inputs", INPUTS), ("interventions", INTERVENTIONS)):
         kept = getattr(manifest, kind)
-        assert manifest.identity[kind] == {
-            name: registry[name].record["fingerprint"] for name in kept
-        }
+        assert kept == {name: registry[name].record for name in kept}
 
 
 @pytest.mark.parametrize(
@@ -149,26 +141,12 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
 )
 def test_a_run_does_not_go_on_with_other_code(tmp_path: Path, kind: str, name: str) -> None:
     change(
-        planned(tmp_path, "a"), lambda manifest: manifest["identity"][kind].update({name: "0" * 12})
+        planned(tmp_path, "a"), lambda manifest: manifest[kind][name].update(fingerprint="0" * 12)
     )
     with pytest.raises(
         RunError, match=rf'differing keys: {kind}\.{name} \("000000000000", now "\w+"\)'
     ):
         planned(tmp_path, "a")
-
-
-def forget(manifest: dict[str, Any]) -> None:
-    for kind in ("inputs", "interventions"):
-        del manifest[kind], manifest["identity"][kind]
-
-
-def test_an_older_run_goes_on_and_is_read(tmp_path: Path) -> None:
-    change(planned(tmp_path, "a"), forget)
-    planned(tmp_path, "a")
-    planned(tmp_path, "b")
-    assert connect(place(str(tmp_path))).execute(
-        "SELECT name FROM runs ORDER BY name"
-    ).fetchall() == [("a",), ("b",)]
 
 
 @pytest.mark.parametrize(

@@ -304,9 +304,7 @@ CHANGES: dict[str, Any] = {
     "curves": ["score_shift_by_key"],
     "weight_statistics": ["query_bias_norm"],
     "predictions": ["loss"],
-    "sequences": 4,
     "sequences_per_shard": 8,
-    "batch_size": 2,
     "seed": 1,
 }
 
@@ -316,8 +314,13 @@ def test_the_fingerprint_changes_with(key: str):
     assert parse_scan(MINIMAL | {key: CHANGES[key]}).fingerprint != parse_scan(MINIMAL).fingerprint
 
 
-def test_every_field_but_out_is_known_to_change_the_fingerprint():
-    assert set(Scan.model_fields) - set(CHANGES) == {"out"}
+def test_every_field_that_can_change_a_row_is_known_to_change_the_fingerprint():
+    assert set(Scan.model_fields) - set(CHANGES) == {"out", "sequences", "batch_size"}
+
+
+@pytest.mark.parametrize("change", [{"sequences": 4}, {"sequences": "all"}, {"batch_size": 2}])
+def test_the_fingerprint_does_not_depend_on_how_and_how_much_is_measured(change: dict[str, Any]):
+    assert parse_scan(MINIMAL | change).fingerprint == parse_scan(MINIMAL).fingerprint
 
 
 def test_an_unknown_precision_is_answered_with_the_nearest():

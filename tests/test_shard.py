@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.plan import Plan, check_precision, make_plan, prepare_run
+from jobs.plan import Plan, begun_precisions, check_precision, make_plan, prepare_run
 from jobs.run_loop import missing_shards
 from schemas.errors import RunError
 from schemas.places import write_whole
@@ -50,12 +50,15 @@ def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
 
 
 def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
-    check_precision(plan, "cpu")
+    replica = Replica(plan.info, plan.scan, "cpu")
+    assert begun_precisions(plan.run) == ["float32"]
+    check_precision(plan.run.run_id, begun_precisions(plan.run), replica)
+    replica.device, replica.precision = "cuda", "float16x2_linears"
     with pytest.raises(
         RunError,
         match=r"begun in float32, and precision = 'auto' means float16x2_linears on this cuda",
     ):
-        check_precision(plan, "cuda")
+        check_precision(plan.run.run_id, begun_precisions(plan.run), replica)
 
 
 def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:

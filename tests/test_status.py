@@ -21,7 +21,8 @@ from filelock import FileLock
 from jobs.status import as_lines, read_status
 from schemas.commits import COMMITS, DROPPED, FOLD
 from schemas.errors import RunError
-from schemas.run_directory import Manifest, RunDirectory
+from schemas.manifest import Manifest
+from schemas.run_directory import RunDirectory
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
@@ -33,7 +34,7 @@ def make_run(out: Path, shards: int = SHARDS) -> RunDirectory:
     """A run of 4 sequences of 8 tokens in each shard, under two interventions."""
     run = RunDirectory.of(out, "toy-1a2b3c4d")
     Path(str(run.path)).mkdir(parents=True)
-    scan = {"n_ctx": 8, "interventions": ["none", "zero_query_bias"]}
+    scan = {"n_ctx": 8, "interventions": ["none", "zero_query_bias"], "sequences_per_shard": 4}
     manifest = Manifest(
         run_id=run.run_id,
         created="2026-05-01T10:00:00+00:00",
@@ -55,7 +56,7 @@ def fold_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
     values: dict[str, Any] = {
         "run_id": run.run_id, "shard": shards, "start": shards * 4, "stop": shards * 4 + 4, "rows": 12, "tokens": TOKENS,
         "seconds": 2.5, "compute_seconds": 1.5, "idle_seconds": 0.5, "finished": NOW - timedelta(seconds=5),
-        "host": "one", "replica": "one-7", "attempt": 1, "engine": "fused", "precision": "float32",
+        "host": "one", "replica": "one-7", "attempt": 1, "code": "c0de", "device": "cpu toy",
     } | columns  # fmt: skip
     empty = pa.ListArray.from_arrays(
         np.zeros(n + 1, np.int32), pa.array([], COMMITS.field("files").type.value_type)
@@ -65,6 +66,8 @@ def fold_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
         value = values.get(field.name)
         if field.name == "files":
             arrays.append(empty)
+        elif field.name in ("versions", "methods"):
+            arrays.append(pa.array([[]] * n, field.type))
         elif field.name == "bad_rows":
             arrays.append(pa.array([value or []] * n, field.type))
         else:

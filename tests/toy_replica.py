@@ -29,7 +29,7 @@ class ToyReplica(Replica):
         self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
     ) -> None:
         self.info, self.scan, self.free_since = info, scan, None
-        self.device = "cpu"
+        self.device, self.precision = "cpu", "float32"
 
     def measure(
         self,

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas.commits import Commit, DataFile, Method, Version
+from schemas.manifest import Manifest
 from schemas.places import Place
 from schemas.profiles import PROFILES
-from schemas.run_directory import Manifest, RunDirectory
+from schemas.run_directory import RunDirectory
 from schemas.statistics import Statistic, select
 from schemas.tables import (
     chance_column,

@@ -76,19 +76,45 @@ class Index:
     n_tokens: np.ndarray
     problems: dict[str, str]
     """Problem by "file:row" of the bad rows."""
+    whole_sources: int = 0
+    """How many sources of the corpus are indexed to their end."""
+
+    def difference(self, longer: Index, sources: int) -> str | None:
+        """Where a longer index of the same corpus does not begin like this one, as far as its first
+        `sources` go; none if it does.
+        """
+        known = int(np.searchsorted(self.source, sources))
+        if len(longer.source) < known:
+            return f"it held {known:,} documents and holds {len(longer.source):,}"
+        same = np.ones(known, bool)
+        for column in ("source", "row", "n_tokens"):
+            same &= getattr(self, column)[:known] == getattr(longer, column)[:known]
+        if same.all():
+            return None
+        first = int(np.flatnonzero(~same)[0])
+        return (
+            f"document {first:,} had {self.n_tokens[first]:,} tokens and has "
+            f"{longer.n_tokens[first]:,}"
+        )
 
     def to_parquet(self) -> pa.Buffer:
         """The index as a Parquet file."""
         table = pa.table({"source": self.source, "row": self.row, "n_tokens": self.n_tokens})
-        return parquet_bytes(table.replace_schema_metadata({"problems": json.dumps(self.problems)}))
+        metadata = {
+            "problems": json.dumps(self.problems),
+            "whole_sources": str(self.whole_sources),
+        }
+        return parquet_bytes(table.replace_schema_metadata(metadata))
 
     @classmethod
     def read(cls, file: Place) -> Index:
         """Read an index from its Parquet file."""
         table = read_parquet(file)
-        problems = json.loads((table.schema.metadata or {})[b"problems"])
+        metadata = table.schema.metadata or {}
+        problems = json.loads(metadata[b"problems"])
+        whole_sources = int(metadata.get(b"whole_sources", 0))
         source, row, n_tokens = (table[name].to_numpy() for name in ("source", "row", "n_tokens"))
-        return cls(source, row, n_tokens, problems)
+        return cls(source, row, n_tokens, problems, whole_sources)
 
 
 @dataclass(frozen=True)
@@ -127,6 +153,7 @@ def build_index(
     lengths: list[int] = []
     problems: dict[str, str] = {}
     found = all_tokens = 0
+    whole_sources = 0
     for number, source in enumerate(corpus.sources):
         here, tokens = 0, 0
         for documents in _in_batches(source.documents(), 512):
@@ -157,11 +184,17 @@ def build_index(
             watch(progress)
             if enough is not None and found + here >= enough:
                 break
+        else:
+            whole_sources += 1
         found += here
         if enough is not None and found >= enough:
             break
     return Index(
-        np.array(sources, np.int32), np.array(rows, np.int64), np.array(lengths, np.int32), problems
+        np.array(sources, np.int32),
+        np.array(rows, np.int64),
+        np.array(lengths, np.int32),
+        problems,
+        whole_sources,
     )
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from pydantic import ConfigDict, ValidationError, create_model
 
 from schemas.errors import ScanError, unknown
-from schemas.formulas import fingerprint, first_paragraph
+from schemas.fingerprints import fingerprint
+from schemas.formulas import first_paragraph
 from schemas.scan import by_key, wrong_value
 from workers.inputs.corpus import Tokenizer
 

@@ -97,6 +97,19 @@ class Sequences:
         """The model's tokenizer."""
         return TextTokenizer(Path(self.info.path), self.info.d_vocab)
 
+    def use_index(self, index: Index | None) -> None:
+        """Read the corpus by another index, or by one that is still to be made."""
+        self.index = index
+        self.__dict__.pop("_reader", None)
+
+    def indexed_enough(self, least: int) -> bool:
+        """Whether the index reaches as far as the scan needs it, and at least `least` sequences."""
+        assert self.corpus is not None
+        assert self.index is not None
+        if self.scan.sequences == "all":
+            return self.index.whole_sources == len(self.corpus.sources)
+        return len(self._reader) >= max(least, self.scan.sequences)
+
     def make_index(self, watch: Watch = unwatched) -> None:
         """Index the corpus as far as the scan needs it; nothing to do for a synthetic family."""
         if self.corpus is not None and self.index is None:

@@ -23,7 +23,8 @@ from typing import Any, get_args
 from torch import Tensor
 
 from schemas.errors import ModelError, ScanError, unknown
-from schemas.formulas import fingerprint, first_paragraph
+from schemas.fingerprints import fingerprint
+from schemas.formulas import first_paragraph
 from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, Edit, Edits, readable
 from workers.model.loading import LoadedModel
 from workers.model.model_info import ModelInfo

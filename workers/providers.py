@@ -1,0 +1,98 @@
+"""Which code computes what a formula reads, and the fingerprint of a column, which covers it.
+
+A formula alone does not say what its column holds: `loss` is the mean of `token_loss`, and a change
+in the code that makes `token_loss` changes the values of `loss`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from schemas.fingerprints import digest, module_code
+from schemas.formulas import Formula
+from schemas.profiles import Profile
+from schemas.weight_statistics import WeightStatistic
+from workers.code_fingerprint import ROOT
+
+ENGINES = (
+    "workers.engine.dense_engine",
+    "workers.engine.fused_engine",
+    "workers.engine.edits",
+    "workers.engine.number_formats",
+)
+PATTERNS = (
+    *ENGINES,
+    "workers.engine.dense_pattern",
+    "workers.engine.fused_pattern",
+    "workers.engine.sweep_kernel",
+)
+WEIGHTS = ("workers.model.layer_weights",)
+CIRCUIT = (*WEIGHTS, "workers.model.circuit")
+MATCHES = ("workers.engine.token_pairs",)
+PREDICTIONS = (*ENGINES, "workers.engine.prediction_inputs")
+
+PROVIDERS: dict[str, tuple[str, ...]] = {
+    "pattern": PATTERNS,
+    "q": ENGINES,
+    "k": ENGINES,
+    "v": ENGINES,
+    "z": PATTERNS,
+    "resid_pre": ENGINES,
+    "resid_post": ENGINES,
+    "b_Q": WEIGHTS,
+    "b_K": WEIGHTS,
+    "W_Q": WEIGHTS,
+    "W_K": WEIGHTS,
+    "W_O": WEIGHTS,
+    "W_pos": (),
+    "components": (),
+    "effective": CIRCUIT,
+    "rotary": WEIGHTS,
+    "tokens": (),
+    "labels": (),
+    "copies": MATCHES,
+    "successors": MATCHES,
+    "token_loss": PREDICTIONS,
+    "final_logit": PREDICTIONS,
+    "final_logprob": PREDICTIONS,
+    "position_after_mlp": (*PREDICTIONS, *CIRCUIT),
+    "position_after_layer": (*PREDICTIONS, *CIRCUIT),
+}
+"""The modules that hand over each thing that a formula reads; not all that came before it in the
+forward pass, or a change in one place would give every column another meaning. Tokens and labels come from the input
+family, and the weights of positions from the model's files: neither has code of its own here.
+"""
+
+REDUCED_BY: dict[type[Formula], tuple[str, ...]] = {
+    Profile: ("workers.profile_means",),
+    WeightStatistic: ("workers.weight_statistics",),
+}
+"""The modules that stand between a kind of formula and its table."""
+
+
+def provider_modules(formula: Formula) -> list[str]:
+    """The modules that compute what a formula reads, and what its rule of definedness reads."""
+    modules = set(REDUCED_BY.get(type(formula), ()))
+    for name in (*formula.parameters, *formula.conditions):
+        modules.update(PROVIDERS[name])
+    return sorted(modules)
+
+
+def column_fingerprint(formula: Formula, root: Path = ROOT) -> str:
+    """Changes if and only if the code changes that computes a column: the formula's own, and that of
+    what it reads. `root` holds the code of the latter.
+    """
+    modules = (_module_code(root, module) for module in provider_modules(formula))
+    return digest([formula.fingerprint, *modules])
+
+
+def column_record(formula: Formula) -> dict[str, Any]:
+    """What a run's manifest keeps of a column."""
+    return formula.record | {"fingerprint": column_fingerprint(formula)}
+
+
+@cache
+def _module_code(root: Path, module: str) -> str:
+    return module_code(root / f"{module.replace('.', '/')}.py", with_errors=False)
