@@ -116,10 +116,9 @@ def list_runs(
         _list_jobs(address)
         return
     job_states = None if address is None else _job_states(address)
-    header: tuple[str, ...] = ("run", "shards", "failed", "tokens", "created")
+    rows: list[tuple[str, ...]] = [("run", "shards", "failed", "tokens", "created")]
     if job_states is not None:
-        header = (*header, "job")
-    rows = [header]
+        rows = [(*rows[0], "job")]
     unreadable: list[RunError] = []
     for run in find_runs(place(runs or "runs")):
         try:

@@ -64,10 +64,15 @@ class RunDatabase:
 
 
 def open_runs(
-    path: str | Place, views: Mapping[str, str] = NO_VIEWS, queries: Path = QUERIES
+    path: str | Place,
+    views: Mapping[str, str] = NO_VIEWS,
+    queries: Path = QUERIES,
+    code: str | None = None,
 ) -> RunDatabase:
-    """Open a run directory or a directory of runs, with some more views, SQL by name."""
-    connection = connect(path, queries)
+    """Open a run directory or a directory of runs, with some more views, SQL by name. Only the
+    shards that `code` measured, if it is given.
+    """
+    connection = connect(path, queries, code)
     for name, sql in views.items():
         try:
             connection.execute(f"CREATE VIEW {name} AS {sql}")

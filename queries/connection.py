@@ -81,13 +81,15 @@ OWN = {
 """Columns of a view that mean something there and not elsewhere."""
 
 
-def connect(path: str | Place, queries: Path = QUERIES) -> duckdb.DuckDBPyConnection:
+def connect(
+    path: str | Place, queries: Path = QUERIES, code: str | None = None
+) -> duckdb.DuckDBPyConnection:
     """Open a run directory, or a directory of runs: views of what is committed, locked against
-    everything else.
+    everything else. Only the shards that `code` measured, if it is given.
 
     Hand user SQL to `queries.answers.run_query`, which also refuses to write.
     """
-    runs = run_tables.read_runs(place(path))
+    runs = run_tables.read_runs(place(path), code)
     connection = duckdb.connect()
     register_stores(connection, [run.directory.path for run in runs])
     # DuckDB would otherwise take a misspelt view for a Python variable of whoever calls.

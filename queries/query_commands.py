@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from queries.asking import RunDatabase
 
 
+Code = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CODE",
+        help="Read the shards that this code measured (shards.code), where two mean different things.",
+    ),
+]
+
+
 def query(
     runs: Annotated[
         str,
@@ -37,6 +46,7 @@ def query(
     limit: Annotated[
         int | None, typer.Option(min=0, help="Rows at most; a table shows 40 by default.")
     ] = None,
+    code: Code = None,
 ) -> None:
     """Ask the committed rows of runs a question in SQL, or by the name of a view."""
     from queries.answers import rows_to_read, run_query, write, write_parquet
@@ -45,7 +55,7 @@ def query(
 
     if format == "parquet" and output is None:
         raise QueryError("--format parquet writes a file; say which one with -o FILE")
-    database = open_runs(runs)
+    database = open_runs(runs, code=code)
     warn_of_damage(database)
     if question is None:
         for name, description in view_descriptions(database.connection).items():
@@ -76,6 +86,7 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
         "report.html"
     ),
+    code: Code = None,
 ) -> None:
     """Write one HTML file with heatmaps, rankings and norms of every run; it opens from disk,
     without a network.
@@ -83,7 +94,7 @@ def report(
     from queries.asking import open_runs
     from queries.report import write_report
 
-    database = open_runs(runs)
+    database = open_runs(runs, code=code)
     warn_of_damage(database)
     write_report(database, output)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")

@@ -140,7 +140,9 @@ class Run:
     ledger: pa.Table
     """One row per commit, in shard order."""
     damaged: dict[str, list[int]]
-    """Committed files that are gone or broken, and their shards."""
+    """Committed files that are gone or broken, and their shards. They are in no view; whoever asks
+    decides whether to say so.
+    """
 
     @cached_property
     def whole(self) -> np.ndarray:
