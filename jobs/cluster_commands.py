@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from jobs.progress import say
+from jobs.console import say
 from jobs.scan_commands import (
     AllowOtherCode,
     Cores,

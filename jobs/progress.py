@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from jobs.console import duration
 from schemas.commits import Commit, Failure
 
 if TYPE_CHECKING:
@@ -86,11 +87,6 @@ def index_line(progress: IndexProgress) -> str:
     return ", ".join(parts)
 
 
-def say(console: Console, line: str) -> None:
-    """Print a line as it is: not wrapped, not interpreted."""
-    console.print(line, markup=False, soft_wrap=True)
-
-
 class _Progress:
     """Tokens done, and how fast."""
 
@@ -134,19 +130,3 @@ class _Progress:
         if self.failures:
             parts.append(f"{len(self.failures)} shards failed")
         return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """A time in the two units that matter.
-
-    >>> duration(0.25), duration(45), duration(125), duration(7300)
-    ('0.2 s', '45 s', '2 min 5 s', '2 h 1 min')
-    """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

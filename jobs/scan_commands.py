@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from jobs.progress import say
+from jobs.console import say
 from schemas.errors import HeadcountError, RunError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
 
 def _time_table(cost: Cost) -> Table:
     """Speed and time of every intervention and of all of them."""
-    from jobs.progress import duration
+    from jobs.console import duration
 
     table = Table(
         Column("intervention", overflow="fold"),
@@ -254,7 +254,7 @@ def compact(
     A store has no locks: do not compact a run there during a scan or another compaction of it.
     """
     from jobs.compaction import compact
-    from jobs.progress import duration
+    from jobs.console import duration
     from schemas.places import absolute
     from schemas.run_directory import find_runs
 

@@ -12,7 +12,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from jobs.progress import watch_index
 from jobs.scan_commands import AllowOtherCode, DeviceOption, Overrides
 from queries.query_commands import warn_of_damage
 from schemas.errors import RunError, ScanError
@@ -70,6 +69,7 @@ def reproduce(
     if file is not None and not file.parent.is_dir():
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
     selection = systems() if every else find_systems(names or [])
+    from jobs.progress import watch_index
     from reproduce.system_runs import measure_runs, plan_system
 
     console = Console(highlight=False, stderr=True)
