@@ -25,14 +25,24 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pattern(rows: list[list[float]]) -> DensePattern:
     """A pattern of one sequence and one head, from its matrix."""
     matrix = torch.tensor(rows)[None, None]
-    return DensePattern(matrix, matrix)
+    return DensePattern(matrix, matrix, matrix, _unit_vectors(matrix), 1.0)
 
 
 def scores(rows: list[list[float]]) -> DensePattern:
     """A pattern of one sequence and one head, from its pre-softmax scores."""
     matrix = torch.tensor(rows, dtype=torch.float32)
-    causal = matrix.masked_fill(torch.ones_like(matrix).triu(1).bool(), -torch.inf)
-    return DensePattern(causal.softmax(-1)[None, None], causal[None, None])
+    causal = matrix.masked_fill(torch.ones_like(matrix).triu(1).bool(), -torch.inf)[None, None]
+    return DensePattern(causal.softmax(-1), causal, causal, _unit_vectors(causal), 1.0)
+
+
+def products(q: torch.Tensor, k: torch.Tensor) -> DensePattern:
+    """The pattern of queries and keys `[batch pos head d_head]`, whose products are not scaled."""
+    return DensePattern.of(q.transpose(1, 2), k.transpose(1, 2), 1.0)
+
+
+def _unit_vectors(matrix: torch.Tensor) -> torch.Tensor:
+    """Keys whose products with the rows of a matrix are the matrix."""
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype).expand_as(matrix)
 
 
 def vectors(*rows: list[float]) -> torch.Tensor:
@@ -72,6 +82,6 @@ def successors(tokens: list[int]) -> TokenPairs:
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
-    names = (pattern, scores, vectors, stream, head, nats, triggers, copies, successors)
+    names = (pattern, scores, products, vectors, stream, head, nats, triggers, copies, successors)
     doctest_namespace |= {f.__name__: f for f in names}
     doctest_namespace["nan"] = float("nan")

@@ -33,13 +33,15 @@ from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources, connect
 from jobs.run_loop import missing_shards
 from jobs.status import read_status
-from schemas.commits import COMMITS, DROPPED, FOLD
+from schemas.commits import COMMITS, DROPPED, FOLD, Method
+from schemas.intervention import NONE, Intervention
 from schemas.run_directory import data_path
 from schemas.scan import parse_scan
 from schemas.statistics import select
 from schemas.tables import chance_column
 from workers.model.model_info import ModelInfo
 from workers.replica import InterventionMeasurements, Replica
+from workers.settlement import Settlement
 from workers.shard import run_shard
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
@@ -55,11 +57,13 @@ class Idler(Replica):
         self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
     ) -> None:
         self.scan, self.info, self.free_since = scan, info, None
+        self.device = "cpu"
+        self.settlement = Settlement("float32", "cpu", {})
 
     def measure(
         self,
         tokens: np.ndarray,
-        intervention: str = "none",
+        intervention: Intervention = NONE,
         labels: list[list[str]] | None = None,
         partner: np.ndarray | None = None,
     ) -> InterventionMeasurements:
@@ -70,7 +74,14 @@ class Idler(Replica):
         chance = {
             chance_column(s.name): np.zeros(len(tokens), np.float32) for s in chosen if s.chance
         }
-        return InterventionMeasurements(heads, chance, {}, {}, "none", "float32")
+        method = Method(
+            intervention=str(intervention),
+            engine="none",
+            precision="float32",
+            attention="",
+            built_layers=[],
+        )
+        return InterventionMeasurements(heads, chance, {}, {}, method)
 
 
 def plan_of(out: Path, name: str, **fields: Any) -> Plan:

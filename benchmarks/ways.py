@@ -24,6 +24,7 @@ from workers.engine.number_formats import HALVES, linears_in
 from workers.engine.token_pairs import find_matches
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from workers.model.loading import load_model
+from workers.model.model import bridge_of
 from workers.model.model_info import be_quiet, describe
 
 Run = Callable[[Tensor], object]
@@ -57,7 +58,7 @@ def fused(path: Path, device: str, precision: str) -> Run:
 def run_with_cache(path: Path, device: str, precision: str) -> Run:
     """TransformerLens's run_with_cache, then the same statistics from the cache, all in float32."""
     model = load_model(describe(path), "raw", device)
-    bridge = model.bridge
+    bridge = bridge_of(model)
     attention = ("q", "k", "v", "z", "pattern", "attn_scores")
     names = ("hook_resid_pre", "hook_resid_post", *(f"attn.hook_{name}" for name in attention))
 
@@ -72,7 +73,9 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
             seen: dict[str, Any] = {
                 n.rpartition("hook_")[2]: cache[f"blocks.{layer}.{n}"] for n in names
             }
-            seen["pattern"] = DensePattern(seen["pattern"], seen["attn_scores"])
+            q, k = seen["q"].transpose(1, 2), seen["k"].transpose(1, 2)
+            scale = bridge.cfg.d_head**-0.5
+            seen["pattern"] = DensePattern(seen["pattern"], seen["attn_scores"], q, k, scale)
             seen |= attention_weights(model, layer, READABLE_WEIGHTS)
             out += [evaluate(s.compute, {**seen, **matches}) for s in STATISTICS]
         return out

@@ -74,13 +74,12 @@ class Cost:
 
 def measure_cost(
     plan: Plan,
-    first: ShardInput,
     device: str = "auto",
     replicas: int = 1,
     passes: int = 4,
     patience: float = 20.0,
 ) -> Cost:
-    """Measure a few batches of the plan's `first` shard with one replica, and write none of it.
+    """Measure a few batches of the plan's first shard with one replica, and write none of it.
 
     Each intervention is timed. A batch size that is to be found is looked for under the first one,
     as in a scan; after `patience` seconds under an intervention, the size being tried must do.
@@ -91,6 +90,7 @@ def measure_cost(
     # Replicas on GPUs have one each; those on a CPU share its cores.
     sharing = replicas > 1 and measured_on == "cpu"
     threads = max(1, available_cores() // replicas) if sharing else None
+    first = plan.sequences.shard(0)
     with PeakMemory(measured_on) as memory:
         replica = Replica(plan.info, plan.scan, measured_on, threads)
         speeds: dict[str, float] = {}
@@ -102,7 +102,7 @@ def measure_cost(
     costs = [
         InterventionCost(
             intervention=name,
-            engine=samples[name].engine,
+            engine=samples[name].method.engine,
             tokens_per_second=speeds[name] * together,
             seconds=tokens / (speeds[name] * together),
         )

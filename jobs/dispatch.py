@@ -154,10 +154,10 @@ class _Dispatcher:
                 plan.info,
                 plan.run,
                 plan.code,
-                precisions,
                 reference_bytes,
                 resources,
                 replica_class,
+                precisions,
             )
             self.replicas.append(_RemoteReplica(actor))
 

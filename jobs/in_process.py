@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jobs.plan import Plan, begun_precisions, check_precision
+from jobs.plan import Plan, begun_precisions
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from workers.replica import Replica, broken, resolve_device
+from workers.settlement import check_begun
 from workers.shard import failed, noted, run_shard
 
 
@@ -26,7 +27,7 @@ def measure_in_process(
     """
     device = resolve_device(device)
     replica = replica_class(plan.info, plan.scan, device, threads=cores or None)
-    check_precision(plan.run.run_id, begun_precisions(plan.run), replica)
+    check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
     for shard in shards.tolist():
         failed_attempts, _ = plan.run.failure(shard) or (0, "")
         attempt = failed_attempts + 1

@@ -24,10 +24,9 @@ from workers.code_fingerprint import code_fingerprint
 from workers.inputs import INPUTS, find_input
 from workers.inputs.corpus import Index, Watch, unwatched
 from workers.inputs.sequences import Sequences
-from workers.interventions import Intervention, find_intervention
+from workers.interventions import BoundIntervention, bind, needs_partners
 from workers.model.model_info import ModelInfo, describe, find_model
 from workers.providers import column_record
-from workers.replica import Replica, resolve_precision
 
 LIBRARIES = (
     "torch",
@@ -103,22 +102,21 @@ class Plan:
         return self.sequences.index.problems if self.sequences.index is not None else {}
 
 
-def check_scan(scan: Scan) -> list[Intervention]:
+def check_scan(scan: Scan) -> list[BoundIntervention]:
     """The interventions of a scan; refuse what is wrong with it whatever its model and its corpus
     are.
     """
-    found = [find_intervention(name) for name in scan.interventions]
-    resolve_precision(scan, "cpu")  # What no device can compute.
+    interventions = [bind(intervention) for intervention in scan.interventions]
     family = find_input(scan.input.family)
     family.check(scan.input.options)
-    for intervention in found:
-        if intervention.needs_partner and family.partner is None:
+    for bound in interventions:
+        if bound.needs_partner and family.partner is None:
             have = ", ".join(sorted(f.name for f in INPUTS.values() if f.partner))
             raise ScanError(
-                f"interventions: {intervention.name!r} takes something from the run on partner sequences, and the family "
+                f"interventions: '{bound.intervention}' takes something from the run on partner sequences, and the family "
                 f"{family.name} has none; families with partners: {have}"
             )
-    return found
+    return interventions
 
 
 def make_plan(scan: Scan, name: str, run_id: str | None = None, watch: Watch = unwatched) -> Plan:
@@ -157,7 +155,7 @@ def resolve(scan: Scan) -> Resolved:
     info = describe(find_model(scan.model, scan.revision))
     for intervention in interventions:
         intervention.check(info, scan.n_ctx)
-    sequences = Sequences(scan, info)
+    sequences = Sequences(scan, info, partners=needs_partners(scan.interventions))
     identity = {
         "scan": scan.record | {"input": {"family": scan.input.family, **sequences.options}},
         "model": info.record,
@@ -332,20 +330,14 @@ def write_manifest(plan: Plan) -> None:
     write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())
 
 
-def begun_precisions(run: RunDirectory) -> list[str]:
-    """The precisions that the run's shards were measured in."""
+def begun_precisions(run: RunDirectory) -> frozenset[str]:
+    """The precisions in which shards of a run were measured: one, or none yet.
+
+    A replica checks its own against them (`workers.settlement.check_begun`). What `auto` means
+    depends on the model, which only replicas load.
+    """
     methods = pc.list_flatten(run.ledger(["methods"])["methods"])
-    return sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
-
-
-def check_precision(run_id: str, begun: list[str], replica: Replica) -> None:
-    """Refuse a replica that would go on with a run in another precision than it was begun in."""
-    if begun and begun != [replica.precision]:
-        raise RunError(
-            f"{run_id}: begun in {' and '.join(begun)}, and precision = {replica.scan.precision!r} means "
-            f"{replica.precision} on this {replica.device}; go on where it was begun, or start a new run with that "
-            "precision in the scan"
-        )
+    return frozenset(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
 
 
 def _index_file(run: RunDirectory) -> Place:

@@ -11,6 +11,7 @@ from schemas.errors import ScanError
 from schemas.places import StorePath, place
 from schemas.scan import Scan, load_scan
 from workers.inputs.sequences import Sequences
+from workers.interventions import needs_partners
 from workers.model.model_info import describe, find_model
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -43,7 +44,8 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
         )
     check_scan(scan)
     if scan.model.startswith("bundled:"):
-        sequences = Sequences(scan, describe(find_model(scan.model)))
+        info = describe(find_model(scan.model))
+        sequences = Sequences(scan, info, partners=needs_partners(scan.interventions))
         if sequences.family.synthetic:
             sequences.shard(0)  # Impossible options show when the first sequences are drawn.
     return scan

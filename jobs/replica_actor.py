@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 from ray import cloudpickle
 
-from jobs.plan import check_precision
 from jobs.ray_cluster import Resources
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
@@ -19,8 +18,10 @@ from schemas.run_directory import RunDirectory
 from schemas.scan import Scan
 from workers.code_fingerprint import code_fingerprint
 from workers.inputs.sequences import Sequences
+from workers.interventions import needs_partners
 from workers.model.model_info import ModelInfo, describe, find_model
 from workers.replica import Replica, broken
+from workers.settlement import check_begun
 from workers.shard import commit_shard, failed, measure_shard, noted
 
 DEPTH = 3
@@ -37,10 +38,10 @@ class ReplicaActor:
         info: ModelInfo,
         run: RunDirectory,
         code: str,
-        begun_precisions: list[str],
         corpus_reference: bytes,
         resources: Resources,
         replica_class: type[Replica],
+        begun: frozenset[str],
     ) -> None:
         local_code = code_fingerprint()
         if local_code != code:
@@ -56,7 +57,8 @@ class ReplicaActor:
         self.run = run
         # The driver has listed and indexed the corpus's files; no replica does it again.
         index, corpus = ray.get(cloudpickle.loads(corpus_reference))
-        self.sequences = Sequences(scan, local_info, index, corpus)
+        partners = needs_partners(scan.interventions)
+        self.sequences = Sequences(scan, local_info, index, corpus, partners)
         self.reading = threading.Lock()
         # One thread for everything that computes. OpenMP makes a team of threads for each thread
         # that computes, and its teams stop spinning when they outnumber the cores.
@@ -65,7 +67,7 @@ class ReplicaActor:
         self.replica = self.computing.submit(
             replica_class, local_info, scan, resources.device, threads=threads
         ).result()
-        check_precision(run.run_id, begun_precisions, self.replica)
+        check_begun(begun, self.replica.precision, run.run_id, resources.device)
 
     def ready(self) -> None:
         """Answers as soon as the replica is loaded."""

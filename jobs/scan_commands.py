@@ -73,14 +73,14 @@ def plan(
     progress = Console(highlight=False, stderr=True)
     with watch_index(progress) as watch:
         scan_plan = make_plan(parsed_scan, scan_file.stem, watch=watch)
-    first = scan_plan.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
+    scan_plan.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
     kept = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
     if kept is not None:
         kept.write(scan_plan.sequences)
 
     console = Console(highlight=False)
     console.print(_values_table(scan_plan))
-    cost = measure_cost(scan_plan, first, device, replicas)
+    cost = measure_cost(scan_plan, device, replicas)
     console.print(_run_table(scan_plan, cost, kept))
     console.print(_time_table(cost))
     console.print(_size_table(scan_plan, cost))
@@ -280,6 +280,8 @@ def doctor() -> None:
     for check in examine():
         healthy &= check.ok
         say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
+        if not check.ok and check.advice:
+            say(console, f"{'':<23}{check.advice}")
     if not healthy:
         sys.exit(1)
 

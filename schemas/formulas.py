@@ -32,6 +32,8 @@ class Formula:
     formula: str
     defined: Callable[..., Any] | None = None
     """Says where it has a value; everywhere if there is no such rule."""
+    cosine: bool = False
+    """Whether it is a cosine or a mean of cosines: a vector of zeros has none."""
 
     undefined: ClassVar[str] = "NULL"
     """What there is where it has no value."""
@@ -39,10 +41,13 @@ class Formula:
     @property
     def undefined_when(self) -> str:
         """When it has no value, in words; empty where it always has one."""
-        if self.defined is None:
-            return ""
-        rule = first_paragraph(self.defined)
-        return f"{self.undefined} unless {rule.rstrip('.')}"
+        rules: list[str] = []
+        if self.defined is not None:
+            rule = first_paragraph(self.defined)
+            rules.append(f"{self.undefined} unless {rule.rstrip('.')}")
+        if self.cosine:
+            rules.append("NULL if one of its vectors is zero")
+        return "; ".join(rules)
 
     @property
     def conditions(self) -> tuple[str, ...]:

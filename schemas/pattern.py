@@ -1,8 +1,10 @@
 """The questions that can be put to an attention pattern without ever building it.
 
 `A[q, k]` is the softmax pattern of one head, `S[q, k]` its pre-softmax score (scaled, causal: `k <=
-q`), T = `n_ctx`. Answers have the axes `[batch head query]` unless told. Statistics and profiles
-see a pattern only through this protocol.
+q`), T = `n_ctx`. Both are as edits leave them. Where an edit hides a key from a query, `S[q, k]` is
+not defined: answers are NaN, and so is everything that is computed from them. Answers have the axes
+`[batch head query]` if nothing else is said. Statistics and profiles see a pattern only through
+this protocol.
 """
 
 from __future__ import annotations
@@ -55,25 +57,24 @@ class Pattern(Protocol):
         """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
         ...
 
+    @property
+    def scale(self) -> float:
+        """What a layer multiplies `q·k` by to make `S`, 1/√d_head in most models."""
+        ...
+
     def score(self, k: int) -> Tensor:
         """`S[q, k]` for one key; only queries `q >= k` mean anything: `[batch head query]`."""
         ...
 
     def earlier_score(self) -> Tensor:
-        """Mean of `S[q, k]` over the keys `1 <= k < q`; only queries `q >= 2` mean anything:
-        `[batch head query]`.
+        """Mean of `S[q, k]` over the keys `1 <= k < q`, NaN where one of them is hidden; only
+        queries `q >= 2` mean anything: `[batch head query]`.
         """
         ...
 
-    def score_scale(self, q: Tensor, k: Tensor) -> Tensor:
-        """What `q·k` was multiplied by to make `S`, 1/√d_head in most models; q and k are `[batch
-        pos head d_head]`.
-        """
-        ...
-
-    def without(self, b_Q: Tensor, q: Tensor, k: Tensor) -> Pattern:
-        """The pattern of queries less `b_Q [head d_head]`, of scores `S[q, k]` less `b_Q·k[k]`,
-        scaled; q and k likewise.
+    def without(self, b_Q: Tensor) -> Pattern:
+        """The pattern of queries less `b_Q [head d_head]`: the causal softmax of `scale (q[q] -
+        b_Q)·k[k]`. Edits of scores and of the pattern do not enter.
         """
         ...
 

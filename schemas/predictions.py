@@ -47,15 +47,20 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 
 
 def prediction(
-    *, unit: str, range: tuple[float, float], source: str, per_token: bool = False
+    *,
+    unit: str,
+    range: tuple[float, float],
+    source: str,
+    per_token: bool = False,
+    cosine: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` with NaN where a
-    token has no value.
+    token has no value, as where one of the vectors of a `cosine` is zero.
     """
 
     def register(function: F) -> F:
         fields = described(function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS)
-        fields |= {"unit": unit, "range": range, "source": source}
+        fields |= {"unit": unit, "range": range, "source": source, "cosine": cosine}
         PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)
         return function
 
@@ -143,6 +148,7 @@ def final_logits(final_logit: Tensor) -> Tensor:
     range=(-1, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
+    cosine=True,
 )
 def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
     """Alignment of each effective position with what its position really changes after the first
@@ -162,6 +168,7 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor
     range=(-1, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
+    cosine=True,
 )
 def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:
     """Alignment of each effective position with what positions really change after the whole first

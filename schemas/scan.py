@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schemas.errors import ScanError, unknown
+from schemas.intervention import NONE, Intervention
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
 from schemas.predictions import select_predictions
@@ -71,7 +72,7 @@ class Scan(BaseModel):
     """Whether every sequence begins with the model's beginning-of-sequence token."""
     input: Input
     """Where sequences come from: a family and its options."""
-    interventions: tuple[str, ...] = ("none",)
+    interventions: tuple[Intervention, ...] = (NONE,)
     """Edits of the model, each measured on the same sequences; none is the untouched model."""
     statistics: Literal["standard", "all"] | tuple[str, ...] = "standard"
     """Columns of the heads table: standard, all, or a list of names."""
@@ -173,7 +174,8 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     for name in ("statistics", "interventions"):
         values = getattr(scan, name)
         if not values or (len(set(values)) < len(values) and values not in ("standard", "all")):
-            raise ScanError(f"{name}: expected at least one name, each once, got {list(values)!r}")
+            texts = list(map(str, values))
+            raise ScanError(f"{name}: expected at least one name, each once, got {texts!r}")
     for name in EMPTY_UNLESS_TOLD:
         if len(set(getattr(scan, name))) < len(getattr(scan, name)):
             raise ScanError(f"{name}: expected each name once, got {list(getattr(scan, name))!r}")

@@ -326,7 +326,7 @@ def test_numbers_that_are_none_are_named(
 
     (line,) = plan_error(model=str(toy.copy_of(model, tmp_path / "m", spoil)), engine="dense")
     assert line.startswith(
-        "layer 0, head 0: sink_mass is nan for sequence 0 of the shard; expected a finite number"
+        "layer 0, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite number"
     )
 
 

@@ -15,6 +15,8 @@ from transformers import GPT2LMHeadModel
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from tests.definitions import Columns, definitions
+from workers.engine.engine import Activations
+from workers.model.model import bridge_of
 from workers.model.model_info import find_model
 from workers.replica import InterventionMeasurements
 
@@ -122,8 +124,8 @@ def test_what_heads_write_is_what_the_model_adds_to_its_stream(tmp_path: Path) -
     path = toy.save_legacy(tmp_path / "one", "safetensors")
     replica = toy.replica(path)
     tokens = torch.from_numpy(repeated(10, True)).long()
-    streams: list[dict[str, torch.Tensor]] = []
-    for block in replica.model.bridge.blocks:
+    streams: list[Activations] = []
+    for block in bridge_of(replica.model).blocks:
         block.attn.b_O.zero_()
         block.attn.W_O[1:] = 0
     with torch.inference_mode():

@@ -22,8 +22,8 @@ from schemas.predictions import PREDICTION_INPUTS
 from tests import published
 from tests import toy_models as toy
 from workers.engine.prediction_inputs import FOUND_BY
-from workers.interventions import find_intervention
-from workers.model.loading import LoadedModel, load_model
+from workers.model.loading import load_model
+from workers.model.model import Model, bridge_of
 from workers.model.model_info import describe, find_model
 
 
@@ -33,16 +33,16 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(gpt2: Path) -> LoadedModel:
+def model(gpt2: Path) -> Model:
     return load_model(describe(gpt2), "raw", "cpu", torch.float64)
 
 
-def moved(model: LoadedModel, text: str) -> torch.Tensor:
+def moved(model: Model, text: str) -> torch.Tensor:
     """What an edit of a weight adds to it."""
-    part = find_intervention(text).parts[0]
-    owner: Any = model.bridge if part.target == "W_pos" else model.bridge.blocks[1].attn
+    part = toy.bound(text).parts[0]
+    owner: Any = bridge_of(model) if part.target == "W_pos" else bridge_of(model).blocks[1].attn
     weight = getattr(owner, part.target)
-    return part.bind(model)(weight, {}) - weight
+    return part.function_for(model)(weight, {}) - weight
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def moved(model: LoadedModel, text: str) -> torch.Tensor:
     ],
 )
 def test_a_control_moves_a_weight_as_far_in_another_direction(
-    model: LoadedModel, edit: str, control: str
+    model: Model, edit: str, control: str
 ) -> None:
     there, *others = [moved(model, text) for text in (edit, control.format(0), control.format(1))]
     for other in others:
@@ -68,7 +68,7 @@ def test_a_control_moves_a_weight_as_far_in_another_direction(
     assert torch.equal(moved(model, control.format(0)), others[0])
 
 
-def test_what_is_done_to_the_first_position_is_done_elsewhere(model: LoadedModel) -> None:
+def test_what_is_done_to_the_first_position_is_done_elsewhere(model: Model) -> None:
     for first, elsewhere in (
         ("first_position_second", "blend_position(0)"),
         ("blend_first_position(0.25)", "blend_position(0,0.25)"),
@@ -79,7 +79,7 @@ def test_what_is_done_to_the_first_position_is_done_elsewhere(model: LoadedModel
         assert torch.nonzero(rows).flatten().tolist() == [7]
     embed = torch.randn(2, 9, 32)
     first, fifth = (
-        find_intervention(t).edits(model).apply("embed", None, embed, {})
+        toy.bound(t).edits(model).apply("embed", None, embed, {})
         for t in ("zero_first_token", "zero_token(5)")
     )
     assert torch.equal(first, embed * (torch.arange(9) != 0)[:, None])
@@ -87,11 +87,15 @@ def test_what_is_done_to_the_first_position_is_done_elsewhere(model: LoadedModel
 
 
 @pytest.mark.parametrize(
-    ("text", "last"),
-    [("blend_position(39)", 38), ("scale_position(-1,2)", 39), ("zero_token(9)", 8)],
+    ("text", "problem"),
+    [
+        ("blend_position(39)", "expected a position from 0 to 38, got 39"),
+        ("scale_position(-1,2)", "position -1 of a sequence, which has 40"),
+        ("zero_token(9)", "expected a position from 0 to 8, got 9"),
+    ],
 )
-def test_a_position_that_is_not_there_is_refused(gpt2: Path, text: str, last: int) -> None:
-    with pytest.raises(ScanError, match=f"expected a position from 0 to {last}, got"):
+def test_a_position_that_is_not_there_is_refused(gpt2: Path, text: str, problem: str) -> None:
+    with pytest.raises(ScanError, match=problem):
         toy.replica(gpt2).measure(toy.repeating_tokens(9), text)
 
 

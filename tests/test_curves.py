@@ -143,7 +143,8 @@ def test_a_number_that_is_none_is_an_error_that_says_where() -> None:
     values = np.zeros((2, 3, 4, T), np.float32)
     values[1, 2, 3, 5] = np.inf
     with pytest.raises(
-        MeasureError, match="layer 2, head 3: value_norm_by_key is inf at key 5 for sequence 11 "
+        MeasureError,
+        match="layer 2, head 3: value_norm_by_key is not finite at key 5 for sequence 11 ",
     ):
         check_curves({"value_norm_by_key": values}, first=10)
 

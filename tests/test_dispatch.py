@@ -23,6 +23,7 @@ from rich.console import Console
 from jobs.dispatch import ATTEMPTS
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
+from jobs.replan import replan
 from jobs.run_loop import MOST_FAILURES, run_to_end
 from schemas.errors import RunError
 from schemas.run_directory import find_runs
@@ -294,7 +295,6 @@ run_to_end(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
     assert "Traceback" not in died.stderr
     (run,) = find_runs(tmp_path)
     assert 5 <= len(run.ledger([])) < 60
-    fields = run.manifest().identity["scan"] | {"out": str(tmp_path)}
-    plan = make_plan(parse_scan(fields), "idle")
+    plan = replan(run)
     assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
     assert done(plan) == list(range(60))

@@ -93,6 +93,17 @@ def test_pages_are_what_the_registries_say(name: str) -> None:
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == expected, "run: make docs"
 
 
+def test_the_pages_of_options_say_values_and_defaults_in_words() -> None:
+    inputs = edit_and_input_pages.inputs_page()
+    assert '* `packing`: "document" or "concat", default "document"\n' in inputs
+    assert "* `high`: a whole number, may be left out\n" in inputs
+    assert "* `rate`: a number. A probability, 0 to 1.\n" in inputs
+    edits = edit_and_input_pages.interventions_page()
+    assert "`scale`: `raw` or `layer_mean`, default `raw`" in edits
+    for page in (inputs, edits):
+        assert re.findall(r"Packing|Literal|\| None|unless told", page) == []
+
+
 def test_the_readme_names_every_command_and_every_field_of_a_scan() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(

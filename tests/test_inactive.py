@@ -12,7 +12,6 @@ import torch
 
 from tests import toy_models as toy
 from workers.interventions.inactive import Score
-from workers.replica import Replica
 
 TOKENS = toy.repeating_tokens(17, batch=4)
 THRESHOLDS: dict[str, tuple[float, float]] = {
@@ -28,11 +27,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def replica(path: Path) -> Replica:
+def replica(path: Path) -> toy.TextReplica:
     return toy.replica(path)
 
 
-def silent(replica: Replica, name: str, tokens: np.ndarray = TOKENS) -> np.ndarray:
+def silent(replica: toy.TextReplica, name: str, tokens: np.ndarray = TOKENS) -> np.ndarray:
     """Heads that move nothing `[sequence layer head]`."""
     return replica.measure(tokens, name).heads["head_output_norm"] == 0
 
@@ -48,7 +47,7 @@ def inactive(heads: dict[str, np.ndarray], score: str, scale: str) -> np.ndarray
 
 @pytest.mark.parametrize("scale", ["raw", "layer_mean"])
 @pytest.mark.parametrize("score", get_args(Score))
-def test_inactive_heads_move_nothing(replica: Replica, score: str, scale: str) -> None:
+def test_inactive_heads_move_nothing(replica: toy.TextReplica, score: str, scale: str) -> None:
     options = f"({score},{THRESHOLDS[score][scale == 'layer_mean']},{scale})"
     edited = replica.measure(TOKENS, f"zero_inactive_heads{options}").heads
     zero = edited["head_output_norm"] == 0
@@ -64,7 +63,7 @@ def test_inactive_heads_move_nothing(replica: Replica, score: str, scale: str) -
     np.testing.assert_array_equal(control[:, 0].sum(-1), zero[:, 0].sum(-1))
 
 
-def test_random_heads_depend_on_the_sequence_and_the_draw_alone(replica: Replica) -> None:
+def test_random_heads_depend_on_the_sequence_and_the_draw_alone(replica: toy.TextReplica) -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(2, toy.D_VOCAB, size=(200, 9)).astype(np.int32)
     # Two of four heads have a value at key 0 that is shorter than the layer's mean, whatever the
@@ -86,7 +85,7 @@ def test_random_heads_depend_on_the_sequence_and_the_draw_alone(replica: Replica
     assert (first[:, 0] != second[:, 0]).any(-1).mean() > 0.3
 
 
-def patterns(replica: Replica, layer: int) -> np.ndarray:
+def patterns(replica: toy.TextReplica, layer: int) -> np.ndarray:
     """The patterns of a layer of the untouched model `[sequence head query key]`."""
     found: dict[int, Any] = {}
     with torch.inference_mode():
@@ -109,7 +108,7 @@ def entropies(a: np.ndarray) -> tuple[float, float]:
     return sum(rows) / len(rows), max(columns)
 
 
-def test_sinks_are_found_by_the_entropies_of_rows_and_columns(replica: Replica) -> None:
+def test_sinks_are_found_by_the_entropies_of_rows_and_columns(replica: toy.TextReplica) -> None:
     found = np.array([[entropies(a) for a in heads] for heads in patterns(replica, 0)])
     row, column = np.quantile(found[..., 0], 0.7), np.quantile(found[..., 1], 0.3)
     sinks = (found[..., 0] < row) & (found[..., 1] > column)
@@ -127,5 +126,5 @@ def test_sinks_are_found_by_the_entropies_of_rows_and_columns(replica: Replica) 
     )
 
 
-def test_one_token_is_nobodys_sink(replica: Replica) -> None:
+def test_one_token_is_nobodys_sink(replica: toy.TextReplica) -> None:
     assert not silent(replica, "zero_entropy_sinks(2,-1)", TOKENS[:, :1]).any()

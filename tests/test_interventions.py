@@ -19,13 +19,13 @@ from workers.engine.edits import Edit, Edits
 from workers.interventions import (
     INTERVENTIONS,
     edited_weights,
-    find_intervention,
     intervention_registry,
 )
 from workers.interventions.sinks import random_coordinates
 from workers.model.loading import load_model
+from workers.model.model import bridge_of
 from workers.model.model_info import describe, find_model
-from workers.replica import InterventionMeasurements, Replica
+from workers.replica import InterventionMeasurements
 
 WITH_OPTIONS = {
     "scale_query_bias": "(2)", "blend_first_position": "(0.25)", "scale_first_position": "(3)", "zero_mlp": "(1)",
@@ -44,7 +44,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def replicas(gpt2: Path) -> tuple[Replica, Replica]:
+def replicas(gpt2: Path) -> tuple[toy.TextReplica, toy.TextReplica]:
     return toy.replica(gpt2), toy.replica(gpt2, engine="dense")
 
 
@@ -58,7 +58,9 @@ def difference(a: InterventionMeasurements, b: InterventionMeasurements) -> floa
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_both_engines_see_the_same_edit(replicas: tuple[Replica, Replica], name: str) -> None:
+def test_both_engines_see_the_same_edit(
+    replicas: tuple[toy.TextReplica, toy.TextReplica], name: str
+) -> None:
     fused, dense = replicas
     tokens = toy.repeating_tokens(17, batch=3)
     partner = (tokens * 7 + 1) % toy.D_VOCAB
@@ -72,7 +74,7 @@ def test_both_engines_see_the_same_edit(replicas: tuple[Replica, Replica], name:
 
 
 def test_only_the_layers_whose_pattern_is_edited_are_built(
-    replicas: tuple[Replica, Replica],
+    replicas: tuple[toy.TextReplica, toy.TextReplica],
 ) -> None:
     tokens = toy.repeating_tokens(17)
     methods = {
@@ -87,7 +89,9 @@ def test_only_the_layers_whose_pattern_is_edited_are_built(
     }
 
 
-def test_combinations_are_applied_in_order(replicas: tuple[Replica, Replica]) -> None:
+def test_combinations_are_applied_in_order(
+    replicas: tuple[toy.TextReplica, toy.TextReplica],
+) -> None:
     fused, dense = replicas
     tokens = toy.repeating_tokens(17)
     both = "zero_query_bias+first_position_second+zero_head(0,1)"
@@ -99,7 +103,7 @@ def test_combinations_are_applied_in_order(replicas: tuple[Replica, Replica]) ->
     assert difference(fused.measure(tokens, "scale_query_bias(1)"), fused.measure(tokens)) == 0
 
 
-def test_edits_do_what_they_say(replicas: tuple[Replica, Replica]) -> None:
+def test_edits_do_what_they_say(replicas: tuple[toy.TextReplica, toy.TextReplica]) -> None:
     fused, _ = replicas
     tokens = toy.repeating_tokens(17, batch=2)
     first = fused.measure(tokens, "head_to_first(1,3)").heads
@@ -119,7 +123,9 @@ def test_edits_do_what_they_say(replicas: tuple[Replica, Replica]) -> None:
     )
 
 
-def test_positions_alone_ignore_the_tokens(replicas: tuple[Replica, Replica]) -> None:
+def test_positions_alone_ignore_the_tokens(
+    replicas: tuple[toy.TextReplica, toy.TextReplica],
+) -> None:
     rng = np.random.default_rng(0)
     tokens = rng.permuted(np.tile(np.arange(2, 19, dtype=np.int32), (4, 1)), axis=1)
     heads = replicas[0].measure(tokens, "zero_tokens").heads
@@ -140,21 +146,21 @@ def test_effective_positions_and_their_swap_follow_the_definition(gpt2: Path) ->
     assert model.circuit.massive_coordinates(3) == order
     out = torch.randn(2, 5, 32, dtype=torch.float64)
     for name, rows in (("swap_effective_positions", effective), ("swap_raw_positions", positions)):
-        edited = find_intervention(name).edits(model).apply("mlp_out", 0, out, {})
+        edited = toy.bound(name).edits(model).apply("mlp_out", 0, out, {})
         u0, u1 = (row / row.norm() for row in rows[:2])
         alpha = out[:, 0] @ u0
         torch.testing.assert_close(edited[:, 0], out[:, 0] + alpha[:, None] * (u1 - u0))
         torch.testing.assert_close(edited[:, 1], out[:, 1] + alpha[:, None] * (u0 - u1))
         assert torch.equal(edited[:, 2:], out[:, 2:])
-        assert find_intervention(name).edits(model).apply("mlp_out", 1, out, {}) is out
+        assert toy.bound(name).edits(model).apply("mlp_out", 1, out, {}) is out
 
 
 def test_random_keys_avoid_the_massive_ones_and_depend_on_layer_and_draw(gpt2: Path) -> None:
     model = load_model(describe(gpt2), "raw", "cpu")
-    keys: list[Any] = [block.attn for block in model.bridge.blocks]
+    keys: list[Any] = [block.attn for block in bridge_of(model).blocks]
 
     def zeroed(text: str) -> list[set[int]]:
-        with torch.inference_mode(), edited_weights(model, find_intervention(text)):
+        with torch.inference_mode(), edited_weights(model, toy.bound(text)):
             return [
                 set(np.flatnonzero((attn.W_K == 0).all(dim=0).all(dim=-1).numpy()).tolist())
                 for attn in keys
@@ -203,7 +209,7 @@ def test_random_keys_are_the_published_ones() -> None:
 )
 def test_what_cannot_be_read_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ScanError, match=problem):
-        find_intervention(text)
+        toy.bound(text)
 
 
 def test_heads_and_layers_that_are_not_there_are_refused(gpt2: Path) -> None:
@@ -213,7 +219,7 @@ def test_heads_and_layers_that_are_not_there_are_refused(gpt2: Path) -> None:
         ("swap_first_key(17)", "position 17"),
     ):
         with pytest.raises(ScanError, match=f"{key} of "):
-            find_intervention(text).check(describe(gpt2), 17)
+            toy.bound(text).check(describe(gpt2), 17)
 
 
 def test_a_model_without_position_embeddings_is_refused(tmp_path: Path) -> None:
@@ -258,8 +264,8 @@ def test_rotated_keys_are_edited_where_the_bridge_edits_them(
     assert replica.measure(tokens, "double_keys").method.engine == "dense"
     low = toy.replica(path, precision="bfloat16")
     with pytest.raises(
-        ModelError,
-        match="double_keys is measured by the dense engine, which does not compute in bfloat16",
+        ScanError,
+        match=r"double_keys is measured by the dense engine \(k is edited before its rotation\)",
     ):
         low.measure(tokens, "double_keys")
 
@@ -350,14 +356,14 @@ def test_swaps_exchange_two_positions_and_nothing_else(
 ) -> None:
     model = load_model(describe(gpt2), "raw", "cpu")
     x = torch.randn(2, 6, 4, 8)
-    edited = find_intervention(f"{name}(4)").edits(model).apply(activation, 1, x, {})
+    edited = toy.bound(f"{name}(4)").edits(model).apply(activation, 1, x, {})
     assert torch.equal(edited, x[:, [4, 1, 2, 3, 0, 5]])
 
 
 def test_the_mean_of_a_head_hears_of_no_later_token(gpt2: Path) -> None:
     model = load_model(describe(gpt2), "raw", "cpu")
     z = torch.randn(2, 6, 4, 8)
-    edited = find_intervention("mean_head(1,2)").edits(model).apply("z", 1, z, {})
+    edited = toy.bound("mean_head(1,2)").edits(model).apply("z", 1, z, {})
     others = [0, 1, 3]
     assert torch.equal(edited[:, :, others], z[:, :, others])
     for q in range(6):

@@ -21,6 +21,7 @@ from schemas.statistics import STATISTICS
 from schemas.tables import chance_column
 from tests.definitions import by_pattern, definitions
 from workers.inputs.sequences import Sequences
+from workers.model.model import bridge_of
 from workers.model.model_info import describe, find_model
 from workers.replica import InterventionMeasurements, Replica
 
@@ -231,9 +232,9 @@ def test_batches_do_not_change_a_row() -> None:
 
 def test_not_a_number_fails_and_names_layer_and_statistic() -> None:
     broken = Replica(replica().model.info, scan_of(16), threads=1)
-    broken.model.bridge.blocks[1].attn.b_V[3] = torch.nan
+    bridge_of(broken.model).blocks[1].attn.b_V[3] = torch.nan
     with pytest.raises(
-        MeasureError, match=r"layer 1, head 3: head_output_norm_last is nan for sequence 0"
+        MeasureError, match=r"layer 1, head 3: head_output_norm_last is not finite for sequence 0"
     ):
         broken.measure(tokens_of(16))
 

@@ -23,10 +23,11 @@ from tests import toy_models as toy
 from workers.batch import measure_batch
 from workers.engine.fused_engine import FusedEngine
 from workers.inputs.sequences import Sequences
-from workers.interventions import INTERVENTIONS, edited_weights, find_intervention, intervention
+from workers.interventions import INTERVENTIONS, edited_weights, intervention
+from workers.model.loading import load_model
 from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
-from workers.replica import InterventionMeasurements, Replica
+from workers.replica import InterventionMeasurements
 
 GQA = {"num_key_value_heads": 2}
 
@@ -47,6 +48,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt-neo": lambda: toy.family(
         "GPTNeoConfig", attention_types=[[["global", "local"], 1]], window_size=20
     ),
+    "bloom": lambda: toy.family("BloomConfig", n_layer=2, n_head=4),
     "qwen3": lambda: toy.family("Qwen3Config", head_dim=8, **GQA),
     "gemma2-plain": lambda: toy.family(
         "Gemma2Config", head_dim=8, sliding_window=64, attn_logit_softcapping=None, **GQA
@@ -64,7 +66,7 @@ class Shelf:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._replicas: dict[tuple[str, str], Replica] = {}
+        self._replicas: dict[tuple[str, str], toy.TextReplica] = {}
 
     def path(self, name: str) -> Path:
         path = self.root / name
@@ -77,7 +79,7 @@ class Shelf:
                 toy.save_model(path, CONFIGS[name]())
         return path
 
-    def replica(self, name: str, engine: str = "fused") -> Replica:
+    def replica(self, name: str, engine: str = "fused") -> toy.TextReplica:
         key = (name, engine)
         if key not in self._replicas:
             self._replicas[key] = toy.replica(self.path(name), engine=engine)
@@ -190,9 +192,7 @@ def test_scores_that_are_not_scaled_are_left_to_the_dense_engine(shelf: Shelf):
         np.testing.assert_allclose(
             heads["sink_logit_margin"][:, layer], margin, rtol=1e-4, atol=1e-4
         )
-    with pytest.raises(ModelError, match="does not show the scores behind the pattern of layer 0"):
-        replica.measure(tokens, "zero_inactive_heads(entropy,1.0)")
-    with pytest.raises(ModelError, match="does not show the scores behind the pattern of layer"):
+    with pytest.raises(ModelError, match="layer 1 looks back less far than n_ctx; lower n_ctx"):
         replica.measure(toy.repeating_tokens(40))
 
 
@@ -301,6 +301,48 @@ def test_a_legacy_pth_and_its_safetensors_measure_the_same(shelf: Shelf):
         np.testing.assert_array_equal(pth.heads[name], safetensors.heads[name])
 
 
+# The scale of scores
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        ("gpt2", [8**-0.5] * 3),
+        ("gpt2-inverse-layer", [8**-0.5, 8**-0.5 / 2, 8**-0.5 / 3]),
+        ("gpt2-reordered", [8**-0.5] * 3),
+        ("llama-wide-heads", [12**-0.5] * 2),
+        ("opt", [8**-0.5] * 2),
+        ("gpt-neo", [1.0] * 2),
+        ("gemma2-capped", [256**-0.5] * 2),
+        ("bloom", [8**-0.5] * 2),
+        ("legacy-pth", [8**-0.5] * 2),
+    ],
+)
+def test_the_scale_of_scores_is_what_the_attention_module_says(
+    shelf: Shelf, name: str, factors: list[float]
+) -> None:
+    model = load_model(describe(shelf.path(name)), "raw", "cpu")
+    scales = [model.scale(layer) for layer in range(model.info.n_layers)]
+    assert scales == pytest.approx(factors, rel=1e-7)
+    # OPT, GPT-Neo and the legacy models do not hand out the scores behind their patterns.
+    assert model.shows_scores(0) == (name not in ("opt", "gpt-neo", "legacy-pth"))
+
+
+def test_a_scale_that_is_not_the_model_s_own_is_refused(tmp_path: Path) -> None:
+    # TransformerLens scales the scores of this model although its files say not to.
+    path = toy.save_model(tmp_path / "unscaled", toy.gpt2(scale_attn_weights=False))
+    model = load_model(describe(path), "raw", "cpu")
+    problem = (
+        r"^unscaled: the scores of layer 2 could not be made as 1 · q·k, as its attention module "
+        r"says: their softmax differs by 0\.\d+ from the pattern \(allowed 0.0001\)$"
+    )
+    with pytest.raises(ModelError, match=problem):
+        model.scale(2)
+    # Neither engine measures it.
+    for engine in ("fused", "dense"):
+        assert "could not be made as 1 · q·k" in problem_of(path, engine=engine)
+
+
 # Attention that the fused engine does not know
 
 
@@ -324,7 +366,6 @@ def test_capped_scores_are_refused(shelf: Shelf):
 @pytest.mark.parametrize(
     "config",
     [
-        lambda: toy.gpt2(scale_attn_weights=False),
         lambda: toy.family(
             "GPTNeoConfig", num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8
         ),
@@ -337,7 +378,7 @@ def test_capped_scores_are_refused(shelf: Shelf):
             **GQA,
         ),
     ],
-    ids=["unscaled", "own-attention", "sinks"],
+    ids=["own-attention", "sinks"],
 )
 def test_attention_that_is_not_the_causal_softmax_is_refused(
     tmp_path: Path, config: Callable[[], Any]
@@ -710,7 +751,7 @@ def test_nan_in_a_weight_names_layer_and_statistic(shelf: Shelf, tmp_path: Path,
     with pytest.raises(MeasureError) as caught:
         toy.measure(path, toy.repeating_tokens(4, batch=2), engine=engine)
     assert str(caught.value) == (
-        "layer 1, head 0: sink_mass is nan for sequence 0 of the shard; expected a finite number: "
+        "layer 1, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite number: "
         "look at the model's weights and precision"
     )
 
@@ -796,7 +837,7 @@ def edits() -> Iterator[None]:
     INTERVENTIONS.update(before)
 
 
-def weights_of(replica: Replica) -> dict[str, bytes]:
+def weights_of(replica: toy.TextReplica) -> dict[str, bytes]:
     return {
         name: weight.numpy().tobytes() for name, weight in replica.model.bare.state_dict().items()
     }
@@ -862,7 +903,7 @@ def test_an_edit_of_a_weight_matrix_is_measured_and_undone(shelf: Shelf, name: s
 @pytest.mark.usefixtures("edits")
 @pytest.mark.parametrize(
     ("edit", "problem"),
-    [("spoil_query_bias", "layer 0, head 0: .* is (nan|inf)"), ("break_off", "on purpose")],
+    [("spoil_query_bias", "layer 0, head 0: .* is not finite"), ("break_off", "on purpose")],
 )
 @pytest.mark.parametrize("name", ["gpt2", "legacy-pth"])
 def test_weights_are_restored_when_measuring_raises(
@@ -881,7 +922,7 @@ def test_weights_are_edited_inside_the_context_alone(shelf: Shelf):
     before = bias.clone()
     with (
         torch.inference_mode(),
-        edited_weights(replica.model, find_intervention("zero_query_bias")),
+        edited_weights(replica.model, toy.bound("zero_query_bias")),
     ):
         # The first third are the queries' biases; keys and values keep theirs.
         inside = bias.clone()
@@ -954,7 +995,7 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
 
 def test_an_unknown_intervention_is_answered_with_the_nearest_name():
     with pytest.raises(HeadcountError) as caught:
-        find_intervention("zero_querry_bias")
+        toy.bound("zero_querry_bias")
     assert str(caught.value) == (
         "interventions: unknown intervention 'zero_querry_bias': did you mean 'zero_query_bias'? "
         f"Known: {', '.join(sorted(INTERVENTIONS))}"

@@ -20,7 +20,8 @@ from schemas.scan import Input, parse_scan
 from tests import toy_models as toy
 from tests.toy_runs import local
 from workers.inputs.sequences import Sequences
-from workers.interventions import INTERVENTIONS, intervention
+from workers.interventions import INTERVENTIONS, intervention, needs_partners
+from workers.model.model import bridge_of
 from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
@@ -59,7 +60,7 @@ def patches() -> Iterator[None]:
     INTERVENTIONS.update(before)
 
 
-def replica(path: Path, engine: str = "fused", **changes: Any) -> Replica:
+def replica(path: Path, engine: str = "fused", **changes: Any) -> toy.TextReplica:
     return toy.replica(path, engine=engine, predictions=["final_logits", "losses"], **changes)
 
 
@@ -86,7 +87,7 @@ def test_a_patch_is_the_partners_output_of_that_head_and_nothing_else(
     paths: dict[str, Path], name: str, engine: str
 ) -> None:
     run = replica(paths[name], engine)
-    other = noted(run.model.bridge, PARTNER, Z.format(1))
+    other = noted(bridge_of(run.model), PARTNER, Z.format(1))
 
     def whole(value: Tensor, hook: object) -> Tensor:
         return torch.cat([value[:, :, :2], other[:, :, 2:3], value[:, :, 3:]], dim=2)
@@ -96,7 +97,7 @@ def test_a_patch_is_the_partners_output_of_that_head_and_nothing_else(
 
     for text, hook in (("patch_head(1,2)", whole), ("patch_head_at(1,2,9)", at_nine)):
         found = run.measure(TOKENS, text, partner=PARTNER)
-        expected = logits_by_hooks(run.model.bridge, TOKENS, {Z.format(1): hook})
+        expected = logits_by_hooks(bridge_of(run.model), TOKENS, {Z.format(1): hook})
         np.testing.assert_allclose(
             found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
         )
@@ -117,13 +118,15 @@ def test_the_partners_run_has_the_other_edits(paths: dict[str, Path], engine: st
     def zero(value: Tensor, hook: object) -> Tensor:
         return value.index_fill(2, torch.tensor([1]), 0)
 
-    other = noted(run.model.bridge, PARTNER, Z.format(1), **{Z.format(0): zero})
+    other = noted(bridge_of(run.model), PARTNER, Z.format(1), **{Z.format(0): zero})
 
     def patch(value: Tensor, hook: object) -> Tensor:
         return torch.cat([value[:, :, :2], other[:, :, 2:3], value[:, :, 3:]], dim=2)
 
     found = run.measure(TOKENS, "zero_head(0,1)+patch_head(1,2)", partner=PARTNER)
-    expected = logits_by_hooks(run.model.bridge, TOKENS, {Z.format(0): zero, Z.format(1): patch})
+    expected = logits_by_hooks(
+        bridge_of(run.model), TOKENS, {Z.format(0): zero, Z.format(1): patch}
+    )
     np.testing.assert_allclose(
         found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
     )
@@ -156,12 +159,12 @@ def test_any_activation_can_come_from_the_partner(paths: dict[str, Path], engine
     run = replica(paths["gpt2"], engine)
     for layer in (0, 2):  # The last layer's MLP comes after all that a plain pass has to see.
         name = f"blocks.{layer}.hook_mlp_out"
-        other = noted(run.model.bridge, PARTNER, name)
+        other = noted(bridge_of(run.model), PARTNER, name)
         found = run.measure(TOKENS, f"patch_mlp({layer})", partner=PARTNER).sequences[
             "final_logits"
         ]
         expected = logits_by_hooks(
-            run.model.bridge, TOKENS, {name: lambda value, hook, other=other: other}
+            bridge_of(run.model), TOKENS, {name: lambda value, hook, other=other: other}
         )
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-5, rtol=1e-5)
     # Every layer of the partner's run is as it would be alone: what is patched is not patched
@@ -192,9 +195,9 @@ def test_a_patch_needs_partners(paths: dict[str, Path]) -> None:
 def test_the_partner_of_a_layout_is_its_twin(family: str, other: str) -> None:
     def shard_of(family: str, *interventions: str) -> Any:
         fields = {"input": {"family": family, "n": 4}, "interventions": ["none", *interventions]}
-        return Sequences(
-            toy.toy_scan(n_ctx=12, sequences=9, sequences_per_shard=4, **fields), toy.toy_info()
-        ).shard(1)
+        scan = toy.toy_scan(n_ctx=12, sequences=9, sequences_per_shard=4, **fields)
+        partners = needs_partners(scan.interventions)
+        return Sequences(scan, toy.toy_info(), partners=partners).shard(1)
 
     one, two = (shard_of(name, "patch_head(0,0)") for name in (family, other))
     assert shard_of(family).partner is None  # Nothing asks for it.
@@ -222,7 +225,7 @@ def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
             name: pq.read_table(local(plan.run.data_file("heads", name, shard)))[
                 "head_output_norm"
             ].to_numpy()
-            for name in plan.scan.interventions
+            for name in map(str, plan.scan.interventions)
         }
         partner = run.measure(clean.shard(shard).tokens).heads["head_output_norm"]
         # Rows are in the order layer, sequence, head.

@@ -204,7 +204,7 @@ def test_the_cost_is_that_of_the_scan(tmp_path: Path) -> None:
         "weight_statistics": ["query_bias_norm"],
     }
     plan = make_plan(parse_scan(fields), "toy")
-    cost = measure_cost(plan, plan.sequences.shard(0), "cpu", replicas=1)
+    cost = measure_cost(plan, "cpu", replicas=1)
     assert (cost.device, cost.measured_on, cost.batch_size) == ("cpu", "cpu", 16)
     assert [c.intervention for c in cost.interventions] == ["none", "patch_head(0,7)"]
     assert cost.seconds == sum(c.seconds for c in cost.interventions)

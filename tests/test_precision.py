@@ -19,7 +19,7 @@ from schemas.precision import FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.statistics import STATISTICS, select
 from tests import toy_models as toy
 from workers.engine.number_formats import Products, linears_in, rounded
-from workers.replica import InterventionMeasurements, resolve_precision
+from workers.replica import InterventionMeasurements
 
 
 @pytest.mark.parametrize(
@@ -174,21 +174,6 @@ def test_the_dense_engine_computes_in_float64_too(paths: dict[str, Path], name: 
         # Hugging Face computes the softmax of eager attention in float32 whatever the model is in.
         np.testing.assert_allclose(
             dense.heads[column], fused.heads[column], rtol=1e-6, atol=3e-7, err_msg=column
-        )
-
-
-def test_auto_is_the_fastest_acceptable_of_the_device_unless_the_bridge_measures() -> None:
-    def resolved(device: str, **changes: Any) -> str:
-        return resolve_precision(toy.toy_scan(**changes), device)
-
-    for device, fastest in FASTEST_ACCEPTABLE.items():
-        assert resolved(device) == fastest
-        assert resolved(device, precision="bfloat16") == "bfloat16"
-        assert resolved(device, engine="dense") == "float32"
-        assert resolved(device, weight_processing="folded") == "float32"
-        assert (
-            resolved(device, interventions=["none", "zero_first_value", "zero_query_bias"])
-            == fastest
         )
 
 

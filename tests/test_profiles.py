@@ -57,12 +57,13 @@ def measure(model: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeas
 
 def by_hand(values: np.ndarray) -> Aggregate:
     """The aggregate of all rows at once."""
-    return Aggregate(len(values), values.mean(0), ((values - values.mean(0)) ** 2).sum(0))
+    count = np.full(values.shape[1:], len(values))
+    return Aggregate(count, values.mean(0), ((values - values.mean(0)) ** 2).sum(0))
 
 
 def assert_same(found: Aggregate, expected: Aggregate) -> None:
     """The count exactly, the mean to 1e-9, M2 to 1e-6 of its size."""
-    assert found.count == expected.count
+    np.testing.assert_array_equal(found.count, expected.count)
     np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found.m2, expected.m2, rtol=1e-6, atol=1e-15)
 
@@ -85,7 +86,7 @@ def test_merging_knows_no_order() -> None:
 
 def test_exact_aggregates_of_two_toy_sequences() -> None:
     rows = torch.tensor([[[1, 0], [0.75, 0.25]], [[1, 0], [0.25, 0.75]]])[:, None]
-    pattern = DensePattern(rows, rows)
+    pattern = DensePattern(rows, rows, rows, torch.eye(2).expand_as(rows), 1.0)
     expected = {
         # Mean over queries of A[q, q-d]: (1 + 0.25)/2 and (1 + 0.75)/2 at lag 0; 0.75 and 0.25 at
         # lag 1.
@@ -97,22 +98,22 @@ def test_exact_aggregates_of_two_toy_sequences() -> None:
         "attention_by_pair": ([[1, 0.5, 0.5]], [[0, 0.125, 0.125]]),
     }
     for name, wanted in expected.items():
-        assert reduced(PROFILES[name], PROFILES[name].compute(pattern)).tolist() == list(wanted), (
-            name
-        )
+        count, mean, m2 = reduced(PROFILES[name], PROFILES[name].compute(pattern))
+        assert (count == 2).all()
+        assert (mean.tolist(), m2.tolist()) == wanted, name
 
 
 def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
-    mean = torch.zeros(2, 3, 4, 10, dtype=torch.float64)
-    mean[0, 1, 2, 4] = math.nan
+    mean = torch.ones(3, 3, 4, 10, dtype=torch.float64)
+    mean[1, 1, 2, 4] = math.inf
     message = (
         r"layer 1, head 2: profile score_by_pair is not finite at query 2, key 1 for one of the sequences 8 to 10 of the "
         "shard; expected finite numbers"
     )
     with pytest.raises(MeasureError, match=message):
         aggregates({"score_by_pair": mean}, first=8, count=3)
-    shared = torch.zeros(2, 3, 10, dtype=torch.float64)
-    shared[0, 2, 9] = math.inf
+    shared = torch.ones(3, 3, 10, dtype=torch.float64)
+    shared[1, 2, 9] = math.inf
     with pytest.raises(
         MeasureError, match=r"layer 2: profile resid_pre_norm_by_key is not finite at key 9 "
     ):
@@ -146,7 +147,7 @@ def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(
         assert name.endswith(f"_by_{axis}")
         assert aggregate.mean.shape == aggregate.m2.shape == (3, *heads, entries)
         assert aggregate.mean.dtype == aggregate.m2.dtype == np.float64
-        assert aggregate.count == 11
+        assert (aggregate.count == 11).all()
         assert (aggregate.m2 >= 0).all()
     assert list(measured.profiles) == ALL
 
@@ -206,7 +207,7 @@ def test_the_batch_size_changes_nothing(
 ) -> None:
     found = measure(model, tokens, batch_size=size).profiles
     for name, aggregate in measured.profiles.items():
-        assert found[name].count == aggregate.count
+        assert np.array_equal(found[name].count, aggregate.count)
         np.testing.assert_allclose(
             found[name].mean, aggregate.mean, rtol=1e-5, atol=1e-6, err_msg=name
         )
@@ -300,7 +301,7 @@ def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> 
     for name, expected in whole(plan).items():
         question = f"SELECT {columns} FROM profile_means WHERE profile = '{name}' AND intervention = 'none'"
         rows = ask(connection, f"{question} ORDER BY layer, head, query, key, lag")
-        n = expected.count
+        n = int(expected.count.flat[0])
         assert [row[2] for row in rows] == [n] * expected.mean.size
         np.testing.assert_allclose(
             [row[3] for row in rows], expected.mean.ravel(), rtol=1e-5, atol=1e-6
@@ -449,3 +450,26 @@ def test_what_a_plan_costs_counts_the_files(plan: Plan) -> None:
 
 def test_profiles_come_in_registry_order() -> None:
     assert [p.name for p in select_profiles(reversed(ALL), 64)] == ALL
+
+
+def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
+    profile = PROFILES["value_norm_by_key"]
+    first = torch.tensor([[[1.0, math.nan, math.nan]], [[3.0, 5.0, math.nan]]])
+    count, mean, m2 = reduced(profile, first)
+    assert count.tolist() == [[2, 1, 0]]
+    assert mean[0, :2].tolist() == [2, 5]
+    assert m2[0, :2].tolist() == [2, 0]
+    assert mean[0, 2].isnan()
+    assert m2[0, 2].isnan()
+    second = torch.tensor([[[2.0, math.nan, math.nan]], [[2.0, math.nan, 7.0]]])
+    parts = [
+        aggregates({"value_norm_by_key": reduced(profile, rows)[:, None]}, 0, 2)
+        for rows in (first, second)
+    ]
+    whole = merge(parts)["value_norm_by_key"]
+    assert whole.count.tolist() == [[[4, 1, 1]]]
+    assert whole.mean.tolist() == [[[2, 5, 7]]]
+    assert whole.m2.tolist() == [[[2, 0, 0]]]
+    table = profiles_table(0, {"value_norm_by_key": parts[0]["value_norm_by_key"]})
+    assert table["mean"].to_pylist() == [2, 5, None]
+    assert table["m2"].to_pylist() == [2, 0, None]

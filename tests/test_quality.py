@@ -26,8 +26,8 @@ from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.engine.fused_pattern import uniform_pattern
 from workers.engine.token_pairs import find_matches
+from workers.model.model import bridge_of
 from workers.model.model_info import find_model
-from workers.replica import Replica
 
 ELSEWHERE = {
     4: ["test_weights.py::test_the_shift_of_a_key_is_its_input_times_the_coupling"],
@@ -83,7 +83,7 @@ def repeated(n: int = 3) -> np.ndarray:
 
 
 @cache
-def replica(engine: str) -> Replica:
+def replica(engine: str) -> toy.TextReplica:
     return toy.replica(find_model("bundled:gpt2-mini"), engine=engine, predictions=["loss"])
 
 
@@ -138,7 +138,7 @@ def test_02_shares_add_up(engine: str) -> None:
 @both_engines
 def test_03_scores_are_the_sum_of_their_four_terms(engine: str) -> None:
     for layer, seen in enumerate(layers(engine)):
-        attn = replica(engine).model.bridge.blocks[layer].attn
+        attn = bridge_of(replica(engine).model).blocks[layer].attn
         q, k = (seen[name].transpose(1, 2).double() for name in "qk")
         b_Q, b_K = (bias.double()[:, None] for bias in (attn.b_Q, attn.b_K))
         content = (q - b_Q) @ (k - b_K).mT

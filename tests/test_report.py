@@ -269,8 +269,8 @@ def test_predictions_are_told_with_their_change_from_the_untouched_model(tmp_pat
     replica, shard = Replica(plan.info, plan.scan, threads=1), plan.sequences.shard(0)
     run_shard(replica, plan.run, shard)
     none, zero = (
-        replica.measure(shard.tokens, name).sequences["loss"].astype(float)
-        for name in fields["interventions"]
+        replica.measure(shard.tokens, intervention).sequences["loss"].astype(float)
+        for intervention in plan.scan.interventions
     )
     write_report(open_runs(plan.run.path), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -29,6 +29,7 @@ from schemas.statistics import STATISTICS
 from tests import published
 from tests import toy_models as toy
 from workers.model.loading import load_model
+from workers.model.model import bridge_of
 from workers.model.model_info import find_model
 from workers.replica import Replica
 
@@ -110,7 +111,7 @@ def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_publish
         if p.run.run_id.startswith("random-50")
     ]
     tokens = plan.sequences.shard(0).tokens
-    bridge = load_model(plan.info, "raw", "cpu").bridge
+    bridge = bridge_of(load_model(plan.info, "raw", "cpu"))
     state = load_file(Path(plan.info.path) / "model.safetensors")
     shared = state["blocks.0.attn.b_V"] + torch.einsum(
         "d,hde->he", state["blocks.0.ln1.b"], state["blocks.0.attn.W_V"]
@@ -347,7 +348,7 @@ def test_outputs_are_what_the_whole_model_predicts(name: str, engine: str) -> No
     )
     found = replica.measure(tokens).sequences
     with torch.inference_mode():
-        logits = replica.model.bridge(
+        logits = bridge_of(replica.model)(
             torch.from_numpy(tokens).long(), return_type="logits"
         ).double()
     logprobs, ids = logits.log_softmax(-1), torch.from_numpy(tokens).long()
@@ -375,6 +376,6 @@ def test_logits_in_small_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_outputs_leave_the_unembedding_alone() -> None:
     replica = toy.replica(find_model("bundled:gpt2-mini"))
     called: list[int] = []
-    replica.model.parts["unembed"][0].register_forward_pre_hook(lambda *_: called.append(1))
+    replica.model.modules("unembed")[0].register_forward_pre_hook(lambda *_: called.append(1))
     replica.measure(toy.repeating_tokens(9))
     assert called == []

@@ -7,13 +7,16 @@ from __future__ import annotations
 import math
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.plan import Plan, begun_precisions, check_precision, make_plan, prepare_run
+from jobs.in_process import measure_in_process
+from jobs.plan import Plan, begun_precisions, make_plan, prepare_run
 from jobs.run_loop import missing_shards
 from schemas.errors import RunError
 from schemas.places import write_whole
@@ -50,15 +53,10 @@ def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
 
 
 def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
-    replica = Replica(plan.info, plan.scan, "cpu")
-    assert begun_precisions(plan.run) == ["float32"]
-    check_precision(plan.run.run_id, begun_precisions(plan.run), replica)
-    replica.device, replica.precision = "cuda", "float16x2_linears"
-    with pytest.raises(
-        RunError,
-        match=r"begun in float32, and precision = 'auto' means float16x2_linears on this cuda",
-    ):
-        check_precision(plan.run.run_id, begun_precisions(plan.run), replica)
+    assert begun_precisions(plan.run) == {"float32"}
+    other = replace(plan, scan=plan.scan.model_copy(update={"precision": "tf32"}))
+    with pytest.raises(RunError, match=r"begun in float32, and precision = 'auto' means tf32"):
+        next(measure_in_process(other, np.array([0]), "cpu"))
 
 
 def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from schemas.intervention import NONE, Intervention, parse_intervention
 from schemas.scan import Scan, parse_scan
+from workers.interventions import BoundIntervention, bind
 from workers.model.model_info import ModelInfo, describe
 from workers.replica import InterventionMeasurements, Replica
 
@@ -207,9 +209,31 @@ def toy_info(**changes: Any) -> ModelInfo:
     return ModelInfo(**sizes | rest | {"bos_token_id": BOS, "eos_token_id": EOS} | changes)  # pyright: ignore
 
 
-def replica(path: Path, **changes: Any) -> Replica:
+class TextReplica(Replica):
+    """A replica that is asked for interventions by their text."""
+
+    def measure(
+        self,
+        tokens: np.ndarray,
+        intervention: Intervention | str = NONE,
+        labels: list[list[str]] | None = None,
+        partner: np.ndarray | None = None,
+    ) -> InterventionMeasurements:
+        """Measure under an intervention."""
+        if isinstance(intervention, str):
+            intervention = parse_intervention(intervention)
+        return super().measure(tokens, intervention, labels, partner)
+
+
+def bound(text: str) -> BoundIntervention:
+    """An intervention by its text, ready to be made."""
+    return bind(parse_intervention(text))
+
+
+def replica(path: Path, **changes: Any) -> TextReplica:
     """A replica of a model on one CPU core."""
-    return Replica(describe(path), toy_scan(model=str(path), n_ctx=4, **changes), "cpu", threads=1)
+    scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
+    return TextReplica(describe(path), scan, "cpu", threads=1)
 
 
 def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:

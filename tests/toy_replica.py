@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from schemas.commits import Method
+from schemas.intervention import NONE, Intervention
 from schemas.statistics import select
 from schemas.tables import chance_column
 from workers.model.model_info import ModelInfo
 from workers.replica import InterventionMeasurements, Replica
+from workers.settlement import Settlement
 
 PACE = 0.25
 """Seconds of a shard, so that there is time to disturb a run."""
@@ -29,12 +31,13 @@ class ToyReplica(Replica):
         self, info: ModelInfo, scan: Any, device: str = "auto", threads: int | None = None
     ) -> None:
         self.info, self.scan, self.free_since = info, scan, None
-        self.device, self.precision = "cpu", "float32"
+        self.device = "cpu"
+        self.settlement = Settlement("float32", "cpu", {})
 
     def measure(
         self,
         tokens: np.ndarray,
-        intervention: str = "none",
+        intervention: Intervention = NONE,
         labels: list[list[str]] | None = None,
         partner: np.ndarray | None = None,
     ) -> InterventionMeasurements:
@@ -43,7 +46,7 @@ class ToyReplica(Replica):
         chosen = select(self.scan.statistics)
         sequence = (tokens * np.arange(1, tokens.shape[1] + 1)).sum(1).astype(np.float32)
         method = Method(
-            intervention=intervention,
+            intervention=str(intervention),
             engine="none",
             precision="float32",
             attention="",

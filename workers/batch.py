@@ -18,8 +18,7 @@ from schemas.predictions import Prediction, compute_predictions
 from schemas.profiles import Profile
 from schemas.statistics import Statistic
 from schemas.tables import chance_column
-from workers.engine.dense_engine import DenseEngine
-from workers.engine.fused_engine import FusedEngine
+from workers.engine.engine import Activations, Engine
 from workers.engine.fused_pattern import uniform_pattern
 from workers.engine.prediction_inputs import check_predictions, prediction_inputs
 from workers.engine.token_pairs import find_matches
@@ -27,9 +26,9 @@ from workers.model.layer_weights import (
     READABLE_WEIGHTS,
     attention_weights,
     effective_or_nan,
-    has_rotary_positions,
 )
 from workers.profile_means import Profiles, aggregates, check_curves, merge, reduced
+from workers.undefined import defined_or_nan
 
 Columns = dict[str, np.ndarray]
 
@@ -96,7 +95,7 @@ class PendingBatch:
     defined: Tensor
     """`[statistic batch]`."""
     profiles: dict[str, Tensor]
-    """Mean and M2 over the batch, by profile: `[2 layer head entry]`, or `[2 layer entry]`."""
+    """Count, mean and M2 over the batch, by profile: `[3 layer head entry]`, or `[3 layer entry]`."""
     curves: dict[str, Tensor]
     """`[batch layer head entry]`, by profile that is kept of every sequence."""
     predictions: dict[str, Tensor]
@@ -108,15 +107,13 @@ class PendingBatch:
     """A CUDA event, or None where the results are there."""
 
 
-def measure_batch(
-    engine: FusedEngine | DenseEngine, statistics: Sequence[Statistic], tokens: Tensor
-) -> Measurements:
+def measure_batch(engine: Engine, statistics: Sequence[Statistic], tokens: Tensor) -> Measurements:
     """One forward pass over tokens `[batch pos]`."""
     return collect(launch(engine, Requested(statistics), tokens))
 
 
 def launch(
-    engine: FusedEngine | DenseEngine,
+    engine: Engine,
     asked: Requested,
     tokens: Tensor,
     first: int = 0,
@@ -128,7 +125,7 @@ def launch(
         **matches,
         "tokens": tokens,
         "labels": labels or {},
-        "rotary": has_rotary_positions(engine.model),
+        "rotary": engine.model.rotary,
     }
     if asked.reads("effective"):
         given["effective"] = effective_or_nan(engine.model, tokens.shape[1])
@@ -168,7 +165,7 @@ class _Layers:
 
     def __init__(
         self,
-        engine: FusedEngine | DenseEngine,
+        engine: Engine,
         asked: Requested,
         tokens: Tensor,
         given: Mapping[str, Any],
@@ -191,14 +188,14 @@ class _Layers:
         self.weights = cache(lambda layer: attention_weights(engine.model, layer, read))
         self.done: set[tuple[int, str]] = set()
 
-    def see(self, layer: int, seen: Mapping[str, Any]) -> None:
+    def see(self, layer: int, activations: Activations) -> None:
         """Compute what can be computed by now."""
-        seen = {**seen, **self.given, **self.weights(layer)}
+        seen = {**activations, **self.given, **self.weights(layer)}
         for formula in self.asked.formulas:
             if (layer, formula.name) not in self.done and all(
                 name in seen for name in formula.parameters
             ):
-                self._keep(layer, formula, evaluate(formula.compute, seen))
+                self._keep(layer, formula, defined_or_nan(formula, seen))
                 self.done.add((layer, formula.name))
 
     def _keep(self, layer: int, formula: Formula, value: Tensor) -> None:
@@ -260,10 +257,10 @@ def _defined(statistic: Statistic, by_tokens: Mapping[str, Any], tokens: Tensor)
 def _check_finite(
     heads: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int
 ) -> None:
-    """Raise `MeasureError` for the earliest layer that has a value which is defined and not finite."""
-    bad = {
-        name: ~np.isfinite(values) & defined[name][:, None, None] for name, values in heads.items()
-    }
+    """Raise `MeasureError` for the earliest layer that has a value which is defined and not finite;
+    NaN is undefined (`workers.undefined`).
+    """
+    bad = {name: np.isinf(values) & defined[name][:, None, None] for name, values in heads.items()}
     layers = {
         name: int(where.any(axis=(0, 2)).argmax()) for name, where in bad.items() if where.any()
     }
@@ -272,6 +269,6 @@ def _check_finite(
         layer = layers[name]
         sequence, head = np.argwhere(bad[name][:, layer])[0]
         raise MeasureError(
-            f"layer {layer}, head {head}: {name} is {heads[name][sequence, layer, head]} for sequence {first + sequence} "
+            f"layer {layer}, head {head}: {name} is not finite for sequence {first + sequence} "
             "of the shard; expected a finite number: look at the model's weights and precision"
         )

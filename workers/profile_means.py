@@ -24,9 +24,12 @@ from schemas.tables import profiles_schema
 class Aggregate:
     """Count, mean and sum of squared deviations, over sequences, of every entry of a profile."""
 
-    count: int
+    count: np.ndarray
+    """Sequences in which the entry has a value."""
     mean: np.ndarray
-    """`[layer head entry]`, float64; `[layer entry]` for what the heads of a layer share."""
+    """`[layer head entry]`, float64; `[layer entry]` for what the heads of a layer share. NaN where
+    no sequence has a value.
+    """
     m2: np.ndarray
 
     def merged(self, other: Aggregate) -> Aggregate:
@@ -37,9 +40,15 @@ class Aggregate:
         """
         count = self.count + other.count
         delta = other.mean - self.mean
-        mean = self.mean + delta * (other.count / count)
+        share = other.count / np.maximum(count, 1)
+        mean = self.mean + delta * share
+        m2 = self.m2 + other.m2 + delta**2 * (self.count * share)
+        # Where one of them has no sequence, its mean is NaN and the other's stands.
+        alone = [self.count == 0, other.count == 0]
         return Aggregate(
-            count, mean, self.m2 + other.m2 + delta**2 * (self.count * other.count / count)
+            count,
+            np.select(alone, [other.mean, self.mean], mean),
+            np.select(alone, [other.m2, self.m2], m2),
         )
 
 
@@ -47,20 +56,27 @@ Profiles = dict[str, Aggregate]
 
 
 def reduced(profile: Profile, values: Tensor) -> Tensor:
-    """Mean and M2 over the sequences of a batch, in float64: `[2 head entry]`, or `[2 entry]`."""
+    """Count, mean and M2 over the sequences of a batch that have a value, in float64: `[3 head
+    entry]`, or `[3 entry]`.
+    """
     if profile.axis == "pair":
         query, key = torch.tril_indices(*values.shape[-2:], device=values.device)
         values = values[..., query, key]
     values = values.double()
-    mean = values.mean(0)
-    return torch.stack([mean, (values - mean).square().sum(0)])
+    undefined = values.isnan()
+    count = (~undefined).sum(0)
+    # Of no sequences the mean is 0/0, which is NaN.
+    mean = values.masked_fill(undefined, 0).sum(0) / count
+    deviations = (values - mean).square().masked_fill(undefined, 0)
+    m2 = deviations.sum(0).masked_fill(count == 0, math.nan)
+    return torch.stack([count, mean, m2])
 
 
 def aggregates(fetched: Mapping[str, Tensor], first: int, count: int) -> Profiles:
-    """The aggregates `[2 layer …]` of a batch of `count` sequences, once they are here."""
+    """The aggregates `[3 layer …]` of a batch of `count` sequences, once they are here."""
     # Pinned memory is scarce, so what is kept is copied out of it.
-    found = {name: Aggregate(count, *values.numpy().copy()) for name, values in fetched.items()}
-    bad = {name: np.argwhere(~np.isfinite(a.mean)) for name, a in found.items()}
+    found = {name: _aggregate(values.numpy().copy()) for name, values in fetched.items()}
+    bad = {name: np.argwhere((a.count > 0) & ~np.isfinite(a.mean)) for name, a in found.items()}
     bad = {name: where[0].tolist() for name, where in bad.items() if len(where)}
     if bad:
         name = min(bad, key=lambda n: bad[n][0])
@@ -75,19 +91,22 @@ def aggregates(fetched: Mapping[str, Tensor], first: int, count: int) -> Profile
     return found
 
 
+def _aggregate(values: np.ndarray) -> Aggregate:
+    count, mean, m2 = values
+    return Aggregate(count.astype(np.int64), mean, m2)
+
+
 def check_curves(curves: Mapping[str, np.ndarray], first: int) -> None:
     """Raise `MeasureError` for the earliest layer in which a curve `[sequence layer head entry]` is
-    not finite.
+    not finite; NaN is undefined (`workers.undefined`).
     """
-    bad = {
-        name: np.argwhere(~np.isfinite(values).swapaxes(0, 1)) for name, values in curves.items()
-    }
+    bad = {name: np.argwhere(np.isinf(values).swapaxes(0, 1)) for name, values in curves.items()}
     bad = {name: where[0].tolist() for name, where in bad.items() if len(where)}
     if bad:
         name = min(bad, key=lambda n: bad[n][0])
         layer, sequence, head, entry = bad[name]
         raise MeasureError(
-            f"layer {layer}, head {head}: {name} is {curves[name][sequence, layer, head, entry]} at {PROFILES[name].axis} "
+            f"layer {layer}, head {head}: {name} is not finite at {PROFILES[name].axis} "
             f"{entry} for sequence {first + sequence} of the shard; expected a finite number: look at the model's weights "
             "and precision"
         )
@@ -119,7 +138,7 @@ def _rows(shard: int, profile: Profile, aggregate: Aggregate) -> pa.Table:
     columns |= {"head": head[0]} if head else {}
     columns |= {axis: at[entry] for axis, at in _axes(profile, aggregate.mean.shape[-1]).items()}
     columns |= {
-        "count": np.full(rows, aggregate.count),
+        "count": aggregate.count.ravel(),
         "mean": aggregate.mean.ravel(),
         "m2": aggregate.m2.ravel(),
     }

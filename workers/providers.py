@@ -13,10 +13,14 @@ from typing import Any
 from schemas.fingerprints import digest, module_code
 from schemas.formulas import Formula
 from schemas.profiles import Profile
+from schemas.statistics import Statistic
 from schemas.weight_statistics import WeightStatistic
 from workers.code_fingerprint import ROOT
 
+MODEL = ("workers.model.model",)
 ENGINES = (
+    *MODEL,
+    "workers.model.attention_layers",
     "workers.engine.dense_engine",
     "workers.engine.fused_engine",
     "workers.engine.edits",
@@ -28,7 +32,7 @@ PATTERNS = (
     "workers.engine.fused_pattern",
     "workers.engine.sweep_kernel",
 )
-WEIGHTS = ("workers.model.layer_weights",)
+WEIGHTS = (*MODEL, "workers.model.layer_weights")
 CIRCUIT = (*WEIGHTS, "workers.model.circuit")
 MATCHES = ("workers.engine.token_pairs",)
 PREDICTIONS = (*ENGINES, "workers.engine.prediction_inputs")
@@ -46,10 +50,10 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
     "W_Q": WEIGHTS,
     "W_K": WEIGHTS,
     "W_O": WEIGHTS,
-    "W_pos": (),
-    "components": (),
+    "W_pos": MODEL,
+    "components": MODEL,
     "effective": CIRCUIT,
-    "rotary": WEIGHTS,
+    "rotary": MODEL,
     "tokens": (),
     "labels": (),
     "copies": MATCHES,
@@ -62,14 +66,15 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
 }
 """The modules that hand over each thing that a formula reads; not all that came before it in the
 forward pass, or a change in one place would give every column another meaning. Tokens and labels come from the input
-family, and the weights of positions from the model's files: neither has code of its own here.
+family, which has a fingerprint of its own.
 """
 
 REDUCED_BY: dict[type[Formula], tuple[str, ...]] = {
-    Profile: ("workers.profile_means",),
+    Statistic: ("workers.undefined",),
+    Profile: ("workers.undefined", "workers.profile_means"),
     WeightStatistic: ("workers.weight_statistics",),
 }
-"""The modules that stand between a kind of formula and its table."""
+"""The modules that stand between the formulas of a class and their table."""
 
 
 def provider_modules(formula: Formula) -> list[str]:

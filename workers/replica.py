@@ -11,9 +11,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from schemas.commits import BUILT, Method
+from schemas.commits import Method
 from schemas.errors import ModelError
-from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
+from schemas.intervention import NONE, Intervention
 from schemas.predictions import select_predictions
 from schemas.profiles import select_curves, select_profiles
 from schemas.scan import Scan
@@ -22,15 +22,15 @@ from schemas.weight_statistics import select_weight_statistics
 from workers.batch import Measurements, PendingBatch, Requested, collect, launch
 from workers.batch_size import BatchSize
 from workers.engine.dense_engine import DenseEngine
+from workers.engine.engine import Engine
 from workers.engine.fused_engine import FusedEngine
 from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
-from workers.engine.sweep_kernel import available
-from workers.interventions import check_targets, edited_weights, find_intervention, needs_bridge
-from workers.model.layer_weights import has_rotary_positions
+from workers.interventions import edited_weights
 from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
 from workers.process import keep_freed_memory
+from workers.settlement import Settled, check_bridge_precision, settle, settle_one
 from workers.weight_statistics import weights_table
 
 
@@ -52,15 +52,13 @@ class Replica:
         keep_freed_memory()
         self.device = resolve_device(device)
         self.scan = scan
-        self.precision = resolve_precision(scan, self.device)
-        dtype = torch.float64 if self.precision == "float64" else torch.float32
+        dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weight_processing, self.device, dtype)
-        for name in scan.interventions:
-            check_targets(self.model, find_intervention(name))
-        rotary = has_rotary_positions(self.model)
+        self.settlement = settle(self.model, scan, self.device)
         wanted = (select_profiles(scan.profiles, scan.n_ctx), select_curves(scan.curves))
         profiles, curves = (
-            [p for p in some if p.defined is None or p.defined(rotary)] for some in wanted
+            [p for p in some if p.defined is None or p.defined(self.model.rotary)]
+            for some in wanted
         )
         self.asked = Requested(
             select(scan.statistics), profiles, curves, select_predictions(scan.predictions)
@@ -78,7 +76,7 @@ class Replica:
     def measure(
         self,
         tokens: np.ndarray,
-        intervention: str = "none",
+        intervention: Intervention = NONE,
         labels: list[list[str]] | None = None,
         partner: np.ndarray | None = None,
     ) -> InterventionMeasurements:
@@ -87,40 +85,34 @@ class Replica:
 
         `partner` sequences are run first where the intervention takes something from them.
         """
-        edit = find_intervention(intervention)
-        if not edit.needs_partner:
+        settled = self._settled(intervention)
+        bound = settled.bound
+        if not bound.needs_partner:
             partner = None
         elif partner is None:
             raise ModelError(
                 f"{intervention}: takes something from the run on partner sequences, and none are given"
             )
-        edits = edit.edits(self.model)
-        engine = self.engine.edited(edits)
-        if engine.name != "dense" and needs_bridge(self.model, edit):
-            if self.precision not in BRIDGE_PRECISIONS:
-                raise ModelError(_beyond_the_bridge(intervention, self.precision))
-            engine = DenseEngine(self.model, edits)
-        with torch.inference_mode(), edited_weights(self.model, edit):
+        edits = bound.edits(self.model)
+        fused = settled.engine == "fused"
+        engine = self.engine.edited(edits) if fused else DenseEngine(self.model, edits)
+        with torch.inference_mode(), edited_weights(self.model, bound):
             masks = _masks(labels) if labels and self.asked.reads("labels") else {}
-            found = Measurements.of(self._batches(engine, tokens, masks, partner))
-        return InterventionMeasurements(
-            **vars(found), method=self._method(intervention, engine.name)
-        )
+            measured = Measurements.of(self._batches(engine, tokens, masks, partner))
+        return InterventionMeasurements(**vars(measured), method=engine.method(str(intervention)))
 
-    def _method(self, intervention: str, engine: str) -> Method:
-        """How an intervention was measured, from the name that its engine gave itself."""
-        built = BUILT.fullmatch(engine)
-        return Method(
-            intervention=intervention,
-            engine=built[1] if built else engine,
-            precision=self.precision,
-            attention="matrix" if engine == "dense" else self._attention(),
-            built_layers=[int(layer) for layer in built[2].split()] if built else [],
-        )
+    @property
+    def precision(self) -> str:
+        """The precision of everything that it measures."""
+        return self.settlement.precision
 
-    def _attention(self) -> str:
-        by_kernel = self.precision != "float64" and available(torch.device(self.device))
-        return "kernel" if by_kernel else "tiles"
+    def _settled(self, intervention: Intervention) -> Settled:
+        """How an intervention is measured; one that the scan does not name is settled now."""
+        settled = self.settlement.interventions.get(intervention)
+        if settled is None:
+            settled = settle_one(self.model, self.scan, intervention)
+            check_bridge_precision(settled, self.precision)
+        return settled
 
     def weights(self) -> pa.Table:
         """The rows of the scan's `weights`, of the untouched model."""
@@ -128,7 +120,7 @@ class Replica:
 
     def _batches(
         self,
-        engine: FusedEngine | DenseEngine,
+        engine: Engine,
         tokens: np.ndarray,
         masks: dict[str, np.ndarray],
         partner: np.ndarray | None,
@@ -183,23 +175,6 @@ class Replica:
 def resolve_device(device: str) -> str:
     """What `auto` means on this machine: its GPU, if it has one."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-
-
-def resolve_precision(scan: Scan, device: str) -> str:
-    """The precision of a scan on a device: as the scan says, or the fastest acceptable one that all
-    of it can have.
-    """
-    if scan.precision != "auto":
-        return scan.precision
-    dense = scan.engine == "dense" or scan.weight_processing == "folded"
-    return "float32" if dense else FASTEST_ACCEPTABLE[device]
-
-
-def _beyond_the_bridge(intervention: str, precision: str) -> str:
-    return (
-        f"precision: {intervention} is measured by the dense engine, which does not compute in {precision}; "
-        "set precision = 'float32'"
-    )
 
 
 def broken(error: Exception) -> bool:

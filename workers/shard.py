@@ -57,9 +57,9 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
     """Measure a shard under every intervention of the scan."""
     began = time.perf_counter()
     idle = 0.0 if replica.free_since is None else began - replica.free_since
-    names = replica.scan.interventions
     measured = {
-        name: replica.measure(shard.tokens, name, shard.labels, shard.partner) for name in names
+        str(intervention): replica.measure(shard.tokens, intervention, shard.labels, shard.partner)
+        for intervention in replica.scan.interventions
     }
     weights = replica.weights() if shard.shard == 0 and replica.scan.weight_statistics else None
     replica.free_since = time.perf_counter()

@@ -19,16 +19,14 @@ from schemas.weight_statistics import WeightStatistic
 from schemas.weight_statistics.geometry import centred
 from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from workers.model.circuit import effective_positions
-from workers.model.layer_weights import has_rotary_positions
-from workers.model.loading import LoadedModel
+from workers.model.model import Model
 
 
-def weights_table(model: LoadedModel, statistics: Sequence[WeightStatistic]) -> pa.Table:
+def weights_table(model: Model, statistics: Sequence[WeightStatistic]) -> pa.Table:
     """One row per statistic × layer × head × index, in that order; none where the model has no such
     weights.
     """
-    rotary = has_rotary_positions(model)
-    defined = [s for s in statistics if s.defined is None or s.defined(rotary)]
+    defined = [s for s in statistics if s.defined is None or s.defined(model.rotary)]
     read = {name for s in defined for name in s.parameters}
     with torch.inference_mode():
         shared = _finite(_model_weights(model, read.intersection(MODEL_WEIGHTS)), model.info.name)
@@ -43,25 +41,24 @@ def weights_table(model: LoadedModel, statistics: Sequence[WeightStatistic]) -> 
     return pa.concat_tables(rows or [weights_schema().empty_table()]).combine_chunks()
 
 
-def _layer_weights(model: LoadedModel, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
+def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
     """Those of a layer's weights that it has, repeated where query heads share them."""
-    attn = model.bridge.blocks[layer].attn
-    found = {name: getattr(attn, name, None) for name in names}
     n_heads = model.info.n_heads
+    weights = {name: model.layer_weight(layer, name) for name in names}
     return {
-        name: w.double().repeat_interleave(n_heads // len(w), 0)
-        for name, w in found.items()
-        if isinstance(w, Tensor)
+        name: weight.double().repeat_interleave(n_heads // len(weight), 0)
+        for name, weight in weights.items()
+        if weight is not None
     }
 
 
-def _model_weights(model: LoadedModel, names: set[str]) -> dict[str, Tensor]:
+def _model_weights(model: Model, names: set[str]) -> dict[str, Tensor]:
     """Those of the weights outside the layers that the model has."""
-    positions = getattr(model.bridge, "W_pos", None)
-    if not names or not isinstance(positions, Tensor):
+    positions = model.positions
+    if not names or positions is None:
         return {}
     found = {"W_pos": positions.double()}
-    mlps = model.parts["mlp_out"][:1]
+    mlps = model.modules("mlp_out")[:1]
     if "effective" in names and not model.hides("mlp_out"):
         found["effective"] = effective_positions(
             found["W_pos"], [copy.deepcopy(mlp).double() for mlp in mlps]

@@ -124,20 +124,18 @@ def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     defined=has_fixed_positions_and_two,
     standard=False,
 )  # fmt: skip
-def sink_mass_shift_only(
-    pattern: Pattern, b_Q: Tensor, q: Tensor, k: Tensor, b_K: Tensor
-) -> Tensor:
+def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     """Mean attention to key 0 over the second half of the queries, were scores only what the query
     bias adds.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(sΔ[0]) / Σ_{k≤q} exp(sΔ[k]), Δ[k] = b_Q·(k[k] - b_K), s = 1/√d_head,
     or the model's own scale
 
-    >>> whole, q, k = scores([[1, 0], [1, 0]]), vectors([1], [1]), vectors([1], [0])
-    >>> round(sink_mass_shift_only(whole, head([math.log(3)]), q, k, head([0])).item(), 6)
+    >>> q, k = vectors([1], [1]), vectors([1], [0])
+    >>> round(sink_mass_shift_only(products(q, k), head([math.log(3)]), k, head([0])).item(), 6)
     0.75
     """
-    scores = shifts(b_Q, k, b_K) * pattern.score_scale(q, k)
+    scores = shifts(b_Q, k, b_K) * pattern.scale
     mass = (scores[:, :1] - scores.logcumsumexp(1)).exp()
     return mass[:, k.shape[1] // 2 :].mean(1)
 
@@ -147,7 +145,7 @@ def sink_mass_shift_only(
     defined=has_fixed_positions_and_two,
     standard=False,
 )  # fmt: skip
-def sink_mass_content_only(pattern: Pattern, b_Q: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Tensor:
     """Mean attention to key 0 over the second half of the queries, were scores what queries without
     their bias make.
 
@@ -156,11 +154,11 @@ def sink_mass_content_only(pattern: Pattern, b_Q: Tensor, q: Tensor, k: Tensor) 
 
     That is T1 alone: T2, the content of the query times b_K, is the same for all keys.
 
-    >>> whole, q, k = scores([[math.log(9), 0], [math.log(9), 0]]), vectors([math.log(9)], [math.log(9)]), vectors([1], [0])
-    >>> round(sink_mass_content_only(whole, head([math.log(3)]), q, k).item(), 6)
+    >>> whole = products(vectors([math.log(9)], [math.log(9)]), vectors([1], [0]))
+    >>> round(sink_mass_content_only(whole, head([math.log(3)])).item(), 6)
     0.75
     """
-    return pattern.without(b_Q, q, k).key(0)[..., pattern.n_ctx // 2 :].mean(-1)
+    return pattern.without(b_Q).key(0)[..., pattern.n_ctx // 2 :].mean(-1)
 
 
 def has_effective_positions(effective: Tensor) -> Tensor:
@@ -178,7 +176,7 @@ def has_two_effective_positions(effective: Tensor) -> Tensor:
 @statistic(
     unit="cosine", range=(-1, 1), source="Mahmood's reproduction of Ran-Milo et al. 2026",
     defined=has_effective_positions,
-    standard=False,
+    cosine=True, standard=False,
 )  # fmt: skip
 def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
     """Mean cosine of what a query is without its bias and the key of effective position 0, over the
@@ -196,7 +194,7 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
 @statistic(
     unit="cosine", range=(-1, 1), source="Mahmood's reproduction of Ran-Milo et al. 2026",
     defined=has_two_effective_positions,
-    standard=False,
+    cosine=True, standard=False,
 )  # fmt: skip
 def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
     """Mean cosine of what a query is without its bias and the keys of the other effective
@@ -214,8 +212,12 @@ def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor
 
 def content_cosine(q: Tensor, b_Q: Tensor, keys: Tensor) -> Tensor:
     """Mean cosine of the late queries, without their bias, and keys `[head key d_head]`: the
-    product of mean directions, 0 of 0.
+    product of mean directions.
     """
     content = q[:, q.shape[1] // 2 :] - b_Q
-    directions, towards = (x / x.norm(dim=-1, keepdim=True).clamp(1e-30) for x in (content, keys))
-    return (directions.mean(1) * towards.mean(1)).sum(-1)
+    return (directions(content).mean(1) * directions(keys).mean(1)).sum(-1)
+
+
+def directions(x: Tensor) -> Tensor:
+    """Vectors of length 1; a vector of zeros has no direction, and 0/0 makes it NaN."""
+    return x / x.norm(dim=-1, keepdim=True)

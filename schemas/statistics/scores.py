@@ -3,7 +3,7 @@
 import math
 
 from schemas.pattern import Pattern, Tensor
-from schemas.statistics.decomposition import has_fixed_positions
+from schemas.statistics.decomposition import directions, has_fixed_positions
 from schemas.statistics.matching import has_three_positions
 from schemas.statistics.sink import has_two_positions
 from schemas.statistics.statistic_registry import statistic
@@ -44,11 +44,6 @@ def sink_logit_spread(pattern: Pattern) -> Tensor:
     return (scores - scores.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
-def lengths(x: Tensor) -> Tensor:
-    """‖x‖₂, never zero, so that a vector of zeros has cosine 0 with everything."""
-    return x.norm(dim=-1).clamp(min=1e-30)
-
-
 def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
     """the model's queries and keys are not rotated by their positions and the sequence has at least
     three tokens.
@@ -58,7 +53,7 @@ def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
 
 @statistic(
     unit="cosine", range=(-1, 1), source="Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions,
-    standard=False,
+    cosine=True, standard=False,
 )  # fmt: skip
 def sink_key_cosine(q: Tensor, k: Tensor) -> Tensor:
     """Mean cosine of the angle between the queries and key 0.
@@ -68,13 +63,12 @@ def sink_key_cosine(q: Tensor, k: Tensor) -> Tensor:
     >>> sink_key_cosine(vectors([1, 0], [0, 2]), vectors([0, 5], [1, 0])).item()
     0.5
     """
-    first = k[:, :1]
-    return ((q * (first / lengths(first)[..., None])).sum(-1) / lengths(q)).mean(1)
+    return (directions(q) * directions(k[:, :1])).sum(-1).mean(1)
 
 
 @statistic(
     unit="cosine", range=(-1, 1), source="Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions_and_three,
-    standard=False,
+    cosine=True, standard=False,
 )  # fmt: skip
 def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     """Mean cosine of the angle between the queries and the earlier keys other than key 0.
@@ -85,5 +79,5 @@ def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     -1.0
     """
     q, k = q.transpose(1, 2)[:, :, 2:], k.transpose(1, 2)[:, :, 1:-1]
-    sums = (k / lengths(k)[..., None]).cumsum(2)[:, :, : q.shape[2]]
-    return ((q * sums).sum(-1) / (lengths(q) * pattern.positions()[1:-1])).mean(-1)
+    sums = directions(k).cumsum(2)
+    return ((directions(q) * sums).sum(-1) / pattern.positions()[1:-1]).mean(-1)

@@ -60,6 +60,7 @@ def statistic(
     source: str,
     chance: bool = False,
     defined: Callable[..., Tensor] | None = None,
+    cosine: bool = False,
     standard: bool = True,
 ) -> Callable[[F], F]:
     """Register a function as a statistic of the `heads` table.
@@ -67,12 +68,14 @@ def statistic(
     It returns `[batch head]`, or `[batch]` where all heads of a layer share the value. `chance`
     also records what uniform attention would score (table `sequences`, column `chance_<name>`).
     `defined` takes activations too and says, per sequence, where the statistic has a value;
-    elsewhere the column is NULL. What few scans need is not `standard`.
+    elsewhere the column is NULL. A `cosine`, or a mean of some, is NULL too if one of its vectors
+    is zero. What few scans need is not `standard`.
     """
 
     def register(function: F) -> F:
         fields = described(function, "statistic", STATISTICS, "activation", LAYER_VALUES)
         fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
+        fields["cosine"] = cosine
         STATISTICS[function.__name__] = Statistic(**fields, chance=chance, standard=standard)
         return function
 

@@ -40,11 +40,10 @@ def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> Tensor:
 
 @weight(
     axis="position", unit="cosine", source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 2",
-    defined=has_fixed_positions,
+    defined=has_fixed_positions, cosine=True,
 )  # fmt: skip
 def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
-    """Alignment of the query bias with the key that an effective position makes; NULL where one of
-    them is 0.
+    """Alignment of the query bias with the key that an effective position makes.
 
     cos(b_Q, EPE[j] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
 

@@ -47,14 +47,20 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 
 
 def weight(
-    *, axis: Axis, unit: str, source: str, defined: Callable[..., bool] | None = None
+    *,
+    axis: Axis,
+    unit: str,
+    source: str,
+    defined: Callable[..., bool] | None = None,
+    cosine: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as a statistic of the `weights` table.
 
     Its parameters are names of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`, in float64. It returns `[head
     index]`, or `[head]` along axis "none", and without the axis of heads where heads share the
     values. `defined` takes `rotary` and says whether a model has the statistic; one that reads a
-    weight that the model has not is undefined too. NaN, for 0/0, becomes NULL.
+    weight that the model does not have is undefined too. A `cosine` is NULL if one of its vectors
+    is zero.
     """
 
     def register(function: F) -> F:
@@ -64,7 +70,7 @@ def weight(
         )
         fields["axis"] = checked_axis(axis, get_args(Axis), f"weight statistic {name!r}")
         WEIGHT_STATISTICS[name] = WeightStatistic(
-            **fields, unit=unit, source=source, defined=defined
+            **fields, unit=unit, source=source, defined=defined, cosine=cosine
         )
         return function
 

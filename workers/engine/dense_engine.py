@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from functools import partial
-from typing import Any
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_pattern import MASKED, DensePattern
-from workers.engine.edits import Edits
+from workers.engine.dense_pattern import MASKED, DensePattern, causal_softmax
+from workers.engine.edits import WHOLE_PATTERN, Edits, hidden_keys
+from workers.engine.engine import Activations, Done, OnFinal, OnLayer
 from workers.engine.token_pairs import TokenPairs
-from workers.model.loading import LoadedModel
+from workers.model.model import Hook, Model, wide
 
-Activations = dict[str, Any]
-OnLayer = Callable[[int, Activations], None]
-"""Called as `on_layer(layer, activations)`, layer by layer, with the names of
-`schemas.statistics.LAYER_VALUES`.
-
-The dense engine calls it once a layer, the fused one after the attention and again, with
-`resid_post`, at the end of the layer. What `keep` does not name is forgotten in between, and
-nothing outlives its layer.
+Tensors = dict[str, Tensor]
+"""What hooks have shown of a layer, as edits leave it; `unedited …` and `hidden` say what an edit
+changed.
 """
-
-OnFinal = Callable[[Tensor], None]
-"""Called with the stream after the last norm `[batch pos d_model]`, where somebody wants to know
-what is predicted.
-"""
-
-
-def wide(x: Tensor) -> Tensor:
-    """What is measured is float32 at least."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-class Done(Exception):
-    """Raised after the last layer: what follows (final norm, unembedding) is not needed."""
 
 
 class DenseEngine:
@@ -47,15 +29,27 @@ class DenseEngine:
     activations.
     """
 
-    name = "dense"
+    name: Literal["dense"] = "dense"
+    attention: Literal["matrix"] = "matrix"
 
-    def __init__(self, model: LoadedModel, edits: Edits | None = None) -> None:
+    def __init__(self, model: Model, edits: Edits | None = None) -> None:
         self.model, self.edits = model, edits or Edits()
-        self._scales: dict[tuple[int, int], float | None] = {}
+        self._checked: set[tuple[int, int]] = set()
+        """Layers and lengths whose pattern has been held against its scores."""
 
     def edited(self, edits: Edits) -> DenseEngine:
         """The same engine with edits of activations."""
         return DenseEngine(self.model, edits)
+
+    def method(self, intervention: str) -> Method:
+        """How it measures: every pattern is a matrix, so none is built for an edit alone."""
+        return Method(
+            intervention=intervention,
+            engine=self.name,
+            precision="float64" if self.model.dtype == torch.float64 else "float32",
+            attention=self.attention,
+            built_layers=[],
+        )
 
     def run(
         self,
@@ -68,26 +62,27 @@ class DenseEngine:
         """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the
         unembedding if `on_final`.
         """
-        info, bridge = self.model.info, self.model.bridge
-        seen: Activations = {}
+        model, info = self.model, self.model.info
+        seen: Tensors = {}
 
         def known(layer: int) -> Activations:
             """What statistics and edits are shown of a layer: the pattern by question, shared keys
             and values repeated.
             """
-            shown = dict(seen)
+            tensors = dict(seen)
             for name in {"k", "v"} & seen.keys():
-                shown[name] = seen[name].repeat_interleave(info.n_heads // seen[name].shape[2], 2)
+                tensors[name] = seen[name].repeat_interleave(info.n_heads // seen[name].shape[2], 2)
+            shown = {name: x for name, x in tensors.items() if name in LAYER_VALUES}
             if {"pattern", "attn_scores"} <= seen.keys():
-                shown["pattern"] = DensePattern(seen["pattern"], self._scores(layer, shown))
-            elif "pattern" in self.edits.reads and {"q", "k"} <= seen.keys():
+                return cast(Activations, {**shown, "pattern": self._pattern(layer, tensors)})
+            if "pattern" in self.edits.reads and {"q", "k"} <= seen.keys():
                 # Some bridges show pattern and scores when z is gone; the layer's end tells whether
                 # q and k make them.
-                scores = _made(shown, _usual_scale(shown))
-                shown["pattern"] = DensePattern(
-                    seen.get("pattern", _causal_softmax(scores)), scores
-                )
-            return shown
+                early = DensePattern.of(*_factors(tensors), model.scale(layer))
+                if "pattern" in seen:
+                    early.pattern = seen["pattern"]
+                return cast(Activations, {**shown, "pattern": early})
+            return cast(Activations, shown)
 
         def change(name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
             if not self.edits.touch(name, layer):
@@ -100,8 +95,10 @@ class DenseEngine:
         def note(name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = change(name, layer, value, hook)
             seen[name] = wide(value if edited is None else edited)
-            if name == "pattern":
-                seen["unedited"] = wide(value)
+            if name in WHOLE_PATTERN:
+                seen[f"unedited {name}"] = wide(value)
+            if name == "attn_scores" and edited is not None:
+                seen["hidden"] = hidden_keys(edited)
             return edited
 
         def rotated(name: str, value: Tensor, hook: object) -> None:
@@ -109,10 +106,9 @@ class DenseEngine:
 
         def finish(layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = note("resid_post", layer, value, hook)
-            on_layer(layer, {**known(layer), **matches})
+            on_layer(layer, cast(Activations, {**known(layer), **matches}))
             seen.clear()
-            # The bridge would keep every layer's pattern alive until the next pass.
-            bridge.blocks[layer].attn._pattern = None
+            model.forget_pattern(layer)
             if layer == info.n_layers - 1 and on_final is None:
                 raise Done
             return edited
@@ -122,84 +118,80 @@ class DenseEngine:
                 on_final(wide(value))
             raise Done
 
-        hooks: list[tuple[str, Callable[..., Any]]] = [
-            (f"hook_{name}", partial(change, name, None))
+        hooks: list[tuple[str, Hook]] = [
+            (model.hook_name(name), partial(change, name, None))
             for name in ("embed", "pos_embed")
             if self.edits.touch(name)
         ]
         for layer in range(info.n_layers):
-            attn = f"blocks.{layer}.attn"
             for name in ("attn_out", "mlp_out"):
                 if self.edits.touch(name, layer):
-                    hooks.append((f"blocks.{layer}.hook_{name}", partial(change, name, layer)))
-            hooks.append((f"blocks.{layer}.hook_resid_pre", partial(note, "resid_pre", layer)))
+                    hooks.append((model.hook_name(name, layer), partial(change, name, layer)))
+            hooks.append((model.hook_name("resid_pre", layer), partial(note, "resid_pre", layer)))
             for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
-                hooks.append((f"{attn}.hook_{name}", partial(note, name, layer)))
+                hooks.append((model.hook_name(name, layer), partial(note, name, layer)))
             for name in ("q", "k"):
-                if f"{attn}.hook_rot_{name}" in bridge.hook_dict:
-                    hooks.append((f"{attn}.hook_rot_{name}", partial(rotated, name)))
-            hooks.append((f"blocks.{layer}.hook_resid_post", partial(finish, layer)))
+                if model.has_hook(place := model.hook_name(f"rot_{name}", layer)):
+                    hooks.append((place, partial(rotated, name)))
+            hooks.append((model.hook_name("resid_post", layer), partial(finish, layer)))
         if on_final is not None:
-            hooks.append(("unembed.hook_in", predict))
+            hooks.append((model.hook_name("unembed_in"), predict))
         try:
-            with warnings.catch_warnings():
-                # The bridge only warns where an architecture gives it no way to apply an edit.
-                warnings.filterwarnings("error", message=".*edit is discarded")
-                bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
+            model.run_with_hooks(tokens, hooks)
         except UserWarning as warning:
             raise ModelError(
-                f"{info.name}: {', '.join(e.target for e in self.edits.edits)} cannot be edited in this architecture ({warning})"
+                f"{info.name}: {', '.join(e.target for e in self.edits.edits)} cannot be edited "
+                f"in this architecture ({warning})"
             ) from None
         except Done:
             pass
 
-    def _scores(self, layer: int, seen: Activations) -> Tensor:
-        """The scores behind a layer's pattern: as the bridge shows them, or else scale·q·k."""
-        known = (layer, seen["q"].shape[1])
-        if known not in self._scales:
-            self._scales[known] = self._find_scale(layer, seen)
-        return _scores_of(seen, self._scales[known])
-
-    def _find_scale(self, layer: int, seen: Activations) -> float | None:
-        """None where the bridge shows the scores, else the scale of q·k that makes them: held once
-        against the layer's pattern.
+    def _pattern(self, layer: int, tensors: Tensors) -> DensePattern:
+        """A layer's pattern, with the scores behind it: as the bridge shows them, or else
+        scale·q·k.
         """
-        scales: list[float | None] = [None]
-        # An edit of scores that the bridge does not show would be measured and have no effect.
-        if not self.edits.touch("attn_scores", layer):
-            scales.append(_usual_scale(seen))
-            # GPT-Neo does not scale. An edit that reads the pattern was shown the usual scale.
-            if "pattern" not in self.edits.reads:
-                scales.append(1.0)
-        for scale in scales:
-            scores = _scores_of(seen, scale)
-            implied = _causal_softmax(scores)
-            if torch.allclose(implied.tril(), seen["unedited"].tril(), atol=1e-4, equal_nan=True):
-                if (scores.tril() <= MASKED).any():
-                    raise ModelError(
-                        f"{self.model.info.name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
-                    )
-                return scale
-        raise ModelError(
-            f"{self.model.info.name}: the bridge does not show the scores behind the pattern of layer {layer}"
-        )
+        model = self.model
+        scale = model.scale(layer)
+        q, k = _factors(tensors)
+        if model.shows_scores(layer):
+            scores = tensors["attn_scores"]
+        elif self.edits.touch("attn_scores", layer):
+            raise ModelError(
+                f"{model.info.name}: the bridge does not show the scores behind the pattern of "
+                f"layer {layer}, so they cannot be edited"
+            )
+        else:
+            scores = q @ k.mT * scale
+        if (layer, scores.shape[-1]) not in self._checked:
+            self._check(layer, scores, tensors)
+            self._checked.add((layer, scores.shape[-1]))
+        return DensePattern(tensors["pattern"], scores, q, k, scale, tensors.get("hidden"))
+
+    def _check(self, layer: int, scores: Tensor, tensors: Tensors) -> None:
+        """Refuse a pattern that its scores do not make: the layer looks back less far, or an edit
+        of the scores has no effect.
+        """
+        name = self.model.info.name
+        shown = tensors["unedited pattern"]
+        beyond = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
+        if self.model.shows_scores(layer):
+            if (tensors["unedited attn_scores"].tril() <= MASKED).any():
+                raise ModelError(beyond)
+            if not _makes(scores, shown):
+                raise ModelError(
+                    f"{name}: the bridge does not show the scores behind the pattern of "
+                    f"layer {layer}"
+                )
+        elif not _makes(scores, shown):
+            raise ModelError(beyond)
 
 
-def _scores_of(seen: Activations, scale: float | None) -> Tensor:
-    """The scores as the bridge shows them, or those that queries and keys make."""
-    return seen["attn_scores"] if scale is None else _made(seen, scale)
+def _factors(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Queries and keys `[batch head pos d_head]`."""
+    return tensors["q"].transpose(1, 2), tensors["k"].transpose(1, 2)
 
 
-def _made(seen: Activations, scale: float) -> Tensor:
-    """The scores that queries and keys make."""
-    q, k = (seen[name].transpose(1, 2) for name in "qk")
-    return q @ k.mT * scale
-
-
-def _usual_scale(seen: Activations) -> float:
-    return seen["q"].shape[-1] ** -0.5
-
-
-def _causal_softmax(scores: Tensor) -> Tensor:
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, MASKED).softmax(-1)
+def _makes(scores: Tensor, pattern: Tensor) -> bool:
+    """Whether a pattern is the causal softmax of scores; broken weights are left to measuring."""
+    implied = causal_softmax(scores)
+    return torch.allclose(implied.tril(), pattern.tril(), atol=1e-4, equal_nan=True)

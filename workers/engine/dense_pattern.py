@@ -5,6 +5,8 @@ q, k, v are `[batch head pos d_head]`; S = scale · q·k is the pre-softmax scor
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -17,12 +19,52 @@ MASKED = -1e30
 class DensePattern:
     """The reference: every answer is read off the matrix, in the words of its definition."""
 
-    def __init__(self, pattern: Tensor, scores: Tensor) -> None:
-        """`pattern` and `scores` are `[batch head query key]`; scores of future keys may be
-        anything.
+    def __init__(
+        self,
+        pattern: Tensor,
+        scores: Tensor,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        hidden: Tensor | None = None,
+    ) -> None:
+        """`pattern` and `scores` are `[batch head query key]`, as edits leave them; scores of
+        future keys may be anything.
+
+        q and k are what the layer multiplies, and `hidden` says which keys an edit hides.
         """
-        self.pattern, self.scores = pattern, scores
+        self.pattern, self.q, self.k, self.scale = pattern, q, k, scale
+        self.hidden = hidden
         self.n_ctx = pattern.shape[-1]
+        self.was_asked_for_scores = False
+        self._scores = scores if hidden is None else scores.masked_fill(hidden, torch.nan)
+
+    @property
+    def scores(self) -> Tensor:
+        """`S`, NaN where an edit hides the key."""
+        self.was_asked_for_scores = True
+        return self._scores
+
+    def watched(self) -> DensePattern:
+        """The same pattern, which has not been asked for scores yet."""
+        other = copy.copy(self)
+        other.was_asked_for_scores = False
+        return other
+
+    def revealed(self) -> DensePattern:
+        """The same pattern with scores as if nothing were hidden."""
+        if self.hidden is None:
+            return self
+        other = copy.copy(self)
+        other.hidden = None
+        other._scores = self._scores.where(~self.hidden, self.q @ self.k.mT * self.scale)
+        return other
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, scale: float) -> DensePattern:
+        """The causal softmax of scaled products, with no edit of scores or pattern."""
+        scores = q @ k.mT * scale
+        return cls(causal_softmax(scores), scores, q, k, scale)
 
     def key(self, k: int) -> Tensor:
         return self.pattern[..., k]
@@ -50,15 +92,8 @@ class DensePattern:
         earlier[:, 0] = False
         return self.scores.masked_fill(~earlier, 0).sum(-1) / earlier.sum(-1)
 
-    def score_scale(self, q: Tensor, k: Tensor) -> Tensor:
-        products = (q * k).sum(-1).mT  # The diagonal is what no mask hides.
-        return (self.scores.diagonal(dim1=-2, dim2=-1) * products).sum() / products.square().sum()
-
-    def without(self, b_Q: Tensor, q: Tensor, k: Tensor) -> DensePattern:
-        shift = (k * b_Q).sum(-1).mT * self.score_scale(q, k)
-        future = torch.ones(self.n_ctx, self.n_ctx, dtype=torch.bool, device=k.device).triu(1)
-        scores = (self.scores - shift[:, :, None]).masked_fill(future, MASKED)
-        return DensePattern(scores.softmax(-1), scores)
+    def without(self, b_Q: Tensor) -> DensePattern:
+        return DensePattern.of(self.q - b_Q[:, None], self.k, self.scale)
 
     def received(self) -> Tensor:
         return self.pattern.sum(-2) / (self.n_ctx - self.positions())
@@ -83,3 +118,9 @@ class DensePattern:
 
     def positions(self) -> Tensor:
         return torch.arange(self.n_ctx, dtype=self.pattern.dtype, device=self.pattern.device)
+
+
+def causal_softmax(scores: Tensor) -> Tensor:
+    """The pattern that scores make when no query sees the future."""
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, MASKED).softmax(-1)

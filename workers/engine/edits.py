@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from schemas.errors import ScanError
 
 EDITABLE_ACTIVATIONS: dict[str, str] = {
     "embed": "token embeddings [batch pos d_model]",
@@ -95,6 +98,32 @@ class Edits:
             for layer in range(n_layers)
             if any(self.touch(name, layer) for name in WHOLE_PATTERN)
         ]
+
+
+def hide(scores: Tensor, hidden: Tensor) -> Tensor:
+    """Scores of which some keys are hidden from some queries: minus infinity, so no attention.
+
+    >>> import torch
+    >>> hide(torch.zeros(2, 2), torch.tensor([[False, False], [True, False]])).tolist()
+    [[0.0, 0.0], [-inf, 0.0]]
+    """
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def hidden_keys(scores: Tensor) -> Tensor:
+    """Which keys edited scores `[batch head query key]` hide, of those that a query can see.
+
+    A query from which everything is hidden would attend to nothing, so that is refused.
+    """
+    hidden = scores.isneginf().tril()
+    visible = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    blind = (hidden.sum(-1) == visible).flatten(0, -2).any(0)
+    if blind.any():
+        raise ScanError(
+            f"interventions: an edit hides every key from query {int(blind.nonzero()[0])}; "
+            "leave each query a key"
+        )
+    return hidden
 
 
 def replaced(x: Tensor, where: Any, value: Tensor | float) -> Tensor:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Mapping
-from contextvars import ContextVar
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.precision import PRECISIONS
 from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_engine import Activations, DenseEngine, Done, OnFinal, OnLayer, wide
+from workers.engine.dense_engine import DenseEngine
 from workers.engine.dense_pattern import MASKED, DensePattern
-from workers.engine.edits import Edits
+from workers.engine.edits import Edits, hidden_keys
+from workers.engine.engine import Activations, Done, OnFinal, OnLayer
 from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import linears_in
+from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
-from workers.model.loading import LoadedModel
+from workers.model.model import Model, wide
 
-IMPLEMENTATION = "headcount"
-"""The name under which Hugging Face models find our attention."""
-
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Attention arguments that change the pattern in ways the fused engine does not know."""
+Output = Tensor | tuple[Any, ...]
+"""What a module puts out: a tensor, or one and what belongs to it."""
 
 
 class _Forward:
@@ -34,22 +35,20 @@ class _Forward:
 
     def __init__(
         self,
+        engine: FusedEngine,
         tokens: Tensor,
         matches: Mapping[str, TokenPairs],
-        asked: set[str],
-        factors: str,
         on_layer: OnLayer,
         keep: Container[str],
-        last: int,
-        edits: Edits,
         on_final: OnFinal | None,
     ) -> None:
-        self.tokens, self.matches, self.asked, self.factors = tokens, matches, asked, factors
-        self.on_layer, self.keep = on_layer, keep
-        self.layer, self.last, self.edits, self.on_final = 0, last, edits, on_final
-        self.dense_layers = edits.dense_layers(last + 1)
+        self.engine, self.model, self.edits = engine, engine.model, engine.edits
+        self.tokens, self.matches = tokens, matches
+        self.on_layer, self.keep, self.on_final = on_layer, keep, on_final
+        self.layer, self.last = 0, len(self.model.blocks) - 1
+        self.dense_layers = self.edits.dense_layers(len(self.model.blocks))
         self.attended = False
-        self.activations: Activations = {}
+        self.activations: dict[str, Tensor | FusedPattern | DensePattern] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention over `[batch head pos d_head]`; returns z `[batch pos head d_head]` and notes
@@ -60,12 +59,17 @@ class _Forward:
         q, k, v = (self._edited(name, wide(x)) for name, x in (("q", q), ("k", k), ("v", v)))
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        self.activations |= {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
+        self.activations["q"] = q.transpose(1, 2)
+        self.activations["k"] = k.transpose(1, 2)
+        self.activations["v"] = v.transpose(1, 2)
         if self.layer in self.dense_layers:
             pattern = self._built(q, k, scale)
             z = (pattern.pattern @ v).transpose(1, 2)
         else:
-            pattern = FusedPattern(q, k, v, scale, self.matches, self.asked, self.factors)
+            engine = self.engine
+            pattern = FusedPattern(
+                q, k, v, scale, self.matches, engine.asked, engine.formats.scores, engine.sweep
+            )
             z = pattern.z.transpose(1, 2)
         self.activations["pattern"] = pattern
         self.activations["z"] = z = self.edit("z", z)
@@ -73,9 +77,11 @@ class _Forward:
         self.show()
         if self.layer == self.last and "resid_post" not in self.keep and self.on_final is None:
             raise Done  # Nobody reads what comes after.
-        kept = self.edits.reads
+        read = self.edits.reads
         self.activations = {
-            name: a for name, a in self.activations.items() if name in self.keep or name in kept
+            name: value
+            for name, value in self.activations.items()
+            if name in self.keep or name in read
         }
         return z.to(dtype)
 
@@ -98,15 +104,81 @@ class _Forward:
         """The pattern of a layer whose scores or pattern are edited."""
         future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
         scores = (q @ k.mT * scale).masked_fill_(future, MASKED)
-        scores = self.edit("attn_scores", scores).masked_fill(future, MASKED)
-        return DensePattern(self.edit("pattern", scores.softmax(-1)), scores)
+        hidden = None
+        if self.edits.touch("attn_scores", self.layer):
+            scores = self.edit("attn_scores", scores)
+            hidden = hidden_keys(scores)
+            scores = scores.masked_fill(future, MASKED)
+        pattern = self.edit("pattern", scores.softmax(-1))
+        return DensePattern(pattern, scores, q, k, scale, hidden)
 
     def show(self) -> None:
         """Hand over what is known of the layer."""
-        self.on_layer(self.layer, {**self.activations, **self.matches})
+        self.on_layer(self.layer, cast(Activations, {**self.activations, **self.matches}))
 
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Within it, the model's modules tell this pass where it is, and take what edits return."""
+        hooks: list[RemovableHandle] = []
+        for layer, block in enumerate(self.model.blocks):
+            before = partial(self._before, layer)
+            hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.append(block.register_forward_hook(partial(self._after, layer)))
+        for name in ("embed", "pos_embed", "attn_out", "mlp_out"):
+            for layer, module in enumerate(self.model.modules(name)):
+                if self.edits.touch(name, layer):
+                    edited = partial(self._edit_output, name, layer)
+                    hooks.append(module.register_forward_hook(edited))
+        if self.on_final is not None:
+            for module in self.model.modules("unembed"):
+                hooks.append(module.register_forward_pre_hook(self._before_unembedding))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-_forward: ContextVar[_Forward | None] = ContextVar("forward", default=None)
+    def _edit_output(
+        self, name: str, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: Output
+    ) -> Output:
+        if isinstance(output, tuple):
+            return (self.edit(name, output[0]), *output[1:])
+        return self.edit(name, output)
+
+    def _before(
+        self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.layer, self.attended = layer, False
+        before: Tensor = args[0] if args else kwargs["hidden_states"]
+        stream = self.edit("resid_pre", before)
+        self.activations = {"resid_pre": wide(stream)}
+        if stream is before:
+            return None
+        return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
+
+    def _after(
+        self, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: Output
+    ) -> Output | None:
+        if not self.attended:
+            raise ModelError(
+                f"{self.model.info.name}: layer {layer} has no attention that can be seen; "
+                "use engine = 'dense'"
+            )
+        after = output[0] if isinstance(output, tuple) else output
+        stream = self.edit("resid_post", after)
+        self.activations["resid_post"] = wide(stream)
+        self.show()
+        self.activations = {}
+        if layer == self.last and self.on_final is None:
+            raise Done
+        if stream is after:
+            return None
+        return (stream, *output[1:]) if isinstance(output, tuple) else stream
+
+    def _before_unembedding(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.on_final is not None:
+            self.on_final(wide(args[0]))
+            raise Done
 
 
 class FusedEngine:
@@ -114,29 +186,36 @@ class FusedEngine:
     of a forward pass.
     """
 
-    name = "fused"
+    name: Literal["fused"] = "fused"
 
-    def __init__(self, model: LoadedModel, precision: str = "float32") -> None:
-        self.model = model
-        # The check is about the model's attention, so it runs in the format of the bridge.
-        self.precision = PRECISIONS["float64" if precision == "float64" else "float32"]
+    def __init__(
+        self, model: Model, precision: str = "float32", sweep: Sweep | None = None
+    ) -> None:
+        """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
+        self.model, self.precision, self.edits = model, precision, Edits()
         self.asked: set[str] = set()
-        self.edits = Edits()
-        if model.info.layout == "huggingface":
-            _use_our_attention(model.bare)
-        else:
-            for block in model.bridge.blocks:
-                block.attn.original_component.__class__ = _native_attention()
-        for layer, block in enumerate(model.blocks):
-            block.register_forward_pre_hook(partial(self._before, layer), with_kwargs=True)
-            block.register_forward_hook(partial(self._after, layer))
-        for name in ("embed", "pos_embed", "attn_out", "mlp_out"):
-            for layer, module in enumerate(model.parts[name]):
-                module.register_forward_hook(partial(self._edit_output, name, layer))
-        for module in model.parts["unembed"]:
-            module.register_forward_pre_hook(self._before_unembedding)
+        """Questions that every sweep answers on its way."""
+        # The check is about the model's attention, so it runs in the format of the bridge.
+        self.formats = PRECISIONS["float64" if precision == "float64" else "float32"]
+        self.sweep: Sweep | None = None
         self._check_against_bridge()
-        self.precision = PRECISIONS[precision]
+        self.formats = PRECISIONS[precision]
+        self.sweep = sweep
+
+    @property
+    def attention(self) -> Literal["tiles", "kernel"]:
+        """What computes the patterns, except in layers where an edit needs them built."""
+        return "tiles" if self.sweep is None else "kernel"
+
+    def method(self, intervention: str) -> Method:
+        """How it measures under its edits."""
+        return Method(
+            intervention=intervention,
+            engine=self.name,
+            precision=self.precision,
+            attention=self.attention,
+            built_layers=self.edits.dense_layers(self.model.info.n_layers),
+        )
 
     def run(
         self,
@@ -149,85 +228,18 @@ class FusedEngine:
         """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the
         unembedding if `on_final`.
         """
-        last = len(self.model.blocks) - 1
-        forward = _Forward(
-            tokens,
-            matches,
-            self.asked,
-            self.precision.scores,
-            on_layer,
-            keep,
-            last,
-            self.edits,
-            on_final,
-        )
-        token = _forward.set(forward)
+        forward = _Forward(self, tokens, matches, on_layer, keep, on_final)
         try:
-            with linears_in(self.precision.linears, tokens.device.type):
-                self.model.bare(
-                    tokens,
-                    **({"use_cache": False} if self.model.info.layout == "huggingface" else {}),
-                )
+            with forward.hooked(), linears_in(self.formats.linears, tokens.device.type):
+                self.model.run_bare(tokens, forward.attend)
         except Done:
             pass
-        finally:
-            _forward.reset(token)
 
     def edited(self, edits: Edits) -> FusedEngine:
         """The same engine with edits of activations."""
         other = copy.copy(self)
         other.edits = edits
-        layers = edits.dense_layers(self.model.info.n_layers)
-        built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
-        other.name = FusedEngine.name + built
         return other
-
-    def _edit_output(
-        self, name: str, layer: int, _module: nn.Module, _args: Any, output: Any
-    ) -> Any:
-        forward = _forward.get()
-        if forward is None or not forward.edits.touch(name, layer):
-            return None
-        if isinstance(output, tuple):
-            return (forward.edit(name, output[0]), *output[1:])
-        return forward.edit(name, output)
-
-    def _before(
-        self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        forward = _forward.get()
-        if forward is None:
-            return None
-        forward.layer, forward.attended = layer, False
-        before = args[0] if args else kwargs["hidden_states"]
-        stream = forward.edit("resid_pre", before)
-        forward.activations = {"resid_pre": wide(stream)}
-        if stream is before:
-            return None
-        return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
-
-    def _after(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if forward := _forward.get():
-            if not forward.attended:
-                raise ModelError(
-                    f"{self.model.info.name}: layer {layer} has no attention that can be seen; use engine = 'dense'"
-                )
-            after = output[0] if isinstance(output, tuple) else output
-            stream = forward.edit("resid_post", after)
-            forward.activations["resid_post"] = wide(stream)
-            forward.show()
-            forward.activations = {}
-            if layer == forward.last and forward.on_final is None:
-                raise Done
-            if stream is not after:
-                return (stream, *output[1:]) if isinstance(output, tuple) else stream
-        return None
-
-    def _before_unembedding(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        forward = _forward.get()
-        if forward is not None and forward.on_final is not None:
-            forward.on_final(wide(args[0]))
-            raise Done
 
     def _check_against_bridge(self) -> None:
         """Refuse a model whose attention is not the plain causal softmax: the bridge must see the
@@ -237,7 +249,7 @@ class FusedEngine:
         tokens = torch.randint(
             info.d_vocab, (1, min(info.n_ctx, 16)), generator=torch.Generator().manual_seed(0)
         )
-        tokens = tokens.to(next(self.model.bare.parameters()).device)
+        tokens = tokens.to(self.model.device)
         fused: list[Activations] = []
         dense: list[Activations] = []
         with torch.inference_mode():
@@ -247,7 +259,8 @@ class FusedEngine:
             DenseEngine(self.model).run(tokens, {}, lambda _, seen: dense.append(seen))
         if not len(fused) == len(dense) == info.n_layers:
             raise ModelError(
-                f"{info.name}: {info.n_layers} layers expected, {len(fused)} seen; use engine = 'dense'"
+                f"{info.name}: {info.n_layers} layers expected, {len(fused)} seen; "
+                "use engine = 'dense'"
             )
         for name in ("q", "k", "resid_post"):
             # Lengths, because not every bridge shows q and k after their rotation, which keeps
@@ -256,64 +269,7 @@ class FusedEngine:
             # Weights that are not numbers agree with nothing; measuring will name the layer.
             if (error := ((a - b).norm() / b.norm()).item()) >= 1e-3:
                 raise ModelError(
-                    f"{info.name}: the fused engine does not reproduce this model (the length of {name} in the last layer "
-                    f"differs by {error:.2g}, expected < 1e-3): its attention has something the engine lacks; use engine = 'dense'"
+                    f"{info.name}: the fused engine does not reproduce this model (the length of "
+                    f"{name} in the last layer differs by {error:.2g}, expected < 1e-3): its "
+                    "attention has something the engine lacks; use engine = 'dense'"
                 )
-
-
-def _use_our_attention(model: nn.Module) -> None:
-    from transformers import AttentionInterface
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        scaling: float | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        forward = _forward.get()
-        if forward is None:
-            raise RuntimeError("this attention runs only inside FusedEngine.run")
-        window = kwargs.get("sliding_window")
-        if window is not None and window < query.shape[2]:
-            raise ModelError(
-                f"the model looks back {window} tokens, less than n_ctx = {query.shape[2]}; lower n_ctx"
-            )
-        for name in UNSUPPORTED:
-            if kwargs.get(name) is not None:
-                _refuse(name)
-        if attention_mask is not None:
-            _refuse("an attention mask")
-        return forward.attend(
-            query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling
-        ), None
-
-    AttentionInterface.register(IMPLEMENTATION, attend)
-    model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ModelError(
-        f"the model's attention uses {what}, which the fused engine does not know; use engine = 'dense'"
-    )
-
-
-def _native_attention() -> type[nn.Module]:
-    """TransformerLens's own attention, except that a fused forward pass computes it with
-    `FusedPattern`.
-    """
-    from transformer_lens.model_bridge.sources.native import NativeAttention
-
-    class SeenAttention(NativeAttention):
-        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-            forward = _forward.get()
-            if forward is None:
-                return super().forward(hidden_states, *args, **kwargs)
-            if self.rotary is not None or self.attn_scores_soft_cap > 0 or not self.causal:
-                _refuse("rotary positions, capped scores or no causal mask")
-            shape = (*hidden_states.shape[:2], -1, self.d_head)
-            q, k, v = (
-                linear(hidden_states).view(shape).transpose(1, 2)
-                for linear in (self.q, self.k, self.v)
-            )
-            z = forward.attend(q, k, v, 1 / self.scale)
-            return self.o(z.flatten(2)), None
-
-    return SeenAttention

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from workers.engine import sweep_kernel as kernel
 from workers.engine.dense_pattern import MASKED
 from workers.engine.number_formats import HALVES, rounded
+from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import Members, TokenPairs
 
 LN2 = math.log(2)
@@ -48,14 +48,16 @@ class FusedPattern:
         matches: Mapping[str, TokenPairs],
         asked: set[str] | None = None,
         factors: str = "float32",
+        sweep: Sweep | None = None,
     ) -> None:
         """`factors` is the format in which q, k, v and A are multiplied with each other
-        (`schemas.precision`).
+        (`schemas.precision`), and `sweep` a GPU's kernel that answers in the place of tiles.
         """
         self.q, self.k, self.v = (rounded(x, factors) for x in (q, k, v))
         self.scale, self.matches, self.factors = scale, matches, factors
         self.n_ctx = q.shape[2]
         self.asked = set() if asked is None else asked
+        self.sweep = sweep
         self._answers: dict[str, Tensor] = {}
         self._sweep(self.asked)
 
@@ -102,13 +104,11 @@ class FusedPattern:
         mean[..., 2:] = lead / self.positions()[1:-1]
         return mean
 
-    def score_scale(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.q.new_tensor(self.scale)
-
-    def without(self, b_Q: Tensor, q: Tensor, k: Tensor) -> FusedPattern:
+    def without(self, b_Q: Tensor) -> FusedPattern:
         return FusedPattern(
-            self.q - b_Q[:, None], self.k, self.v, self.scale, self.matches, factors=self.factors
-        )
+            self.q - b_Q[:, None], self.k, self.v, self.scale, self.matches,
+            factors=self.factors, sweep=self.sweep,
+        )  # fmt: skip
 
     def received(self) -> Tensor:
         batch, heads, n_ctx, _ = self.q.shape
@@ -163,19 +163,17 @@ class FusedPattern:
 
     def _sweep(self, asked: set[str]) -> None:
         """Answer `asked`, `z` and `lse` in one pass over the scores."""
-        if self.factors != "float64" and kernel.available(self.q.device):
-            self._sweep_in_kernel(asked)
-        else:
+        if self.sweep is None:
             self._sweep_in_tiles(asked)
+        else:
+            self._sweep_in_kernel(self.sweep, asked)
 
-    def _sweep_in_kernel(self, asked: set[str]) -> None:
+    def _sweep_in_kernel(self, sweep: Sweep, asked: set[str]) -> None:
         half = HALVES.get(self.factors, torch.float32)
         q, k, v = (x.to(half) for x in (self.q, self.k, self.v))
         pairs = [p for name, p in self.matches.items() if name in asked]
         labels = [(p.query_label, p.key_label, p.lag) for p in pairs]
-        swept = kernel.sweep(
-            q, k, v, self.scale, labels, entropy="entropy" in asked, scores=self.factors
-        )
+        swept = sweep(q, k, v, self.scale, labels, entropy="entropy" in asked, scores=self.factors)
         self._answers |= {"z": swept.z, "lse": swept.lse, "distance": swept.distance}
         self._answers |= {p.name: mass for p, mass in zip(pairs, swept.masses, strict=True)}
         if swept.entropy is not None:

@@ -8,14 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.engine.dense_engine import DenseEngine, Done
 from workers.engine.edits import PARTNER, Edit, Edits
-from workers.engine.fused_engine import FusedEngine
+from workers.engine.engine import Activations, Done, Engine
 
 
-def with_partner(
-    engine: FusedEngine | DenseEngine, tokens: Tensor | None
-) -> FusedEngine | DenseEngine:
+def with_partner(engine: Engine, tokens: Tensor | None) -> Engine:
     """The engine whose edits know the run on partner sequences `[batch pos]`, in which all other
     edits are made too.
     """
@@ -29,7 +26,7 @@ def with_partner(
         layers if edit.layer is None else 1 for edit in engine.edits.edits if PARTNER in edit.reads
     )
 
-    def stop(layer: int, seen: Mapping[str, Any]) -> None:
+    def stop(layer: int, seen: Activations) -> None:
         if len(noted) == wanted:
             raise Done
 

@@ -14,22 +14,19 @@ from torch import Tensor
 
 from schemas.errors import MeasureError, ModelError
 from schemas.predictions import PREDICTION_INPUTS, PREDICTIONS, compute_predictions
-from workers.engine.dense_engine import Activations, DenseEngine, Done
+from workers.engine.dense_engine import DenseEngine
 from workers.engine.edits import Edit, Edits
-from workers.model.circuit import effective_positions
-from workers.model.loading import LoadedModel
+from workers.engine.engine import Activations, Done
+from workers.model.model import Model
 
 CHUNK_BYTES = 64 << 20
 """Logits that are held at a time."""
-
-UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Fields of a config that change logits after the unembedding."""
 
 
 class PredictionInputs(dict[str, Tensor]):
     """What `schemas.predictions.PREDICTION_INPUTS` names, each computed when it is first asked for."""
 
-    def __init__(self, model: LoadedModel, hidden: Tensor, tokens: Tensor) -> None:
+    def __init__(self, model: Model, hidden: Tensor, tokens: Tensor) -> None:
         super().__init__()
         self.model, self.hidden, self.tokens = model, hidden, tokens
 
@@ -43,23 +40,22 @@ class PredictionInputs(dict[str, Tensor]):
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits of a part of the stream."""
-        return self.model.parts["unembed"][0](x)
+        return self.model.unembed(x)
 
 
-def prediction_inputs(model: LoadedModel, hidden: Tensor, tokens: Tensor) -> PredictionInputs:
+def prediction_inputs(model: Model, hidden: Tensor, tokens: Tensor) -> PredictionInputs:
     """What predictions read, from the stream after the last norm `[batch pos d_model]`."""
     return PredictionInputs(model, hidden, tokens)
 
 
-def check_unembedding(model: LoadedModel) -> None:
+def check_unembedding(model: Model) -> None:
     """Refuse a model whose predictions are not the softmax of its unembedding."""
-    config = getattr(model.bare, "config", None)
-    for name in UNSUPPORTED:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ModelError(
-                f"{model.info.name}: {name} changes its logits, which predictions do not know; leave predictions out"
-            )
-    if not model.parts["unembed"]:
+    if model.logit_field is not None:
+        raise ModelError(
+            f"{model.info.name}: {model.logit_field} changes its logits, which predictions do not "
+            "know; leave predictions out"
+        )
+    if not model.modules("unembed"):
         raise ModelError(f"{model.info.name}: no unembedding was found; leave predictions out")
 
 
@@ -115,8 +111,9 @@ def _final(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def _positions(p: PredictionInputs) -> dict[str, Tensor]:
     """Effective positions, and what positions change when they meet tokens."""
-    positions, mlps = getattr(p.model.bridge, "W_pos", None), p.model.parts["mlp_out"]
-    if not isinstance(positions, Tensor) or not mlps:
+    positions, mlps = p.model.positions, p.model.modules("mlp_out")
+    effective = p.model.effective_positions(p.tokens.shape[1])
+    if positions is None or effective is None or not mlps:
         nowhere = p.hidden.new_full((*p.tokens.shape, 1), math.nan)
         return {
             "effective": nowhere[0],
@@ -124,10 +121,10 @@ def _positions(p: PredictionInputs) -> dict[str, Tensor]:
             "position_after_layer": nowhere,
         }
     positions = positions[: p.tokens.shape[1]]
-    tokens = p.model.parts["embed"][0](p.tokens)
+    tokens = p.model.embed(p.tokens)
     both = tokens + positions
     return {
-        "effective": effective_positions(positions, mlps),
+        "effective": effective,
         "position_after_mlp": positions + mlps[0](both) - mlps[0](tokens),
         "position_after_layer": _first_layer(p, Edits()) - _first_layer(p, WITHOUT_POSITIONS),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +86,22 @@ class Swept:
     """`-Σ_k A[q,k] ln A[q,k]` in nats, if it was asked for."""
     masses: tuple[Tensor, ...]
     """`Σ_{k in members} A[q,k]` for each item of `labels`."""
+
+
+class Sweep(Protocol):
+    """What answers a sweep: the kernel, or what a test puts in its place."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        labels: Labels,
+        *,
+        entropy: bool,
+        scores: str,
+    ) -> Swept: ...
 
 
 def available(device: torch.device) -> bool:

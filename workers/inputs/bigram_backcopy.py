@@ -77,13 +77,16 @@ def backcopy(
     trigger. Variants differ in what follows a trigger: `markov` its own bigram; `dormant_markov`
     the bigram of the token before it; `interpolate` a copy with probability `mix`, else its own
     bigram. In `markov` and `dormant_markov` the first token may be a trigger. `uniform` copies
-    nothing: a token is followed by any that follows it in the text, all alike, but a trigger by no
-    trigger. Triggers are labelled "trigger" in every variant.
+    nothing: the next token is drawn uniformly from the tokens that can follow the current one, and
+    a trigger is never followed by a trigger. Triggers are labelled "trigger" in every variant.
 
     `alphabet` says which token a character is: `sorted`, its place among the sorted characters of
     the text (BOS and other special tokens must have higher ids); `tokenizer`, what the model's
     tokenizer makes of it. `text = "bundled:backcopy-3l-mini"` is the table that this model was
     trained on: triggers 1 to 3, others 4 to 64.
+
+    * `triggers`: how many characters are triggers.
+    * `mix`: a probability, for the variant `interpolate` alone, which needs it.
     """
     if (variant == "interpolate") != (mix is not None):
         raise ScanError(

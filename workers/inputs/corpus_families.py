@@ -30,6 +30,9 @@ def pile(
 ) -> Corpus:
     """Documents in the Pile's format (`text`, `meta.pile_set_name`): .jsonl, .jsonl.zst or .parquet
     files, or a Hub data set.
+
+    * `dataset`: a data set of the Hub, for example `NeelNanda/pile-10k`, instead of `files`.
+    * `split`: the part of the data set that is read.
     """
     if (files is None) == (dataset is None):
         raise ScanError(

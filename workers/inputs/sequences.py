@@ -22,7 +22,6 @@ from workers.inputs.corpus import (
     unwatched,
 )
 from workers.inputs.text_files import text_record
-from workers.interventions import find_intervention
 from workers.model.model_info import ModelInfo
 from workers.model.text_tokenizer import TextTokenizer
 
@@ -48,13 +47,18 @@ class Sequences:
     """Sequences `0 .. len-1` of a scan.
 
     For a corpus, `index` must have been built (`make_index`) or read; `corpus` is given where its
-    files were listed before.
+    files were listed before. `partners` are drawn too if an intervention takes something from them.
     """
 
     def __init__(
-        self, scan: Scan, info: ModelInfo, index: Index | None = None, corpus: Corpus | None = None
+        self,
+        scan: Scan,
+        info: ModelInfo,
+        index: Index | None = None,
+        corpus: Corpus | None = None,
+        partners: bool = False,
     ) -> None:
-        self.scan, self.info, self.index = scan, info, index
+        self.scan, self.info, self.index, self.partners = scan, info, index, partners
         if corpus is not None:
             self.corpus = corpus
         self.family = find_input(scan.input.family)
@@ -212,11 +216,8 @@ class Sequences:
         )
 
     def _partners(self, start: int, stop: int) -> np.ndarray | None:
-        """The partner of every sequence, where the family has partners and an intervention takes
-        something from them.
-        """
-        needed = any(find_intervention(name).needs_partner for name in self.scan.interventions)
-        if self.family.partner is None or not needed:
+        """The partner of every sequence, if the family has partners and they are wanted."""
+        if self.family.partner is None or not self.partners:
             return None
         family = find_input(self.family.partner)
         drawn = [self._labelled(i, family)[0] for i in range(start, stop)]

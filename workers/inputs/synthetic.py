@@ -31,7 +31,10 @@ def repeated_random(
     high: int | None = None,
     distinct: bool = False,
 ) -> np.ndarray:
-    """A block of `period` random tokens, repeated to the end; twice where no period is given."""
+    """A block of `period` random tokens, repeated to the end; twice where no period is given.
+
+    * `period`: tokens in the block; half of the sequence, rounded up, if it is left out.
+    """
     return np.resize(draw.tokens(_period(draw, period), low, high, distinct), draw.length)
 
 
@@ -52,6 +55,10 @@ def corrupted_repeat(
     The block is the one of `repeated_random` for the same seed and sequence. A replaced token
     becomes `replacement`, or a random one where none is given, which may be the same again; its
     position is labelled "replaced".
+
+    * `period`: tokens in the block; half of the sequence, rounded up, if it is left out.
+    * `rate`: a probability, 0 to 1.
+    * `replacement`: a token id.
     """
     if not 0 <= rate <= 1:
         raise ScanError(f"input.rate: expected a probability, 0 to 1, got {rate}")
@@ -90,6 +97,9 @@ def unigram_random(
     p(id) ∝ occurrences of id in the text, of a .csv file in its column text; else p(id) ∝
     rank(id)^-exponent, with rank 1 for the lowest id and exponent 1. After Mahmood's reproduction
     of Ran-Milo et al. 2026.
+
+    * `text`: a file, or `bundled:LICENSE`.
+    * `exponent`: of Zipf's law, 1 if it is left out; not with a `text`.
     """
     if text is not None and exponent is not None:
         raise ScanError("input: unigram_random takes text or exponent, got both; leave out one")

@@ -3,13 +3,14 @@
 from workers.interventions import heads, inactive, positions, sinks, swaps
 from workers.interventions.intervention_registry import (
     INTERVENTIONS,
-    Intervention,
-    find_intervention,
+    BoundIntervention,
+    bind,
     intervention,
+    needs_partners,
 )
 from workers.interventions.weight_edits import check_targets, edited_weights, needs_bridge
 
 __all__ = [
-    "INTERVENTIONS", "Intervention", "check_targets", "edited_weights", "find_intervention", "heads", "inactive", "intervention",
-    "needs_bridge", "positions", "sinks", "swaps",
+    "INTERVENTIONS", "BoundIntervention", "bind", "check_targets", "edited_weights", "heads", "inactive",
+    "intervention", "needs_bridge", "needs_partners", "positions", "sinks", "swaps",
 ]  # fmt: skip

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from schemas.statistics.head_results import head_output_norm_last
 from schemas.statistics.norms import head_output_norm, sink_value_norm, value_norm
-from schemas.statistics.shape import entropy, entropy_normalised
+from schemas.statistics.shape import entropy
 from schemas.statistics.sink import sink_alpha
-from workers.engine.dense_pattern import DensePattern
 from workers.interventions.intervention_registry import intervention
 
 Score = Literal[
@@ -121,14 +120,12 @@ def _entropy_sinks(pattern: Tensor, row: float, column: float) -> Tensor:
     """Which heads are sinks by both entropies, each a share of what a uniform row or column would
     have: `[batch head]`.
     """
-    whole: Any = DensePattern(pattern, pattern)
-    rows = entropy_normalised(whole)
+    # A row has as many entries as the column that is as far from the other end.
+    entries = torch.arange(1, pattern.shape[-1] + 1, device=pattern.device, dtype=pattern.dtype)
+    uniform = entries.log()
+    rows = -torch.xlogy(pattern, pattern).sum(-1)
+    mean_row = (rows[..., 1:] / uniform[1:]).mean(-1)
     shares = pattern / pattern.sum(-2, keepdim=True).clamp_min(torch.finfo(pattern.dtype).tiny)
-    n_ctx = pattern.shape[-1]
-    uniform = (
-        torch.arange(n_ctx, 0, -1, device=pattern.device, dtype=pattern.dtype).log().clamp_min(1e-9)
-    )
-    columns = (
-        -torch.xlogy(shares, shares).sum(-2) / uniform
-    )  # The last column has one entry, so its entropy is 0.
-    return (rows < row) & (columns.amax(-1) > column)
+    # The last column has one entry, so its entropy is 0.
+    columns = -torch.xlogy(shares, shares).sum(-2) / uniform.flip(0).clamp_min(1e-9)
+    return (mean_row < row) & (columns.amax(-1) > column)

@@ -14,8 +14,7 @@ every layer. `a+b` is a, then b.
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -25,15 +24,14 @@ from torch import Tensor
 from schemas.errors import ModelError, ScanError, unknown
 from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
-from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, Edit, Edits, readable
-from workers.model.loading import LoadedModel
+from schemas.intervention import Argument, Intervention, InterventionPart
+from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, WHOLE_PATTERN, Edit, Edits, readable
+from workers.model.model import Model
 from workers.model.model_info import ModelInfo
 
 EDITABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 EDITABLE_EMBEDDINGS = ("W_pos",)
 """Weights that are not a layer's."""
-
-CALL = re.compile(r"(\w+)(?:\(([^()]*)\))?")
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class Registered:
 
 
 @dataclass(frozen=True)
-class Part:
-    """An intervention with its options."""
+class BoundPart:
+    """One edit and its options, by name."""
 
     registered: Registered
     options: dict[str, Any]
@@ -76,7 +74,7 @@ class Part:
         layer = self.options.get("layer")
         return None if layer is None else int(layer)
 
-    def bind(self, model: LoadedModel) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
+    def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The edit for a model: a function of what is edited and of what may be read."""
         function, reads = partial(self.registered.function, **self.options), self.registered.reads
         fixed = {"circuit": model.circuit} if "circuit" in reads else {}
@@ -84,11 +82,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Intervention:
-    """What a scan names: one intervention, or several in order."""
+class BoundIntervention:
+    """An intervention and the functions that make its edits, in order."""
 
-    name: str
-    parts: tuple[Part, ...]
+    intervention: Intervention
+    parts: tuple[BoundPart, ...]
 
     def check(self, info: ModelInfo, n_ctx: int) -> None:
         """Refuse layers and heads that a model does not have, and positions that a sequence does
@@ -101,26 +99,39 @@ class Intervention:
         }
         for part in self.parts:
             for key, (count, whose) in has.items():
-                if not 0 <= (number := part.options.get(key, 0)) < count:
+                number = part.options.get(key, 0)
+                if not 0 <= number < count:
                     raise ScanError(
-                        f"interventions: {self.name!r}: {key} {number} of {whose}, which has {count}"
+                        f"interventions: '{self.intervention}': {key} {number} of {whose}, "
+                        f"which has {count}"
                     )
 
-    def weights(self) -> tuple[Part, ...]:
+    @property
+    def weight_parts(self) -> tuple[BoundPart, ...]:
         """The parts that edit weights."""
         return tuple(p for p in self.parts if p.target in EDITABLE_WEIGHTS + EDITABLE_EMBEDDINGS)
 
-    def edits(self, model: LoadedModel) -> Edits:
-        """The parts that edit activations; what the model does not have is refused."""
-        found = [p for p in self.parts if p.target in EDITABLE_ACTIVATIONS]
-        for part in found:
+    @property
+    def activation_parts(self) -> tuple[BoundPart, ...]:
+        """The parts that edit activations."""
+        return tuple(p for p in self.parts if p.target in EDITABLE_ACTIVATIONS)
+
+    def edits(self, model: Model) -> Edits:
+        """The edits of activations; what the model does not have is refused."""
+        for part in self.activation_parts:
             if not model.has(part.target):
                 raise ModelError(
                     f"{model.info.name}: no {part.target} for {part.registered.name} to edit"
                 )
         return Edits(
-            Edit(p.target, p.bind(model), p.layer, frozenset(p.registered.reads)) for p in found
+            Edit(p.target, p.function_for(model), p.layer, frozenset(p.registered.reads))
+            for p in self.activation_parts
         )
+
+    def built_layers(self, n_layers: int) -> list[int]:
+        """Layers whose pattern has to be built because its scores or itself are edited."""
+        parts = [p for p in self.activation_parts if p.target in WHOLE_PATTERN]
+        return [i for i in range(n_layers) if any(p.layer in (None, i) for p in parts)]
 
     @property
     def needs_partner(self) -> bool:
@@ -164,49 +175,59 @@ def intervention(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def find_intervention(text: str) -> Intervention:
-    """The intervention that a scan names.
+def bind(intervention: Intervention) -> BoundIntervention:
+    """The functions and checked options of what a scan names.
 
-    >>> [(part.registered.name, part.options) for part in find_intervention("zero_query_bias+scale_query_bias(0.5)").parts]
+    >>> from schemas.intervention import parse_intervention
+    >>> bound = bind(parse_intervention("zero_query_bias+scale_query_bias(0.50)"))
+    >>> [(part.registered.name, part.options) for part in bound.parts]
     [('zero_query_bias', {}), ('scale_query_bias', {'alpha': 0.5})]
     """
-    return Intervention(text, tuple(_part(text, piece) for piece in text.split("+")))
+    return BoundIntervention(intervention, tuple(map(_bound_part, intervention.parts)))
 
 
-def _part(text: str, piece: str) -> Part:
-    match = CALL.fullmatch(piece)
-    if match is None:
-        raise ScanError(f"interventions: expected NAME, NAME(1,0.5) or A+B, got {text!r}")
-    name, values = match[1], [v for v in (match[2] or "").split(",") if v]
-    if name not in INTERVENTIONS:
-        raise ScanError(f"interventions: {unknown('intervention', name, INTERVENTIONS)}")
-    found = INTERVENTIONS[name]
-    if len(values) > len(found.options):
+def needs_partners(interventions: Iterable[Intervention]) -> bool:
+    """Whether one of them takes something from a run on partner sequences."""
+    return any(bind(intervention).needs_partner for intervention in interventions)
+
+
+def _bound_part(part: InterventionPart) -> BoundPart:
+    if part.name not in INTERVENTIONS:
+        raise ScanError(f"interventions: {unknown('intervention', part.name, INTERVENTIONS)}")
+    registered = INTERVENTIONS[part.name]
+    parameters = registered.options
+    if len(part.arguments) > len(parameters):
         raise ScanError(
-            f"interventions: {piece!r} has {len(values)} options; expected {_signature(found)}"
+            f"interventions: '{part}' has {len(part.arguments)} options; "
+            f"expected {_signature(registered)}"
         )
-    options = {
-        key: _option(f"interventions: {piece!r}: {key}", parameter.annotation, value)
-        for (key, parameter), value in zip(found.options.items(), values, strict=False)
-    }
-    for key, parameter in found.options.items():
-        if key not in options and parameter.default is parameter.empty:
-            raise ScanError(f"interventions: {piece!r} needs {key}; expected {_signature(found)}")
-    defaults = {key: p.default for key, p in found.options.items() if key not in options}
-    return Part(found, options | defaults)
+    options: dict[str, Any] = {}
+    for (key, parameter), argument in zip(parameters.items(), part.arguments, strict=False):
+        what = f"interventions: '{part}': {key}"
+        options[key] = _option(what, parameter.annotation, argument)
+    for key, parameter in parameters.items():
+        if key in options:
+            continue
+        if parameter.default is parameter.empty:
+            raise ScanError(
+                f"interventions: '{part}' needs {key}; expected {_signature(registered)}"
+            )
+        options[key] = parameter.default
+    return BoundPart(registered, options)
 
 
-def _option(what: str, annotation: Any, value: str) -> Any:
+def _option(what: str, annotation: Any, argument: Argument) -> Any:
     """A number, or one of the names that a `Literal` lists."""
     if names := get_args(annotation):
-        if value not in names:
-            raise ScanError(f"{what}: {unknown('name', value, names)}")
-        return value
-    try:
-        return annotation(value)
-    except ValueError:
-        wanted = "a whole number" if annotation is int else "a number"
-        raise ScanError(f"{what} is {value!r}, expected {wanted}") from None
+        if argument not in names:
+            raise ScanError(f"{what}: {unknown('name', str(argument), names)}")
+        return argument
+    if annotation is int and isinstance(argument, int):
+        return argument
+    if annotation is float and not isinstance(argument, str):
+        return float(argument)
+    expected = "a whole number" if annotation is int else "a number"
+    raise ScanError(f"{what} is {str(argument)!r}, expected {expected}")
 
 
 def _signature(found: Registered) -> str:

@@ -8,13 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from workers.engine.edits import replaced
+from workers.engine.edits import hide, replaced
 from workers.interventions.intervention_registry import intervention
 from workers.model.circuit import Circuit
-
-HIDDEN = -1e4
-"""Score of a key that must not be attended to: exp of it is 0, and averages of scores stay numbers.
-"""
 
 
 @intervention
@@ -116,7 +112,7 @@ def mask_first_keys(attn_scores: Tensor, *, count: int = 1) -> Tensor:
     2023).
     """
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
-    return _masked(attn_scores, (queries[None] < count) & (queries[None] != queries[:, None]))
+    return hide(attn_scores, (queries[None] < count) & (queries[None] != queries[:, None]))
 
 
 @intervention
@@ -124,7 +120,7 @@ def mask_recent_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
     """The keys just before a query cannot be attended to; the query keeps itself."""
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
     distance = queries[:, None] - queries[None]
-    return _masked(attn_scores, (distance >= 1) & (distance <= count))
+    return hide(attn_scores, (distance >= 1) & (distance <= count))
 
 
 @intervention
@@ -132,11 +128,7 @@ def keep_window(attn_scores: Tensor, *, sinks: int, window: int) -> Tensor:
     """A query sees the last `window` keys and the first `sinks` alone (Xiao et al. 2023)."""
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
     distance = queries[:, None] - queries[None]
-    return _masked(attn_scores, (distance >= window) & (queries[None] >= sinks))
-
-
-def _masked(scores: Tensor, hidden: Tensor) -> Tensor:
-    return scores.masked_fill(hidden, HIDDEN)
+    return hide(attn_scores, (distance >= window) & (queries[None] >= sinks))
 
 
 @intervention
@@ -172,4 +164,4 @@ def _without_keys(scores: Tensor, keys: Iterable[int]) -> Tensor:
     """Hide keys from every query; key 0 must not be among them, because query 0 has no other."""
     hidden = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
     hidden[list(keys)] = True
-    return _masked(scores, hidden)
+    return hide(scores, hidden)

@@ -3,85 +3,103 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from schemas.errors import ModelError
-from workers.interventions.intervention_registry import EDITABLE_EMBEDDINGS, Intervention, Part
-from workers.model.loading import LoadedModel
+from workers.interventions.intervention_registry import (
+    EDITABLE_EMBEDDINGS,
+    BoundIntervention,
+    BoundPart,
+)
+from workers.model.model import EditableWeight, Model
 
 
-def needs_bridge(model: LoadedModel, intervention: Intervention) -> bool:
-    """Whether only the bridge sees an edit: of weights that it holds in copies, what it rotates, or
-    what no module puts out.
-    """
-    shared = {p.untyped_storage().data_ptr() for p in model.bare.parameters()}
-    weights = [
-        weight for part in intervention.weights() for *_, weight in _weights(model, part)[:1]
-    ]
-    copies = any(w.untyped_storage().data_ptr() not in shared for w in weights)
-    rotated = {part.target for part in intervention.parts} & {"q", "k"} and _rotates(model)
-    hidden = any(model.hides(part.target) for part in intervention.parts)
-    return copies or bool(rotated) or hidden
+def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
+    """Why only the bridge sees an edit; none if the bare modules see it too."""
+    for part in bound.weight_parts:
+        if _weights(model, part)[0].parameter is None:
+            return f"the modules do not share {part.target} with the bridge"
+    for part in bound.activation_parts:
+        if part.target in ("q", "k") and model.rotary:
+            return f"{part.target} is edited before its rotation"
+        if model.hides(part.target):
+            return f"no module puts out {part.target}"
+    return None
 
 
-def _rotates(model: LoadedModel) -> bool:
-    return any("hook_rot_" in name for name in model.bridge.hook_dict)
-
-
-def check_targets(model: LoadedModel, intervention: Intervention) -> None:
+def check_targets(model: Model, bound: BoundIntervention) -> None:
     """Refuse an intervention that edits what a model does not have."""
-    intervention.edits(model)
-    for part in intervention.weights():
-        part.bind(model)
+    bound.edits(model)
+    for part in bound.weight_parts:
+        part.function_for(model)
         _weights(model, part)
 
 
 @contextmanager
-def edited_weights(model: LoadedModel, intervention: Intervention) -> Iterator[None]:
-    """Apply edits of weights; afterwards restore them and verify their checksum."""
-    saved: list[tuple[Tensor, Tensor, Part]] = []
+def edited_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
+    """Apply edits of weights; afterwards restore them and verify what the engines read."""
+    edits: list[tuple[BoundPart, EditableWeight, Tensor]] = []
     # All of them are made from the untouched model, before the first is applied.
-    functions = [(part, part.bind(model)) for part in intervention.weights()]
+    functions = [(part, part.function_for(model)) for part in bound.weight_parts]
+    readers = _readers(model, bound)
+    before = {name: _checksum(read()) for name, read in readers.items()}
     try:
         for part, function in functions:
-            for layer, owner, weight in _weights(model, part):
-                edited = function(weight, {"layer": layer})
-                saved.append((weight, weight.clone(), part))
-                weight.copy_(edited)
-                if not torch.equal(getattr(owner, part.target), edited):
+            for weight in _weights(model, part):
+                edited = function(weight.tensor, {"layer": weight.layer})
+                edits.append((part, weight, weight.tensor.clone()))
+                weight.tensor.copy_(edited)
+                if not torch.equal(weight.read(), edited):
                     raise ModelError(f"{model.info.name}: {part.target} cannot be edited in place")
         yield
     finally:
-        for weight, original, part in reversed(saved):
-            weight.copy_(original)
-            if _checksum(weight) != _checksum(original):
+        for _, weight, original in reversed(edits):
+            weight.tensor.copy_(original)
+        for name, read in readers.items():
+            if _checksum(read()) != before[name]:
                 raise ModelError(
-                    f"{model.info.name}: {part.target} was not restored after {intervention.name}"
+                    f"{model.info.name}: {name} was not restored after {bound.intervention}"
                 )
 
 
-def _weights(model: LoadedModel, part: Part) -> list[tuple[int | None, Any, Tensor]]:
-    """The tensors that a part edits, with their layers and the modules that show them."""
+def _weights(model: Model, part: BoundPart) -> list[EditableWeight]:
+    """The weights that a part edits."""
+    layers: Iterable[int | None] = range(model.info.n_layers)
     if part.target in EDITABLE_EMBEDDINGS:
-        owners: list[tuple[int | None, Any]] = [(None, model.bridge)]
-    else:
-        layers = range(model.info.n_layers) if part.layer is None else [part.layer]
-        owners = [(layer, model.bridge.blocks[layer].attn) for layer in layers]
-    found: list[tuple[int | None, Any, Tensor]] = []
-    for layer, owner in owners:
-        weight = getattr(owner, part.target, None)
-        if not isinstance(weight, Tensor):
+        layers = [None]
+    elif part.layer is not None:
+        layers = [part.layer]
+    weights: list[EditableWeight] = []
+    for layer in layers:
+        weight = model.editable_weight(part.target, layer)
+        if weight is None:
             where = "" if layer is None else f"layer {layer} has "
             raise ModelError(
                 f"{model.info.name}: {where}no {part.target} for {part.registered.name} to edit"
             )
-        found.append((layer, owner, weight))
-    return found
+        weights.append(weight)
+    return weights
+
+
+def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], Tensor]]:
+    """Ways to what the engines read of the weights that are edited, each by its name.
+
+    A weight is looked up anew with each call. The tensor that was edited would not tell whether the
+    model still uses it.
+    """
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for part in bound.weight_parts:
+        for weight in _weights(model, part):
+            if weight.parameter is not None:
+                readers[weight.parameter] = partial(model.bare.get_parameter, weight.parameter)
+            place = "" if weight.layer is None else f"layer {weight.layer}: "
+            readers[place + part.target] = weight.read
+    return readers
 
 
 def _checksum(weight: Tensor) -> str:

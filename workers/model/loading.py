@@ -1,6 +1,4 @@
-"""A model's weights, wrapped in a `TransformerBridge`: with engines.py, the only file that knows
-TransformerLens.
-"""
+"""From a model's files to a `Model`: its weights, wrapped in a `TransformerBridge`."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,60 +16,30 @@ from torch import nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
-from workers.model.circuit import Circuit
-from workers.model.model_info import LEGACY_PLAIN, ModelInfo, be_quiet, weight_files
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """One set of weights seen in two ways: through TransformerLens's hooks, and as the bare modules
-    of its library.
-    """
-
-    info: ModelInfo
-    bridge: Any
-    bare: nn.Module
-    blocks: list[nn.Module]
-    parts: dict[str, list[nn.Module]]
-    """Modules of the bare tree whose outputs are activations, one for each layer or one for all:
-    `embed`, `mlp_out`, …
-    """
-
-    @cached_property
-    def circuit(self) -> Circuit:
-        """What the weights say of positions; asked for while nothing is edited."""
-        return Circuit.of(self)
-
-    def has(self, activation: str) -> bool:
-        """Whether there is such an activation: positions may be rotations, and a layer may have no
-        MLP.
-        """
-        mapping = self.bridge.adapter.component_mapping
-        known = {
-            "pos_embed": "pos_embed" in mapping,
-            "mlp_out": "mlp" in mapping["blocks"].submodules,
-        }
-        return known.get(activation, True)
-
-    def hides(self, activation: str) -> bool:
-        """Whether there is such an activation and no module puts it out, as with OPT's MLPs and
-        with folded ones.
-        """
-        return self.has(activation) and self.parts.get(activation) == []
+from workers.model.attention_layers import native_attention, take_over_attention
+from workers.model.model import Model
+from workers.model.model_info import LEGACY_PLAIN, ModelInfo, weight_files
 
 
 def load_model(
     info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32
-) -> LoadedModel:
+) -> Model:
     """Load weights as `dtype` and wrap them in a `TransformerBridge`; `weights` is raw or folded."""
-    be_quiet()
-    loaded = (_load_hf if info.layout == "huggingface" else _load_legacy)(info, device, dtype)
+    load = _load_hf if info.layout == "huggingface" else _load_legacy
+    bridge, bare, blocks = load(info, device, dtype)
+    modules = _modules(bridge, bare, blocks)
     if weights == "folded":
-        loaded.bridge.enable_compatibility_mode()
-        loaded.parts["unembed"] = [_unembedding(loaded.bridge)]
+        bridge.enable_compatibility_mode()
+        modules["unembed"] = [_unembedding(bridge)]
         # The modules keep the weights as trained, which do not go with the positions of the bridge.
-        loaded.parts["mlp_out"] = []
-    return loaded
+        modules["mlp_out"] = []
+    model = Model(info, bridge, bare, blocks, modules)
+    model.settle_scales()
+    return model
+
+
+Loaded = tuple[Any, nn.Module, list[nn.Module]]
+"""A bridge, the bare modules, and those of them that are the layers."""
 
 
 def _unembedding(bridge: Any) -> nn.Module:
@@ -85,7 +51,7 @@ def _unembedding(bridge: Any) -> nn.Module:
     return made
 
 
-def _load_hf(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModel:
+def _load_hf(info: ModelInfo, device: str, dtype: torch.dtype) -> Loaded:
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import AutoModelForCausalLM
 
@@ -119,12 +85,13 @@ def _load_hf(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModel:
             f"{info.path}: TransformerLens cannot bridge this architecture ({reason(error)})"
         ) from None
     model.requires_grad_(False)
+    take_over_attention(bare)
     mapping: Any = bridge.adapter.component_mapping
     blocks: Any = bare.get_submodule(mapping["blocks"].name)
-    return LoadedModel(info, bridge, bare, list(blocks), _parts(bridge, bare, list(blocks)))
+    return bridge, bare, list(blocks)
 
 
-def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModel:
+def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> Loaded:
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge.sources.native import boot
     from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
@@ -177,28 +144,28 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedMode
     except Exception as error:
         raise ModelError(f"{path}: the weights do not fit config.json ({reason(error)})") from None
     bridge.original_model.eval().requires_grad_(False)
-    blocks: Any = list(bridge.blocks)
-    return LoadedModel(
-        info, bridge, bridge.original_model, blocks, _parts(bridge, bridge.original_model, blocks)
-    )
+    asking = native_attention()
+    for block in bridge.blocks:
+        block.attn.original_component.__class__ = asking
+    return bridge, bridge.original_model, list(bridge.blocks)
 
 
-def _parts(bridge: Any, bare: nn.Module, blocks: list[nn.Module]) -> dict[str, list[nn.Module]]:
+def _modules(bridge: Any, bare: nn.Module, blocks: list[nn.Module]) -> dict[str, list[nn.Module]]:
     """The bare modules of the activations that are some module's output."""
     mapping = bridge.adapter.component_mapping
-    parts = {
+    modules = {
         name: [bare.get_submodule(mapping[name].name)] if name in mapping else []
         for name in ("embed", "pos_embed", "unembed")
     }
     inside = mapping["blocks"].submodules
     for activation, name in (("attn_out", "attn"), ("mlp_out", "mlp")):
         names = [inside[name].name] * len(blocks) if name in inside and inside[name].name else []
-        parts[activation] = [
+        modules[activation] = [
             getattr(block, own)
             for block, own in zip(blocks, names, strict=False)
             if hasattr(block, own)
         ]
-    return parts
+    return modules
 
 
 class _Gelu(nn.Module):

@@ -1,0 +1,119 @@
+"""Interventions as a scan names them: `NAME`, `NAME(1,0.5)`, `A+B`.
+
+A text is parsed once, when the scan is read. What a name edits, and which arguments it takes, is
+known to `workers.interventions` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from schemas.errors import ScanError
+
+Argument = int | float | str
+"""A number, or a name."""
+
+PART = re.compile(r"(\w+)(?:\(([^()]*)\))?")
+WHOLE_NUMBER = re.compile(r"[+-]?\d+")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+LARGEST_WHOLE = 2**53
+"""Up to here a float holds every whole number."""
+
+
+@dataclass(frozen=True)
+class InterventionPart:
+    """One edit and its arguments."""
+
+    name: str
+    arguments: tuple[Argument, ...] = ()
+
+    def __str__(self) -> str:
+        """The edit as a scan writes it; no two texts say the same.
+
+        >>> str(InterventionPart("zero_head", (1, 2))), str(InterventionPart("none"))
+        ('zero_head(1,2)', 'none')
+        """
+        arguments = ",".join(map(str, self.arguments))
+        return f"{self.name}({arguments})" if arguments else self.name
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """What a scan names: one edit of the model, or several in order."""
+
+    parts: tuple[InterventionPart, ...]
+
+    def __str__(self) -> str:
+        """The canonical text: the value of column `intervention`, and of its directory."""
+        return "+".join(map(str, self.parts))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A scan file holds the text."""
+        text = core_schema.no_info_after_validator_function(_validated, core_schema.str_schema())
+        return core_schema.json_or_python_schema(
+            json_schema=text,
+            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), text]),
+            serialization=core_schema.to_string_ser_schema(when_used="always"),
+        )
+
+
+def parse_intervention(text: str) -> Intervention:
+    """Read an intervention; whether there is such an edit is not looked at.
+
+    >>> parse_intervention("zero_head(1, 2)").parts
+    (InterventionPart(name='zero_head', arguments=(1, 2)),)
+    >>> str(parse_intervention("scale_query_bias(0.50)+blend_first_position(1.0)"))
+    'scale_query_bias(0.5)+blend_first_position(1)'
+    >>> parse_intervention("none+")
+    Traceback (most recent call last):
+    schemas.errors.ScanError: interventions: expected NAME, NAME(1,0.5) or A+B, got 'none+'
+    """
+    try:
+        return _parsed(text)
+    except ValueError as error:
+        raise ScanError(f"interventions: {error}, got {text!r}") from None
+
+
+def _validated(text: str) -> Intervention:
+    try:
+        return _parsed(text)
+    except ValueError as error:
+        raise PydanticCustomError("intervention", str(error)) from None  # pyright: ignore[reportArgumentType]
+
+
+def _parsed(text: str) -> Intervention:
+    # A plus sign may belong to a number: scale_query_bias(1e+3).
+    pieces = re.split(r"\+(?![^()]*\))", text)
+    return Intervention(tuple(_part(piece) for piece in pieces))
+
+
+def _part(piece: str) -> InterventionPart:
+    match = PART.fullmatch(piece)
+    texts = [] if match is None or not match[2] else [a.strip() for a in match[2].split(",")]
+    if match is None or "" in texts:
+        raise ValueError("expected NAME, NAME(1,0.5) or A+B")
+    return InterventionPart(match[1], tuple(map(_argument, texts)))
+
+
+def _argument(text: str) -> Argument:
+    """A number in its shortest form, or the text itself.
+
+    >>> [_argument(text) for text in ("1.0", "0.50", "1e-3", "-0.0", "entropy")]
+    [1, 0.5, 0.001, 0, 'entropy']
+    """
+    if WHOLE_NUMBER.fullmatch(text):
+        return int(text)
+    if not NUMBER.fullmatch(text):
+        return text
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) <= LARGEST_WHOLE else number
+
+
+NONE = parse_intervention("none")
+"""The untouched model."""

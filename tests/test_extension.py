@@ -1,0 +1,344 @@
+"""A run grows, and goes on with another batch size: the rows are those of a run that was so from the
+beginning, whenever a command is killed in between.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from jobs.compaction import compact
+from jobs.plan import Plan, make_plan, prepare_run
+from jobs.ray_cluster import Resources
+from jobs.replan import replan
+from jobs.run_loop import run_to_end
+from jobs.status import read_status
+from queries.connection import connect
+from schemas import places
+from schemas.commits import fold
+from schemas.errors import RunError, ScanError
+from schemas.places import write_whole
+from schemas.run_directory import RunDirectory
+from schemas.scan import parse_scan
+from tests.toy_replica import ToyReplica
+from tests.toy_runs import local
+from workers.replica import Replica
+
+SIZE = 3
+FIELDS: dict[str, Any] = {
+    "model": "bundled:attn-only-2l-mini",
+    "n_ctx": 9,
+    "input": {"family": "uniform_random"},
+    "interventions": ["none", "zero_head(0,0)"],
+    "statistics": ["entropy", "sink_mass"],
+    "sequences_per_shard": SIZE,
+}
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def planned(out: Path, sequences: int | str, **changes: Any) -> Plan:
+    scan = parse_scan(FIELDS | {"sequences": sequences, "out": str(out)} | changes)
+    return make_plan(scan, "grown")
+
+
+def measured(plan: Plan, replica: type[Replica] = ToyReplica) -> list[str]:
+    """Bring a run to its end in this process; the lines that it says."""
+    text = io.StringIO()
+    prepare_run(plan, "")
+    console = Console(file=text, width=1000, highlight=False)
+    assert run_to_end(plan, Resources(0, 1, "cpu", None), console, replica=replica) == []
+    return text.getvalue().splitlines()
+
+
+def rows(run: RunDirectory) -> pa.Table:
+    """The rows of `heads` that a reader sees, each once."""
+    sql = "SELECT intervention, sequence, shard, layer, head, entropy, sink_mass FROM heads ORDER BY ALL"
+    found = connect(run.path).sql(sql).to_arrow_table()
+    keys = found.select(["intervention", "sequence", "layer", "head"]).to_pylist()
+    assert len({tuple(key.values()) for key in keys}) == len(keys)
+    return found
+
+
+def globbed(run: RunDirectory) -> int:
+    """How many rows of `heads` a bare glob finds."""
+    import duckdb
+
+    pattern = local(run.path) / "heads" / "*" / "*.parquet"
+    (found,) = duckdb.connect().execute(f"SELECT count(*) FROM '{pattern}'").fetchall()
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], pa.Table]:
+    """The rows of a run of so many sequences that never grew."""
+    kept: dict[int, pa.Table] = {}
+
+    def of(sequences: int) -> pa.Table:
+        if sequences not in kept:
+            plan = planned(tmp_path_factory.mktemp("whole"), sequences)
+            measured(plan)
+            kept[sequences] = rows(plan.run)
+        return kept[sequences]
+
+    return of
+
+
+def leave(run: RunDirectory) -> None:
+    """Leave a run's ledger as it is."""
+
+
+def fold_all(run: RunDirectory) -> None:
+    fold(run.commits_directory, list(run.commits()))
+
+
+def fold_and_commit_again(run: RunDirectory) -> None:
+    """What a late attempt leaves: a fold, and a file of the same shard."""
+    commits = list(run.commits())
+    fold(run.commits_directory, commits)
+    write_whole(run.commit_file(commits[-1].shard), commits[-1].model_dump_json().encode())
+
+
+def compact_all(run: RunDirectory) -> None:
+    compact(run)
+
+
+def compact_in_pairs(run: RunDirectory) -> None:
+    compact(run, 2 * SIZE * 2 * 8)
+
+
+LEDGERS = [leave, fold_all, fold_and_commit_again, compact_all, compact_in_pairs]
+
+
+@pytest.mark.parametrize("change", LEDGERS)
+@pytest.mark.parametrize("first", [2, 5, 6, 7])
+def test_a_run_is_extended(
+    tmp_path: Path,
+    whole: Callable[[int], pa.Table],
+    change: Callable[[RunDirectory], None],
+    first: int,
+) -> None:
+    begun = planned(tmp_path, first)
+    measured(begun)
+    change(begun.run)
+    before = {c.shard: c.finished for c in begun.run.commits()}
+    longer = planned(tmp_path, 11)
+    assert longer.run == begun.run
+    kept = first // SIZE
+    assert longer.done == kept
+    lines = measured(longer)
+    assert f"extended from {first} to 11 sequences" in lines[0]
+    assert rows(longer.run).equals(whole(11))
+    assert globbed(longer.run) == len(whole(11))
+    commits = list(longer.run.commits())
+    assert [(c.start, c.stop) for c in commits] == [(0, 3), (3, 6), (6, 9), (9, 11)]
+    again = [c.shard for c in commits if before.get(c.shard) != c.finished]
+    assert again == list(range(kept, 4))
+    manifest = longer.run.manifest()
+    assert (manifest.sequences, manifest.shards) == (11, 4)
+    assert read_status(longer.run).complete
+    change(longer.run)
+    measured(planned(tmp_path, 13))
+    assert rows(longer.run).equals(whole(13))
+    assert globbed(longer.run) == len(whole(13))
+    compact(longer.run)
+    assert rows(longer.run).equals(whole(13))
+    assert globbed(longer.run) == len(whole(13))
+
+
+def test_fewer_sequences_than_there_are_measure_nothing(
+    tmp_path: Path, whole: Callable[[int], pa.Table]
+) -> None:
+    measured(planned(tmp_path, 11))
+    fewer = planned(tmp_path, 4)
+    assert (fewer.manifest.sequences, fewer.requested, fewer.done) == (11, 4, 4)
+    lines = measured(fewer)
+    assert "4 sequences are asked for and the run has 11; they all stay" in lines[0]
+    assert "4 shards, 4 of them done" in lines[1]
+    assert rows(fewer.run).equals(whole(11))
+
+
+def test_of_an_unfinished_run_only_what_is_asked_for_is_measured(tmp_path: Path) -> None:
+    begun = planned(tmp_path, 11)
+    measured(begun)
+    for shard in (1, 3):
+        local(begun.run.commit_file(shard)).unlink()
+    measured(planned(tmp_path, 4))
+    assert begun.run.ledger([])["shard"].to_pylist() == [0, 1, 2]
+    assert not read_status(begun.run).complete
+
+
+def test_a_status_counts_what_is_missing_of_an_extended_run(tmp_path: Path) -> None:
+    begun = planned(tmp_path, 5)
+    measured(begun)
+    assert [planned(tmp_path, n).done for n in (5, 6, 11)] == [2, 1, 1]
+    status = read_status(begun.run)
+    assert (status.complete, status.done, status.missing) == (True, 2, 0)
+    manifest = begun.run.manifest()
+    longer = manifest.model_copy(update={"sequences": 11, "shards": 4})
+    local(begun.run.manifest_file).write_text(longer.model_dump_json())
+    status = read_status(begun.run)
+    assert (status.complete, status.done, status.missing) == (False, 1, 3)
+    assert status.tokens_done == SIZE * 9 * 2
+
+
+def test_a_commit_that_a_late_replica_left_short_is_measured_anew(
+    tmp_path: Path, whole: Callable[[int], pa.Table]
+) -> None:
+    begun = planned(tmp_path, 5)
+    measured(begun)
+    late = list(begun.run.commits())[1]
+    measured(planned(tmp_path, 11))
+    write_whole(begun.run.commit_file(1), late.model_dump_json().encode())
+    measured(planned(tmp_path, 11))
+    assert rows(begun.run).equals(whole(11))
+
+
+def steps(monkeypatch: pytest.MonkeyPatch, allowed: int | None) -> Callable[[], int]:
+    """Count what appears and disappears on the disk; after `allowed` changes the process is dead."""
+    count = 0
+    replace, unlink = os.replace, Path.unlink
+
+    def step() -> None:
+        nonlocal count
+        if count == allowed:
+            raise Killed
+        count += 1
+
+    def counted_replace(source: Path, target: Path) -> None:
+        step()
+        replace(source, target)
+
+    def counted_unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.exists() and not path.name.endswith((".tmp", ".lock")):
+            step()
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(places.os, "replace", counted_replace)
+    monkeypatch.setattr(Path, "unlink", counted_unlink)
+    return lambda: count
+
+
+@pytest.mark.parametrize("change", [leave, fold_and_commit_again, compact_all])
+def test_whenever_it_is_killed_the_same_command_ends_with_the_same_rows(
+    tmp_path: Path, whole: Callable[[int], pa.Table], change: Callable[[RunDirectory], None]
+) -> None:
+    expected, short = whole(8), whole(5)
+    kept = short.filter(pa.compute.less(short["sequence"], SIZE))  # pyright: ignore
+    killed, allowed = True, 0
+    while killed:
+        out = tmp_path / str(allowed)
+        measured(planned(out, 5))
+        run = planned(out, 8).run
+        change(run)
+        with pytest.MonkeyPatch.context() as patch:
+            steps(patch, allowed)
+            try:
+                measured(planned(out, 8))
+                killed = False
+            except Killed:
+                pass
+        between = rows(run)
+        if killed:
+            # The first shard never goes; the second is there as it was, not at all, or longer.
+            sequences = len(between) * SIZE // len(kept)
+            assert sequences in (3, 5, 6, 8)
+            known = between.filter(pa.compute.less(between["sequence"], SIZE))  # pyright: ignore
+            assert known.equals(kept)
+        measured(planned(out, 8))
+        assert rows(run).equals(expected)
+        assert globbed(run) == len(expected)
+        allowed += 1
+    assert allowed > 10
+
+
+def test_a_run_goes_on_with_another_batch_size(tmp_path: Path) -> None:
+    begun = planned(tmp_path, 5)
+    measured(begun)
+    local(begun.run.commit_file(1)).unlink()
+    smaller = planned(tmp_path, 5, batch_size=2)
+    assert smaller.run == begun.run
+    measured(smaller, Replica)
+    assert begun.run.manifest().batch_size == 2
+    assert replan(begun.run).scan.batch_size == 2
+    assert replan(begun.run, ["batch_size=1"]).scan.batch_size == 1
+    longer = replan(begun.run, ["sequences=8"])
+    assert (longer.scan.batch_size, longer.manifest.sequences) == (2, 8)
+    with pytest.raises(ScanError, match="--set seed=3: expected batch_size or sequences, which"):
+        replan(begun.run, ["seed=3"])
+
+
+def test_two_that_extend_at_once_are_told(tmp_path: Path) -> None:
+    measured(planned(tmp_path, 5))
+    slow = planned(tmp_path, 8)
+    measured(planned(tmp_path, 11))
+    with pytest.raises(RunError, match="another process has extended this run meanwhile"):
+        measured(slow)
+
+
+def corpus_fields(*texts: Path, **options: Any) -> dict[str, Any]:
+    files = str(texts[0].parent / "*.jsonl")
+    return {"input": {"family": "pile", "files": files, **options}}
+
+
+def write_texts(file: Path, *documents: int) -> Path:
+    """A file with documents of so many letters."""
+    lines = [
+        json.dumps({"text": "".join(chr(97 + (i * 7 + n) % 26) for i in range(n))}) + "\n"
+        for n in documents
+    ]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(lines))
+    return file
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_a_corpus_run_is_extended(tmp_path: Path, packing: str) -> None:
+    first = write_texts(tmp_path / "texts" / "a.jsonl", *range(8, 24))
+    fields = corpus_fields(first, packing=packing) | {"model": "bundled:gpt2-mini"}
+    measured(planned(tmp_path / "out", 4, **fields))
+    measured(planned(tmp_path / "out", 8, **fields))
+    grown = planned(tmp_path / "out", "all", **fields)
+    measured(grown)
+    run = grown.run
+    write_texts(tmp_path / "texts" / "b.jsonl", 30, 40, 50)
+    assert planned(tmp_path / "out", 8, **fields).manifest.sequences == run.manifest().sequences
+    grown = planned(tmp_path / "out", "all", **fields)
+    assert grown.manifest.sequences > run.manifest().sequences
+    measured(grown)
+    assert len(run.manifest().identity["corpus"]["sources"]) == 2
+    alone = planned(tmp_path / "alone", "all", **fields)
+    measured(alone)
+    assert rows(run).equals(rows(alone.run))
+    tokens = "SELECT intervention, sequence, file, row, tokens FROM sequences ORDER BY ALL"
+    found, expected = (connect(r.path).execute(tokens).fetchall() for r in (run, alone.run))
+    assert found == expected
+
+
+def test_a_corpus_that_has_changed_is_refused(tmp_path: Path) -> None:
+    first = write_texts(tmp_path / "texts" / "b.jsonl", *range(8, 24))
+    fields = corpus_fields(first, packing="document") | {"model": "bundled:gpt2-mini"}
+    measured(planned(tmp_path / "out", 4, **fields))
+    before = first.read_text()
+    write_texts(tmp_path / "texts" / "a.jsonl", 30)
+    with pytest.raises(RunError, match=r"not the one that the run was begun with: .*a\.jsonl"):
+        planned(tmp_path / "out", 8, **fields)
+    (tmp_path / "texts" / "a.jsonl").unlink()
+    first.write_text(before + before)
+    with pytest.raises(RunError, match=r"not the one that the run was begun with: corpus\.bytes"):
+        planned(tmp_path / "out", "all", **fields)
+    # As many bytes, and other lengths of documents.
+    write_texts(first, *reversed(range(8, 24)))
+    assert len(first.read_text()) == len(before)
+    with pytest.raises(RunError, match="changed since the run was begun: document 0 had 8 tokens"):
+        planned(tmp_path / "out", "all", **fields)

@@ -1,0 +1,127 @@
+"""Which engine measures each intervention of a scan, and in which precision.
+
+Settled once, when a replica is made or a scan is planned, so that what cannot run is refused before
+a GPU is paid for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from schemas.commits import Method
+from schemas.errors import RunError, ScanError
+from schemas.intervention import Intervention
+from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE, PRECISIONS
+from schemas.scan import Scan
+from workers.engine.edits import hidden_keys
+from workers.engine.sweep_kernel import available
+from workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
+from workers.model.model import Model
+
+EngineName = Literal["fused", "dense"]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How one intervention is measured."""
+
+    bound: BoundIntervention
+    engine: EngineName
+    reason: str
+    """Why the dense engine measures it; empty if the fused one does."""
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """The precision of a run on a device, and the engine of each intervention."""
+
+    precision: str
+    device: str
+    interventions: Mapping[Intervention, Settled]
+
+    def methods(self, n_layers: int) -> list[Method]:
+        """How each intervention is measured, in the order of the scan."""
+        return [self.method(settled, n_layers) for settled in self.interventions.values()]
+
+    def method(self, settled: Settled, n_layers: int) -> Method:
+        """How one intervention is measured: what a commit says of it."""
+        fused = settled.engine == "fused"
+        return Method(
+            intervention=str(settled.bound.intervention),
+            engine=settled.engine,
+            precision=self.precision,
+            attention=self._attention() if fused else "matrix",
+            built_layers=settled.bound.built_layers(n_layers) if fused else [],
+        )
+
+    def _attention(self) -> str:
+        exact = PRECISIONS[self.precision].scores == "float64"
+        return "kernel" if not exact and available(torch.device(self.device)) else "tiles"
+
+
+def settle(model: Model, scan: Scan, device: str) -> Settlement:
+    """Settle a scan's interventions on a device, `cpu` or `cuda`; the device need not be there.
+
+    With `precision = "auto"` it is the fastest precision that all of the interventions can have.
+    """
+    settled = {i: settle_one(model, scan, i) for i in scan.interventions}
+    dense = [s for s in settled.values() if s.engine == "dense"]
+    fastest = "float32" if dense else FASTEST_ACCEPTABLE[device]
+    precision = fastest if scan.precision == "auto" else scan.precision
+    for one in dense:
+        check_bridge_precision(one, precision)
+    return Settlement(precision, device, settled)
+
+
+def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
+    """The engine of one intervention; what the model does not have is refused."""
+    bound = bind(intervention)
+    bound.check(model.info, scan.n_ctx)
+    _check_visible(bound, scan.n_ctx)
+    check_targets(model, bound)
+    if scan.engine == "dense":
+        return Settled(bound, "dense", "engine is 'dense'")
+    # Folding happens in the bridge alone, so folded weights are measured there.
+    if scan.weight_processing == "folded":
+        return Settled(bound, "dense", "weight_processing is 'folded'")
+    reason = needs_bridge(model, bound)
+    return Settled(bound, "fused", "") if reason is None else Settled(bound, "dense", reason)
+
+
+def _check_visible(bound: BoundIntervention, n_ctx: int) -> None:
+    """Refuse masks that together leave a query without a key, where they can be tried alone."""
+    masks = [
+        part
+        for part in bound.activation_parts
+        if part.target == "attn_scores" and not part.registered.reads and "head" not in part.options
+    ]
+    for layer in {part.layer for part in masks}:
+        scores = torch.zeros(1, 1, n_ctx, n_ctx, dtype=torch.float16)
+        for part in masks:
+            if part.layer in (None, layer):
+                scores = part.registered.function(scores, **part.options)
+        hidden_keys(scores)
+
+
+def check_bridge_precision(settled: Settled, precision: str) -> None:
+    """Refuse a precision that the dense engine does not compute in."""
+    if settled.engine == "dense" and precision not in BRIDGE_PRECISIONS:
+        raise ScanError(
+            f"precision: {settled.bound.intervention} is measured by the dense engine "
+            f"({settled.reason}), which does not compute in {precision}; "
+            "set precision = 'auto', 'float32' or 'float64'"
+        )
+
+
+def check_begun(begun: frozenset[str], precision: str, run_id: str, device: str) -> None:
+    """Refuse to go on in another precision than a run was begun in."""
+    if begun and begun != {precision}:
+        raise RunError(
+            f"{run_id}: begun in {' and '.join(sorted(begun))}, and precision = 'auto' means "
+            f"{precision} on this {device}; go on where it was begun, or start a new run with that "
+            "precision in the scan"
+        )

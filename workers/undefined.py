@@ -1,0 +1,56 @@
+"""Where a formula has no value although its layer was measured: NULL, and never a large number.
+
+Two things leave a formula without a value. An edit may hide a score that it reads, and a cosine may
+meet a vector of zeros. Both make NaN. Broken weights make NaN too, but they are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schemas.formulas import Formula, evaluate
+from workers.engine.dense_pattern import DensePattern
+
+
+def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
+    """A formula's value in one layer: NaN where it is undefined.
+
+    Where it is no number for any other reason, it is infinite, so that a reader of the value can
+    tell the two apart.
+    """
+    pattern = activations.get("pattern")
+    if isinstance(pattern, DensePattern) and pattern.hidden is not None:
+        return _under_a_mask(formula, activations, pattern)
+    value = evaluate(formula.compute, activations)
+    return _marked(value, _without_direction(formula, value, activations))
+
+
+def _under_a_mask(
+    formula: Formula, activations: Mapping[str, Any], pattern: DensePattern
+) -> Tensor:
+    """The value where an edit hides keys: undefined where only a hidden score makes it so."""
+    watched = pattern.watched()
+    value = evaluate(formula.compute, {**activations, "pattern": watched})
+    undefined = _without_direction(formula, value, activations)
+    if watched.was_asked_for_scores:
+        revealed = evaluate(formula.compute, {**activations, "pattern": pattern.revealed()})
+        undefined = undefined | (value.isnan() & revealed.isfinite())
+    return _marked(value, undefined)
+
+
+def _without_direction(formula: Formula, value: Tensor, activations: Mapping[str, Any]) -> Tensor:
+    """Where a cosine is undefined: it is 0/0, and everything that it reads is finite."""
+    if not formula.cosine:
+        return torch.zeros_like(value, dtype=torch.bool)
+    inputs = [activations[name] for name in formula.parameters]
+    finite = [x.isfinite().all() for x in inputs if isinstance(x, Tensor)]
+    return value.isnan() & torch.stack(finite).all()
+
+
+def _marked(value: Tensor, undefined: Tensor) -> Tensor:
+    """A value with infinity for what is neither finite nor undefined."""
+    return value.where(value.isfinite(), torch.inf).masked_fill(undefined, torch.nan)
