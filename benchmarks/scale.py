@@ -37,7 +37,7 @@ from schemas.commits import COMMITS, DROPPED, FOLD, Method
 from schemas.intervention import NONE, Intervention
 from schemas.run_directory import data_path
 from schemas.scan import parse_scan
-from schemas.statistics import select
+from schemas.statistics import KIND
 from schemas.tables import chance_column
 from workers.model.model_info import ModelInfo
 from workers.replica import InterventionMeasurements, Replica
@@ -69,10 +69,10 @@ class Idler(Replica):
     ) -> InterventionMeasurements:
         """Zeros at once."""
         shape = len(tokens), self.info.n_layers, self.info.n_heads
-        chosen = select(self.scan.statistics)
-        heads = {s.name: np.zeros(shape, np.float32) for s in chosen}
+        statistics = self.scan.formulas(KIND)
+        heads = {s.name: np.zeros(shape, np.float32) for s in statistics}
         chance = {
-            chance_column(s.name): np.zeros(len(tokens), np.float32) for s in chosen if s.chance
+            chance_column(s.name): np.zeros(len(tokens), np.float32) for s in statistics if s.chance
         }
         method = Method(
             intervention=str(intervention),
@@ -81,7 +81,7 @@ class Idler(Replica):
             attention="",
             built_layers=[],
         )
-        return InterventionMeasurements(heads, chance, {}, {}, method)
+        return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, method)
 
 
 def plan_of(out: Path, name: str, **fields: Any) -> Plan:

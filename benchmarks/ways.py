@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from schemas.precision import PRECISIONS
-from schemas.statistics import evaluate, select
+from schemas.statistics import KIND, evaluate
 from workers.batch import measure_batch
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.fused_engine import FusedEngine
@@ -33,7 +33,7 @@ Run = Callable[[Tensor], object]
 Way = Callable[[Path, str, str], Run]
 """Takes a model's directory, a device and a precision."""
 
-STATISTICS = select("standard")
+STATISTICS = KIND.select("standard")
 
 
 def bare(path: Path, device: str, precision: str) -> Run:

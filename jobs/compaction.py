@@ -35,9 +35,10 @@ from schemas.commits import (
     write_fold,
 )
 from schemas.errors import RunError
+from schemas.kinds import TABLES
 from schemas.parquet import parquet_bytes, read_parquet
 from schemas.places import names, reason, settle, write_whole
-from schemas.run_directory import TABLES, RunDirectory, data_path, pc
+from schemas.run_directory import RunDirectory, data_path, pc
 
 ROWS = 2_000_000
 """Rows of a merged file of the largest table (`heads`, or `profiles`); a file with half of them is
@@ -46,14 +47,6 @@ left alone.
 
 ROW_GROUP = 65_536
 """Rows that are read or passed over together."""
-
-ORDER = {
-    "heads": ("layer", "head", "sequence"),
-    "sequences": ("sequence",),
-    "profiles": ("profile", "layer", "head", "query", "key", "lag", "shard"),
-    "curves": ("layer", "head", "sequence"),
-    "weights": ("weight", "layer", "head", "position", "dimension"),
-}
 
 
 @dataclass(frozen=True)
@@ -217,7 +210,9 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
         if len(files) == 1 and files[0][1].shards == 1:
             changes[table, intervention] = {}  # A lone file, of weights, stays.
             continue
-        content = parquet_bytes(_sorted(_read(run, files), ORDER[table]), row_group_size=ROW_GROUP)
+        content = parquet_bytes(
+            _sorted(_read(run, files), TABLES[table].order), row_group_size=ROW_GROUP
+        )
         path = data_path(table, intervention, name)
         write_whole(run.path / path, content)
         settle((run.path / path).parent)

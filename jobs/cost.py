@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-import pyarrow as pa
+from dataclasses import dataclass
 
 from jobs.plan import Plan
+from schemas.kinds import TABLES
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
 from workers.inputs.sequences import ShardInput
 from workers.memory import PeakMemory, available_cores
-from workers.profile_means import profiles_table
 from workers.replica import InterventionMeasurements, Replica, resolve_device, resolve_precision
-from workers.shard import curves_table, heads_table, sequences_table
-
-Writer = Callable[[ShardInput, InterventionMeasurements], pa.Table]
-"""Makes a table of what was measured on a shard."""
+from workers.shard import intervention_tables
 
 
 @dataclass(frozen=True)
@@ -148,67 +142,41 @@ def _tables(
     plan: Plan, replica: Replica, first: ShardInput, samples: dict[str, InterventionMeasurements]
 ) -> list[TableCost]:
     """Rows and bytes of every table that the scan writes."""
-    scan = plan.scan
-    by_sequence: dict[str, Writer] = {
-        "heads": lambda shard, measured: heads_table(scan, shard, measured),
-        "sequences": lambda shard, measured: sequences_table(scan, shard, measured),
-    }
-    if scan.curves:
-        by_sequence["curves"] = lambda shard, measured: curves_table(scan, shard, measured)
-    costs: list[TableCost] = []
-    for name, writer in by_sequence.items():
-        sizes = [_extrapolated(plan, first, measured, writer) for measured in samples.values()]
-        costs.append(TableCost(name, *(round(sum(column)) for column in zip(*sizes, strict=True))))
-    shards = plan.manifest.shards
-    profiles = [profiles_table(0, m.profiles) for m in samples.values() if m.profiles]
-    if profiles:
-        # As large for one sequence as for a whole shard.
-        rows = sum(table.num_rows for table in profiles)
-        size = sum(len(parquet_bytes(table)) for table in profiles)
-        costs.append(TableCost("profiles", rows * shards, size * shards))
-    if scan.weight_statistics:
+    sequences, shards = len(plan.sequences), plan.manifest.shards
+    costs = dict.fromkeys(TABLES, (0.0, 0.0))
+    for measured in samples.values():
+        count = len(next(iter(measured.heads.values())))
+        half = count // 2
+        half_sizes = _sizes(plan, first, measured, half) if half else {}
+        for name, (rows, size) in _sizes(plan, first, measured, count).items():
+            if TABLES[name].has("sequence"):
+                # A file costs something by itself, and each sequence adds to it. A whole sample and
+                # half of it say how much either is.
+                _, half_size = half_sizes.get(name, (0, 0))
+                each = (size - half_size) / (count - half)
+                file = max(0.0, size - each * count)
+                more = (rows / count * sequences, each * sequences + file * shards)
+            else:
+                # As large for one sequence as for a whole shard.
+                more = (rows * shards, size * shards)
+            costs[name] = (costs[name][0] + more[0], costs[name][1] + more[1])
+    for name, table in replica.weights().items():
         # A run has one file of them, whatever its sequences and interventions.
-        weights = replica.weights()
-        costs.append(TableCost("weights", weights.num_rows, len(parquet_bytes(weights))))
-    return costs
+        costs[name] = (table.num_rows, len(parquet_bytes(table)))
+    return [
+        TableCost(name, round(rows), round(size)) for name, (rows, size) in costs.items() if size
+    ]
 
 
-def _extrapolated(
-    plan: Plan, first: ShardInput, measured: InterventionMeasurements, writer: Writer
-) -> tuple[float, float]:
-    """Rows and bytes of a table of sequences under one intervention.
-
-    A file costs something by itself, and each sequence adds to it. A whole sample and half of it
-    say how much either is.
-    """
-    count = len(next(iter(measured.heads.values())))
-    half = count // 2
-    rows, size = _size(first, measured, writer, count)
-    half_size = _size(first, measured, writer, half)[1] if half else 0
-    each = (size - half_size) / (count - half)
-    file = max(0.0, size - each * count)
-    sequences = len(plan.sequences)
-    return rows / count * sequences, each * sequences + file * plan.manifest.shards
-
-
-def _size(
-    first: ShardInput,
-    measured: InterventionMeasurements,
-    writer: Writer,
-    n: int,
-) -> tuple[int, int]:
-    """Rows and bytes of a table of the first `n` sequences."""
+def _sizes(
+    plan: Plan, first: ShardInput, measured: InterventionMeasurements, n: int
+) -> dict[str, tuple[int, int]]:
+    """Rows and bytes of every table of the first `n` sequences under one intervention."""
     origin = {name: values[:n] for name, values in first.origin.items()}
     labels = first.labels and first.labels[:n]
     sample = ShardInput(0, 0, first.tokens[:n], origin, [], labels)
-    part = replace(
-        measured,
-        heads={name: values[:n] for name, values in measured.heads.items()},
-        sequences={name: values[:n] for name, values in measured.sequences.items()},
-        curves={name: values[:n] for name, values in measured.curves.items()},
-    )
-    table = writer(sample, part)
-    return table.num_rows, len(parquet_bytes(table))
+    tables = intervention_tables(plan.scan, sample, measured.first(n))
+    return {name: (rows.num_rows, len(parquet_bytes(rows))) for name, rows in tables.items()}
 
 
 def meanings(scan: Scan) -> list[tuple[str, str, str]]:

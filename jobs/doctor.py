@@ -15,7 +15,7 @@ import numpy as np
 
 from schemas.errors import HeadcountError
 from schemas.scan import parse_scan
-from schemas.statistics import select
+from schemas.statistics import KIND
 
 if TYPE_CHECKING:
     from workers.replica import Replica
@@ -158,7 +158,7 @@ def _largest_drift(fused: Replica, dense: Replica, tokens: np.ndarray) -> tuple[
     """
     of_fused, of_dense = fused.measure(tokens).heads, dense.measure(tokens).heads
     drifts: dict[str, float] = {}
-    for statistic in select("standard"):
+    for statistic in KIND.select("standard"):
         if statistic.unit == "probability":
             one, other = of_fused[statistic.name], of_dense[statistic.name]
             both = np.isnan(one) & np.isnan(other)

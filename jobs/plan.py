@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -11,15 +10,10 @@ from typing import Any
 
 from jobs.corpus_index import index_corpus
 from schemas.errors import RunError, ScanError
-from schemas.formulas import Formula
 from schemas.manifest import Manifest, Meanings, fingerprints
 from schemas.places import Place, write_whole
-from schemas.predictions import select_predictions
-from schemas.profiles import select_curves, select_profiles
 from schemas.run_directory import RunDirectory, covered, differing_keys, pc
 from schemas.scan import Scan
-from schemas.statistics import select
-from schemas.weight_statistics import select_weight_statistics
 from workers.code_fingerprint import code_fingerprint
 from workers.inputs import INPUTS, find_input
 from workers.inputs.corpus import Index, Watch, unwatched
@@ -27,6 +21,9 @@ from workers.inputs.sequences import Sequences
 from workers.interventions import BoundIntervention, bind, needs_partners
 from workers.model.model_info import ModelInfo, describe, find_model
 from workers.providers import column_record
+
+Records = dict[str, dict[str, Any]]
+"""What is said of each name."""
 
 LIBRARIES = (
     "torch",
@@ -138,10 +135,17 @@ class Resolved:
     scan: Scan
     info: ModelInfo
     sequences: Sequences
-    records: dict[str, Any]
-    """What the formulas, the input and the interventions are, by field of the manifest."""
+    kinds: dict[str, Records]
+    """What the formulas are, by field of the scan."""
+    inputs: Records
+    interventions: Records
     identity: dict[str, Any]
     """What the rows mean, but for the code."""
+
+    @property
+    def records(self) -> dict[str, Records]:
+        """What every name means, by field, as the code here says."""
+        return {**self.kinds, "inputs": self.inputs, "interventions": self.interventions}
 
     @property
     def meanings(self) -> Meanings:
@@ -162,13 +166,13 @@ def resolve(scan: Scan) -> Resolved:
         "corpus": sequences.record,
     }
     parts = [part.registered for intervention in interventions for part in intervention.parts]
-    records: dict[str, Any] = {
-        kind: {formula.name: column_record(formula) for formula in formulas}
-        for kind, formulas in _formulas(scan).items()
+    kinds = {
+        kind.field: {formula.name: column_record(formula) for formula in scan.formulas(kind)}
+        for kind in scan.kinds()
     }
-    records |= {"inputs": {sequences.family.name: sequences.family.record}}
-    records |= {"interventions": {registered.name: registered.record for registered in parts}}
-    return Resolved(scan, info, sequences, records, identity)
+    inputs = {sequences.family.name: sequences.family.record}
+    edits = {registered.name: registered.record for registered in parts}
+    return Resolved(scan, info, sequences, kinds, inputs, edits, identity)
 
 
 def plan_run(
@@ -203,7 +207,9 @@ def plan_run(
             model=resolved.info.record,
             code=code,
             versions={library: version(library) for library in LIBRARIES},
-            **resolved.records,
+            kinds=resolved.kinds,
+            inputs=resolved.inputs,
+            interventions=resolved.interventions,
         )
     else:
         manifest = _continued(before, resolved, sequences, code)
@@ -220,17 +226,6 @@ def _continued(before: Manifest, resolved: Resolved, sequences: Sequences, code:
     if code not in before.codes:
         changes["other_codes"] = before.other_codes | {code: resolved.meanings}
     return before.model_copy(update=changes)
-
-
-def _formulas(scan: Scan) -> dict[str, Sequence[Formula]]:
-    """Everything that a scan measures, by the field that names it."""
-    return {
-        "statistics": select(scan.statistics),
-        "profiles": select_profiles(scan.profiles, scan.n_ctx),
-        "curves": select_curves(scan.curves),
-        "weight_statistics": select_weight_statistics(scan.weight_statistics),
-        "predictions": select_predictions(scan.predictions),
-    }
 
 
 def _check_same(run: RunDirectory, before: Manifest, resolved: Resolved) -> None:

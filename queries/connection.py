@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -16,20 +16,9 @@ from queries import run_tables
 from queries.run_tables import Run
 from queries.stores import register_stores
 from schemas.errors import QueryError
+from schemas.kinds import TABLES
 from schemas.places import Place, place
-from schemas.tables import (
-    KEYS,
-    ORIGIN,
-    PROFILE,
-    WEIGHT,
-    chance_column,
-    curves_schema,
-    heads_schema,
-    prediction_type,
-    profiles_schema,
-    sequences_schema,
-    weights_schema,
-)
+from schemas.tables import OF_HEAD, SEQUENCES, Column, Table
 
 QUERIES = Path(__file__).parent
 """The folder whose `.sql` files become views: the stem is the name, the first comment the
@@ -37,14 +26,11 @@ description.
 """
 
 VIEWS = {
-    "heads": "One row per run, intervention, sequence, layer and head: every statistic as it was measured.",
-    "sequences": "One row per run, intervention and sequence: where it came from, its tokens, what uniform attention would score.",
-    "curves": "One row per run, intervention, sequence, layer and head: lists with a number for every key, query or lag.",
-    "profiles": "One row per run, intervention, shard, layer, head, profile and entry: means over the shard's sequences.",
-    "weights": "One row per run, layer, head, weight statistic and index: what the weights say without any input.",
+    **{table.name: table.description for table in TABLES.values()},
     "runs": "One row per run: what was scanned, with which model, and how far it got.",
     "shards": "One row per shard: done, missing or damaged, and who made it.",
     "statistics": "One row per statistic: unit, range, meaning, formula and source.",
+    "formulas": "One row per formula of every kind: the table it fills, unit, meaning and source.",
 }
 
 PARTITIONS = {
@@ -55,30 +41,29 @@ PARTITIONS = {
     ),
 }
 
-SCHEMAS = {
-    "heads": heads_schema([]),
-    "sequences": sequences_schema([]),
-    "curves": curves_schema([]),
-    "profiles": profiles_schema(),
-    "weights": weights_schema(),
+OWN: dict[str, dict[str, str]] = {
+    name: {column: text for column, (_, text) in columns.items()}
+    for name, columns in {
+        "runs": run_tables.RUNS,
+        "shards": run_tables.SHARDS,
+        "statistics": run_tables.STATISTICS,
+        "formulas": run_tables.FORMULAS,
+    }.items()
 }
-"""Columns that a table has whatever was measured."""
+OWN |= {
+    table.name: {name: column.description for name, column in table.own.items()}
+    for table in TABLES.values()
+}
+OWN["profile_means"] = OWN["profiles"] | {
+    "count": "Sequences, over all shards.",
+    "mean": "Mean over the sequences of all shards.",
+    "sd": "Standard deviation over the sequences; NULL for a single one.",
+    "standard_error": "Standard error of the mean, sd / √count.",
+}
+"""What columns mean in one view, and perhaps not elsewhere."""
 
-OWN = {
-    "runs": run_tables.RUNS,
-    "shards": run_tables.SHARDS,
-    "statistics": run_tables.STATISTICS,
-    "profiles": PROFILE,
-    "weights": WEIGHT,
-    "profile_means": PROFILE
-    | {
-        "count": (pa.int64(), "Sequences, over all shards."),
-        "mean": (pa.float64(), "Mean over the sequences of all shards."),
-        "sd": (pa.float64(), "Standard deviation over the sequences; NULL for a single one."),
-        "standard_error": (pa.float64(), "Standard error of the mean, sd / √count."),
-    },
-}
-"""Columns of a view that mean something there and not elsewhere."""
+KEYS = {column.name: column.description for column in (*OF_HEAD, *SEQUENCES.columns)}
+"""What columns mean in every other view."""
 
 
 def connect(
@@ -95,32 +80,20 @@ def connect(
     # DuckDB would otherwise take a misspelt view for a Python variable of whoever calls.
     connection.execute("SET python_enable_replacements = false")
     connection.execute("CREATE SCHEMA ledger")
-    statistics = run_tables.measured(runs)
-    chance = {
-        chance_column(name): entry for name, entry in statistics.items() if entry.get("chance")
-    }
-    predicted = {name: entry for run in runs for name, entry in run.manifest.predictions.items()}
-    curves = {name: entry for run in runs for name, entry in run.manifest.curves.items()}
-    types = {
-        name: prediction_type(entry.get("per_token", False)) for name, entry in predicted.items()
-    }
-    measured = {
-        "heads": dict.fromkeys(statistics, pa.float32()),
-        "sequences": dict.fromkeys(chance, pa.float32()) | types,
-        "curves": dict.fromkeys(curves, pa.list_(pa.float32())),
-    }
-    for table, schema in SCHEMAS.items():
-        _create(connection, table, _empty(schema, measured.get(table, {})))
+    measured = run_tables.measured_columns(runs)
+    for name, table in TABLES.items():
+        _create(connection, name, _empty(table, measured[name]))
     _create(connection, "runs", run_tables.runs_table(runs))
     _create(connection, "shards", run_tables.shards_table(runs))
     _create(connection, "statistics", run_tables.statistics_table(runs))
+    _create(connection, "formulas", run_tables.formulas_table(runs))
     _record_damage(connection, runs)
     descriptions = VIEWS | _create_queries(connection, queries)
-    _comment(connection, descriptions, statistics | predicted | curves)
+    _comment(connection, descriptions, measured)
     # Binding a view opens a file of every run, so the views above are made while the tables below
     # them are empty.
-    for table in SCHEMAS:
-        _point_at_files(connection, table, runs, measured.get(table, ()))
+    for table in TABLES.values():
+        _point_at_files(connection, table, runs)
     _lock(connection, runs)
     return connection
 
@@ -132,11 +105,9 @@ def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     return {name: descriptions[name] for name in VIEWS} | descriptions
 
 
-def _empty(schema: pa.Schema, columns: Mapping[str, pa.DataType]) -> pa.Table:
+def _empty(table: Table, measured: Mapping[str, Column]) -> pa.Table:
     partitions = [pa.field(name, type_) for name, (type_, _) in PARTITIONS.items()]
-    return pa.schema(
-        [*partitions, *schema, *(pa.field(name, type_) for name, type_ in columns.items())]
-    ).empty_table()
+    return pa.schema([*partitions, *table.schema(measured.values())]).empty_table()
 
 
 def _create(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
@@ -157,24 +128,21 @@ def _record_damage(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> No
             )
 
 
-def _point_at_files(
-    connection: duckdb.DuckDBPyConnection, table: str, runs: list[Run], columns: Iterable[str]
-) -> None:
-    """Let `table` read the committed files: one `read_parquet` for all runs that have the same
-    columns.
+def _point_at_files(connection: duckdb.DuckDBPyConnection, table: Table, runs: list[Run]) -> None:
+    """Let the view of a table read the committed files: one `read_parquet` for all runs that have
+    the same columns.
 
     `union_by_name` would open every file whenever a query is planned (20,000 files: 3 s); this
     opens one per call.
     """
-    keys = [*PARTITIONS, *SCHEMAS[table].names]
+    keys = [*PARTITIONS, *table.own]
 
     def own(run: Run) -> list[str]:
-        measured = run.manifest.statistics | run.manifest.predictions | run.manifest.curves
-        return [c for c in columns if c.removeprefix("chance_") in measured]
+        return sorted(run_tables.measured_columns([run])[table.name])
 
-    selects = [f"FROM ledger.{table}_content"]
+    selects = [f"FROM ledger.{table.name}_content"]
     for names, group in groupby(sorted(runs, key=own), key=own):
-        files = [file for run in group for file in run.files(table)]
+        files = [file for run in group for file in run.files(table.name)]
         if files:
             selects.append(
                 f"SELECT {', '.join(map(_name, [*keys, *names]))} FROM read_parquet([{', '.join(map(_text, files))}], "
@@ -182,11 +150,11 @@ def _point_at_files(
             )
     try:
         connection.execute(
-            f"CREATE OR REPLACE VIEW ledger.{table} AS {' UNION ALL BY NAME '.join(selects)}"
+            f"CREATE OR REPLACE VIEW ledger.{table.name} AS {' UNION ALL BY NAME '.join(selects)}"
         )
     except duckdb.Error as error:
         raise QueryError(
-            f"the files of table {table} do not fit their manifests: {str(error).partition(chr(10))[0]}"
+            f"the files of table {table.name} do not fit their manifests: {str(error).partition(chr(10))[0]}"
         ) from None
 
 
@@ -264,29 +232,36 @@ def first_comment(sql: str) -> str:
 def _comment(
     connection: duckdb.DuckDBPyConnection,
     descriptions: dict[str, str],
-    statistics: dict[str, dict[str, str]],
+    measured: Mapping[str, Mapping[str, Column]],
 ) -> None:
     for name, text in descriptions.items():
         connection.execute(f"COMMENT ON VIEW {_name(name)} IS {_text(text)}")
-    keys = {name: text for name, (_, text) in (PARTITIONS | KEYS | ORIGIN).items()}
-    prefixes = {
-        "": "",
-        "mean_": "Mean over sequences: ",
-        "sd_": "Standard deviation over sequences: ",
-        "max_": "Largest mean of a head: ",
-        "chance_": "What uniform attention would score: ",
-    }
+    shared = {name: text for name, (_, text) in PARTITIONS.items()} | KEYS
+    every = {n: c.description for columns in measured.values() for n, c in columns.items()}
     sql = "SELECT table_name, column_name FROM duckdb_columns() WHERE schema_name = 'main' AND NOT internal"
     for view, column in connection.execute(sql).fetchall():
-        text = OWN[view][column][1] if column in OWN.get(view, {}) else keys.get(column)
-        for prefix, words in prefixes.items():
-            entry = (
-                statistics.get(column.removeprefix(prefix)) if column.startswith(prefix) else None
-            )
-            if text is None and entry:
-                text = words + entry.get("description", "")
+        of_view = {n: c.description for n, c in measured.get(view, {}).items()}
+        known = every | shared | of_view | OWN.get(view, {})
+        text = known.get(column) or _derived(column, every)
         if text:
             connection.execute(f"COMMENT ON COLUMN {_name(view)}.{_name(column)} IS {_text(text)}")
+
+
+PREFIXES = {
+    "mean_": "Mean over sequences: ",
+    "sd_": "Standard deviation over sequences: ",
+    "max_": "Largest mean of a head: ",
+}
+"""What views put before the name of a column that they sum up."""
+
+
+def _derived(column: str, described: Mapping[str, str]) -> str | None:
+    """What a column means that sums up another one."""
+    for prefix, words in PREFIXES.items():
+        text = described.get(column.removeprefix(prefix))
+        if column.startswith(prefix) and text:
+            return words + text
+    return None
 
 
 def _lock(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> None:

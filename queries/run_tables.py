@@ -15,18 +15,15 @@ import pyarrow as pa
 
 from schemas.commits import COMMITS
 from schemas.errors import QueryError, unknown
+from schemas.kinds import KINDS, columns_of
 from schemas.manifest import Manifest
 from schemas.places import Place, absolute
 from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
+from schemas.tables import Column
 
 Columns = dict[str, tuple[pa.DataType, str]]
 
-KINDS = {
-    "statistics": "column",
-    "predictions": "column",
-    "profiles": "profile",
-    "curves": "profile",
-    "weight_statistics": "weight statistic",
+WORDS = {kind.field: kind.word for kind in KINDS} | {
     "inputs": "input family",
     "interventions": "intervention",
 }
@@ -113,8 +110,7 @@ SHARDS: Columns = {
     "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
 }
 
-STATISTICS: Columns = {
-    "name": (pa.string(), "Statistic: a column of heads."),
+FORMULA: Columns = {
     "unit": (pa.string(), "Unit."),
     "range_low": (pa.float64(), "Smallest possible value."),
     "range_high": (pa.float64(), "Largest possible value."),
@@ -128,6 +124,17 @@ STATISTICS: Columns = {
     "description": (pa.string(), "Meaning, formula and when it is NULL, on one line."),
     "fingerprint": (pa.string(), "Fingerprint of the formula's code."),
     "runs": (pa.int64(), "Runs that measured it."),
+}
+
+STATISTICS: Columns = {"name": (pa.string(), "Statistic: a column of heads."), **FORMULA}
+
+FORMULAS: Columns = {
+    "field": (pa.string(), "Field of the scan that names it."),
+    "kind": (pa.string(), "What it is: statistic, prediction, profile, weight statistic."),
+    "table": (pa.string(), "Table that holds its values."),
+    "name": (pa.string(), "Name: of a column, or of what a row is about."),
+    "axis": (pa.string(), "What its values run over; NULL if it is one number, or one per token."),
+    **FORMULA,
 }
 
 
@@ -225,7 +232,7 @@ def _same_meanings(runs: list[Run]) -> None:
                 )
             for field, fingerprints in meanings.items():
                 for name, fingerprint in fingerprints.items():
-                    key = (KINDS[field], name)
+                    key = (WORDS[field], name)
                     other, other_code, known = first.setdefault(key, (run, code, fingerprint))
                     if known != fingerprint:
                         one = other.named(other_code, within=other is run)
@@ -236,16 +243,23 @@ def _same_meanings(runs: list[Run]) -> None:
                             else "query one run directory at a time"
                         )
                         raise QueryError(
-                            f"{KINDS[field]} {name!r} has one formula in {one} ({known}) and another in {two} "
+                            f"{WORDS[field]} {name!r} has one formula in {one} ({known}) and another in {two} "
                             f"({fingerprint}); {way}"
                         )
 
 
-def measured(runs: list[Run]) -> dict[str, dict[str, Any]]:
-    """Every statistic that some run measured, as its manifest describes it."""
+def formulas(runs: list[Run], field: str) -> dict[str, dict[str, Any]]:
+    """Every formula of a field of the scan that some run measured, as its manifest describes it."""
     return {
-        name: entry for run in reversed(runs) for name, entry in run.manifest.statistics.items()
+        name: entry
+        for run in reversed(runs)
+        for name, entry in run.manifest.kinds.get(field, {}).items()
     }
+
+
+def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
+    """The columns that some run measured, by table and name."""
+    return columns_of({kind.field: formulas(runs, kind.field) for kind in KINDS})
 
 
 def bounds(entry: dict[str, Any]) -> tuple[float, float]:
@@ -269,12 +283,25 @@ def shards_table(runs: list[Run]) -> pa.Table:
 
 def statistics_table(runs: list[Run]) -> pa.Table:
     """One row per statistic."""
-    rows = []
-    for name, entry in measured(runs).items():
-        low, high = bounds(entry)
-        count = sum(name in run.manifest.statistics for run in runs)
+    return _table(STATISTICS, _formula_rows(runs, "statistics"))
+
+
+def formulas_table(runs: list[Run]) -> pa.Table:
+    """One row per formula of every kind."""
+    rows: list[dict[str, Any]] = []
+    for kind in KINDS:
+        of_kind = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
+        rows += [row | of_kind for row in _formula_rows(runs, kind.field)]
+    return _table(FORMULAS, rows)
+
+
+def _formula_rows(runs: list[Run], field: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, entry in formulas(runs, field).items():
+        low, high = bounds(entry) if "range" in entry else (None, None)
+        count = sum(name in run.manifest.kinds.get(field, {}) for run in runs)
         rows.append({**entry, "name": name, "range_low": low, "range_high": high, "runs": count})
-    return _table(STATISTICS, rows)
+    return rows
 
 
 def _run_row(run: Run) -> dict[str, Any]:
@@ -293,7 +320,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "input_family": inputs.pop("family", None),
         "input_options": json.dumps(inputs, ensure_ascii=False),
         "interventions": list(scan.get("interventions", ["none"])),
-        "statistics": list(manifest.statistics),
+        "statistics": list(manifest.kinds.get("statistics", {})),
         "shards": manifest.shards,
         "shards_done": len(done),
         "complete": int(covered(manifest, done).sum()) >= manifest.shards,

@@ -17,6 +17,7 @@ from queries.asking import RunDatabase, open_runs
 from reproduce.system import System
 from reproduce.verdicts import has_sizes
 from schemas.errors import RunError, ScanError, unknown
+from schemas.kinds import TABLES
 from schemas.places import place
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, override_fields, parse_scan
@@ -25,16 +26,6 @@ from workers.model.model_info import describe, find_model
 
 OWN_FIELDS = ("bundled", "checkpoints", "sizes")
 """What a system says of a scan beside the scan's own fields."""
-
-SYSTEM_VIEWS = {
-    "system_heads": "SELECT name AS scan, heads.* FROM heads JOIN runs USING (run_id)",
-    "system_sequences": "SELECT name AS scan, sequences.* FROM sequences JOIN runs USING (run_id)",
-    "system_curves": "SELECT name AS scan, curves.* FROM curves JOIN runs USING (run_id)",
-    "system_profiles": (
-        "SELECT name AS scan, profile_means.* FROM profile_means JOIN runs USING (run_id)"
-    ),
-}
-"""What every system may ask: the tables, and which of its scans a row is of."""
 
 
 def plan_system(
@@ -87,7 +78,17 @@ def measure_runs(
 
 def open_system_runs(system: System, directory: str) -> RunDatabase:
     """The runs of a system, with the views that its checks and figures ask."""
-    return open_runs(directory, SYSTEM_VIEWS | system.view)
+    return open_runs(directory, table_views() | system.view)
+
+
+def table_views() -> dict[str, str]:
+    """What every system may ask: the tables, and which of its scans a row is of."""
+    # Of profiles a system asks the means over all shards.
+    views = {name: name for name in TABLES} | {"profiles": "profile_means"}
+    return {
+        f"system_{table}": f"SELECT name AS scan, {view}.* FROM {view} JOIN runs USING (run_id)"
+        for table, view in views.items()
+    }
 
 
 def _check_overrides(system: System, overrides: Iterable[str]) -> None:

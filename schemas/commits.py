@@ -117,15 +117,24 @@ class Commit(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def in_words_of_today(cls, fields: Any) -> Any:
-        """A commit of older code, which kept its engines and its precision as strings."""
-        if not isinstance(fields, dict) or "engine" not in fields:
-            return fields
-        old = cast("dict[str, Any]", fields)
-        kept = {name: value for name, value in old.items() if name not in ("engine", "precision")}
-        interventions = dict.fromkeys(file["intervention"] for file in old["files"] or ())
-        methods = older_methods(old["engine"], old["precision"], list(interventions))
-        return {"code": "", "device": "", "versions": [], "methods": methods} | kept
+    def _in_words_of_today(cls, fields: Any) -> Any:
+        return (
+            in_words_of_today(cast("dict[str, Any]", fields))
+            if isinstance(fields, dict)
+            else fields
+        )
+
+
+def in_words_of_today(fields: dict[str, Any]) -> dict[str, Any]:
+    """A commit of older code, which kept its engines and its precision as strings; any other as it
+    is.
+    """
+    if "engine" not in fields:
+        return fields
+    kept = {name: value for name, value in fields.items() if name not in ("engine", "precision")}
+    interventions = dict.fromkeys(file["intervention"] for file in fields["files"] or ())
+    methods = older_methods(fields["engine"], fields["precision"], list(interventions))
+    return {"code": "", "device": "", "versions": [], "methods": methods} | kept
 
 
 BUILT = re.compile(r"(\w+), with built patterns in layers ([\d ]+)")
@@ -244,7 +253,7 @@ def _read_fold(file: Place, wanted: list[str], count: np.ndarray) -> pa.Table:
     if not said_otherwise or "engine" not in table.column_names:
         return table.select(wanted)
     rows = table.select(older).to_pylist()
-    translated = [Commit.in_words_of_today(row) for row in rows]
+    translated = [in_words_of_today(row) for row in rows]
     for name in said_otherwise:
         type_ = COMMITS.field(name).type
         table = table.append_column(name, pa.array([row[name] for row in translated], type_))

@@ -1,4 +1,4 @@
-"""Write the pages of statistics, profiles, predictions and weight statistics from their registries.
+"""Write a page for each registry of formulas: statistics, profiles, predictions, weight statistics.
 
 `python -m schemas.formula_pages`
 """
@@ -6,74 +6,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from sys import modules
+from typing import Any
 
 from schemas.formulas import Along, Formula, Ranged
-from schemas.predictions import PREDICTIONS, Prediction
-from schemas.profiles import PROFILES
-from schemas.statistics import STATISTICS, Statistic
-from schemas.weight_statistics import WEIGHT_STATISTICS
+from schemas.kind import Kind
+from schemas.kinds import KINDS
+from schemas.predictions import Prediction
+from schemas.statistics import Statistic
 
 DOCS = Path(__file__).parent.parent / "docs"
 
-STATISTICS_INTRODUCTION = """\
-# Statistics
-
-One float32 column each in the table `heads`, which has one row per sequence × layer × head. This page is generated from
-the functions in `schemas/statistics/` by `make docs`; the same words ride in the Parquet field metadata, the SQL comments
-and the report.
-
-`A[q,k]` is the attention pattern (causal, k ≤ q), `S[q,k]` the score before the softmax, after scaling. T = `n_ctx`, q and k
-count from 0, `t[q]` is a token. Everything is measured in float32; what is not defined is NULL, never 0. Where a statistic
-has a *chance level*, the table `sequences` holds what uniform attention (`A[q,k] = 1/(q+1)`) would have scored on the same
-sequence, as `chance_NAME`.
-
-Quantities of the literature that are no column of their own, and those left out with the reason: [catalogue.md](catalogue.md).
-"""
-
-PROFILES_INTRODUCTION = """\
-# Profiles
-
-Numbers along an axis, named in a scan's `profiles` and `curves`. The table `profiles` keeps their mean and spread over the
-sequences of a shard, one row per layer × head × entry; the view `profile_means` merges shards. The table `curves` keeps them of
-every sequence, as lists. Symbols are those of [statistics.md](statistics.md). This page is generated from the functions in
-`schemas/profiles/` by `make docs`.
-"""
-
-PREDICTIONS_INTRODUCTION = """\
-# Predictions
-
-What the model predicts, named in a scan's `predictions`: float32 columns of the table `sequences`, lists parallel to `tokens` where
-they say so. Only then is the unembedding computed. `t[i]` is a token, T = `n_ctx`. This page is generated from the functions in
-`schemas/predictions.py` by `make docs`.
-"""
-
-WEIGHTS_INTRODUCTION = """\
-# Weight statistics
-
-What the untouched weights say without any input, named in a scan's `weight_statistics`: rows of the table `weights`, in float64,
-written once per run. This page is generated from the functions in `schemas/weights/` by `make docs`.
-"""
-
-PAGES: dict[str, tuple[str, Mapping[str, Formula]]] = {
-    "statistics.md": (STATISTICS_INTRODUCTION, STATISTICS),
-    "profiles.md": (PROFILES_INTRODUCTION, PROFILES),
-    "predictions.md": (PREDICTIONS_INTRODUCTION, PREDICTIONS),
-    "weights.md": (WEIGHTS_INTRODUCTION, WEIGHT_STATISTICS),
-}
+PAGES: dict[str, Kind[Any]] = {kind.page: kind for kind in KINDS}
+"""The kind that each page describes; kinds of one registry share a page."""
 
 
 def page(name: str) -> str:
     """A page, as Markdown: a section for each file of its registry, if there are several."""
-    introduction, registry = PAGES[name]
+    kind = PAGES[name]
+    formulas: Iterable[Formula] = kind.registry.values()
     files = [
         (module, list(family))
-        for module, family in groupby(registry.values(), lambda f: f.compute.__module__)
+        for module, family in groupby(formulas, lambda f: f.compute.__module__)
     ]
-    parts = [introduction]
+    parts = [kind.introduction]
     for module, family in files:
         if len(files) > 1:
             parts.append(

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from schemas.errors import ScanError, unknown
@@ -61,10 +62,24 @@ class Formula:
         return "; ".join(part for part in (said, self.undefined_when) if part)
 
     @property
-    def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it."""
-        kept = ("unit", "source", "meaning", "formula", "description", "fingerprint")
+    def facts(self) -> dict[str, Any]:
+        """What columns, comments and manifests say of it."""
+        kept = ("unit", "source", "meaning", "formula", "description")
         return {name: getattr(self, name) for name in kept}
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a run's manifest keeps of it: the facts, and a fingerprint of its code."""
+        return self.facts | {"fingerprint": self.fingerprint}
+
+    @cached_property
+    def listed(self) -> bool:
+        """Whether its value is a list."""
+        return is_list(self.facts)
+
+    def exists(self, rotary: bool) -> bool:
+        """Whether a model has it at all, given whether its positions rotate q and k."""
+        return True
 
     @property
     def fingerprint(self) -> str:
@@ -81,11 +96,11 @@ class Ranged(Formula):
     range: tuple[float, float]
 
     @property
-    def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it; JSON has no infinity, so an open end of the range is
-        null.
+    def facts(self) -> dict[str, Any]:
+        """What columns, comments and manifests say of it. JSON does not have infinity, so an open
+        end of the range is null.
         """
-        return super().record | {
+        return super().facts | {
             "range": [bound if math.isfinite(bound) else None for bound in self.range]
         }
 
@@ -98,9 +113,13 @@ class Along(Formula):
     undefined: ClassVar[str] = "no rows"
 
     @property
-    def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it."""
-        return super().record | {"axis": self.axis}
+    def facts(self) -> dict[str, Any]:
+        """What columns, comments and manifests say of it."""
+        return super().facts | {"axis": self.axis}
+
+    def exists(self, rotary: bool) -> bool:
+        """Whether a model has it at all, given whether its positions rotate q and k."""
+        return self.defined is None or bool(self.defined(rotary))
 
 
 F = TypeVar("F", bound=Formula)
@@ -133,6 +152,11 @@ def described(
         )
     fields = {"name": function.__name__, "compute": function, "parameters": parameters}
     return fields | {"meaning": " ".join(paragraphs[0].split()), "formula": paragraphs[1]}
+
+
+def is_list(facts: Mapping[str, Any]) -> bool:
+    """Whether a formula's value is a list: along an axis, or with a number for every token."""
+    return bool(facts.get("per_token")) or facts.get("axis", "none") != "none"
 
 
 def first_paragraph(function: Callable[..., Any]) -> str:

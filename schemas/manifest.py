@@ -8,19 +8,10 @@ from typing import Any, Literal, cast
 import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from schemas.kinds import KINDS
+
 Meanings = dict[str, dict[str, str]]
 """Fingerprint by name, by field of the manifest that describes the name."""
-
-DESCRIBED = (
-    "statistics",
-    "predictions",
-    "profiles",
-    "curves",
-    "weight_statistics",
-    "inputs",
-    "interventions",
-)
-"""Fields of a manifest that say what names mean."""
 
 
 class Manifest(BaseModel):
@@ -37,11 +28,8 @@ class Manifest(BaseModel):
     sequences: int
     batch_size: int | Literal["auto"] = "auto"
     """As it was last set; it changes no row."""
-    statistics: dict[str, dict[str, Any]]
-    profiles: dict[str, dict[str, Any]] = {}
-    curves: dict[str, dict[str, Any]] = {}
-    weight_statistics: dict[str, dict[str, Any]] = {}
-    predictions: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, dict[str, Any]]]
+    """What each formula is, by field of the scan (`schemas.kinds.KINDS`) and name."""
     inputs: dict[str, dict[str, Any]] = {}
     interventions: dict[str, dict[str, Any]] = {}
     model: dict[str, Any]
@@ -61,7 +49,7 @@ class Manifest(BaseModel):
     @property
     def records(self) -> dict[str, dict[str, dict[str, Any]]]:
         """What every name means, by field, as the code that began the run says."""
-        return {field: getattr(self, field) for field in DESCRIBED}
+        return {**self.kinds, "inputs": self.inputs, "interventions": self.interventions}
 
     def meanings(self, code: str) -> Meanings | None:
         """The fingerprints of every name in some code; none if that code has no part in the run.
@@ -79,26 +67,31 @@ class Manifest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_older_code(cls, fields: Any) -> Any:
-        """A manifest whose identity held the batch size and the number of sequences, in today's
-        words.
-        """
-        if not isinstance(fields, dict):
-            return fields
-        old = cast("dict[str, Any]", fields)
-        identity = old.get("identity")
-        scan = identity.get("scan") if isinstance(identity, dict) else None
-        if not isinstance(scan, dict) or "batch_size" not in scan:
-            return old
-        words = {"weights": "weight_processing", "outputs": "predictions"}
-        scan = {words.get(name, name): value for name, value in scan.items()}
-        sizes = {"sequences", "batch_size"}
-        kept = {name: value for name, value in scan.items() if name not in sizes}
-        identity = {"scan": kept} | {
-            key: identity[key] for key in ("model", "corpus") if key in identity
-        }
-        renamed = {words.get(name, name): value for name, value in old.items()}
-        return renamed | {"identity": identity, "batch_size": scan["batch_size"], "older": True}
+    def _in_words_of_today(cls, fields: Any) -> Any:
+        return _translated(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else fields
+
+
+WORDS = {"weights": "weight_processing", "outputs": "predictions"}
+"""Fields of older scans and manifests, and what they are called today."""
+
+SIZES = ("sequences", "batch_size")
+"""Fields of a scan that older identities held."""
+
+
+def _translated(fields: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of older code, whose identity held sizes and fingerprints, in today's words; any
+    other as it is.
+    """
+    old = cast("dict[str, Any]", fields.get("identity") or {})
+    if "batch_size" not in old.get("scan", {}):
+        return fields
+    scan = {WORDS.get(name, name): value for name, value in old["scan"].items()}
+    known = {key: old[key] for key in ("model", "corpus") if key in old}
+    known["scan"] = {name: value for name, value in scan.items() if name not in SIZES}
+    renamed = {WORDS.get(name, name): value for name, value in fields.items()}
+    kinds = {kind.field: renamed.get(kind.field, {}) for kind in KINDS}
+    changed = {"identity": known, "kinds": kinds, "batch_size": scan["batch_size"]}
+    return renamed | changed | {"older": True}
 
 
 def fingerprints(records: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Meanings:

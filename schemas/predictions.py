@@ -6,14 +6,18 @@ What a prediction reads is computed only where a scan asks for one that reads it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from schemas.formulas import Ranged, chosen, described, evaluate
+from schemas.formulas import Ranged, described
+from schemas.kind import Kind
 from schemas.pattern import Tensor
+from schemas.tables import SEQUENCES
 
 PREDICTION_INPUTS: dict[str, str] = {
+    "tokens": "token ids [batch pos]",
+    "positions_known": "whether the model adds positions and its first MLP is a module of its own",
     "token_loss": "-ln p(t[i] | t[<i]) of every token, NaN for the first [batch pos]",
     "final_logit": "logit after the last token of every token of the sequence [batch pos]",
     "final_logprob": "ln p after the last token of every token of the sequence [batch pos]",
@@ -23,8 +27,8 @@ PREDICTION_INPUTS: dict[str, str] = {
 }
 """Every name that a prediction may take as a parameter.
 
-The last three are of the weights as they are, with no other edit, and NaN where a model adds no
-positions or has no MLP that is a module of its own.
+The last three are of the weights as they are, with no other edit, and NaN unless
+`positions_known`.
 """
 
 
@@ -36,9 +40,9 @@ class Prediction(Ranged):
     """Whether it is a list, parallel to `tokens`."""
 
     @property
-    def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it."""
-        return super().record | {"per_token": self.per_token}
+    def facts(self) -> dict[str, Any]:
+        """What columns, comments and manifests say of it."""
+        return super().facts | {"per_token": self.per_token}
 
 
 PREDICTIONS: dict[str, Prediction] = {}
@@ -52,34 +56,65 @@ def prediction(
     range: tuple[float, float],
     source: str,
     per_token: bool = False,
+    defined: Callable[..., Tensor | bool] | None = None,
     cosine: bool = False,
 ) -> Callable[[F], F]:
-    """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` with NaN where a
-    token has no value, as where one of the vectors of a `cosine` is zero.
+    """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` if it is
+    `per_token`.
+
+    `defined` takes prediction inputs too and says, per sequence or per token, where it has a value;
+    elsewhere the column is NULL, as it is where one of the vectors of a `cosine` is zero.
     """
 
     def register(function: F) -> F:
         fields = described(function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS)
-        fields |= {"unit": unit, "range": range, "source": source, "cosine": cosine}
+        fields |= {"unit": unit, "range": range, "source": source}
+        fields |= {"defined": defined, "cosine": cosine}
         PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)
         return function
 
     return register
 
 
-def select_predictions(wanted: Iterable[str]) -> tuple[Prediction, ...]:
-    """The predictions of a scan, in registry order."""
-    return chosen(wanted, PREDICTIONS, "predictions", "prediction")
+KIND = Kind(
+    field="predictions",
+    word="prediction",
+    meaning="What the model predicts, columns of the sequences table: a list of names. Default: none.",
+    registry=PREDICTIONS,
+    table=SEQUENCES,
+    computed="after the pass",
+    page="predictions.md",
+    introduction="""\
+# Predictions
+
+What the model predicts, named in a scan's `predictions`: float32 columns of the table `sequences`, lists parallel to `tokens` where
+they say so. Only then is the unembedding computed. `t[i]` is a token, T = `n_ctx`. This page is generated from the functions in
+`schemas/predictions.py` by `make docs`.
+""",
+)
 
 
-def compute_predictions(
-    predictions: Iterable[Prediction], inputs: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The columns of some predictions."""
-    return {p.name: evaluate(p.compute, inputs) for p in predictions}
+def has_second_token(tokens: Tensor) -> bool:
+    """there are at least two tokens."""
+    return tokens.shape[1] > 1
 
 
-@prediction(unit="nats", range=(0, math.inf), source="standard")
+def has_third_token(tokens: Tensor) -> bool:
+    """there are at least three tokens."""
+    return tokens.shape[1] > 2
+
+
+def has_earlier_token(tokens: Tensor) -> Tensor:
+    """some token stands before it."""
+    return (tokens * 0 + 1).cumsum(1) > 1
+
+
+def has_known_positions(positions_known: Tensor) -> Tensor:
+    """the model adds positions and its first MLP is a module of its own."""
+    return positions_known
+
+
+@prediction(unit="nats", range=(0, math.inf), source="standard", defined=has_second_token)
 def loss(token_loss: Tensor) -> Tensor:
     """Mean cross-entropy of the next token.
 
@@ -91,7 +126,7 @@ def loss(token_loss: Tensor) -> Tensor:
     return token_loss[:, 1:].mean(-1)
 
 
-@prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022")
+@prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022", defined=has_third_token)
 def loss_early(token_loss: Tensor) -> Tensor:
     """Mean cross-entropy of the tokens in the first half: of a repeated block, its first copy.
 
@@ -103,7 +138,7 @@ def loss_early(token_loss: Tensor) -> Tensor:
     return token_loss[:, 1 : (token_loss.shape[1] + 1) // 2].mean(-1)
 
 
-@prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022")
+@prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022", defined=has_second_token)
 def loss_late(token_loss: Tensor) -> Tensor:
     """Mean cross-entropy of the tokens in the second half: of a repeated block, its second copy.
 
@@ -115,9 +150,15 @@ def loss_late(token_loss: Tensor) -> Tensor:
     return token_loss[:, (token_loss.shape[1] + 1) // 2 :].mean(-1)
 
 
-@prediction(unit="nats", range=(0, math.inf), source="standard", per_token=True)
+@prediction(
+    unit="nats",
+    range=(0, math.inf),
+    source="standard",
+    per_token=True,
+    defined=has_earlier_token,
+)
 def losses(token_loss: Tensor) -> Tensor:
-    """Cross-entropy of each token, NULL for the first.
+    """Cross-entropy of each token.
 
     -ln p(t[i] | t[<i])
     """
@@ -148,6 +189,7 @@ def final_logits(final_logit: Tensor) -> Tensor:
     range=(-1, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
+    defined=has_known_positions,
     cosine=True,
 )
 def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
@@ -168,6 +210,7 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor
     range=(-1, 1),
     source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 3",
     per_token=True,
+    defined=has_known_positions,
     cosine=True,
 )
 def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:

@@ -29,14 +29,10 @@ from pydantic import ValidationError
 
 from schemas.commits import READERS, Commit, commit_name, commits_of, read_ledger, read_parts
 from schemas.errors import RunError
+from schemas.kinds import TABLES
 from schemas.manifest import Manifest
 from schemas.parquet import is_whole
 from schemas.places import Place, names, place, reason
-
-TABLES = ("heads", "sequences", "profiles", "curves", "weights")
-"""Every shard writes the first two, `profiles` and `curves` where the scan asks for some; `weights`
-lie with shard 0.
-"""
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"

@@ -8,23 +8,20 @@ import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from schemas.errors import ScanError, unknown
+from schemas.formulas import Formula
 from schemas.intervention import NONE, Intervention
+from schemas.kind import Computed, Kind, check_names
+from schemas.kinds import KINDS
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
-from schemas.predictions import select_predictions
-from schemas.profiles import select_curves, select_profiles
-from schemas.statistics import select
-from schemas.weight_statistics import select_weight_statistics
 
 Count = Annotated[int, Field(ge=1)]
-
-EMPTY_UNLESS_TOLD = ("profiles", "curves", "weight_statistics", "predictions")
-"""Lists of names that a scan need not have."""
+F = TypeVar("F", bound=Formula)
 
 
 CHANGES_NO_ROW = ("batch_size", "sequences", "out")
@@ -43,8 +40,8 @@ class Input(BaseModel):
         return dict(self.model_extra or {})
 
 
-class Scan(BaseModel):
-    """A scan; the text under each field is what `headcount plan` prints beside its value."""
+class Setting(BaseModel):
+    """The fields of a scan that come before those of `KINDS`: with which model, on which input."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -74,21 +71,27 @@ class Scan(BaseModel):
     """Where sequences come from: a family and its options."""
     interventions: tuple[Intervention, ...] = (NONE,)
     """Edits of the model, each measured on the same sequences; none is the untouched model."""
-    statistics: Literal["standard", "all"] | tuple[str, ...] = "standard"
-    """Columns of the heads table: standard, all, or a list of names."""
-    profiles: tuple[str, ...] = ()
-    """Profiles (means by key, query, lag or pair) of the profiles table: a list of names, none
-    unless told.
+
+
+def _with_kinds(base: type[Setting]) -> type[Setting]:
+    """The same with a field for each kind of measurement: names of what is measured."""
+    names = tuple[str, ...]
+    fields: dict[str, Any] = {}
+    for kind in KINDS:
+        annotation = Literal[tuple(kind.sets)] | names if kind.sets else names
+        fields[kind.field] = (annotation, Field(kind.default, description=kind.meaning))
+    return create_model("Measured", __base__=base, __module__=__name__, **fields)
+
+
+Measured: type[Setting] = _with_kinds(Setting)
+
+
+class Scan(Measured):
+    """A scan; the text under each field is what `headcount plan` prints beside its value.
+
+    What it measures lies in one field for each of `KINDS`, such as `statistics`.
     """
-    curves: tuple[str, ...] = ()
-    """Profiles kept of every sequence, list columns of the curves table: a list of names, none
-    unless told.
-    """
-    weight_statistics: tuple[str, ...] = ()
-    """Statistics of the weights alone, in the weights table: a list of names, none unless told."""
-    predictions: tuple[str, ...] = ()
-    """What the model predicts, columns of the sequences table: a list of names, none unless told.
-    """
+
     sequences: Count | Literal["all"]
     """How many sequences; all means as many as the corpus holds."""
     sequences_per_shard: Count = 256
@@ -100,12 +103,25 @@ class Scan(BaseModel):
     out: str = "runs"
     """Directory that holds the runs: a path, s3://… or gs://…"""
 
+    def names(self, kind: Kind[Any]) -> str | tuple[str, ...]:
+        """What the scan writes in the field of a kind: names, or a word for some of them."""
+        return getattr(self, kind.field)
+
+    def formulas(self, kind: Kind[F]) -> tuple[F, ...]:
+        """What the scan measures of a kind, in registry order."""
+        return kind.select(self.names(kind))
+
+    def kinds(self, computed: Computed | None = None) -> list[Kind[Any]]:
+        """The kinds that the scan measures something of; only those that are `computed` so."""
+        asked = [kind for kind in KINDS if self.names(kind)]
+        return [kind for kind in asked if computed is None or kind.computed == computed]
+
     @property
     def record(self) -> dict[str, Any]:
-        """What rows mean, as a run's manifest keeps it; lists that are empty unless told leave no
+        """What rows mean, as a run's manifest keeps it; kinds that nothing is asked of leave no
         trace.
         """
-        unused = {name for name in EMPTY_UNLESS_TOLD if not getattr(self, name)}
+        unused = {kind.field for kind in KINDS if not self.names(kind)}
         return self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
 
     @property
@@ -151,11 +167,9 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         raise ScanError(
             "\n".join(_explain(key, found) for key, found in by_key(error).items())
         ) from None
-    select(scan.statistics)
-    select_profiles(scan.profiles, scan.n_ctx)
-    select_curves(scan.curves)
-    select_weight_statistics(scan.weight_statistics)
-    select_predictions(scan.predictions)
+    for kind in KINDS:
+        kind.selected(scan.names(kind), scan)
+    check_names("interventions", tuple(map(str, scan.interventions)), required=True)
     place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
@@ -166,19 +180,6 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
             f"precision: engine = 'dense' and weight_processing = 'folded' compute in {' or '.join(BRIDGE_PRECISIONS[1:])}, "
             f"got {scan.precision!r}"
         )
-    if scan.weight_statistics and scan.weight_processing != "raw":
-        raise ScanError(
-            f"weight_statistics: these are of the weights as trained, so they expect weight_processing = 'raw', "
-            f"got {scan.weight_processing!r}; leave them out or set weight_processing = 'raw'"
-        )
-    for name in ("statistics", "interventions"):
-        values = getattr(scan, name)
-        if not values or (len(set(values)) < len(values) and values not in ("standard", "all")):
-            texts = list(map(str, values))
-            raise ScanError(f"{name}: expected at least one name, each once, got {texts!r}")
-    for name in EMPTY_UNLESS_TOLD:
-        if len(set(getattr(scan, name))) < len(getattr(scan, name)):
-            raise ScanError(f"{name}: expected each name once, got {list(getattr(scan, name))!r}")
     return scan
 
 

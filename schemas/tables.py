@@ -1,4 +1,7 @@
-"""The Parquet tables: which columns, of which type, with which meaning."""
+"""The Parquet tables: what one row is, which columns it has, in which order rows lie on disk.
+
+A table is an object. `schemas.kinds.TABLES` lists them all: each is filled by a kind of measurement.
+"""
 
 # pyarrow has no types.
 # pyright: basic
@@ -6,145 +9,83 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import pyarrow as pa
 
-from schemas.formulas import Formula, Ranged
-from schemas.predictions import Prediction
-from schemas.profiles import Profile
-from schemas.statistics import Statistic
+from schemas.formulas import is_list
 
-KEYS: dict[str, tuple[pa.DataType, str]] = {
-    "input_family": (pa.string(), "Family of inputs that the sequence comes from."),
-    "shard": (pa.int32(), "Shard that the sequence belongs to: the unit of work and of commit."),
-    "sequence": (
-        pa.int64(),
-        "Index of the sequence in the scan; with the seed and the options it determines the tokens.",
-    ),
-    "layer": (pa.int16(), "Layer, from 0."),
-    "head": (pa.int16(), "Head within the layer, from 0."),
-}
-"""Key columns inside the files; `run_id` and `intervention` are the names of the directories around
-them.
+Written = Literal["every shard", "where asked for", "once"]
+"""When a table is written: by every shard under every intervention; likewise, if the scan names
+something that fills it; or once in a run, with shard 0.
 """
 
-ORIGIN: dict[str, tuple[pa.DataType, str]] = {
-    "file": (pa.string(), "File that the text comes from; NULL for synthetic input."),
-    "row": (pa.int64(), "Row (line) of the file that holds the first token of the text, from 0."),
-    "offset": (pa.int32(), "Token of that row at which the sequence starts, from 0."),
-    "pile_set_name": (
-        pa.string(),
-        "Part of the Pile that the row belongs to, where the corpus says so.",
-    ),
-    "n_tokens": (pa.int32(), "Tokens in the sequence, the beginning-of-sequence token included."),
-    "tokens": (pa.list_(pa.int32()), "Token ids, as the model saw them."),
-    "labels": (
-        pa.list_(pa.string()),
-        "What each token is in the layout of the input family, '' where nothing; NULL where the family has no labels.",
-    ),
-}
-"""Columns of `sequences` that say where a sequence came from and what it was."""
 
-PROFILE: dict[str, tuple[pa.DataType, str]] = {
-    "head": (
-        pa.int16(),
-        "Head within the layer, from 0; NULL where the heads of a layer share the values.",
-    ),
-    "profile": (pa.string(), "Profile: what was averaged over the sequences of the shard."),
-    "query": (
-        pa.int32(),
-        "Query, from 0, of profiles along queries or pairs; NULL along keys or lags.",
-    ),
-    "key": (
-        pa.int32(),
-        "Key, from 0, of profiles along keys or pairs; NULL along queries or lags.",
-    ),
-    "lag": (pa.int32(), "Lag, query - key, of profiles along lags; NULL along the others."),
-    "count": (pa.int64(), "Sequences."),
-    "mean": (pa.float64(), "Mean over the sequences."),
-    "m2": (pa.float64(), "Sum over the sequences of the squared deviation from the mean."),
-}
-"""Columns of `profiles` after `shard` and `layer`: which entry of which profile, and its mergeable
-aggregate.
-"""
+@dataclass(frozen=True)
+class Column:
+    """A column of a table or of a view."""
 
-WEIGHT: dict[str, tuple[pa.DataType, str]] = {
-    "layer": (pa.int16(), "Layer, from 0; NULL for what a model has once."),
-    "head": (pa.int16(), "Head within the layer, from 0; NULL where heads share the values."),
-    "weight": (pa.string(), "Weight statistic: what was computed from the weights alone."),
-    "position": (
-        pa.int32(),
-        "Position, from 0, of statistics along positions; NULL for the others.",
-    ),
-    "dimension": (
-        pa.int32(),
-        "Coordinate of the residual stream, from 0, of statistics along them; NULL for the others.",
-    ),
-    "value": (pa.float64(), "Value; NULL where it is not defined."),
-}
-"""Columns of `weights`, which says the same of every shard."""
+    name: str
+    type: pa.DataType
+    description: str
+    nullable: bool = True
+    facts: tuple[tuple[str, str], ...] = ()
+    """More metadata of the Parquet field: unit, source, range."""
+
+    @property
+    def field(self) -> pa.Field:
+        """The column of a Parquet schema."""
+        metadata = {"description": self.description, **dict(self.facts)}
+        return pa.field(self.name, self.type, nullable=self.nullable, metadata=metadata)
 
 
-def heads_schema(statistics: Iterable[Statistic]) -> pa.Schema:
-    """One row per sequence × layer × head, one float32 column per statistic."""
-    columns = [_field(s.name, pa.float32(), s.description, s) for s in statistics]
-    return pa.schema([_key(name) for name in KEYS] + columns)
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table: the folder of its files and the view that SQL sees have its name."""
+
+    name: str
+    grain: tuple[str, ...]
+    """What one row is of, besides its run and its intervention."""
+    content: str
+    """What a row holds, in a few words."""
+    keys: tuple[Column, ...]
+    """Columns that are never NULL. `run_id` and `intervention` are directories around the files."""
+    columns: tuple[Column, ...] = ()
+    """The other columns that it has whatever a scan asks for."""
+    order: tuple[str, ...]
+    """Columns that merged files are sorted by, so that row groups are skipped by their values."""
+    written: Written
+
+    @property
+    def description(self) -> str:
+        """What the view is, in one sentence."""
+        around = ("run",) if self.written == "once" else ("run", "intervention")
+        *most, last = (*around, *self.grain)
+        return f"One row per {', '.join(most)} and {last}: {self.content}"
+
+    @property
+    def own(self) -> dict[str, Column]:
+        """The columns that it has whatever a scan asks for, by name."""
+        return {column.name: column for column in (*self.keys, *self.columns)}
+
+    def has(self, key: str) -> bool:
+        """Whether a column is one of its keys."""
+        return any(column.name == key for column in self.keys)
+
+    def schema(self, measured: Iterable[Column] = ()) -> pa.Schema:
+        """The schema of its files: its own columns, then what was measured."""
+        return pa.schema([column.field for column in (*self.own.values(), *measured)])
 
 
-def curves_schema(curves: Iterable[Profile]) -> pa.Schema:
-    """One row per sequence × layer × head, one list of float32 per curve: a number for every key,
-    query or lag.
-    """
-    columns = [
-        _field(c.name, pa.list_(pa.float32()), f"By {c.axis}, from 0: {c.description}", c)
-        for c in curves
-    ]
-    return pa.schema([_key(name) for name in KEYS] + columns)
-
-
-def sequences_schema(
-    statistics: Iterable[Statistic], predictions: Iterable[Prediction] = ()
-) -> pa.Schema:
-    """One row per sequence: its origin, its tokens, what uniform attention would have scored, what
-    the model predicts.
-    """
-    keys = [_key(name) for name in ("input_family", "shard", "sequence")]
-    origin = [_field(name, type_, text) for name, (type_, text) in ORIGIN.items()]
-    chance = [
-        _field(
-            chance_column(s.name),
-            pa.float32(),
-            f"What uniform attention would score as {s.name}.",
-            s,
-        )
-        for s in statistics
-        if s.chance
-    ]
-    predicted = [
-        _field(o.name, prediction_type(o.per_token), o.description, o) for o in predictions
-    ]
-    return pa.schema(keys + origin + chance + predicted)
-
-
-def prediction_type(per_token: bool) -> pa.DataType:
-    """The type of a prediction's column."""
-    return pa.list_(pa.float32()) if per_token else pa.float32()
-
-
-def profiles_schema() -> pa.Schema:
-    """One row per shard × layer × head × profile × entry, an entry being a query, a key, a lag, or
-    a query and a key.
-    """
-    columns = [_field(name, type_, text) for name, (type_, text) in PROFILE.items()]
-    return pa.schema([_key("shard"), _key("layer"), *columns])
-
-
-def weights_schema() -> pa.Schema:
-    """One row per layer × head × weight statistic × index, an index being a position or a
-    dimension.
-    """
-    return pa.schema([_field(name, type_, text) for name, (type_, text) in WEIGHT.items()])
+def measured_column(name: str, facts: Mapping[str, Any]) -> Column:
+    """The column of a formula, from its facts or from its record in a manifest."""
+    type_ = pa.list_(pa.float32()) if is_list(facts) else pa.float32()
+    description = facts.get("description", "")
+    if axis := facts.get("axis"):
+        description = f"By {axis}, from 0: {description}"
+    return Column(name, type_, description, facts=_column_facts(facts))
 
 
 def chance_column(statistic: str) -> str:
@@ -152,17 +93,161 @@ def chance_column(statistic: str) -> str:
     return f"chance_{statistic}"
 
 
-def _key(name: str) -> pa.Field:
-    type_, text = KEYS[name]
-    return pa.field(name, type_, nullable=False, metadata={"description": text})
+def measured_chance(name: str, facts: Mapping[str, Any]) -> Column:
+    """The column of `sequences` with what uniform attention would score as a statistic."""
+    description = f"What uniform attention would score as {name}."
+    return Column(chance_column(name), pa.float32(), description, facts=_column_facts(facts))
 
 
-def _field(
-    name: str, type_: pa.DataType, description: str, formula: Formula | None = None
-) -> pa.Field:
-    metadata = {"description": description}
-    if formula is not None:
-        metadata |= {"unit": formula.unit, "source": formula.source}
-    if isinstance(formula, Ranged):
-        metadata["range"] = json.dumps(formula.range)
-    return pa.field(name, type_, metadata=metadata)
+def _column_facts(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    texts = [(name, facts[name]) for name in ("unit", "source") if name in facts]
+    ranges = [("range", json.dumps(facts["range"]))] if facts.get("range") else []
+    return (*texts, *ranges)
+
+
+INPUT_FAMILY = Column(
+    "input_family", pa.string(), "Family of inputs that the sequence comes from.", nullable=False
+)
+SHARD = Column(
+    "shard",
+    pa.int32(),
+    "Shard that the sequence belongs to: the unit of work and of commit.",
+    nullable=False,
+)
+SEQUENCE = Column(
+    "sequence",
+    pa.int64(),
+    "Index of the sequence in the scan; with the seed and the options it determines the tokens.",
+    nullable=False,
+)
+LAYER = Column("layer", pa.int16(), "Layer, from 0.", nullable=False)
+HEAD = Column("head", pa.int16(), "Head within the layer, from 0.", nullable=False)
+
+OF_SEQUENCE = (INPUT_FAMILY, SHARD, SEQUENCE)
+OF_HEAD = (*OF_SEQUENCE, LAYER, HEAD)
+"""Keys of the tables with a row per sequence, and with a row per sequence, layer and head."""
+
+HEADS = Table(
+    name="heads",
+    grain=("sequence", "layer", "head"),
+    content="every statistic as it was measured.",
+    keys=OF_HEAD,
+    order=("layer", "head", "sequence"),
+    written="every shard",
+)
+
+SEQUENCES = Table(
+    name="sequences",
+    grain=("sequence",),
+    content="where it came from, its tokens, what uniform attention would score, what the model "
+    "predicts.",
+    keys=OF_SEQUENCE,
+    columns=(
+        Column("file", pa.string(), "File that the text comes from; NULL for synthetic input."),
+        Column(
+            "row",
+            pa.int64(),
+            "Row (line) of the file that holds the first token of the text, from 0.",
+        ),
+        Column("offset", pa.int32(), "Token of that row at which the sequence starts, from 0."),
+        Column(
+            "pile_set_name",
+            pa.string(),
+            "Part of the Pile that the row belongs to, where the corpus says so.",
+        ),
+        Column(
+            "n_tokens",
+            pa.int32(),
+            "Tokens in the sequence, the beginning-of-sequence token included.",
+        ),
+        Column("tokens", pa.list_(pa.int32()), "Token ids, as the model saw them."),
+        Column(
+            "labels",
+            pa.list_(pa.string()),
+            "What each token is in the layout of the input family, '' where nothing; NULL where the "
+            "family has no labels.",
+        ),
+    ),
+    order=("sequence",),
+    written="every shard",
+)
+
+CURVES = Table(
+    name="curves",
+    grain=("sequence", "layer", "head"),
+    content="lists with a number for every key, query or lag.",
+    keys=OF_HEAD,
+    order=("layer", "head", "sequence"),
+    written="where asked for",
+)
+
+PROFILES = Table(
+    name="profiles",
+    grain=("shard", "layer", "head", "profile", "entry"),
+    content="means over the shard's sequences.",
+    keys=(SHARD, LAYER),
+    columns=(
+        Column(
+            "head",
+            pa.int16(),
+            "Head within the layer, from 0; NULL where the heads of a layer share the values.",
+        ),
+        Column(
+            "profile",
+            pa.string(),
+            "Profile: what was averaged over the sequences of the shard.",
+        ),
+        Column(
+            "query",
+            pa.int32(),
+            "Query, from 0, of profiles along queries or pairs; NULL along keys or lags.",
+        ),
+        Column(
+            "key",
+            pa.int32(),
+            "Key, from 0, of profiles along keys or pairs; NULL along queries or lags.",
+        ),
+        Column(
+            "lag", pa.int32(), "Lag, query - key, of profiles along lags; NULL along the others."
+        ),
+        Column("count", pa.int64(), "Sequences."),
+        Column("mean", pa.float64(), "Mean over the sequences."),
+        Column(
+            "m2", pa.float64(), "Sum over the sequences of the squared deviation from the mean."
+        ),
+    ),
+    order=("profile", "layer", "head", "query", "key", "lag", "shard"),
+    written="where asked for",
+)
+
+WEIGHTS = Table(
+    name="weights",
+    grain=("layer", "head", "weight statistic", "index"),
+    content="what the weights say without any input.",
+    keys=(),
+    columns=(
+        Column("layer", pa.int16(), "Layer, from 0; NULL for what a model has once."),
+        Column(
+            "head",
+            pa.int16(),
+            "Head within the layer, from 0; NULL where heads share the values.",
+        ),
+        Column(
+            "weight", pa.string(), "Weight statistic: what was computed from the weights alone."
+        ),
+        Column(
+            "position",
+            pa.int32(),
+            "Position, from 0, of statistics along positions; NULL for the others.",
+        ),
+        Column(
+            "dimension",
+            pa.int32(),
+            "Coordinate of the residual stream, from 0, of statistics along them; NULL for the "
+            "others.",
+        ),
+        Column("value", pa.float64(), "Value; NULL where it is not defined."),
+    ),
+    order=("weight", "layer", "head", "position", "dimension"),
+    written="once",
+)

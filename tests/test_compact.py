@@ -24,8 +24,9 @@ from jobs.run_lock import locked
 from schemas import places
 from schemas.commits import drop, fold
 from schemas.errors import RunError
+from schemas.kinds import TABLES
 from schemas.places import StorePath, place, write_whole
-from schemas.run_directory import TABLES, RunDirectory, check_merged
+from schemas.run_directory import RunDirectory, check_merged
 from tests.s3_server import S3Server
 from tests.toy_runs import Entry, Row, local, write_run
 
@@ -139,7 +140,7 @@ def read(run: RunDirectory) -> Rows:
                 [opened(run, path).read() for path in dict.fromkeys(f["path"] for f in mine)]
             )
             assert joined.num_rows == sum(f["rows"] for f in mine)
-            keys = [(key, "ascending") for key in compacting.ORDER[table]]
+            keys = [(key, "ascending") for key in TABLES[table].order]
             tables[f"{table} {intervention}"] = joined.sort_by(keys).combine_chunks()
     return tables
 
@@ -197,7 +198,7 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
     assert len(shapes) == len(data_files(run))
     for file in (f for c in run.commits() for f in c.files if f.shards > 1):
         assert file.bytes == (local(run.path) / file.path).stat().st_size
-        table, keys = opened(run, file.path).read(), compacting.ORDER[file.table]
+        table, keys = opened(run, file.path).read(), TABLES[file.table].order
         assert table.equals(table.sort_by([(key, "ascending") for key in keys]))
 
 

@@ -16,12 +16,13 @@ from jobs.run_loop import missing_shards
 from queries.answers import run_query
 from queries.connection import connect
 from schemas.errors import MeasureError, ScanError
+from schemas.kinds import table_schema
 from schemas.profiles import PROFILES
 from schemas.scan import parse_scan
-from schemas.tables import curves_schema
+from schemas.tables import CURVES as CURVES_TABLE
 from tests import toy_models as toy
 from tests.toy_runs import local
-from workers.profile_means import check_curves
+from workers.finite_checks import check_lists
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -49,10 +50,10 @@ def test_the_mean_of_a_curve_is_its_profile(model: Path, tokens: np.ndarray, eng
         "batch_size": 2,
     }
     found = toy.measure(model, tokens, **asked)
-    assert set(found.curves) == set(CURVES)
-    for name, aggregate in found.profiles.items():
-        assert found.curves[name].shape == (5, 3, 4, T)
-        mean = found.curves[name].astype(np.float64).mean(0)
+    assert set(found.tables["curves"]) == set(CURVES)
+    for name, aggregate in found.means["profiles"].items():
+        assert found.tables["curves"][name].shape == (5, 3, 4, T)
+        mean = found.tables["curves"][name].astype(np.float64).mean(0)
         shared = aggregate.mean[:, None] if aggregate.mean.ndim == 2 else aggregate.mean
         np.testing.assert_allclose(mean, np.broadcast_to(shared, mean.shape), rtol=1e-5, atol=1e-6)
 
@@ -63,7 +64,7 @@ def test_a_curve_of_one_sequence_has_that_sequence_s_numbers(
     found = toy.measure(
         model, tokens, statistics=["sink_alpha"], curves=["sink_attention_by_query"]
     )
-    curve = found.curves["sink_attention_by_query"]
+    curve = found.tables["curves"]["sink_attention_by_query"]
     np.testing.assert_allclose(curve[..., 0], 1, atol=1e-6)
     np.testing.assert_allclose(curve.mean(-1), found.heads["sink_alpha"], atol=1e-6)
 
@@ -94,7 +95,9 @@ def test_a_file_has_the_rows_of_heads_and_says_what_its_lists_are(plan: Plan) ->
     curves, heads = (
         pq.ParquetFile(plan.run.data_file(t, "none", 1)).read() for t in ("curves", "heads")
     )
-    assert curves.schema.equals(curves_schema(PROFILES[name] for name in CURVES))
+    assert curves.schema.equals(
+        table_schema(CURVES_TABLE, {"curves": [PROFILES[name] for name in CURVES]})
+    )
     keys = ["input_family", "shard", "sequence", "layer", "head"]
     assert curves.select(keys).equals(heads.select(keys))
     said = curves.schema.field("sink_attention_by_query").metadata
@@ -146,7 +149,7 @@ def test_a_number_that_is_none_is_an_error_that_says_where() -> None:
         MeasureError,
         match="layer 2, head 3: value_norm_by_key is not finite at key 5 for sequence 11 ",
     ):
-        check_curves({"value_norm_by_key": values}, first=10)
+        check_lists({"value_norm_by_key": values}, PROFILES, first=10)
 
 
 def test_pairs_are_too_many_to_keep() -> None:

@@ -226,7 +226,9 @@ def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) 
         path, tokens, engine=engine, statistics=["sink_alpha"], profiles=["tail_attention_by_key"]
     )
     expected = eager(path, tokens)[0][..., -64:, :].mean((1, -2))
-    np.testing.assert_allclose(measured.profiles["tail_attention_by_key"].mean, expected, atol=1e-6)
+    np.testing.assert_allclose(
+        measured.means["profiles"]["tail_attention_by_key"].mean, expected, atol=1e-6
+    )
 
 
 def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
@@ -344,7 +346,7 @@ def hidden_keys(path: Path, name: str, n_ctx: int = 17) -> list[int]:
     replica = toy.replica(path, profiles=["attention_received_by_key"])
     received = (
         replica.measure(toy.repeating_tokens(n_ctx), name)
-        .profiles["attention_received_by_key"]
+        .means["profiles"]["attention_received_by_key"]
         .mean
     )
     np.testing.assert_allclose(received @ (n_ctx - np.arange(n_ctx)), n_ctx, rtol=1e-5)

@@ -84,19 +84,21 @@ def test_entries_of_curves_and_profiles_are_null_where_their_score_is_hidden(
 ) -> None:
     masked = replica.measure(tokens, "mask_last_keys(4)")
     hidden = np.arange(N_CTX) >= N_CTX - 4
-    curve = masked.curves["last_score_by_key"]
+    curve = masked.tables["curves"]["last_score_by_key"]
     assert np.isnan(curve[..., hidden]).all()
     np.testing.assert_allclose(
-        curve[:, 0][..., ~hidden], plain.curves["last_score_by_key"][:, 0][..., ~hidden], atol=1e-4
+        curve[:, 0][..., ~hidden],
+        plain.tables["curves"]["last_score_by_key"][:, 0][..., ~hidden],
+        atol=1e-4,
     )
-    profile = masked.profiles["last_score_by_key"]
+    profile = masked.means["profiles"]["last_score_by_key"]
     assert np.array_equal(profile.count == 0, np.broadcast_to(hidden, profile.count.shape))
     assert set(np.unique(profile.count)) == {0, 3}
     assert np.isnan(profile.mean[..., hidden]).all()
     assert np.isnan(profile.m2[..., hidden]).all()
     assert np.isfinite(profile.mean[..., ~hidden]).all()
     _query, key = np.tril_indices(N_CTX)
-    pairs = masked.profiles["score_by_pair"]
+    pairs = masked.means["profiles"]["score_by_pair"]
     assert np.array_equal(np.isnan(pairs.mean[0, 0]), hidden[key])
 
 

@@ -18,7 +18,7 @@ import torch
 from schemas.errors import HeadcountError, MeasureError, ModelError
 from schemas.predictions import PREDICTIONS
 from schemas.scan import Scan
-from schemas.statistics import STATISTICS
+from schemas.statistics import KIND, STATISTICS
 from tests import toy_models as toy
 from workers.batch import measure_batch
 from workers.engine.fused_engine import FusedEngine
@@ -798,7 +798,7 @@ def test_none_is_bit_identical_to_measuring_without_an_intervention(
     replica = shelf.replica(name, engine)
     tokens = torch.from_numpy(toy.repeating_tokens(17, batch=2)).long()
     with torch.inference_mode():
-        plain = measure_batch(replica.engine, replica.asked.statistics, tokens).heads
+        plain = measure_batch(replica.engine, replica.scan.formulas(KIND), tokens).heads
     measured = replica.measure(tokens.int().numpy(), "none").heads
     for statistic in STATISTICS:
         assert measured[statistic].tobytes() == plain[statistic].tobytes()

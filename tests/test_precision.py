@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 
 from benchmarks.precision_drift import PAGE, RESULTS, acceptable, page
 from schemas.precision import FASTEST_ACCEPTABLE, PRECISIONS
-from schemas.statistics import STATISTICS, select
+from schemas.statistics import KIND, STATISTICS
 from tests import toy_models as toy
 from workers.engine.number_formats import Products, linears_in, rounded
 from workers.replica import InterventionMeasurements
@@ -76,7 +76,7 @@ def test_linear_layers_in_float32_are_what_they_were(
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-STANDARD = {s.name for s in select("standard")}
+STANDARD = {s.name for s in KIND.select("standard")}
 
 CONFIGS = {
     "gpt2": toy.gpt2,

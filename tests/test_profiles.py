@@ -1,4 +1,4 @@
-"""Profiles: exact numbers, the merge law, both engines, and the way through a shard into the views."""
+"""Aggregates: exact numbers, the merge law, both engines, and the way through a shard into the views."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ from jobs.run_loop import missing_shards
 from queries.answers import run_query
 from queries.connection import connect
 from schemas.errors import MeasureError, QueryError, RunError
-from schemas.profiles import PROFILES, select_profiles
+from schemas.profiles import KIND, PROFILES
 from schemas.scan import parse_scan
-from schemas.tables import profiles_schema
 from tests import toy_models as toy
 from tests.toy_runs import local, read_manifest, write_run
 from workers.engine.dense_pattern import DensePattern
-from workers.profile_means import Aggregate, Profiles, aggregates, merge, profiles_table, reduced
+from workers.finite_checks import check_means
+from workers.profile_means import (
+    Aggregate,
+    Aggregates,
+    aggregates,
+    count_mean_m2,
+    means_table,
+    merge,
+)
 from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
@@ -98,7 +105,7 @@ def test_exact_aggregates_of_two_toy_sequences() -> None:
         "attention_by_pair": ([[1, 0.5, 0.5]], [[0, 0.125, 0.125]]),
     }
     for name, wanted in expected.items():
-        count, mean, m2 = reduced(PROFILES[name], PROFILES[name].compute(pattern))
+        count, mean, m2 = count_mean_m2(PROFILES[name], PROFILES[name].compute(pattern))
         assert (count == 2).all()
         assert (mean.tolist(), m2.tolist()) == wanted, name
 
@@ -111,13 +118,13 @@ def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
         "shard; expected finite numbers"
     )
     with pytest.raises(MeasureError, match=message):
-        aggregates({"score_by_pair": mean}, first=8, count=3)
+        check_means(aggregates({"score_by_pair": mean}), PROFILES, first=8, sequences=3)
     shared = torch.ones(3, 3, 10, dtype=torch.float64)
     shared[1, 2, 9] = math.inf
     with pytest.raises(
         MeasureError, match=r"layer 2: profile resid_pre_norm_by_key is not finite at key 9 "
     ):
-        aggregates({"resid_pre_norm_by_key": shared}, first=0, count=1)
+        check_means(aggregates({"resid_pre_norm_by_key": shared}), PROFILES, first=0, sequences=1)
 
 
 def test_weights_that_are_not_numbers_are_an_error(
@@ -140,7 +147,7 @@ def test_weights_that_are_not_numbers_are_an_error(
 def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(
     measured: InterventionMeasurements,
 ) -> None:
-    for name, aggregate in measured.profiles.items():
+    for name, aggregate in measured.means["profiles"].items():
         axis = PROFILES[name].axis
         entries = T * (T + 1) // 2 if axis == "pair" else T
         heads = () if name.startswith("resid") else (4,)
@@ -149,24 +156,26 @@ def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(
         assert aggregate.mean.dtype == aggregate.m2.dtype == np.float64
         assert (aggregate.count == 11).all()
         assert (aggregate.m2 >= 0).all()
-    assert list(measured.profiles) == ALL
+    assert list(measured.means["profiles"]) == ALL
 
 
 def test_a_query_attends_with_one(measured: InterventionMeasurements) -> None:
-    lags = measured.profiles["attention_by_lag"].mean
+    lags = measured.means["profiles"]["attention_by_lag"].mean
     np.testing.assert_allclose(lags @ (T - np.arange(T)), T, rtol=1e-6)
-    received = measured.profiles["attention_received_by_key"].mean
+    received = measured.means["profiles"]["attention_received_by_key"].mean
     np.testing.assert_allclose(received @ (T - np.arange(T)), T, rtol=1e-6)
     np.testing.assert_allclose(
-        measured.profiles["last_attention_by_key"].mean.sum(-1), 1, rtol=1e-6
+        measured.means["profiles"]["last_attention_by_key"].mean.sum(-1), 1, rtol=1e-6
     )
-    np.testing.assert_allclose(measured.profiles["attention_by_pair"].mean[..., 0], 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        measured.means["profiles"]["attention_by_pair"].mean[..., 0], 1, rtol=1e-6
+    )
 
 
 def test_profiles_agree_with_one_another_and_with_the_statistics(
     measured: InterventionMeasurements,
 ) -> None:
-    mean = {name: aggregate.mean for name, aggregate in measured.profiles.items()}
+    mean = {name: aggregate.mean for name, aggregate in measured.means["profiles"].items()}
     query, key = np.tril_indices(T)
     pairs = np.zeros((3, 4, T, T))
     pairs[..., query, key] = mean["attention_by_pair"]
@@ -195,8 +204,8 @@ def test_the_dense_engine_measures_the_same(
 ) -> None:
     dense = measure(model, tokens, engine="dense")
     assert (dense.method.engine, measured.method.engine) == ("dense", "fused")
-    for name, aggregate in dense.profiles.items():
-        found = measured.profiles[name]
+    for name, aggregate in dense.means["profiles"].items():
+        found = measured.means["profiles"][name]
         np.testing.assert_allclose(found.mean, aggregate.mean, rtol=1e-4, atol=1e-5, err_msg=name)
         np.testing.assert_allclose(found.m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
 
@@ -205,8 +214,8 @@ def test_the_dense_engine_measures_the_same(
 def test_the_batch_size_changes_nothing(
     model: Path, tokens: np.ndarray, measured: InterventionMeasurements, size: int
 ) -> None:
-    found = measure(model, tokens, batch_size=size).profiles
-    for name, aggregate in measured.profiles.items():
+    found = measure(model, tokens, batch_size=size).means["profiles"]
+    for name, aggregate in measured.means["profiles"].items():
         assert np.array_equal(found[name].count, aggregate.count)
         np.testing.assert_allclose(
             found[name].mean, aggregate.mean, rtol=1e-5, atol=1e-6, err_msg=name
@@ -215,13 +224,13 @@ def test_the_batch_size_changes_nothing(
 
 
 def test_one_token_has_one_entry_of_each(model: Path) -> None:
-    profiles = measure(model, np.array([[5], [6]], np.int32)).profiles
+    profiles = measure(model, np.array([[5], [6]], np.int32)).means["profiles"]
     assert {a.mean.shape[-1] for a in profiles.values()} == {1}
-    assert profiles_table(0, profiles).num_rows == (len(ALL) - 2) * 3 * 4 + 2 * 3
+    assert means_table(KIND, 0, profiles).num_rows == (len(ALL) - 2) * 3 * 4 + 2 * 3
 
 
 def test_a_scan_without_profiles_measures_none(model: Path, tokens: np.ndarray) -> None:
-    assert measure(model, tokens, profiles=[]).profiles == {}
+    assert measure(model, tokens, profiles=[]).means == {}
 
 
 # Written and read
@@ -254,18 +263,18 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return list(run_query(connection, question).rows())
 
 
-def whole(plan: Plan) -> Profiles:
+def whole(plan: Plan) -> Aggregates:
     """The profiles of all sequences of a run, in one batch."""
     replica = Replica(plan.info, plan.scan, "cpu", threads=1)
     replica.batch.size = len(plan.sequences)
     tokens = np.concatenate([plan.sequences.shard(shard).tokens for shard in range(SHARDS)])
-    return replica.measure(tokens).profiles
+    return replica.measure(tokens).means["profiles"]
 
 
 def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
     table = pq.ParquetFile(plan.run.data_file("profiles", "none", 1)).read()
     assert table.schema.metadata == {b"run_id": plan.run.run_id.encode(), b"intervention": b"none"}
-    assert table.schema.equals(profiles_schema())
+    assert table.schema.equals(KIND.table.schema())
     assert table.column_names == [
         "shard", "layer", "head", "profile", "query", "key", "lag", "count", "mean", "m2"
     ]  # fmt: skip
@@ -291,7 +300,7 @@ def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None
     commit = next(plan.run.commits())
     assert [f.table for f in commit.files] == ["heads", "sequences", "profiles"] * 2
     assert commit.rows == 2 * PER_SHARD * 3 * 4
-    assert plan.manifest.profiles["score_by_pair"]["axis"] == "pair"
+    assert plan.manifest.kinds["profiles"]["score_by_pair"]["axis"] == "pair"
     assert set(plan.manifest.identity["profiles"]) == set(ALL)
 
 
@@ -378,7 +387,7 @@ def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
         for n in ("a", "b")
     ]
     manifest = local(runs[1].manifest_file)
-    fingerprint = read_manifest(runs[1])["profiles"]["attention_by_lag"]["fingerprint"]
+    fingerprint = read_manifest(runs[1])["kinds"]["profiles"]["attention_by_lag"]["fingerprint"]
     manifest.write_text(manifest.read_text().replace(fingerprint, "other"))
     with pytest.raises(
         QueryError,
@@ -449,13 +458,13 @@ def test_what_a_plan_costs_counts_the_files(plan: Plan) -> None:
 
 
 def test_profiles_come_in_registry_order() -> None:
-    assert [p.name for p in select_profiles(reversed(ALL), 64)] == ALL
+    assert [p.name for p in KIND.select(reversed(ALL))] == ALL
 
 
 def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
     profile = PROFILES["value_norm_by_key"]
     first = torch.tensor([[[1.0, math.nan, math.nan]], [[3.0, 5.0, math.nan]]])
-    count, mean, m2 = reduced(profile, first)
+    count, mean, m2 = count_mean_m2(profile, first)
     assert count.tolist() == [[2, 1, 0]]
     assert mean[0, :2].tolist() == [2, 5]
     assert m2[0, :2].tolist() == [2, 0]
@@ -463,13 +472,13 @@ def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
     assert m2[0, 2].isnan()
     second = torch.tensor([[[2.0, math.nan, math.nan]], [[2.0, math.nan, 7.0]]])
     parts = [
-        aggregates({"value_norm_by_key": reduced(profile, rows)[:, None]}, 0, 2)
+        aggregates({"value_norm_by_key": count_mean_m2(profile, rows)[:, None]})
         for rows in (first, second)
     ]
     whole = merge(parts)["value_norm_by_key"]
     assert whole.count.tolist() == [[[4, 1, 1]]]
     assert whole.mean.tolist() == [[[2, 5, 7]]]
     assert whole.m2.tolist() == [[[2, 0, 0]]]
-    table = profiles_table(0, {"value_norm_by_key": parts[0]["value_norm_by_key"]})
+    table = means_table(KIND, 0, {"value_norm_by_key": parts[0]["value_norm_by_key"]})
     assert table["mean"].to_pylist() == [2, 5, None]
     assert table["m2"].to_pylist() == [2, 0, None]

@@ -172,7 +172,7 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
             connect(begun.run.path)
         entropy = column_fingerprint(STATISTICS["entropy"])
         assert str(refused.value) == (
-            f"column 'entropy' has one formula in 2 shards from 0 to 1 of run {begun.run.run_id}, by code {HERE} ({entropy}) "
+            f"statistic 'entropy' has one formula in 2 shards from 0 to 1 of run {begun.run.run_id}, by code {HERE} ({entropy}) "
             f"and another in shard 2 of run {begun.run.run_id}, by code {OTHER} ({OTHER}); --code {OTHER} reads the latter "
             "alone"
         )
@@ -224,17 +224,23 @@ def copy_of_the_code(out: Path, file: str, edit: Callable[[str], str]) -> Path:
     ("edit", "shows"),
     [
         (lambda text: text + "# why\n", False),
-        (lambda text: text.replace('"""One forward pass', '"""A forward pass', 1), False),
+        (
+            lambda text: text.replace("A loaded model that measures.", "A model that measures.", 1),
+            False,
+        ),
         (lambda text: text.replace("\n\n\n", "\n\n\n\n"), False),
         (lambda text: text + "LIMIT = 1\n", True),
-        (lambda text: text.replace("expected a finite number", "expected a number", 1), True),
+        (
+            lambda text: text.replace("does not fit the memory", "is too large for the memory", 1),
+            True,
+        ),
     ],
     ids=["comment", "docstring", "layout", "line", "message"],
 )
 def test_the_code_is_known_by_what_python_runs(
     tmp_path: Path, edit: Callable[[str], str], shows: bool
 ) -> None:
-    project = copy_of_the_code(tmp_path, "workers/batch.py", edit)
+    project = copy_of_the_code(tmp_path, "workers/replica.py", edit)
     assert (code_fingerprint(project) != HERE) == shows
 
 
@@ -286,7 +292,7 @@ def test_a_run_of_older_code_is_read(older: RunDirectory, tmp_path: Path) -> Non
     manifest = older.manifest()
     assert manifest.older
     assert (manifest.sequences, manifest.batch_size) == (3, 2)
-    assert list(manifest.predictions) == ["loss"]
+    assert list(manifest.kinds["predictions"]) == ["loss"]
     scan = manifest.identity["scan"]
     assert (scan["weight_processing"], scan["predictions"]) == ("raw", ["loss"])
     for commit in older.commits():

@@ -348,7 +348,8 @@ def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path)
 def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink})
     entry = read_manifest(run)
-    entry["statistics"]["entropy"] = entry["statistics"]["sink_mass"]
+    statistics = entry["kinds"]["statistics"]
+    statistics["entropy"] = statistics["sink_mass"]
     local(run.manifest_file).write_text(json.dumps(entry))
     with pytest.raises(
         QueryError, match=r'table heads do not fit their manifests: .*"entropy" not found'
@@ -399,7 +400,7 @@ def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
         QueryError, match=r"'sink_mass'.* run a-1 .* run b-2 \(changed\); query one run"
     ):
         connect(tmp_path)
-    assert read_manifest(run)["statistics"]["sink_mass"]["fingerprint"] == "changed"
+    assert read_manifest(run)["kinds"]["statistics"]["sink_mass"]["fingerprint"] == "changed"
     assert ask(connect(run.path), "SELECT count(*) FROM heads") == [(24,)]
 
 

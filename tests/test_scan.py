@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from schemas.errors import ScanError
+from schemas.profiles import KIND as PROFILES
 from schemas.scan import Scan, load_scan, parse_scan
 
 MINIMAL = {"model": "toy", "n_ctx": 8, "input": {"family": "pile"}, "sequences": 3}
@@ -150,10 +151,9 @@ def test_an_unknown_profile_is_answered_with_the_nearest_name():
 
 
 def test_no_profiles_are_asked_for_unless_told_and_pairs_up_to_64_tokens():
-    assert parse_scan(MINIMAL | {"profiles": []}).profiles == ()
-    assert parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 64}).profiles == (
-        "score_by_pair",
-    )
+    assert parse_scan(MINIMAL | {"profiles": []}).names(PROFILES) == ()
+    pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 64})
+    assert pairs.names(PROFILES) == ("score_by_pair",)
 
 
 def test_a_scan_without_profiles_is_recorded_as_before_there_were_any():

@@ -23,8 +23,7 @@ from queries.answers import run_query
 from queries.connection import connect
 from schemas.errors import MeasureError, QueryError, RunError, ScanError
 from schemas.scan import parse_scan
-from schemas.tables import weights_schema
-from schemas.weight_statistics import WEIGHT_STATISTICS, select_weight_statistics, weight
+from schemas.weight_statistics import KIND, WEIGHT_STATISTICS, weight
 from tests import toy_models as toy
 from tests.toy_runs import local, read_manifest, write_run
 from workers.replica import Replica
@@ -115,7 +114,7 @@ def components(seen: np.ndarray) -> np.ndarray:
 
 def table_of(path: Path, **changes: Any) -> pa.Table:
     fields = {"statistics": ["sink_alpha"], "weight_statistics": ALL}
-    return toy.replica(path, **fields | changes).weights()
+    return toy.replica(path, **fields | changes).weights()["weights"]
 
 
 def rows_of(table: pa.Table, name: str) -> list[dict[str, Any]]:
@@ -123,7 +122,7 @@ def rows_of(table: pa.Table, name: str) -> list[dict[str, Any]]:
 
 
 def check(table: pa.Table, expected: Raw) -> None:
-    assert table.schema.equals(weights_schema())
+    assert table.schema.equals(KIND.table.schema())
     for name, values in expected.items():
         rows = rows_of(table, name)
         assert len(rows) == values.size, name
@@ -177,11 +176,11 @@ def test_the_shift_of_a_key_is_its_input_times_the_coupling(gpt2: Path) -> None:
 
     norms = [block.get_submodule("ln_1") for block in replica.model.blocks]
     hooks = [norm.register_forward_hook(note) for norm in norms]
-    measured = replica.measure(tokens).profiles
+    measured = replica.measure(tokens).means["profiles"]
     for hook in hooks:
         hook.remove()
     coupling = np.zeros((3, 4, 32))
-    for row in rows_of(replica.weights(), "bias_key_coupling"):
+    for row in rows_of(replica.weights()["weights"], "bias_key_coupling"):
         coupling[row["layer"], row["head"], row["dimension"]] = row["value"]
     shifts = np.einsum("lbkd,lhd->blhk", torch.stack(inputs).numpy(), coupling)
     np.testing.assert_allclose(
@@ -204,10 +203,10 @@ def test_what_a_model_has_not_is_no_row(tmp_path: Path, family: str, expected: s
     path = toy.save_model(tmp_path / "model", toy.family(family, num_key_value_heads=2))
     assert set(table_of(path)["weight"].unique().to_pylist()) == expected
     profiles = ["score_shift_by_key", "attention_by_lag"]
-    assert list(toy.measure(path, toy.repeating_tokens(T), profiles=profiles).profiles) == [
-        "attention_by_lag"
-    ]
-    assert toy.measure(path, toy.repeating_tokens(T), profiles=profiles[:1]).profiles == {}
+    assert list(
+        toy.measure(path, toy.repeating_tokens(T), profiles=profiles).means["profiles"]
+    ) == ["attention_by_lag"]
+    assert toy.measure(path, toy.repeating_tokens(T), profiles=profiles[:1]).means == {}
 
 
 def test_an_mlp_that_is_no_module_leaves_the_effective_positions_undefined(tmp_path: Path) -> None:
@@ -259,7 +258,7 @@ def test_folded_weights_are_refused() -> None:
         match=r"weight_statistics: .* they expect weight_processing = 'raw', got 'folded'",
     ):
         toy.toy_scan(weight_statistics=ALL, weight_processing="folded")
-    assert toy.toy_scan(weight_processing="folded").weight_statistics == ()
+    assert toy.toy_scan(weight_processing="folded").names(KIND) == ()
 
 
 def test_a_scan_without_them_is_recorded_as_before_there_were_any() -> None:
@@ -270,7 +269,7 @@ def test_a_scan_without_them_is_recorded_as_before_there_were_any() -> None:
 
 
 def test_they_come_in_registry_order() -> None:
-    assert [s.name for s in select_weight_statistics(reversed(ALL))] == ALL
+    assert [s.name for s in KIND.select(reversed(ALL))] == ALL
 
 
 def test_a_weight_statistic_names_weights() -> None:
@@ -331,7 +330,7 @@ def test_a_run_has_them_once_of_the_untouched_model(plan: Plan, gpt2: Path) -> N
     table = pq.ParquetFile(plan.run.data_file("weights", "none", 0)).read()
     assert table.schema.metadata == {b"run_id": plan.run.run_id.encode(), b"intervention": b"none"}
     check(table.replace_schema_metadata(), expected_of(raw_gpt2(gpt2)))
-    assert plan.manifest.weight_statistics["bias_key_coupling"]["axis"] == "dimension"
+    assert plan.manifest.kinds["weight_statistics"]["bias_key_coupling"]["axis"] == "dimension"
     assert set(plan.manifest.identity["weight_statistics"]) == set(ALL)
 
 
@@ -414,7 +413,9 @@ def test_two_formulas_of_one_name_are_refused(tmp_path: Path) -> None:
         ("b", 0, 1),
     ]
     manifest = local(runs[1].manifest_file)
-    fingerprint = read_manifest(runs[1])["weight_statistics"]["position_norm"]["fingerprint"]
+    fingerprint = read_manifest(runs[1])["kinds"]["weight_statistics"]["position_norm"][
+        "fingerprint"
+    ]
     manifest.write_text(manifest.read_text().replace(fingerprint, "other"))
     with pytest.raises(
         QueryError, match="weight statistic 'position_norm' has one formula in run a"

@@ -12,7 +12,7 @@ import numpy as np
 
 from schemas.commits import Method
 from schemas.intervention import NONE, Intervention
-from schemas.statistics import select
+from schemas.statistics import KIND
 from schemas.tables import chance_column
 from workers.model.model_info import ModelInfo
 from workers.replica import InterventionMeasurements, Replica
@@ -43,7 +43,7 @@ class ToyReplica(Replica):
     ) -> InterventionMeasurements:
         """Numbers made of the tokens, after whatever this replica does first."""
         self.misbehave(int(tokens[0, 1]))
-        chosen = select(self.scan.statistics)
+        statistics = self.scan.formulas(KIND)
         sequence = (tokens * np.arange(1, tokens.shape[1] + 1)).sum(1).astype(np.float32)
         method = Method(
             intervention=str(intervention),
@@ -55,9 +55,9 @@ class ToyReplica(Replica):
         head = np.arange(self.info.n_layers * self.info.n_heads, dtype=np.float32).reshape(
             1, self.info.n_layers, -1
         )
-        heads = {s.name: sequence[:, None, None] + head / 64 + i for i, s in enumerate(chosen)}
-        chance = {chance_column(s.name): sequence for s in chosen if s.chance}
-        return InterventionMeasurements(heads, chance, {}, {}, method)
+        heads = {s.name: sequence[:, None, None] + head / 64 + i for i, s in enumerate(statistics)}
+        chance = {chance_column(s.name): sequence for s in statistics if s.chance}
+        return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, method)
 
     def misbehave(self, token: int) -> None:
         """Nothing; `token` tells the shards apart."""

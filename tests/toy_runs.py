@@ -14,18 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas.commits import Commit, DataFile, Method, Version
+from schemas.kinds import table_schema
 from schemas.manifest import Manifest
 from schemas.places import Place
 from schemas.profiles import PROFILES
 from schemas.run_directory import RunDirectory
-from schemas.statistics import Statistic, select
-from schemas.tables import (
-    chance_column,
-    heads_schema,
-    profiles_schema,
-    sequences_schema,
-    weights_schema,
-)
+from schemas.statistics import KIND, Statistic
+from schemas.tables import HEADS, SEQUENCES, WEIGHTS, chance_column
+from schemas.tables import PROFILES as PROFILES_TABLE
 from schemas.weight_statistics import WEIGHT_STATISTICS
 
 
@@ -75,10 +71,18 @@ def write_run(
     `profiles` gives the rows of `profiles` of each shard, `weights` those of `weights`, which lie
     with shard 0.
     """
-    statistics = select(list(columns))
+    statistics = KIND.select(list(columns))
     directory = RunDirectory.of(out, name)
     local(directory.path).mkdir(parents=True)
     shards = -(-sequences // per_shard)
+    kinds = {
+        "statistics": {s.name: s.record | _fingerprint(s.name, fingerprints) for s in statistics}
+    }
+    if profiles:
+        kinds["profiles"] = {p: PROFILES[p].record for p in {r["profile"] for r in profiles(0)}}
+    if weights:
+        names = {row["weight"] for row in weights}
+        kinds["weight_statistics"] = {name: WEIGHT_STATISTICS[name].record for name in names}
     manifest = Manifest(
         run_id=name,
         created="2026-01-02T03:04:05Z",
@@ -100,13 +104,7 @@ def write_run(
         },
         shards=shards,
         sequences=sequences,
-        statistics={s.name: s.record | _fingerprint(s.name, fingerprints) for s in statistics},
-        profiles={p: PROFILES[p].record for p in {row["profile"] for row in profiles(0)}}
-        if profiles
-        else {},
-        weight_statistics={
-            w: WEIGHT_STATISTICS[w].record for w in {row["weight"] for row in weights}
-        },
+        kinds=kinds,
         model={
             "name": model,
             "n_layers": layers,
@@ -137,10 +135,10 @@ def write_run(
             files.append(_write(directory, "sequences", intervention, shard, table))
             if profiles:
                 content = [{**entry, "shard": shard} for entry in profiles(shard)]
-                table = pa.Table.from_pylist(content, schema=profiles_schema())
+                table = pa.Table.from_pylist(content, schema=PROFILES_TABLE.schema())
                 files.append(_write(directory, "profiles", intervention, shard, table))
         if weights and shard == 0:
-            table = pa.Table.from_pylist(list(weights), schema=weights_schema())
+            table = pa.Table.from_pylist(list(weights), schema=WEIGHTS.schema())
             files.append(_write(directory, "weights", "none", shard, table))
         write_commit(directory, shard, span, files, n_ctx * len(interventions))
     return directory
@@ -200,7 +198,7 @@ def _heads(
         "head": [row.head for row in rows],
     }
     content |= {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    return pa.table(content, schema=heads_schema(statistics))
+    return pa.table(content, schema=table_schema(HEADS, {KIND.field: statistics}))
 
 
 def _sequences(
@@ -221,7 +219,7 @@ def _sequences(
         "labels": [None] * n,
     }
     content |= {chance_column(s.name): [chance] * n for s in statistics if s.chance}
-    return pa.table(content, schema=sequences_schema(statistics))
+    return pa.table(content, schema=table_schema(SEQUENCES, {KIND.field: statistics}))
 
 
 def _write(

@@ -1,33 +1,41 @@
-"""One forward pass and what is kept of it."""
+"""One forward pass, and what is kept of it.
+
+`launch` starts the pass: a formula is evaluated as soon as everything that it reads exists, so that
+activations need not be kept. `collect` waits for the results and checks them. On a GPU results
+travel to the host while the next batch runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.errors import MeasureError
-from schemas.formulas import Formula, evaluate
+from schemas.formulas import Along, Formula, evaluate
+from schemas.kind import Computed, Kind
+from schemas.kinds import KINDS
 from schemas.pattern import Labels
-from schemas.predictions import Prediction, compute_predictions
-from schemas.profiles import Profile
+from schemas.scan import Scan
+from schemas.statistics import KIND as STATISTICS
 from schemas.statistics import Statistic
-from schemas.tables import chance_column
+from schemas.tables import SEQUENCES, chance_column
 from workers.engine.engine import Activations, Engine
 from workers.engine.fused_pattern import uniform_pattern
-from workers.engine.prediction_inputs import check_predictions, prediction_inputs
+from workers.engine.prediction_inputs import prediction_inputs
 from workers.engine.token_pairs import find_matches
+from workers.finite_checks import check_lists, check_means, check_numbers, check_predictions
 from workers.model.layer_weights import (
     READABLE_WEIGHTS,
     attention_weights,
     effective_or_nan,
 )
-from workers.profile_means import Profiles, aggregates, check_curves, merge, reduced
+from workers.model.model_info import ModelInfo
+from workers.profile_means import Aggregate, aggregates, count_mean_m2, merge
 from workers.undefined import defined_or_nan
 
 Columns = dict[str, np.ndarray]
@@ -35,240 +43,327 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Requested:
-    """What is measured on every sequence."""
+    """The formulas that are computed, by field of the scan that names them."""
 
-    statistics: Sequence[Statistic]
-    profiles: Sequence[Profile] = ()
-    curves: Sequence[Profile] = ()
-    """Profiles that are kept of every sequence."""
-    predictions: Sequence[Prediction] = ()
+    formulas: Mapping[str, Sequence[Formula]]
+
+    @classmethod
+    def by(cls, scan: Scan, rotary: bool) -> Requested:
+        """What a scan asks of a model, without the formulas that such a model does not have."""
+        return cls(
+            {
+                kind.field: [f for f in scan.formulas(kind) if f.exists(rotary)]
+                for kind in scan.kinds()
+            }
+        )
+
+    def computed(self, when: Computed) -> Iterator[tuple[Kind[Any], Sequence[Formula]]]:
+        """The kinds that are computed then, and their formulas."""
+        for kind in KINDS:
+            formulas = self.formulas.get(kind.field, ())
+            if kind.computed == when and formulas:
+                yield kind, formulas
 
     @property
-    def formulas(self) -> tuple[Formula, ...]:
-        """What is computed in every layer, each once."""
-        return tuple(dict.fromkeys((*self.statistics, *self.profiles, *self.curves)))
+    def in_layers(self) -> list[Formula]:
+        """What is computed in every layer."""
+        return [f for _, formulas in self.computed("in every layer") for f in formulas]
+
+    @property
+    def after_the_pass(self) -> bool:
+        """Whether something is computed from what the model predicts."""
+        return any(True for _ in self.computed("after the pass"))
 
     def reads(self, name: str) -> bool:
-        """Whether one of them, or the rule that says where it has a value, reads something."""
-        return any(name in (*f.parameters, *f.conditions) for f in self.formulas)
+        """Whether a formula of a layer, or the rule that says where it has a value, reads this."""
+        return any(name in (*f.parameters, *f.conditions) for f in self.in_layers)
 
 
 @dataclass(frozen=True)
 class Measurements:
     """What was measured on some sequences; NaN where it is not defined."""
 
-    heads: Columns
-    """`[sequence layer head]`, float32, by statistic."""
-    sequences: Columns
-    """`[sequence]` or `[sequence pos]`, float32, by column of the `sequences` table: chance levels
-    and predictions.
+    tables: dict[str, Columns]
+    """Values of every sequence, float32, by table and column: `[sequence …]`, then `layer` and
+    `head` where they are keys of the table, then the entries of a list.
     """
-    curves: Columns
-    """`[sequence layer head entry]`, float32, by profile that is kept of every sequence."""
-    profiles: Profiles
-    """Aggregates over the sequences, by profile."""
+    means: dict[str, dict[str, Aggregate]]
+    """Aggregates over the sequences, by field of the scan and formula."""
+
+    @property
+    def heads(self) -> Columns:
+        """Values of the table `heads`: `[sequence layer head]`, by statistic."""
+        return self.tables["heads"]
+
+    @property
+    def sequences(self) -> Columns:
+        """Values of the table `sequences`: chance levels and predictions."""
+        return self.tables["sequences"]
 
     @classmethod
     def of(cls, parts: Iterable[Measurements]) -> Measurements:
         """What was measured on all of them, in order."""
-        every = list(parts)
-        heads, sequences, curves = (
-            {name: np.concatenate([part[name] for part in table]) for name in table[0]}
-            for table in (
-                [p.heads for p in every],
-                [p.sequences for p in every],
-                [p.curves for p in every],
-            )
-        )
-        return cls(heads, sequences, curves, merge([p.profiles for p in every]))
+        batches = list(parts)
+        tables: dict[str, Columns] = {}
+        for table, columns in batches[0].tables.items():
+            tables[table] = {
+                name: np.concatenate([batch.tables[table][name] for batch in batches])
+                for name in columns
+            }
+        means = {
+            field: merge([batch.means[field] for batch in batches]) for field in batches[0].means
+        }
+        return cls(tables, means)
+
+    def first(self, count: int) -> Self:
+        """The same with the values of the first sequences alone."""
+        tables = {
+            table: {name: values[:count] for name, values in columns.items()}
+            for table, columns in self.tables.items()
+        }
+        return replace(self, tables=tables)
 
 
 @dataclass(frozen=True)
 class PendingBatch:
     """The results of a forward pass, which may still be on their way from the device."""
 
-    asked: Requested
-    values: Tensor
-    """`[statistic batch layer head]`."""
-    chance: Tensor
-    """`[statistic batch]`, in the order of the statistics that have a chance level."""
-    defined: Tensor
-    """`[statistic batch]`."""
-    profiles: dict[str, Tensor]
-    """Count, mean and M2 over the batch, by profile: `[3 layer head entry]`, or `[3 layer entry]`."""
-    curves: dict[str, Tensor]
-    """`[batch layer head entry]`, by profile that is kept of every sequence."""
-    predictions: dict[str, Tensor]
-    """`[batch]` or `[batch pos]`, by column of `sequences`."""
-    n_ctx: int
+    requested: Requested
+    numbers: dict[str, Tensor]
+    """By field: `[formula batch layer head]`, or `[formula batch layer]`."""
+    defined: dict[str, Tensor]
+    """By field, where these have a value: `[formula batch]`."""
+    lists: dict[str, dict[str, Tensor]]
+    """By field and formula: `[batch layer head entry]`, or `[batch layer entry]`."""
+    means: dict[str, dict[str, Tensor]]
+    """By field and formula, count, mean and M2 over the batch: `[3 layer head entry]`, or `[3 layer
+    entry]`.
+    """
+    chance: dict[str, Tensor]
+    """By field, what uniform attention would score as the statistics `with_chance`: `[statistic
+    batch]`.
+    """
+    predictions: dict[str, dict[str, Tensor]]
+    """By field and formula: `[batch]` or `[batch pos]`."""
+    predicted: dict[str, dict[str, Tensor]]
+    """Where these have a value, likewise."""
+    sequences: int
     first: int
     """Position of the first sequence in its shard, for messages."""
-    ready: Any
-    """A CUDA event, or None where the results are there."""
+    ready: torch.cuda.Event | None
+    """When the results are on the host; none where they never left it."""
+
+
+def with_chance(formulas: Iterable[Formula]) -> list[Statistic]:
+    """Those of which it is recorded what uniform attention would score."""
+    return [f for f in formulas if isinstance(f, Statistic) and f.chance]
 
 
 def measure_batch(engine: Engine, statistics: Sequence[Statistic], tokens: Tensor) -> Measurements:
     """One forward pass over tokens `[batch pos]`."""
-    return collect(launch(engine, Requested(statistics), tokens))
+    return collect(launch(engine, Requested({STATISTICS.field: statistics}), tokens))
 
 
 def launch(
     engine: Engine,
-    asked: Requested,
+    requested: Requested,
     tokens: Tensor,
     first: int = 0,
     labels: Labels | None = None,
 ) -> PendingBatch:
     """Start a forward pass; on a GPU this returns before it is done."""
     matches = find_matches(tokens)
-    given = {
+    known: dict[str, Any] = {
         **matches,
         "tokens": tokens,
         "labels": labels or {},
         "rotary": engine.model.rotary,
     }
-    if asked.reads("effective"):
-        given["effective"] = effective_or_nan(engine.model, tokens.shape[1])
-    layers = _Layers(engine, asked, tokens, given)
+    if requested.reads("effective"):
+        known["effective"] = effective_or_nan(engine.model, tokens.shape[1])
+
+    layers = _Layers(engine, requested, tokens, known)
     final: list[Tensor] = []
-    engine.run(
-        tokens, matches, layers.see, layers.late, final.append if asked.predictions else None
-    )
-    predictions = (
-        compute_predictions(asked.predictions, prediction_inputs(engine.model, final.pop(), tokens))
-        if asked.predictions
-        else {}
-    )
-    by_tokens = {"pattern": uniform_pattern(matches, tokens), **given}
-    chance = [evaluate(s.compute, by_tokens)[:, 0] for s in asked.statistics if s.chance]
-    defined = [_defined(s, by_tokens, tokens) for s in asked.statistics]
-    parts = {
-        "values": layers.values,
-        "chance": torch.stack(chance) if chance else tokens.new_empty(0),
-        "defined": torch.stack(defined),
-        "profiles": {
-            name: torch.stack(by_layer, dim=1) for name, by_layer in layers.profiles.items()
-        },
-        "curves": {name: torch.stack(by_layer, dim=1) for name, by_layer in layers.curves.items()},
-        "predictions": predictions,
+    on_final = final.append if requested.after_the_pass else None
+    engine.run(tokens, matches, layers.evaluate, layers.read_late, on_final)
+
+    # Chance levels, and where a statistic has a value, depend on the tokens alone.
+    by_tokens = {**known, "pattern": uniform_pattern(matches, tokens)}
+    chance: dict[str, Tensor] = {}
+    defined: dict[str, Tensor] = {}
+    for kind, formulas in requested.computed("in every layer"):
+        single = layers.by_field[kind.field].single
+        defined[kind.field] = _stacked([_where_defined(f, by_tokens, tokens[:, 0]) for f in single])
+        chance[kind.field] = _stacked(
+            [evaluate(s.compute, by_tokens)[:, 0] for s in with_chance(formulas)]
+        )
+    parts: dict[str, Any] = {
+        "numbers": {field: values.numbers for field, values in layers.by_field.items()},
+        "defined": defined,
+        "lists": {f: v.by_layer() for f, v in layers.by_field.items() if not v.kind.averaged},
+        "means": {f: v.by_layer() for f, v in layers.by_field.items() if v.kind.averaged},
+        "chance": chance,
+        **_predicted(engine, requested, final, tokens),
     }
     ready = None
     if tokens.device.type != "cpu":
-        parts = {name: _fetched(part) for name, part in parts.items()}
+        parts = _on_the_way_to_the_host(parts)
         ready = torch.cuda.Event()
         ready.record()
-    return PendingBatch(asked, **parts, n_ctx=tokens.shape[1], first=first, ready=ready)
+    return PendingBatch(requested, **parts, sequences=len(tokens), first=first, ready=ready)
 
 
 class _Layers:
-    """What is kept of every layer while a forward pass goes through them."""
+    """Evaluates formulas in every layer while a forward pass goes through the model."""
 
     def __init__(
         self,
         engine: Engine,
-        asked: Requested,
+        requested: Requested,
         tokens: Tensor,
-        given: Mapping[str, Any],
+        known: Mapping[str, Any],
     ) -> None:
-        self.asked, self.given = asked, given
-        info = engine.model.info
-        self.n_heads = info.n_heads
-        shape = (len(asked.statistics), len(tokens), info.n_layers, info.n_heads)
-        self.values = torch.full(shape, torch.nan, device=tokens.device)
-        self.row = {s.name: row for s, row in zip(asked.statistics, self.values, strict=True)}
-        self.profiles: dict[str, list[Tensor]] = {p.name: [] for p in asked.profiles}
-        self.curves: dict[str, list[Tensor]] = {c.name: [] for c in asked.curves}
-        self.late = {
-            name for f in asked.formulas if "resid_post" in f.parameters for name in f.parameters
-        }
-        """What must be kept until the end of a layer."""
-        read = {name for f in asked.formulas for name in f.parameters}.intersection(
-            READABLE_WEIGHTS
+        self.known = known
+        """What formulas read that is the same in every layer."""
+        self.by_field: dict[str, _Values] = {}
+        # A profile can be requested as a curve as well; it is evaluated once and kept twice.
+        kept_by: dict[Formula, list[_Values]] = {}
+        for kind, formulas in requested.computed("in every layer"):
+            values = _Values(kind, formulas, tokens, engine.model.info)
+            self.by_field[kind.field] = values
+            for formula in formulas:
+                kept_by.setdefault(formula, []).append(values)
+        self.formulas = [(f, frozenset(f.parameters), kept) for f, kept in kept_by.items()]
+        late = [names for _, names, _ in self.formulas if "resid_post" in names]
+        self.read_late = set[str]().union(*late)
+        """What must be kept until the end of a layer, because it is read with `resid_post`."""
+        read = set[str]().union(*(names for _, names, _ in self.formulas))
+        self.weights = cache(
+            lambda layer: attention_weights(engine.model, layer, read & {*READABLE_WEIGHTS})
         )
-        self.weights = cache(lambda layer: attention_weights(engine.model, layer, read))
-        self.done: set[tuple[int, str]] = set()
+        self.done: set[tuple[int, int]] = set()
 
-    def see(self, layer: int, activations: Activations) -> None:
-        """Compute what can be computed by now."""
-        seen = {**activations, **self.given, **self.weights(layer)}
-        for formula in self.asked.formulas:
-            if (layer, formula.name) not in self.done and all(
-                name in seen for name in formula.parameters
-            ):
-                self._keep(layer, formula, defined_or_nan(formula, seen))
-                self.done.add((layer, formula.name))
-
-    def _keep(self, layer: int, formula: Formula, value: Tensor) -> None:
-        if formula.name in self.row:
-            # What the heads of a layer share comes as [batch].
-            self.row[formula.name][:, layer] = value if value.dim() == 2 else value[:, None]
-        if formula.name in self.profiles and isinstance(formula, Profile):
-            self.profiles[formula.name].append(reduced(formula, value))
-        if formula.name in self.curves:
-            self.curves[formula.name].append(
-                value if value.dim() == 3 else value[:, None].expand(-1, self.n_heads, -1)
-            )
+    def evaluate(self, layer: int, activations: Activations) -> None:
+        """Evaluate what can be evaluated now and was not before; the engine may call this twice."""
+        available = {**activations, **self.known, **self.weights(layer)}
+        for number, (formula, names, kept_by) in enumerate(self.formulas):
+            if (layer, number) in self.done or not names <= available.keys():
+                continue
+            value = defined_or_nan(formula, available)
+            for values in kept_by:
+                values.keep(layer, formula, value)
+            self.done.add((layer, number))
 
 
-def _fetched(part: Any) -> Any:
-    """A copy in pinned memory, on its way from the device."""
+class _Values:
+    """The values of one kind of measurement in the layers of a batch."""
+
+    def __init__(
+        self, kind: Kind[Any], formulas: Sequence[Formula], tokens: Tensor, info: ModelInfo
+    ) -> None:
+        self.kind = kind
+        self.n_heads = info.n_heads if kind.table.has("head") else None
+        self.single = [] if kind.averaged else [f for f in formulas if not f.listed]
+        """Formulas whose value is one number; they share a tensor, which travels at once."""
+        heads = () if self.n_heads is None else (self.n_heads,)
+        shape = (len(self.single), len(tokens), info.n_layers, *heads)
+        self.numbers = torch.full(shape, torch.nan, device=tokens.device)
+        self.row = {f.name: row for f, row in zip(self.single, self.numbers, strict=True)}
+        self.layers: dict[str, list[Tensor]] = {
+            f.name: [] for f in formulas if f.name not in self.row
+        }
+
+    def keep(self, layer: int, formula: Formula, value: Tensor) -> None:
+        """Keep what a formula is in a layer, or what is averaged of it."""
+        if self.kind.averaged:
+            assert isinstance(formula, Along)
+            self.layers[formula.name].append(count_mean_m2(formula, value))
+        elif formula.listed:
+            self.layers[formula.name].append(self._for_each_head(value, 3))
+        else:
+            self.row[formula.name][:, layer] = self._for_each_head(value, 2)
+
+    def by_layer(self) -> dict[str, Tensor]:
+        """Lists `[batch layer …]`, or means `[3 layer …]`, by formula."""
+        return {name: torch.stack(layers, dim=1) for name, layers in self.layers.items()}
+
+    def _for_each_head(self, value: Tensor, dimensions: int) -> Tensor:
+        """What the heads of a layer share comes without their axis; a row of each head has it."""
+        if self.n_heads is None or value.dim() == dimensions:
+            return value
+        return value[:, None].expand(-1, self.n_heads, *value.shape[1:])
+
+
+def _predicted(
+    engine: Engine, requested: Requested, final: list[Tensor], tokens: Tensor
+) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """What is computed from the stream after the last norm, and where it has a value."""
+    predictions: dict[str, dict[str, Tensor]] = {}
+    predicted: dict[str, dict[str, Tensor]] = {}
+    if requested.after_the_pass:
+        inputs = prediction_inputs(engine.model, final.pop(), tokens)
+        for kind, formulas in requested.computed("after the pass"):
+            values = {f.name: defined_or_nan(f, inputs) for f in formulas}
+            predictions[kind.field] = values
+            predicted[kind.field] = {
+                f.name: _where_defined(f, inputs, values[f.name]) for f in formulas
+            }
+    return {"predictions": predictions, "predicted": predicted}
+
+
+def _where_defined(formula: Formula, values: Mapping[str, Any], like: Tensor) -> Tensor:
+    """Where a formula has a value, in the shape of `like`."""
+    everywhere = torch.ones_like(like, dtype=torch.bool)
+    return everywhere if formula.defined is None else everywhere & evaluate(formula.defined, values)
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors) if tensors else torch.empty(0)
+
+
+def _on_the_way_to_the_host(part: Any) -> Any:
+    """Copies in pinned memory, which arrive while the device goes on."""
     if isinstance(part, dict):
-        return {name: _fetched(one) for name, one in part.items()}
+        return {name: _on_the_way_to_the_host(one) for name, one in part.items()}
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
-def collect(launched: PendingBatch) -> Measurements:
-    """Wait for a forward pass and take what it found."""
-    if launched.ready is not None:
-        launched.ready.synchronize()
-    statistics = launched.asked.statistics
-    names = [s.name for s in statistics]
-    # Pinned memory is scarce, so what is kept is copied out of it.
-    heads = dict(zip(names, launched.values.numpy().copy(), strict=True))
-    defined = dict(zip(names, launched.defined.numpy(), strict=True))
-    _check_finite(heads, defined, launched.first)
-    for name, values in heads.items():
-        values[~defined[name]] = np.nan
-    with_chance = [s.name for s in statistics if s.chance]
-    chance = {
-        chance_column(name): np.where(defined[name], values, np.float32(np.nan))
-        for name, values in zip(with_chance, launched.chance.numpy(), strict=True)
-    }
-    predictions = {
-        name: values.numpy().astype(np.float32) for name, values in launched.predictions.items()
-    }
-    check_predictions(predictions, launched.n_ctx, launched.first)
-    curves = {name: values.numpy().astype(np.float32) for name, values in launched.curves.items()}
-    check_curves(curves, launched.first)
-    return Measurements(
-        heads,
-        chance | predictions,
-        curves,
-        aggregates(launched.profiles, launched.first, launched.values.shape[1]),
-    )
+def collect(pending: PendingBatch) -> Measurements:
+    """Wait for a forward pass; take and check what it found."""
+    if pending.ready is not None:
+        pending.ready.synchronize()
+    tables: dict[str, Columns] = {kind.table.name: {} for kind in KINDS if kind.named_by is None}
+    means: dict[str, dict[str, Aggregate]] = {}
+    for kind, formulas in pending.requested.computed("in every layer"):
+        along = {formula.name: formula for formula in formulas if isinstance(formula, Along)}
+        if kind.averaged:
+            means[kind.field] = aggregates(pending.means[kind.field])
+            check_means(means[kind.field], along, pending.first, pending.sequences)
+            continue
+        single = [formula.name for formula in formulas if not formula.listed]
+        # Pinned memory is scarce, so what is kept is copied out of it.
+        numbers = dict(zip(single, pending.numbers[kind.field].numpy().copy(), strict=True))
+        defined = dict(zip(single, pending.defined[kind.field].numpy(), strict=True))
+        check_numbers(numbers, defined, pending.first)
+        for name, values in numbers.items():
+            values[~defined[name]] = np.nan
+        lists = _on_the_host(pending.lists[kind.field])
+        check_lists(lists, along, pending.first)
+        tables[kind.table.name] |= numbers | lists
+        chance = zip(with_chance(formulas), pending.chance[kind.field].numpy(), strict=True)
+        for statistic, values in chance:
+            column = np.where(defined[statistic.name], values, np.float32(np.nan))
+            tables[SEQUENCES.name][chance_column(statistic.name)] = column
+    for kind, _ in pending.requested.computed("after the pass"):
+        predictions = _on_the_host(pending.predictions[kind.field])
+        predicted = {n: where.numpy() for n, where in pending.predicted[kind.field].items()}
+        check_predictions(predictions, predicted, pending.first)
+        for name, values in predictions.items():
+            values[~predicted[name]] = np.nan
+        tables[kind.table.name] |= predictions
+    return Measurements(tables, means)
 
 
-def _defined(statistic: Statistic, by_tokens: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """Whether the statistic has a value, per sequence."""
-    always = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    return always if statistic.defined is None else always & evaluate(statistic.defined, by_tokens)
-
-
-def _check_finite(
-    heads: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int
-) -> None:
-    """Raise `MeasureError` for the earliest layer that has a value which is defined and not finite;
-    NaN is undefined (`workers.undefined`).
-    """
-    bad = {name: np.isinf(values) & defined[name][:, None, None] for name, values in heads.items()}
-    layers = {
-        name: int(where.any(axis=(0, 2)).argmax()) for name, where in bad.items() if where.any()
-    }
-    if layers:
-        name = min(layers, key=lambda n: layers[n])
-        layer = layers[name]
-        sequence, head = np.argwhere(bad[name][:, layer])[0]
-        raise MeasureError(
-            f"layer {layer}, head {head}: {name} is not finite for sequence {first + sequence} "
-            "of the shard; expected a finite number: look at the model's weights and precision"
-        )
+def _on_the_host(values: Mapping[str, Tensor]) -> Columns:
+    """Copies as float32."""
+    return {name: tensor.numpy().astype(np.float32) for name, tensor in values.items()}

@@ -14,10 +14,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from schemas.errors import MeasureError
+from schemas.formulas import Along
+from schemas.kind import Kind
 from schemas.parquet import table_of
-from schemas.profiles import PROFILES, Profile
-from schemas.tables import profiles_schema
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,11 @@ class Aggregate:
         )
 
 
-Profiles = dict[str, Aggregate]
+Aggregates = dict[str, Aggregate]
+"""By formula."""
 
 
-def reduced(profile: Profile, values: Tensor) -> Tensor:
+def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
     """Count, mean and M2 over the sequences of a batch that have a value, in float64: `[3 head
     entry]`, or `[3 entry]`.
     """
@@ -72,23 +72,10 @@ def reduced(profile: Profile, values: Tensor) -> Tensor:
     return torch.stack([count, mean, m2])
 
 
-def aggregates(fetched: Mapping[str, Tensor], first: int, count: int) -> Profiles:
-    """The aggregates `[3 layer …]` of a batch of `count` sequences, once they are here."""
+def aggregates(means: Mapping[str, Tensor]) -> Aggregates:
+    """The aggregates of a batch, from count, mean and M2 `[3 layer …]` on the host."""
     # Pinned memory is scarce, so what is kept is copied out of it.
-    found = {name: _aggregate(values.numpy().copy()) for name, values in fetched.items()}
-    bad = {name: np.argwhere((a.count > 0) & ~np.isfinite(a.mean)) for name, a in found.items()}
-    bad = {name: where[0].tolist() for name, where in bad.items() if len(where)}
-    if bad:
-        name = min(bad, key=lambda n: bad[n][0])
-        layer, *head, entry = bad[name]
-        place = f"layer {layer}" + "".join(f", head {h}" for h in head)
-        axes = _axes(PROFILES[name], found[name].mean.shape[-1])
-        raise MeasureError(
-            f"{place}: profile {name} is not finite at {', '.join(f'{axis} {at[entry]}' for axis, at in axes.items())} for "
-            f"one of the sequences {first} to {first + count - 1} of the shard; expected finite numbers: look at the "
-            "model's weights and precision"
-        )
-    return found
+    return {name: _aggregate(values.numpy().copy()) for name, values in means.items()}
 
 
 def _aggregate(values: np.ndarray) -> Aggregate:
@@ -96,23 +83,7 @@ def _aggregate(values: np.ndarray) -> Aggregate:
     return Aggregate(count.astype(np.int64), mean, m2)
 
 
-def check_curves(curves: Mapping[str, np.ndarray], first: int) -> None:
-    """Raise `MeasureError` for the earliest layer in which a curve `[sequence layer head entry]` is
-    not finite; NaN is undefined (`workers.undefined`).
-    """
-    bad = {name: np.argwhere(np.isinf(values).swapaxes(0, 1)) for name, values in curves.items()}
-    bad = {name: where[0].tolist() for name, where in bad.items() if len(where)}
-    if bad:
-        name = min(bad, key=lambda n: bad[n][0])
-        layer, sequence, head, entry = bad[name]
-        raise MeasureError(
-            f"layer {layer}, head {head}: {name} is not finite at {PROFILES[name].axis} "
-            f"{entry} for sequence {first + sequence} of the shard; expected a finite number: look at the model's weights "
-            "and precision"
-        )
-
-
-def merge(parts: Sequence[Profiles]) -> Profiles:
+def merge(parts: Sequence[Aggregates]) -> Aggregates:
     """The aggregates of all batches of a shard."""
     whole = parts[0]
     for part in parts[1:]:
@@ -120,32 +91,33 @@ def merge(parts: Sequence[Profiles]) -> Profiles:
     return whole
 
 
-def profiles_table(shard: int, profiles: Profiles) -> pa.Table:
-    """One row per layer × head × profile × entry, in the order profile, layer, head, entry."""
-    return pa.concat_tables(
-        [_rows(shard, PROFILES[name], a) for name, a in profiles.items()]
-    ).combine_chunks()
+def means_table(kind: Kind[Any], shard: int, means: Aggregates) -> pa.Table:
+    """One row per layer × head × formula × entry, in the order formula, layer, head, entry."""
+    rows = [_rows(kind, shard, name, aggregate) for name, aggregate in means.items()]
+    return pa.concat_tables(rows).combine_chunks()
 
 
-def _rows(shard: int, profile: Profile, aggregate: Aggregate) -> pa.Table:
+def _rows(kind: Kind[Any], shard: int, name: str, aggregate: Aggregate) -> pa.Table:
+    assert kind.named_by is not None
     rows = aggregate.mean.size
     layer, *head, entry = (axis.ravel() for axis in np.indices(aggregate.mean.shape))
     columns: dict[str, Any] = {
         "shard": np.full(rows, shard),
         "layer": layer,
-        "profile": [profile.name] * rows,
+        kind.named_by: [name] * rows,
     }
     columns |= {"head": head[0]} if head else {}
-    columns |= {axis: at[entry] for axis, at in _axes(profile, aggregate.mean.shape[-1]).items()}
+    axes = places_on_axes(kind.registry[name], aggregate.mean.shape[-1])
+    columns |= {axis: at[entry] for axis, at in axes.items()}
     columns |= {
         "count": aggregate.count.ravel(),
         "mean": aggregate.mean.ravel(),
         "m2": aggregate.m2.ravel(),
     }
-    return table_of(columns, profiles_schema())
+    return table_of(columns, kind.table.schema())
 
 
-def _axes(profile: Profile, entries: int) -> dict[str, np.ndarray]:
+def places_on_axes(profile: Along, entries: int) -> dict[str, np.ndarray]:
     """For every entry, where it lies on the axes of its profile."""
     if profile.axis != "pair":
         return {profile.axis: np.arange(entries)}

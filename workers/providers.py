@@ -58,6 +58,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
     "labels": (),
     "copies": MATCHES,
     "successors": MATCHES,
+    "positions_known": PREDICTIONS,
     "token_loss": PREDICTIONS,
     "final_logit": PREDICTIONS,
     "final_logprob": PREDICTIONS,

@@ -14,11 +14,7 @@ from torch import Tensor
 from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.intervention import NONE, Intervention
-from schemas.predictions import select_predictions
-from schemas.profiles import select_curves, select_profiles
 from schemas.scan import Scan
-from schemas.statistics import select
-from schemas.weight_statistics import select_weight_statistics
 from workers.batch import Measurements, PendingBatch, Requested, collect, launch
 from workers.batch_size import BatchSize
 from workers.engine.dense_engine import DenseEngine
@@ -31,7 +27,7 @@ from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
 from workers.process import keep_freed_memory
 from workers.settlement import Settled, check_bridge_precision, settle, settle_one
-from workers.weight_statistics import weights_table
+from workers.weight_statistics import tables_of_weights
 
 
 @dataclass(frozen=True)
@@ -55,15 +51,8 @@ class Replica:
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weight_processing, self.device, dtype)
         self.settlement = settle(self.model, scan, self.device)
-        wanted = (select_profiles(scan.profiles, scan.n_ctx), select_curves(scan.curves))
-        profiles, curves = (
-            [p for p in some if p.defined is None or p.defined(self.model.rotary)]
-            for some in wanted
-        )
-        self.asked = Requested(
-            select(scan.statistics), profiles, curves, select_predictions(scan.predictions)
-        )
-        if self.asked.predictions:
+        self.requested = Requested.by(scan, self.model.rotary)
+        if self.requested.after_the_pass:
             check_unembedding(self.model)
         self.free_since: float | None = None
         """When the last shard was measured, for knowing how long the replica waited for the next.
@@ -97,7 +86,7 @@ class Replica:
         fused = settled.engine == "fused"
         engine = self.engine.edited(edits) if fused else DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, bound):
-            masks = _masks(labels) if labels and self.asked.reads("labels") else {}
+            masks = _masks(labels) if labels and self.requested.reads("labels") else {}
             measured = Measurements.of(self._batches(engine, tokens, masks, partner))
         return InterventionMeasurements(**vars(measured), method=engine.method(str(intervention)))
 
@@ -114,9 +103,9 @@ class Replica:
             check_bridge_precision(settled, self.precision)
         return settled
 
-    def weights(self) -> pa.Table:
-        """The rows of the scan's `weights`, of the untouched model."""
-        return weights_table(self.model, select_weight_statistics(self.scan.weight_statistics))
+    def weights(self) -> dict[str, pa.Table]:
+        """What the scan asks of the weights of the untouched model, by table."""
+        return tables_of_weights(self.model, self.scan)
 
     def _batches(
         self,
@@ -145,7 +134,7 @@ class Replica:
                     else self._to_device(torch.from_numpy(partner[some]).long())
                 )
                 patched = with_partner(engine, others)
-                launched = launch(patched, self.asked, batch, start, labels)
+                launched = launch(patched, self.requested, batch, start, labels)
             except RuntimeError as error:
                 if not _out_of_memory(error):
                     raise

@@ -18,18 +18,17 @@ import pyarrow as pa
 
 from schemas.commits import Commit, DataFile, Failure
 from schemas.errors import HeadcountError
+from schemas.kinds import TABLES, kinds_of, table_schema
 from schemas.parquet import parquet_bytes, table_of
 from schemas.places import write_whole
-from schemas.predictions import select_predictions
-from schemas.profiles import select_curves
 from schemas.run_directory import RunDirectory, data_path
 from schemas.scan import Scan
-from schemas.statistics import select
-from schemas.tables import curves_schema, heads_schema, sequences_schema
+from schemas.tables import SEQUENCES, Table
+from workers.batch import Measurements
 from workers.code_fingerprint import code_fingerprint
 from workers.inputs.sequences import ShardInput
 from workers.machine import device_name, measuring_versions
-from workers.profile_means import profiles_table
+from workers.profile_means import means_table
 from workers.replica import InterventionMeasurements, Replica
 
 
@@ -44,8 +43,8 @@ class MeasuredShard:
     """How long the replica had waited for this shard."""
     device: str
     """What it was computed on."""
-    weights: pa.Table | None = None
-    """The rows of `weights`, which are written with shard 0."""
+    once: dict[str, pa.Table]
+    """Rows of the tables that are written once in a run, with shard 0."""
 
 
 def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput, attempt: int = 1) -> Commit:
@@ -61,10 +60,11 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
         str(intervention): replica.measure(shard.tokens, intervention, shard.labels, shard.partner)
         for intervention in replica.scan.interventions
     }
-    weights = replica.weights() if shard.shard == 0 and replica.scan.weight_statistics else None
+    asks_weights = replica.scan.kinds("from the weights")
+    once = replica.weights() if shard.shard == 0 and asks_weights else {}
     replica.free_since = time.perf_counter()
     return MeasuredShard(
-        shard, measured, replica.free_since - began, idle, device_name(replica.device), weights
+        shard, measured, replica.free_since - began, idle, device_name(replica.device), once
     )
 
 
@@ -74,20 +74,13 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: in
     shard = done.input
     files: list[DataFile] = []
     for intervention, measured in done.measured.items():
-        tables = {
-            "heads": heads_table(scan, shard, measured),
-            "sequences": sequences_table(scan, shard, measured),
-        }
-        if scan.curves:
-            tables["curves"] = curves_table(scan, shard, measured)
-        if measured.profiles:
-            tables["profiles"] = profiles_table(shard.shard, measured.profiles)
         files += [
             _write_table(run, name, intervention, shard.shard, rows)
-            for name, rows in tables.items()
+            for name, rows in intervention_tables(scan, shard, measured).items()
         ]
-    if done.weights is not None:
-        files.append(_write_table(run, "weights", "none", shard.shard, done.weights))
+    files += [
+        _write_table(run, name, "none", shard.shard, rows) for name, rows in done.once.items()
+    ]
     commit = Commit(
         run_id=run.run_id,
         shard=shard.shard,
@@ -127,30 +120,49 @@ def _write_table(
     )
 
 
-def heads_table(scan: Scan, shard: ShardInput, measured: InterventionMeasurements) -> pa.Table:
-    """One row per sequence × layer × head, in the order layer, sequence, head, so that row groups
-    prune by layer.
+def intervention_tables(
+    scan: Scan, shard: ShardInput, measured: Measurements
+) -> dict[str, pa.Table]:
+    """The rows of a shard under one intervention, by table."""
+    tables: dict[str, pa.Table] = {}
+    for name, table in TABLES.items():
+        asked = [kind for kind in kinds_of(table) if kind in scan.kinds()]
+        means = [(kind, m) for kind in asked if (m := measured.means.get(kind.field))]
+        if means:
+            rows = [means_table(kind, shard.shard, of_kind) for kind, of_kind in means]
+            tables[name] = pa.concat_tables(rows)
+        elif table.has("sequence") and (asked or table.written == "every shard"):
+            tables[name] = sequence_rows(table, scan, shard, measured)
+    return tables
+
+
+def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measurements) -> pa.Table:
+    """One row per sequence, or per sequence × layer, or per sequence × layer × head: in the order
+    layer, sequence, head, so that row groups prune by layer.
     """
-    columns = _by_head(scan, shard, measured, measured.heads)
-    return table_of(columns, heads_schema(select(scan.statistics)))
+    sequences, layers, heads = next(iter(measured.heads.values())).shape
+    sizes = {"layer": layers, "sequence": sequences, "head": heads}
+    axes = [axis for axis in sizes if table.has(axis)]
+    indices = np.indices([sizes[axis] for axis in axes])
+    columns: dict[str, Any] = {
+        axis: index.ravel() for axis, index in zip(axes, indices, strict=True)
+    }
+    rows = len(columns["sequence"])
+    columns |= _keys(scan, shard, columns["sequence"])
+    for name, values in measured.tables.get(table.name, {}).items():
+        ordered = values.swapaxes(0, 1) if "layer" in axes else values
+        columns[name] = ordered.reshape(rows, *values.shape[len(axes) :])
+    if table is SEQUENCES:
+        columns |= _origin(shard)
+    formulas = {kind.field: scan.formulas(kind) for kind in scan.kinds()}
+    return table_of(columns, table_schema(table, formulas))
 
 
-def curves_table(scan: Scan, shard: ShardInput, measured: InterventionMeasurements) -> pa.Table:
-    """One row per sequence × layer × head, in the order of `heads`."""
-    columns = _by_head(scan, shard, measured, measured.curves)
-    return table_of(columns, curves_schema(select_curves(scan.curves)))
-
-
-def sequences_table(scan: Scan, shard: ShardInput, measured: InterventionMeasurements) -> pa.Table:
-    """One row per sequence."""
+def _origin(shard: ShardInput) -> dict[str, Any]:
+    """Where sequences came from, and what they are."""
     sequences, n_ctx = shard.tokens.shape
-    columns: dict[str, Any] = _keys(scan, shard, np.arange(sequences)) | measured.sequences
-    columns |= {"n_tokens": np.full(sequences, n_ctx), "tokens": shard.tokens, **shard.origin}
-    if shard.labels is not None:
-        columns["labels"] = shard.labels
-    return table_of(
-        columns, sequences_schema(select(scan.statistics), select_predictions(scan.predictions))
-    )
+    columns = {"n_tokens": np.full(sequences, n_ctx), "tokens": shard.tokens, **shard.origin}
+    return columns if shard.labels is None else columns | {"labels": shard.labels}
 
 
 def record_failure(run: RunDirectory, shard: int, attempt: int, error: str) -> None:
@@ -180,18 +192,6 @@ def noted(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
     except HeadcountError as error:
         return Failure(failure.shard, f"{failure.error}; {error}")
     return failure
-
-
-def _by_head(
-    scan: Scan, shard: ShardInput, measured: InterventionMeasurements, values: dict[str, np.ndarray]
-) -> dict[str, Any]:
-    """The keys and columns of values `[sequence layer head …]`."""
-    sequences, layers, heads = next(iter(measured.heads.values())).shape
-    layer, sequence, head = (axis.ravel() for axis in np.indices((layers, sequences, heads)))
-    columns = _keys(scan, shard, sequence) | {"layer": layer, "head": head}
-    return columns | {
-        name: v.swapaxes(0, 1).reshape(len(layer), *v.shape[3:]) for name, v in values.items()
-    }
 
 
 def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from schemas.errors import MeasureError
 from schemas.formulas import evaluate
+from schemas.kind import Kind
 from schemas.parquet import table_of
-from schemas.tables import weights_schema
+from schemas.scan import Scan
 from schemas.weight_statistics import WeightStatistic
 from schemas.weight_statistics.geometry import centred
 from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
@@ -22,23 +23,34 @@ from workers.model.circuit import effective_positions
 from workers.model.model import Model
 
 
-def weights_table(model: Model, statistics: Sequence[WeightStatistic]) -> pa.Table:
-    """One row per statistic × layer × head × index, in that order; none where the model has no such
-    weights.
+def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
+    """What a scan asks of the weights, by table."""
+    return {
+        kind.table.name: weights_table(model, kind, scan.formulas(kind))
+        for kind in scan.kinds("from the weights")
+    }
+
+
+def weights_table(
+    model: Model, kind: Kind[WeightStatistic], statistics: Sequence[WeightStatistic]
+) -> pa.Table:
+    """One row per statistic × layer × head × index, in that order; none if the model does not have
+    the weights.
     """
-    defined = [s for s in statistics if s.defined is None or s.defined(model.rotary)]
-    read = {name for s in defined for name in s.parameters}
+    possible = [s for s in statistics if s.exists(model.rotary)]
+    read = {name for s in possible for name in s.parameters}
+    values: dict[str, list[Tensor]] = {s.name: [] for s in possible}
     with torch.inference_mode():
         shared = _finite(_model_weights(model, read.intersection(MODEL_WEIGHTS)), model.info.name)
-        found: dict[str, list[Tensor]] = {s.name: [] for s in defined}
         for layer in range(model.info.n_layers):
             own = _layer_weights(model, layer, read.intersection(LAYER_WEIGHTS))
-            seen = shared | _finite(own, f"{model.info.name}: layer {layer}")
-            for s in defined:
-                if all(name in seen for name in s.parameters) and (s.layered or layer == 0):
-                    found[s.name].append(evaluate(s.compute, seen).cpu())
-    rows = [_rows(s, torch.stack(found[s.name]).numpy()) for s in defined if found[s.name]]
-    return pa.concat_tables(rows or [weights_schema().empty_table()]).combine_chunks()
+            weights = shared | _finite(own, f"{model.info.name}: layer {layer}")
+            for s in possible:
+                readable = all(name in weights for name in s.parameters)
+                if readable and (s.layered or layer == 0):
+                    values[s.name].append(evaluate(s.compute, weights).cpu())
+    rows = [_rows(kind, s, torch.stack(values[s.name]).numpy()) for s in possible if values[s.name]]
+    return pa.concat_tables(rows or [kind.table.schema().empty_table()]).combine_chunks()
 
 
 def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
@@ -89,10 +101,11 @@ def _finite(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return weights
 
 
-def _rows(statistic: WeightStatistic, values: np.ndarray) -> pa.Table:
+def _rows(kind: Kind[WeightStatistic], statistic: WeightStatistic, values: np.ndarray) -> pa.Table:
     """The rows of a statistic whose values are `[layer head index]`, one layer standing for all if
     it is not layered.
     """
+    assert kind.named_by is not None
     axes = ["layer", *(["head"] if values.ndim == 2 + (statistic.axis != "none") else [])]
     axes += [] if statistic.axis == "none" else [statistic.axis]
     at: Mapping[str, Any] = dict(
@@ -100,9 +113,9 @@ def _rows(statistic: WeightStatistic, values: np.ndarray) -> pa.Table:
     )
     columns: dict[str, Any] = {
         **at,
-        "weight": [statistic.name] * values.size,
+        kind.named_by: [statistic.name] * values.size,
         "value": values.ravel(),
     }
     if not statistic.layered:
         del columns["layer"]
-    return table_of(columns, weights_schema())
+    return table_of(columns, kind.table.schema())

@@ -10,14 +10,13 @@ from schemas.profiles import (
     tail_attention,
 )
 from schemas.profiles.profile_registry import (
+    KIND,
     PROFILES,
     Profile,
     profile,
-    select_curves,
-    select_profiles,
 )
 
 __all__ = [
-    "PROFILES", "Profile", "attention", "norms_by_position", "profile", "score_shifts", "scores_by_key",
-    "select_curves", "select_profiles", "tail_attention",
+    "KIND", "PROFILES", "Profile", "attention", "norms_by_position", "profile", "score_shifts",
+    "scores_by_key", "tail_attention",
 ]  # fmt: skip

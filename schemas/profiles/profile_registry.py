@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
+from schemas import tables
 from schemas.errors import ScanError
-from schemas.formulas import Along, checked_axis, chosen, described
+from schemas.formulas import Along, checked_axis, described
+from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
 from schemas.statistics.statistic_registry import LAYER_VALUES
 
@@ -51,25 +53,34 @@ def profile(
     return register
 
 
-def select_curves(wanted: Iterable[str]) -> tuple[Profile, ...]:
-    """The profiles that a scan keeps of every sequence, in registry order; those along pairs are
-    too many numbers.
-    """
-    found = chosen(wanted, PROFILES, "curves", "profile")
-    for name in (p.name for p in found if p.axis == "pair"):
-        raise ScanError(
-            f"curves: {name} has a number for every pair of a query and a key, too many to keep of every sequence; "
-            "ask for it in profiles, which keep the mean"
-        )
-    return found
+def _refuse_long_pairs(profiles: Iterable[Profile], scan: ScanFacts) -> None:
+    """Pairs of a query and a key are too many numbers where sequences are long."""
+    for p in profiles:
+        if p.axis == "pair" and scan.n_ctx > MOST_PAIRED:
+            raise ScanError(
+                f"profiles: {p.name} keeps every pair of a query and a key, so it expects "
+                f"n_ctx <= {MOST_PAIRED}, got {scan.n_ctx}; lower n_ctx or leave it out"
+            )
 
 
-def select_profiles(wanted: Iterable[str], n_ctx: int) -> tuple[Profile, ...]:
-    """The profiles of a scan, in registry order; those along pairs refuse long sequences."""
-    found = chosen(wanted, PROFILES, "profiles", "profile")
-    for name in (p.name for p in found if p.axis == "pair" and n_ctx > MOST_PAIRED):
-        raise ScanError(
-            f"profiles: {name} keeps every pair of a query and a key, so it expects n_ctx <= {MOST_PAIRED}, "
-            f"got {n_ctx}; lower n_ctx or leave it out"
-        )
-    return found
+KIND = Kind(
+    field="profiles",
+    word="profile",
+    meaning="Profiles (means by key, query, lag or pair) of the profiles table: a list of names. "
+    "Default: none.",
+    registry=PROFILES,
+    table=tables.PROFILES,
+    computed="in every layer",
+    averaged=True,
+    named_by="profile",
+    check=_refuse_long_pairs,
+    page="profiles.md",
+    introduction="""\
+# Profiles
+
+Numbers along an axis, named in a scan's `profiles` and `curves`. The table `profiles` keeps their mean and spread over the
+sequences of a shard, one row per layer × head × entry; the view `profile_means` merges shards. The table `curves` keeps them of
+every sequence, as lists. Symbols are those of [statistics.md](statistics.md). This page is generated from the functions in
+`schemas/profiles/` by `make docs`.
+""",
+)

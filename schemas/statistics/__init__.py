@@ -16,14 +16,15 @@ from schemas.statistics import (
     sink,
 )
 from schemas.statistics.statistic_registry import (
+    KIND,
     LAYER_VALUES,
     STATISTICS,
     Statistic,
-    select,
     statistic,
 )
 
 __all__ = [
+    "KIND",
     "LAYER_VALUES",
     "STATISTICS",
     "Statistic",
@@ -36,7 +37,6 @@ __all__ = [
     "head_results",
     "residual",
     "scores",
-    "select",
     "shape",
     "sink",
     "statistic",

@@ -5,12 +5,14 @@ activations it reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from schemas.formulas import Ranged, chosen, described
+from schemas.formulas import Ranged, described
+from schemas.kind import Kind
 from schemas.pattern import Tensor
+from schemas.tables import HEADS
 
 LAYER_VALUES: dict[str, str] = {
     "pattern": "attention pattern, asked by question (schemas.pattern)",
@@ -43,9 +45,9 @@ class Statistic(Ranged):
     """Whether a scan measures it unless told otherwise."""
 
     @property
-    def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it."""
-        return super().record | {"chance": self.chance}
+    def facts(self) -> dict[str, Any]:
+        """What columns, comments and manifests say of it."""
+        return super().facts | {"chance": self.chance}
 
 
 STATISTICS: dict[str, Statistic] = {}
@@ -82,8 +84,28 @@ def statistic(
     return register
 
 
-def select(wanted: str | Iterable[str]) -> tuple[Statistic, ...]:
-    """The statistics of a scan, in registry order: `"standard"`, `"all"`, or names."""
-    if isinstance(wanted, str) and wanted in ("standard", "all"):
-        return tuple(s for s in STATISTICS.values() if wanted == "all" or s.standard)
-    return chosen(wanted, STATISTICS, "statistics", "statistic")
+KIND = Kind(
+    field="statistics",
+    word="statistic",
+    meaning="Columns of the heads table: standard, all, or a list of names.",
+    registry=STATISTICS,
+    table=HEADS,
+    computed="in every layer",
+    sets={"standard": lambda statistic: statistic.standard, "all": lambda _: True},
+    default="standard",
+    page="statistics.md",
+    introduction="""\
+# Statistics
+
+One float32 column each in the table `heads`, which has one row per sequence × layer × head. This page is generated from
+the functions in `schemas/statistics/` by `make docs`; the same words ride in the Parquet field metadata, the SQL comments
+and the report.
+
+`A[q,k]` is the attention pattern (causal, k ≤ q), `S[q,k]` the score before the softmax, after scaling. T = `n_ctx`, q and k
+count from 0, `t[q]` is a token. Everything is measured in float32; what is not defined is NULL, never 0. Where a statistic
+has a *chance level*, the table `sequences` holds what uniform attention (`A[q,k] = 1/(q+1)`) would have scored on the same
+sequence, as `chance_NAME`.
+
+Quantities of the literature that are no column of their own, and those left out with the reason: [catalogue.md](catalogue.md).
+""",
+)

@@ -4,18 +4,18 @@ all.
 
 from schemas.weight_statistics import biases, geometry, position_vectors
 from schemas.weight_statistics.weight_registry import (
+    KIND,
     WEIGHT_STATISTICS,
     WeightStatistic,
-    select_weight_statistics,
     weight,
 )
 
 __all__ = [
+    "KIND",
     "WEIGHT_STATISTICS",
     "WeightStatistic",
     "biases",
     "geometry",
     "position_vectors",
-    "select_weight_statistics",
     "weight",
 ]

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from schemas.formulas import Along, checked_axis, chosen, described
+from schemas.errors import ScanError
+from schemas.formulas import Along, checked_axis, described
+from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
+from schemas.tables import WEIGHTS
 
 Axis = Literal["dimension", "position", "none"]
 """What a weight statistic runs over: coordinates of the residual stream, positions, or nothing."""
@@ -77,6 +80,30 @@ def weight(
     return register
 
 
-def select_weight_statistics(wanted: Iterable[str]) -> tuple[WeightStatistic, ...]:
-    """The weight statistics of a scan, in registry order."""
-    return chosen(wanted, WEIGHT_STATISTICS, "weight_statistics", "weight statistic")
+def _refuse_processed_weights(_: Iterable[WeightStatistic], scan: ScanFacts) -> None:
+    """Folded weights are not the weights that were trained."""
+    if scan.weight_processing != "raw":
+        raise ScanError(
+            "weight_statistics: these are of the weights as trained, so they expect "
+            f"weight_processing = 'raw', got {scan.weight_processing!r}; leave them out or set "
+            "weight_processing = 'raw'"
+        )
+
+
+KIND = Kind(
+    field="weight_statistics",
+    word="weight statistic",
+    meaning="Statistics of the weights alone, in the weights table: a list of names. Default: none.",
+    registry=WEIGHT_STATISTICS,
+    table=WEIGHTS,
+    computed="from the weights",
+    named_by="weight",
+    check=_refuse_processed_weights,
+    page="weights.md",
+    introduction="""\
+# Weight statistics
+
+What the untouched weights say without any input, named in a scan's `weight_statistics`: rows of the table `weights`, in float64,
+written once per run. This page is generated from the functions in `schemas/weight_statistics/` by `make docs`.
+""",
+)

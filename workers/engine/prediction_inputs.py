@@ -5,15 +5,12 @@ positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.errors import MeasureError, ModelError
-from schemas.predictions import PREDICTION_INPUTS, PREDICTIONS, compute_predictions
+from schemas.errors import ModelError
 from workers.engine.dense_engine import DenseEngine
 from workers.engine.edits import Edit, Edits
 from workers.engine.engine import Activations, Done
@@ -59,32 +56,6 @@ def check_unembedding(model: Model) -> None:
         raise ModelError(f"{model.info.name}: no unembedding was found; leave predictions out")
 
 
-def check_predictions(found: Mapping[str, np.ndarray], n_ctx: int, first: int) -> None:
-    """Raise `MeasureError` for a prediction `[batch]` or `[batch pos]` that is not finite where it
-    has a value.
-    """
-    for name, values in found.items():
-        bad = np.argwhere(~np.isfinite(values) & _has_value(name, n_ctx))
-        if len(bad):
-            sequence, *position = bad[0]
-            where = "".join(f", position {p}" for p in position)
-            raise MeasureError(
-                f"{name} is {values[tuple(bad[0])]} for sequence {first + sequence} of the shard{where}; expected a finite "
-                "number: look at the model's weights and precision"
-            )
-
-
-@cache
-def _has_value(name: str, n_ctx: int) -> np.ndarray:
-    """Where a prediction must have a value, whatever the model: the first token has no loss, and
-    positions may be none.
-    """
-    some = dict.fromkeys(PREDICTION_INPUTS, torch.full((1, n_ctx, 1), math.nan))
-    some |= dict.fromkeys(("final_logit", "final_logprob"), torch.ones(1, n_ctx))
-    some["token_loss"] = torch.tensor([[math.nan, *[1.0] * (n_ctx - 1)]])
-    return ~compute_predictions([PREDICTIONS[name]], some)[name].isnan().numpy()
-
-
 def _token_losses(p: PredictionInputs) -> dict[str, Tensor]:
     before, target = p.hidden[:, :-1].flatten(0, 1), p.tokens[:, 1:].flatten()
     losses = [_losses(p.unembed(x), t) for x, t in zip(p.rows(before), p.rows(target), strict=True)]
@@ -116,6 +87,7 @@ def _positions(p: PredictionInputs) -> dict[str, Tensor]:
     if positions is None or effective is None or not mlps:
         nowhere = p.hidden.new_full((*p.tokens.shape, 1), math.nan)
         return {
+            "positions_known": torch.zeros((), dtype=torch.bool, device=p.tokens.device),
             "effective": nowhere[0],
             "position_after_mlp": nowhere,
             "position_after_layer": nowhere,
@@ -124,6 +96,7 @@ def _positions(p: PredictionInputs) -> dict[str, Tensor]:
     tokens = p.model.embed(p.tokens)
     both = tokens + positions
     return {
+        "positions_known": torch.ones((), dtype=torch.bool, device=p.tokens.device),
         "effective": effective,
         "position_after_mlp": positions + mlps[0](both) - mlps[0](tokens),
         "position_after_layer": _first_layer(p, Edits()) - _first_layer(p, WITHOUT_POSITIONS),
@@ -145,6 +118,8 @@ def _first_layer(p: PredictionInputs, edits: Edits) -> Tensor:
 WITHOUT_POSITIONS = Edits([Edit("pos_embed", lambda positions, _: torch.zeros_like(positions))])
 
 FOUND_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
+    "tokens": lambda p: {"tokens": p.tokens},
+    "positions_known": _positions,
     "token_loss": _token_losses,
     "final_logit": _finals,
     "final_logprob": _finals,

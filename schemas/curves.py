@@ -1,0 +1,35 @@
+"""Curves: profiles that are kept of every sequence, as list columns of the table `curves`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from schemas import profiles
+from schemas.errors import ScanError
+from schemas.kind import Kind, ScanFacts
+from schemas.profiles import PROFILES, Profile
+from schemas.tables import CURVES
+
+
+def _refuse_pairs(curves: Iterable[Profile], _scan: ScanFacts) -> None:
+    """Pairs are too many numbers to keep for every sequence."""
+    for curve in curves:
+        if curve.axis == "pair":
+            raise ScanError(
+                f"curves: {curve.name} has a number for every pair of a query and a key, too many "
+                "to keep of every sequence; ask for it in profiles, which keep the mean"
+            )
+
+
+KIND = Kind(
+    field="curves",
+    word="profile",
+    meaning="Profiles stored for each sequence instead of averaged, list columns of the curves "
+    "table: a list of names. Default: none. Pair profiles are not allowed.",
+    registry=PROFILES,
+    table=CURVES,
+    computed="in every layer",
+    check=_refuse_pairs,
+    page=profiles.KIND.page,
+    introduction=profiles.KIND.introduction,
+)

@@ -1,0 +1,52 @@
+"""The kinds of measurement, and the tables that they fill. What a scan may name, what a manifest
+records, what is computed, written, merged, read, counted and documented: all walk over these lists.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from schemas import curves, predictions, profiles, statistics, weight_statistics
+from schemas.formulas import Formula
+from schemas.kind import Kind
+from schemas.tables import Column, Table
+
+KINDS: tuple[Kind[Any], ...] = (
+    statistics.KIND,
+    predictions.KIND,
+    curves.KIND,
+    profiles.KIND,
+    weight_statistics.KIND,
+)
+
+TABLES: dict[str, Table] = {kind.table.name: kind.table for kind in KINDS}
+"""Every table by name."""
+
+
+def kinds_of(table: Table) -> list[Kind[Any]]:
+    """The kinds that fill a table."""
+    return [kind for kind in KINDS if kind.table is table]
+
+
+def columns_of(
+    kinds: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> dict[str, dict[str, Column]]:
+    """The measured columns of every table, by name; `kinds` holds facts by field and formula."""
+    columns: dict[str, dict[str, Column]] = {name: {} for name in TABLES}
+    for kind in KINDS:
+        for name, facts in kinds.get(kind.field, {}).items():
+            for table, column in kind.columns(name, facts):
+                columns[table.name][column.name] = column
+    return columns
+
+
+def table_schema(table: Table, formulas: Mapping[str, Iterable[Formula]]) -> pa.Schema:
+    """The schema of a table's files; `formulas` are those of a scan by field."""
+    facts = {field: {f.name: f.facts for f in some} for field, some in formulas.items()}
+    return table.schema(columns_of(facts)[table.name].values())
