@@ -7,12 +7,16 @@ import time
 from dataclasses import dataclass
 
 from jobs.plan import Plan
+from schemas.commits import Method
+from schemas.intervention import Intervention
 from schemas.kinds import TABLES
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
 from workers.inputs.sequences import ShardInput
 from workers.memory import PeakMemory, available_cores
-from workers.replica import InterventionMeasurements, Replica, resolve_device, resolve_precision
+from workers.model.model_info import ModelInfo
+from workers.replica import InterventionMeasurements, Replica, resolve_device
+from workers.settlement import settle
 from workers.shard import intervention_tables
 
 
@@ -20,8 +24,8 @@ from workers.shard import intervention_tables
 class InterventionCost:
     """What one intervention takes."""
 
-    intervention: str
-    engine: str
+    method: Method
+    """How the scan will measure it."""
     tokens_per_second: float
     """Of all replicas together."""
     seconds: float
@@ -45,7 +49,7 @@ class Cost:
     """What the scan will run on."""
     precision: str
     measured_on: str
-    """What the sample ran on: another device where this machine does not have the scan's."""
+    """What the sample ran on: another device if this machine does not have the scan's."""
     measured_in: str
     """The precision of the sample."""
     replicas: int
@@ -66,58 +70,74 @@ class Cost:
         return sum(cost.bytes for cost in self.tables)
 
 
-def measure_cost(
-    plan: Plan,
-    device: str = "auto",
-    replicas: int = 1,
-    passes: int = 4,
-    patience: float = 20.0,
-) -> Cost:
-    """Measure a few batches of the plan's first shard with one replica, and write none of it.
+class Rehearsal:
+    """A replica for measuring what a scan will cost.
 
-    Each intervention is timed. A batch size that is to be found is looked for under the first one,
-    as in a scan; after `patience` seconds under an intervention, the size being tried must do.
+    Making one settles how each intervention will be measured on the scan's device, which need not
+    be here, and refuses what cannot run there.
     """
-    here = resolve_device("auto")
-    device = here if device == "auto" else device
-    measured_on = device if device in (here, "cpu") else here
-    # Replicas on GPUs have one each; those on a CPU share its cores.
-    sharing = replicas > 1 and measured_on == "cpu"
-    threads = max(1, available_cores() // replicas) if sharing else None
-    first = plan.sequences.shard(0)
-    with PeakMemory(measured_on) as memory:
-        replica = Replica(plan.info, plan.scan, measured_on, threads)
-        speeds: dict[str, float] = {}
-        samples: dict[str, InterventionMeasurements] = {}
-        for name in plan.scan.interventions:
-            speeds[name], samples[name] = _timed(replica, first, name, passes, patience)
-    tokens = len(plan.sequences) * plan.scan.n_ctx
-    together = max(1, replicas)
-    costs = [
-        InterventionCost(
-            intervention=name,
-            engine=samples[name].method.engine,
-            tokens_per_second=speeds[name] * together,
-            seconds=tokens / (speeds[name] * together),
+
+    def __init__(
+        self, scan: Scan, info: ModelInfo, device: str = "auto", replicas: int = 1
+    ) -> None:
+        here = resolve_device("auto")
+        self.device = here if device == "auto" else device
+        self.measured_on = self.device if self.device in (here, "cpu") else here
+        self.replicas = replicas
+        # Replicas on GPUs have one each; those on a CPU share its cores.
+        sharing = replicas > 1 and self.measured_on == "cpu"
+        threads = max(1, available_cores() // replicas) if sharing else None
+        # Loading may take more memory than measuring.
+        with PeakMemory(self.measured_on) as self.loading:
+            self.replica = Replica(info, scan, self.measured_on, threads)
+        self.settlement = settle(self.replica.model, scan, self.device)
+
+    def measure(self, plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
+        """Measure a few batches of the plan's first shard, and write none of it.
+
+        Each intervention is timed. A batch size that is to be found is looked for under the first
+        one, as in a scan; after `patience` seconds under an intervention, the size being tried must
+        do.
+        """
+        first = plan.sequences.shard(0)
+        speeds: list[float] = []
+        samples: list[InterventionMeasurements] = []
+        with PeakMemory(self.measured_on) as memory:
+            for intervention in plan.scan.interventions:
+                speed, sample = _timed(self.replica, first, intervention, passes, patience)
+                speeds.append(speed * max(1, self.replicas))
+                samples.append(sample)
+        tokens = len(plan.sequences) * plan.scan.n_ctx
+        methods = self.settlement.methods(plan.info.n_layers)
+        costs = [
+            InterventionCost(method, speed, tokens / speed)
+            for method, speed in zip(methods, speeds, strict=True)
+        ]
+        return Cost(
+            device=self.device,
+            precision=self.settlement.precision,
+            measured_on=self.measured_on,
+            measured_in=self.replica.precision,
+            replicas=self.replicas,
+            batch_size=self.replica.batch.size,
+            interventions=costs,
+            tables=_tables(plan, self.replica, first, samples),
+            peak_memory=max(memory.main, self.loading.main),
+            gpu_memory=max(memory.gpu, self.loading.gpu),
         )
-        for name in plan.scan.interventions
-    ]
-    return Cost(
-        device=device,
-        precision=resolve_precision(plan.scan, device),
-        measured_on=measured_on,
-        measured_in=replica.precision,
-        replicas=replicas,
-        batch_size=replica.batch.size,
-        interventions=costs,
-        tables=_tables(plan, replica, first, samples),
-        peak_memory=memory.main,
-        gpu_memory=memory.gpu,
-    )
+
+
+def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
+    """What a plan costs on this machine, with one replica."""
+    return Rehearsal(plan.scan, plan.info).measure(plan, passes, patience)
 
 
 def _timed(
-    replica: Replica, first: ShardInput, intervention: str, passes: int, patience: float
+    replica: Replica,
+    first: ShardInput,
+    intervention: Intervention,
+    passes: int,
+    patience: float,
 ) -> tuple[float, InterventionMeasurements]:
     """Tokens per second under an intervention, and what was measured."""
     speeds: dict[int, list[float]] = {}
@@ -139,12 +159,12 @@ def _timed(
 
 
 def _tables(
-    plan: Plan, replica: Replica, first: ShardInput, samples: dict[str, InterventionMeasurements]
+    plan: Plan, replica: Replica, first: ShardInput, samples: list[InterventionMeasurements]
 ) -> list[TableCost]:
     """Rows and bytes of every table that the scan writes."""
     sequences, shards = len(plan.sequences), plan.manifest.shards
     costs = dict.fromkeys(TABLES, (0.0, 0.0))
-    for measured in samples.values():
+    for measured in samples:
         count = len(next(iter(measured.heads.values())))
         half = count // 2
         half_sizes = _sizes(plan, first, measured, half) if half else {}

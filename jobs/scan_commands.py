@@ -66,13 +66,21 @@ def plan(
     # Before the seconds that the imports below take.
     parsed_scan = load_scan(scan_file, overrides or ())
     from jobs.corpus_index import KeptIndex
-    from jobs.cost import measure_cost
-    from jobs.plan import make_plan
+    from jobs.cost import Rehearsal
+    from jobs.plan import begun_precisions, plan_run, resolve
     from jobs.progress import watch_index
+    from schemas.run_directory import RunDirectory
+    from workers.settlement import check_begun
 
-    progress = Console(highlight=False, stderr=True)
-    with watch_index(progress) as watch:
-        scan_plan = make_plan(parsed_scan, scan_file.stem, watch=watch)
+    run = RunDirectory.of(parsed_scan.out, parsed_scan.run_id(scan_file.stem))
+    resolved = resolve(parsed_scan)
+    # What cannot run is refused before the time that the tokenising of a corpus takes.
+    rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
+    precision = rehearsal.settlement.precision
+    if run.manifest_file.is_file():
+        check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
+    with watch_index(Console(highlight=False, stderr=True)) as watch:
+        scan_plan = plan_run(resolved, run, watch=watch)
     scan_plan.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
     kept = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
     if kept is not None:
@@ -80,7 +88,7 @@ def plan(
 
     console = Console(highlight=False)
     console.print(_values_table(scan_plan))
-    cost = measure_cost(scan_plan, device, replicas)
+    cost = rehearsal.measure(scan_plan)
     console.print(_run_table(scan_plan, cost, kept))
     console.print(_time_table(cost))
     console.print(_size_table(scan_plan, cost))
@@ -152,7 +160,11 @@ def _time_table(cost: Cost) -> Table:
     )
     for one in cost.interventions:
         speed = f"{one.tokens_per_second:,.0f}"
-        table.add_row(one.intervention, one.engine, speed, f"about {duration(one.seconds)}")
+        method = one.method
+        engine = f"{method.engine}, {method.attention}"
+        if method.built_layers:
+            engine += f", patterns built in {_counted(len(method.built_layers), 'layer')}"
+        table.add_row(method.intervention, engine, speed, f"about {duration(one.seconds)}")
     if len(cost.interventions) > 1:
         # Every intervention reads the same tokens, so this is the mean over tokens.
         tokens = sum(one.tokens_per_second * one.seconds for one in cost.interventions)

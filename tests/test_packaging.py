@@ -99,14 +99,23 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return venv
 
 
-def run_in(directory: Path, *words: str | Path) -> str:
-    """What a command prints in another directory, with no way back to this checkout."""
+def run_in(directory: Path, *words: str | Path, said: str = "") -> str:
+    """What a command prints in another directory, with no way back to this checkout.
+
+    `said` is a pattern of all that it says on stderr: no library adds a warning to it.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env["PYTHONWARNINGS"] = "default"
     done = subprocess.run(
         words, cwd=directory, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(said, done.stderr), done.stderr
     return done.stdout
+
+
+SCANNED = r"(\S+: [\d,]+ tokens, \d+ shards, 0 of them done\n[\d,]+ tokens in .*\n)"
+"""What a scan says of one run."""
 
 
 def test_the_wheel_measures_and_answers_in_an_empty_environment(
@@ -131,7 +140,7 @@ print(code_fingerprint())
         'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 2\n'
         'input = { family = "text", files = "bundled:LICENSE", packing = "concat" }\n'
     )
-    run_in(tmp_path, headcount, "scan", demo, "licence.toml", "--replicas", "0")
+    run_in(tmp_path, headcount, "scan", demo, "licence.toml", "--replicas", "0", said=SCANNED * 2)
     asked = (
         "SELECT model, count(*) AS n FROM heads JOIN runs USING (run_id) GROUP BY ALL ORDER BY 1"
     )

@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 import headcount
 from jobs import progress
 from jobs.corpus_index import FOLDER, KeptIndex
-from jobs.cost import measure_cost
+from jobs.cost import Rehearsal
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
 from jobs.run_loop import run_to_end
+from schemas.errors import ScanError
 from schemas.places import StorePath, place
 from schemas.scan import parse_scan
 from tests import toy_models as toy
@@ -204,9 +205,9 @@ def test_the_cost_is_that_of_the_scan(tmp_path: Path) -> None:
         "weight_statistics": ["query_bias_norm"],
     }
     plan = make_plan(parse_scan(fields), "toy")
-    cost = measure_cost(plan, "cpu", replicas=1)
+    cost = Rehearsal(plan.scan, plan.info, "cpu").measure(plan)
     assert (cost.device, cost.measured_on, cost.batch_size) == ("cpu", "cpu", 16)
-    assert [c.intervention for c in cost.interventions] == ["none", "patch_head(0,7)"]
+    assert [c.method.intervention for c in cost.interventions] == ["none", "patch_head(0,7)"]
     assert cost.seconds == sum(c.seconds for c in cost.interventions)
     assert all(
         c.seconds == pytest.approx(96 * 12 / c.tokens_per_second) for c in cost.interventions
@@ -251,6 +252,21 @@ def test_the_command_says_what_will_run_and_leaves_no_run(model: Path, tmp_path:
     assert "1 bad rows left out" in done.stdout
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [FOLDER]
     assert planned(fields)[1] == []
+
+
+def test_what_cannot_run_is_refused_before_anything_is_tokenised(tmp_path: Path) -> None:
+    """The engine and the precision are settled for the device that is asked for."""
+    model = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig"))
+    toy.byte_tokenizer(model)
+    write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 20)
+    changes = {"interventions": ["swap_first_key(5)"], "precision": "float16x2_linears"}
+    words = command(tmp_path, **fields_of(model, tmp_path, bos=False, **changes))
+    result = CliRunner().invoke(headcount.app, [*words, "--device", "cuda"])
+    assert isinstance(result.exception, ScanError)
+    (line,) = str(result.exception).splitlines()
+    assert "swap_first_key(5) is measured by the dense engine" in line
+    assert result.stdout == ""
+    assert not (tmp_path / "runs").exists()
 
 
 def test_help_names_the_device_and_the_replicas() -> None:
