@@ -40,7 +40,7 @@ bench: .venv/.installed
 	$(BIN)/python -m benchmarks.bench
 
 precision: .venv/.installed
-	$(BIN)/python -m benchmarks.precision
+	$(BIN)/python -m benchmarks.precision_drift
 
 scale: .venv/.installed
 	$(BIN)/python -m benchmarks.scale

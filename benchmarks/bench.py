@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.cases import CASES, FULL, QUICK, Cell, Sizes, cells, is_weighed
-from benchmarks.machine import machine
 from benchmarks.measure import best_batch, say, time_cells, weigh_cells
+from benchmarks.measured_on import machine
 from benchmarks.page import Json, draw, page, table
 from benchmarks.targets import InterventionMeasurements, Results, targets
 from benchmarks.ways import WAYS, Way, compiled, draw_tokens

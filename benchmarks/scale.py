@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from benchmarks.machine import machine
+from benchmarks.measured_on import machine
 from jobs.dispatch import dispatch
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources, connect

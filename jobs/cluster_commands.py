@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from jobs.progress import say
+from jobs.console import say
 from jobs.scan_commands import (
     AllowOtherCode,
     Cores,
@@ -65,13 +66,13 @@ def submit(
     """
     from jobs.portable_scan import portable_scan
     from jobs.ray_cluster import Resources
-    from jobs.submission import submit as start
+    from jobs.submission import submit as submit_scan
     from workers.process import prepare_process
 
     prepare_process()
     scan = portable_scan(scan_file, overrides or [])
     resources = Resources(replicas, cores, device, address)
-    _tell(start(scan, scan_file, overrides or [], resources, env or []))
+    _tell(submit_scan(scan, scan_file, overrides or [], resources, env or []))
     print(scan.run_id(scan_file.stem))
 
 
@@ -82,18 +83,22 @@ def status(
         Literal["text", "json"], typer.Option("--format", help="For people or for programs.")
     ] = "text",
 ) -> None:
-    """Say how far a run is, from its directory alone; with a cluster's address, also how its job
-    is.
+    """Say how far a run is, from its directory alone; with a cluster's address, also the state of
+    its job.
     """
     from jobs.status import as_json, as_lines, read_status
 
     directory = _run_directory(run)
-    found = read_status(directory)
-    state = _states(address).get(directory.run_id, "none") if address else None
+    run_status = read_status(directory)
+    record, lines = as_json(run_status), as_lines(run_status)
+    if address is not None:
+        job_state = _job_states(address).get(directory.run_id, "none")
+        record |= {"job": job_state}
+        lines = [*lines, f"job       {job_state}"]
     if format_ == "json":
-        print(json.dumps(as_json(found) | ({"job": state} if state else {})))
+        print(json.dumps(record))
         return
-    for line in [*as_lines(found), *([f"job       {state}"] if state else [])]:
+    for line in lines:
         print(line)
 
 
@@ -112,19 +117,23 @@ def list_runs(
     if runs is None and address is not None:
         _list_jobs(address)
         return
-    states = _states(address) if address else {}
-    rows: list[tuple[str, ...]] = [
-        ("run", "shards", "failed", "tokens", "created", *(["job"] if address else []))
-    ]
-    problems: list[RunError] = []
+    job_states = None if address is None else _job_states(address)
+    rows: list[tuple[str, ...]] = [("run", "shards", "failed", "tokens", "created")]
+    if job_states is not None:
+        rows = [(*rows[0], "job")]
+    unreadable: list[RunError] = []
     for run in find_runs(place(runs or "runs")):
         try:
-            rows.append((*list_line(run), *([states.get(run.run_id, "none")] if address else [])))
+            row: tuple[str, ...] = list_line(run)
         except RunError as error:
-            problems.append(error)
+            unreadable.append(error)
+            continue
+        if job_states is not None:
+            row = (*row, job_states.get(run.run_id, "none"))
+        rows.append(row)
     _print_table(rows)
-    for problem in problems:
-        _tell(str(problem))
+    for error in unreadable:
+        _tell(str(error))
 
 
 def logs(
@@ -135,7 +144,6 @@ def logs(
     ] = False,
 ) -> None:
     """Print what the driver of a run's last job said."""
-
     from jobs.submission import JobClient
 
     cluster = JobClient(address)
@@ -149,7 +157,6 @@ def logs(
 
 def stop(run: RunOrJob, address: Address) -> None:
     """Stop a run's job; what is committed stays, and `resume` goes on."""
-
     from jobs.submission import JobClient
 
     cluster = JobClient(address)
@@ -188,10 +195,10 @@ def resume(
     directory = _run_directory(run)
     resources = Resources(replicas, cores, device, address)
     if address is not None:
-        from jobs.submission import resume as start
+        from jobs.submission import resume as submit_resume
 
         check_overrides(overrides or [])
-        _tell(start(directory, resources, env or [], overrides or [], allow_other_code))
+        _tell(submit_resume(directory, resources, env or [], overrides or [], allow_other_code))
         return
     if env:
         raise RunError(
@@ -201,36 +208,33 @@ def resume(
     from workers.process import prepare_process
 
     prepare_process()
-    failed = run_to_end(
-        replan(directory, overrides or []),
-        resources,
-        Console(highlight=False, stderr=True),
-        allow_other_code=allow_other_code,
-    )
+    console = Console(highlight=False, stderr=True)
+    plan = replan(directory, overrides or [])
+    failures = run_to_end(plan, resources, console, allow_other_code=allow_other_code)
     print(directory.path)
-    if failed:
+    if failures:
         raise RunError(
-            f"{len(failed)} shards failed, all others are committed; mend the cause and resume again"
+            f"{len(failures)} shards failed, all others are committed; "
+            "mend the cause and resume again"
         )
 
 
-def _run_directory(where: str) -> RunDirectory:
+def _run_directory(location: str) -> RunDirectory:
     """A run directory by its path, made absolute, or by its address in a store."""
     from schemas.places import absolute
     from schemas.run_directory import RunDirectory
 
-    run = RunDirectory(absolute(where))
+    run = RunDirectory(absolute(location))
     if not run.path.name.startswith("run_id="):
-        raise RunError(f"{where}: expected the directory of a run, …/run_id=NAME-HASH")
+        raise RunError(f"{location}: expected the directory of a run, …/run_id=NAME-HASH")
     return run
 
 
-def _states(address: str | None) -> dict[str, str]:
+def _job_states(address: str) -> dict[str, str]:
     """State of the last job of each run."""
-
     from jobs.submission import JobClient
 
-    return {job.run_id: job.state for job in JobClient(address).jobs()} if address else {}
+    return {job.run_id: job.state for job in JobClient(address).jobs()}
 
 
 def _list_jobs(address: str) -> None:
@@ -238,26 +242,19 @@ def _list_jobs(address: str) -> None:
 
     from jobs.submission import JobClient
 
-    rows: list[tuple[str, ...]] = [("job", "state", "started", "run")]
+    rows = [("job", "state", "started", "run")]
     for job in JobClient(address).jobs():
-        rows.append(
-            (
-                job.job_id,
-                job.state,
-                datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds"),
-                job.run,
-            )
-        )
+        started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
+        rows.append((job.job_id, job.state, started, job.run))
     _print_table(rows)
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
     """Print rows in columns that are never cut, whatever they are printed to."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
 
 
 def _tell(line: str) -> None:

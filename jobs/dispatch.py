@@ -1,10 +1,18 @@
 """Measure shards on replicas: each reads, measures, writes and commits; the driver hands out shards
 and sees that all end.
 
-Ray places the replicas, replaces those that die and waits for nodes. Here is what it cannot know:
-which shard may be given out again, when a shard is to blame, and when a slow replica is not worth
-waiting for. A shard is done when its commit exists, whoever wrote it, so giving one out twice is
-always safe.
+Ray places the replicas, replaces those that die and waits for nodes. The driver decides what Ray
+cannot know: which shard is given out again, which shard is to blame for a death, and when a slow
+replica is not worth waiting for. A shard is done when its commit exists, whoever wrote it. So giving
+a shard out twice is always safe, and the driver may do so whenever it is in doubt.
+
+What becomes of a shard:
+
+* It fails with an exception: the shard is tried again on any replica, `ATTEMPTS` times in all.
+* Its replica dies: any shard in that replica may be to blame. Each of them becomes a suspect, which
+  is tried again alone in a replica. If that replica dies too, the blame is clear.
+* Its node is taken back by the cloud: nobody is to blame, and the try does not count.
+* It takes far longer than others: another replica, which has nothing else to do, measures it too.
 """
 
 from __future__ import annotations
@@ -31,15 +39,22 @@ from workers.replica import Replica
 from workers.shard import noted
 
 ATTEMPTS = 3
-"""How often a shard is tried before it is reported."""
+"""How often a command tries a shard before it reports it."""
 
 SLOW = 3.0
-"""A shard that takes so many times the median is measured elsewhere too, once there is nothing else
-to do.
-"""
+"""A shard is a straggler after this many times the median duration."""
 
-STILLBORN = 20
-"""When so many replicas have died before they were there, no more are made."""
+LEAST_PATIENCE = 2.0
+"""Seconds before any shard is a straggler, however short the others are."""
+
+MOST_FAILED_STARTS = 20
+"""Give up after this many replicas failed to start."""
+
+RECENT_SHARDS = 64
+"""Shards whose durations make the median."""
+
+STARTING_NOTICE = 30.0
+"""Seconds without any replica after which the user is told why nothing happens."""
 
 
 def dispatch(
@@ -50,31 +65,41 @@ def dispatch(
     replica: type[Replica] = Replica,
 ) -> Iterator[Commit | Failure]:
     """Measure `shards` on replicas; yields each one's commit or failure as it arrives, in no order."""
-    dispatch = _Dispatch(plan, shards, resources, say, replica)
+    dispatcher = _Dispatcher(plan, shards, resources, say, replica)
     try:
-        yield from dispatch.outcomes()
+        yield from dispatcher.outcomes()
     except ray.exceptions.RayError as error:
         raise RunError(
-            f"{plan.run.run_id}: Ray gave up ({last_line(str(error))}); the same command goes on where it stopped"
+            f"{plan.run.run_id}: Ray gave up ({last_line(str(error))}); the same command goes on "
+            "where it stopped"
         ) from None
     finally:
-        dispatch.end()
+        dispatcher.end()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A shard that a replica works at."""
+
+    shard: int
+    started: float
 
 
 @dataclass(eq=False)
-class _Seat:
+class _RemoteReplica:
     """A replica as the driver sees it."""
 
     actor: Any
     ready: bool = False
-    waiting_for: Any = None
-    flying: dict[Any, tuple[int, float]] = field(default_factory=dict)
-    """Shard and start of each call."""
-    alone: bool = False
-    """Whether it measures a shard that may have killed a replica, and nothing else."""
+    readiness: Any = None
+    """Ray's reference that is fulfilled as soon as the replica is loaded."""
+    calls: dict[Any, _Call] = field(default_factory=dict[Any, _Call])
+    """What it works at, by Ray's reference of the result."""
+    has_suspect: bool = False
+    """Whether it measures a shard that may have killed a replica, and nothing else beside it."""
 
 
-class _Dispatch:
+class _Dispatcher:
     """Who measures what, until every shard has an outcome."""
 
     def __init__(
@@ -83,154 +108,210 @@ class _Dispatch:
         shards: np.ndarray,
         resources: Resources,
         say: Callable[[str], None],
-        replica: type[Replica],
+        replica_class: type[Replica],
     ) -> None:
-        self.plan, self.say = plan, say
-        self.missing = len(shards)
-        self.spans = Spans(shards)
+        self.plan = plan
+        self.say = say
         self.open = np.zeros(plan.manifest.shards, bool)
+        """The shards that have no outcome yet."""
         self.open[shards] = True
+        self.open_count = len(shards)
+
+        # Where the next shard comes from, in this order.
+        self.spans = Spans(shards)
         self.retries: deque[int] = deque()
         self.suspects: deque[int] = deque()
-        self.attempts = Counter(
-            {s: f[0] for s in plan.run.failed_shards() if (f := plan.run.failure(s)) is not None}
+
+        self.failed_attempts = self._noted_attempts()
+        """Failed attempts at each shard, those of earlier commands included."""
+        self.tries: Counter[int] = Counter()
+        """Failed attempts at each shard in this command."""
+        self.durations: deque[float] = deque(maxlen=RECENT_SHARDS)
+        self.failed_starts = 0
+
+        # A replica gets the reference as bytes. Ray warns of a reference among an actor's
+        # arguments, because it does not keep the object for an actor that restarts; but this
+        # process keeps it as long as there are replicas.
+        self.corpus_reference = ray.put((plan.sequences.index, plan.sequences.corpus))
+        reference_bytes = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
+            self.corpus_reference
         )
-        self.tried: Counter[int] = Counter()
-        self.lasted: deque[float] = deque(maxlen=64)
-        self.stillborn = 0
-        # Sent as bytes: Ray warns of a reference, which it would not keep for a replica that is
-        # made anew; this one is kept here.
-        self.known = ray.put((plan.sequences.index, plan.sequences.corpus))
-        known = cloudpickle.dumps(self.known)  # pyright: ignore[reportPrivateImportUsage]
-        gpu = resources.device == "cuda"
+        precisions = begun_precisions(plan.run)
+        on_gpu = resources.device == "cuda"
         options = {
-            "num_cpus": max(1, resources.cores) if gpu else resources.cores,
-            "num_gpus": int(gpu),
+            "num_cpus": max(1, resources.cores) if on_gpu else resources.cores,
+            "num_gpus": int(on_gpu),
             "max_concurrency": DEPTH,
             "max_restarts": -1,  # A node that comes back, or a new one, gets the replica.
             "max_task_retries": 0,  # Which shard is tried again is decided here.
             "scheduling_strategy": "SPREAD",
         }
-        make = ReplicaActor.options(**options).remote
-        begun = begun_precisions(plan.run)
-        arguments = (plan.scan, plan.info, plan.run, plan.code, known, resources)
-        self.seats = [
-            _Seat(make(*arguments, replica, begun))
-            for _ in range(min(resources.replicas, self.missing))
-        ]
+        start_actor = ReplicaActor.options(**options).remote
+        self.replicas: list[_RemoteReplica] = []
+        for _ in range(min(resources.replicas, self.open_count)):
+            actor = start_actor(
+                plan.scan,
+                plan.info,
+                plan.run,
+                plan.code,
+                reference_bytes,
+                resources,
+                replica_class,
+                precisions,
+            )
+            self.replicas.append(_RemoteReplica(actor))
+
+    def _noted_attempts(self) -> Counter[int]:
+        attempts: Counter[int] = Counter()
+        for shard in self.plan.run.failed_shards():
+            note = self.plan.run.failure(shard)
+            if note is not None:
+                attempts[shard], _ = note
+        return attempts
 
     def outcomes(self) -> Iterator[Commit | Failure]:
         """Commits and failures as they arrive, one for each shard."""
-        for seat in self.seats:
-            self._expect(seat)
-        told = time.monotonic()
-        while self.missing:
-            for seat in self.seats:
-                self._occupy(seat)
-            calls: dict[Any, _Seat] = {call: seat for seat in self.seats for call in seat.flying}
-            waits = {seat.waiting_for: seat for seat in self.seats if not seat.ready}
-            done, _ = ray.wait([*calls, *waits], num_returns=1, timeout=1.0)
-            for call in done:
-                if call in waits:
-                    self._arrive(waits[call])
-                elif (outcome := self._outcome(calls[call], call)) is not None:
-                    yield outcome
-            if any(seat.ready for seat in self.seats):
-                told = time.monotonic()
-            elif time.monotonic() - told > 30:
+        for replica in self.replicas:
+            self._await_start(replica)
+        last_notice = time.monotonic()
+        while self.open_count:
+            for replica in self.replicas:
+                self._fill(replica)
+            starts = {r.readiness: r for r in self.replicas if not r.ready}
+            calls = {call: replica for replica in self.replicas for call in replica.calls}
+            # One second at most: a straggler shows by the clock, not by an event.
+            arrived, _ = ray.wait([*calls, *starts], num_returns=1, timeout=1.0)
+            for reference in arrived:
+                if reference in starts:
+                    self._started(starts[reference])
+                else:
+                    outcome = self._outcome(calls[reference], reference)
+                    if outcome is not None:
+                        yield outcome
+            if any(replica.ready for replica in self.replicas):
+                last_notice = time.monotonic()
+            elif time.monotonic() - last_notice > STARTING_NOTICE:
                 self.say(
                     "no replica yet: the model is being loaded, or the cluster has no room for one"
                 )
-                told = time.monotonic()
+                last_notice = time.monotonic()
 
     def end(self) -> None:
-        """Let the replicas go, whatever they do."""
-        for seat in self.seats:
-            ray.kill(seat.actor)
+        """Stop the replicas, whatever they do."""
+        for replica in self.replicas:
+            ray.kill(replica.actor)
 
-    def _expect(self, seat: _Seat) -> None:
-        seat.ready, seat.waiting_for = False, seat.actor.ready.remote()
+    def _await_start(self, replica: _RemoteReplica) -> None:
+        replica.ready = False
+        replica.readiness = replica.actor.ready.remote()
 
-    def _arrive(self, seat: _Seat) -> None:
-        """A replica is there, or can never be."""
+    def _started(self, replica: _RemoteReplica) -> None:
+        """A replica is loaded, or failed to start. Ray starts it again, unless its constructor
+        raised: that would happen anywhere, every time.
+        """
         try:
-            ray.get(seat.waiting_for)
+            ray.get(replica.readiness)
         except ray.exceptions.RayError as error:
-            self.stillborn += 1
-            if getattr(error, "actor_init_failed", False) or self.stillborn > STILLBORN:
+            self.failed_starts += 1
+            constructor_raised = getattr(error, "actor_init_failed", False)
+            if constructor_raised or self.failed_starts > MOST_FAILED_STARTS:
                 raise RunError(f"no replica can be made: {last_line(str(error))}") from None
-            self._expect(seat)
+            self._await_start(replica)
         else:
-            seat.ready, self.stillborn = True, 0
+            replica.ready = True
+            self.failed_starts = 0
 
-    def _occupy(self, seat: _Seat) -> None:
+    def _fill(self, replica: _RemoteReplica) -> None:
         """Give a replica as many shards as it takes at once."""
-        while seat.ready and not seat.alone and len(seat.flying) < DEPTH:
-            shard = self._next(seat)
+        while replica.ready and not replica.has_suspect and len(replica.calls) < DEPTH:
+            shard = self._next_shard(replica)
             if shard is None:
                 return
-            call = seat.actor.measure.remote(shard, self.attempts[shard] + 1)
-            seat.flying[call] = shard, time.monotonic()
+            reference = replica.actor.measure.remote(shard, self.failed_attempts[shard] + 1)
+            replica.calls[reference] = _Call(shard, time.monotonic())
 
-    def _next(self, seat: _Seat) -> int | None:
-        shard = self.spans.take(seat)
-        if shard is None and self.retries:
-            shard = self.retries.popleft()
-        if shard is None and self.suspects and not seat.flying:
-            seat.alone = True
-            shard = self.suspects.popleft()
-        if shard is None and not seat.flying:
-            shard = self._straggler(seat)
-        return shard
-
-    def _straggler(self, idle: _Seat) -> int | None:
-        """The shard that was given out longest ago, if that is far too long ago, and to others."""
-        given: dict[int, float] = {}
-        for shard, since in (
-            call for seat in self.seats if seat is not idle for call in seat.flying.values()
-        ):
-            given[shard] = max(since, given.get(shard, since))
-        shard = min((s for s in given if self.open[s]), key=given.__getitem__, default=None)
-        if shard is None or not self.lasted:
+    def _next_shard(self, replica: _RemoteReplica) -> int | None:
+        """What a replica measures next: new shards first, so that one that fails again and again
+        holds up nobody. None if there is nothing for it now.
+        """
+        shard = self.spans.take(replica)
+        if shard is not None:
+            return shard
+        if self.retries:
+            return self.retries.popleft()
+        if replica.calls:
             return None
-        patience = max(2.0, SLOW * statistics.median(self.lasted))
-        return shard if time.monotonic() - given[shard] > patience else None
+        # Only an idle replica is left from here: a suspect must be alone in it, and a straggler is
+        # measured a second time only where nothing else is to do.
+        if self.suspects:
+            replica.has_suspect = True
+            return self.suspects.popleft()
+        return self._straggler(replica)
 
-    def _outcome(self, seat: _Seat, call: Any) -> Commit | Failure | None:
-        """What became of a shard; none where it is tried again, or was done elsewhere meanwhile."""
-        shard, since = seat.flying.pop(call)
-        seat.alone = died = False
+    def _straggler(self, idle: _RemoteReplica) -> int | None:
+        """The open shard that other replicas have had for longest, if that is far too long.
+
+        A shard that was given out twice counts from the second time, so that it is not given to
+        every replica that becomes idle.
+        """
+        started: dict[int, float] = {}
+        for replica in self.replicas:
+            if replica is idle:
+                continue
+            for call in replica.calls.values():
+                if self.open[call.shard]:
+                    started[call.shard] = max(call.started, started.get(call.shard, call.started))
+        if not started or not self.durations:
+            return None
+        oldest = min(started, key=started.__getitem__)
+        patience = max(LEAST_PATIENCE, SLOW * statistics.median(self.durations))
+        return oldest if time.monotonic() - started[oldest] > patience else None
+
+    def _outcome(self, replica: _RemoteReplica, reference: Any) -> Commit | Failure | None:
+        """What became of a shard; none if it is tried again, or has an outcome already."""
+        call = replica.calls.pop(reference)
+        replica.has_suspect = False
+        died = False
         try:
-            outcome: Any = ray.get(call)
+            result: Commit | Failure = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
-            outcome = Failure(shard, last_line(str(error)))
+            # The call itself raised, for example because its result could not be sent. The
+            # replica lives.
+            result = Failure(call.shard, last_line(str(error)))
         except ray.exceptions.RayError as error:
-            if seat.ready:
-                self._expect(seat)
+            # The replica died. All its calls end here, one after the other; the first one waits for
+            # the replica that Ray starts in its place.
+            if replica.ready:
+                self._await_start(replica)
             if getattr(error, "preempted", False):
-                self.retries.extend([shard] if self.open[shard] else [])
+                if self.open[call.shard]:
+                    self.retries.append(call.shard)
                 return None
-            outcome = Failure(shard, f"its replica died ({last_line(str(error))})")
+            result = Failure(call.shard, f"its replica died ({last_line(str(error))})")
             died = True
-        if not self.open[shard]:
+        if not self.open[call.shard]:
             return None
-        if not isinstance(outcome, Commit):
-            return self._failed(outcome, died)
-        self.lasted.append(time.monotonic() - since)
-        return self._end(outcome)
+        if isinstance(result, Commit):
+            self.durations.append(time.monotonic() - call.started)
+            self._close(call.shard)
+            return result
+        return self._retry_or_report(result, died)
 
-    def _failed(self, failure: Failure, died: bool) -> Failure | None:
-        """Try a shard again, or report it; one that may have killed its replica is tried alone."""
-        self.tried[failure.shard] += 1
-        self.attempts[failure.shard] += 1
-        if self.tried[failure.shard] < ATTEMPTS:
-            (self.suspects if died else self.retries).append(failure.shard)
+    def _retry_or_report(self, failure: Failure, died: bool) -> Failure | None:
+        """Put a shard back, or report it after enough tries."""
+        shard = failure.shard
+        self.tries[shard] += 1
+        self.failed_attempts[shard] += 1
+        if self.tries[shard] < ATTEMPTS:
+            queue = self.suspects if died else self.retries
+            queue.append(shard)
             return None
         if died:
-            failure = noted(self.plan.run, failure, self.attempts[failure.shard])
-        return self._end(failure)
+            # The replica leaves a note of a failure; one that died could not.
+            failure = noted(self.plan.run, failure, self.failed_attempts[shard])
+        self._close(shard)
+        return failure
 
-    def _end(self, outcome: Any) -> Any:
-        self.open[outcome.shard] = False
-        self.missing -= 1
-        return outcome
+    def _close(self, shard: int) -> None:
+        self.open[shard] = False
+        self.open_count -= 1

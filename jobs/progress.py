@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from jobs.console import duration
 from schemas.commits import Commit, Failure
 
 if TYPE_CHECKING:
     from workers.inputs.corpus import IndexProgress
 
 QUIET_SECONDS = 10.0
+"""Seconds between two lines if the console is no terminal."""
 
 
 def show_progress(
@@ -24,22 +26,25 @@ def show_progress(
     """Show progress until the outcomes end; `done` of all `tokens` were measured before. Returns
     the failures.
     """
-    state = _State(tokens, done)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bar:
-        task = bar.add_task("tokens", total=tokens, completed=done, state=state.line())
-        quiet_until = time.monotonic() + QUIET_SECONDS
+    progress = _Progress(tokens, done)
+    next_line = time.monotonic() + QUIET_SECONDS
+    with _bar(console) as bar:
+        task = bar.add_task("tokens", total=tokens, completed=done, state=progress.line())
         for outcome in outcomes:
-            state.add(outcome)
-            bar.update(task, completed=state.done, state=state.line())
-            if not console.is_terminal and time.monotonic() >= quiet_until:
-                console.print(state.line(), highlight=False)
-                quiet_until = time.monotonic() + QUIET_SECONDS
-    if state.began is not None:
-        console.print(state.summary(), highlight=False)
-    return state.failures
+            progress.add(outcome)
+            bar.update(task, completed=progress.done, state=progress.line())
+            if not console.is_terminal and time.monotonic() >= next_line:
+                console.print(progress.line(), highlight=False)
+                next_line = time.monotonic() + QUIET_SECONDS
+    if progress.began is not None:
+        console.print(progress.summary(), highlight=False)
+    return progress.failures
+
+
+def _bar(console: Console) -> Progress:
+    """A bar with the field `state` beside it; nothing if the console is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 @contextmanager
@@ -47,15 +52,12 @@ def watch_index(console: Console) -> Iterator[Callable[[IndexProgress], None]]:
     """Show how far the tokenising of a corpus is: a bar on a terminal, a line now and then
     elsewhere.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-    quiet_until = time.monotonic() + QUIET_SECONDS
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bar:
+    next_line = time.monotonic() + QUIET_SECONDS
+    with _bar(console) as bar:
         task = bar.add_task("tokenising", total=None, state="", visible=False)
 
         def show(progress: IndexProgress) -> None:
-            nonlocal quiet_until
+            nonlocal next_line
             state = index_line(progress)
             # Without a number of sequences nobody knows how long the rest is: the bar pulses.
             bar.update(
@@ -65,9 +67,9 @@ def watch_index(console: Console) -> Iterator[Callable[[IndexProgress], None]]:
                 state=state,
                 visible=True,
             )
-            if not console.is_terminal and time.monotonic() >= quiet_until:
+            if not console.is_terminal and time.monotonic() >= next_line:
                 console.print(f"tokenising: {state}", highlight=False, soft_wrap=True)
-                quiet_until = time.monotonic() + QUIET_SECONDS
+                next_line = time.monotonic() + QUIET_SECONDS
 
         yield show
 
@@ -85,61 +87,46 @@ def index_line(progress: IndexProgress) -> str:
     return ", ".join(parts)
 
 
-def say(console: Console, line: str) -> None:
-    """Print a line as it is: not wrapped, not interpreted."""
-    console.print(line, markup=False, soft_wrap=True)
-
-
-class _State:
+class _Progress:
     """Tokens done, and how fast."""
 
     def __init__(self, tokens: int, done: int) -> None:
-        self.tokens, self.before, self.done = tokens, done, done
+        self.tokens = tokens
+        self.done_before = done
+        self.done = done
         self.failures: list[Failure] = []
         self.began: float | None = None
-        self.computed = self.idle = 0.0
+        self.compute_seconds = 0.0
+        self.idle_seconds = 0.0
 
     def add(self, outcome: Commit | Failure) -> None:
         """Count an outcome; the clock starts when the first committed shard was begun."""
         if isinstance(outcome, Failure):
             self.failures.append(outcome)
             return
-        self.began = self.began or time.monotonic() - outcome.seconds
+        if self.began is None:
+            self.began = time.monotonic() - outcome.seconds
         self.done += outcome.tokens
-        self.computed += outcome.compute_seconds
-        self.idle += outcome.idle_seconds
+        self.compute_seconds += outcome.compute_seconds
+        self.idle_seconds += outcome.idle_seconds
 
     def summary(self) -> str:
         """What was measured in how much time."""
-        measured, seconds = self.done - self.before, time.monotonic() - (self.began or 0)
-        busy = self.computed / (self.computed + self.idle)
-        return f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s, replicas busy {busy:.0%}"
+        measured = self.done - self.done_before
+        seconds = time.monotonic() - (self.began or 0)
+        busy = self.compute_seconds / (self.compute_seconds + self.idle_seconds)
+        return (
+            f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s, "
+            f"replicas busy {busy:.0%}"
+        )
 
     def line(self) -> str:
         """Done, speed, time left, failed shards."""
         parts = [f"{self.done:,} of {self.tokens:,} tokens"]
         if self.began is not None:
-            speed = (self.done - self.before) / (time.monotonic() - self.began)
-            parts += [
-                f"{speed:,.0f} tokens/s",
-                f"{duration((self.tokens - self.done) / speed)} left",
-            ]
+            speed = (self.done - self.done_before) / (time.monotonic() - self.began)
+            seconds_left = (self.tokens - self.done) / speed
+            parts += [f"{speed:,.0f} tokens/s", f"{duration(seconds_left)} left"]
         if self.failures:
             parts.append(f"{len(self.failures)} shards failed")
         return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """A time in the two units that matter.
-
-    >>> duration(0.25), duration(45), duration(125), duration(7300)
-    ('0.2 s', '45 s', '2 min 5 s', '2 h 1 min')
-    """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,4 +1,4 @@
-"""Ray on this machine, or a cluster that is already there; what goes wrong is one line."""
+"""Ray on this machine, or a cluster that is already there. What goes wrong is one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from workers.memory import available_cores
 
 ROOT = Path(__file__).parent.parent
 CODE = ("headcount.py", "schemas", "workers", "jobs", "queries", "reproduce", "models")
-"""What a node needs of this project."""
+"""What a node needs of this project. A job starts `headcount.py`, which imports every room for its
+commands, so `queries` and `reproduce` are sent too; together they are 0.4 MB of 6.
+"""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -39,14 +41,16 @@ class Resources:
     device: Device = "auto"
     """auto: a GPU for each replica where Ray has as many, else CPU cores."""
     address: str | None = None
-    """Of a Ray cluster; none starts Ray on this machine, or takes the cluster that a job runs on.
+    """Of a Ray cluster. None starts Ray on this machine, or joins the cluster that this job runs
+    on.
     """
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
         if self.address and not self.replicas:
             raise RunError(
-                f"--replicas 0 measures in this process, --address {self.address} on a cluster; leave out one"
+                f"--replicas 0 measures in this process, --address {self.address} on a cluster; "
+                "leave out one"
             )
 
 
@@ -56,8 +60,8 @@ def connect(resources: Resources) -> Resources:
     shared = max(1, available_cores() // resources.replicas)
     cores = resources.cores or (1 if address else shared)
     if not ray.is_initialized():
-        # Ray's C++ core reports on stderr what happens by design; that its head died it says there
-        # too, and ends us.
+        # Ray's C++ core reports on stderr what happens by design. Fatal errors stay: that the
+        # cluster's head died is said there, and ends this process.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
         with explained(address or "Ray on this machine"):
             _join(address) if address else _start(resources.replicas * cores)
@@ -68,11 +72,11 @@ def connect(resources: Resources) -> Resources:
 
 
 def _start(cores: int) -> None:
-    # Ray would run the replicas at nice 15, behind whatever else wants a core; a scan is what this
-    # command was started for.
+    # Ray would run the replicas at nice 15, behind everything else that wants a core. But the scan
+    # is what this command was started for.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
-        address="local",  # Whatever else runs on this machine.
+        address="local",  # A cluster of its own, whatever else runs on this machine.
         num_cpus=cores,
         object_store_memory=min(1 << 30, psutil.virtual_memory().available // 4),
         include_dashboard=False,
@@ -84,11 +88,12 @@ def _start(cores: int) -> None:
 def _join(address: str) -> None:
     if address.startswith(("ray://", "http://", "https://")):
         raise RunError(
-            f"{address}: expected HOST:PORT of the cluster's head, on a machine of the cluster; from elsewhere use "
-            "headcount submit --address http://HOST:8265"
+            f"{address}: expected HOST:PORT of the cluster's head, on a machine of the cluster; "
+            "from elsewhere use headcount submit --address http://HOST:8265"
         )
     with staged_code() as code:
-        # A job's replicas have the code that the job was submitted with; other drivers send theirs.
+        # A job's replicas have the code that the job was submitted with. Any other driver sends its
+        # own.
         in_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
         runtime_env = None if in_a_job else {"working_dir": str(code)}
         ray.init(
@@ -104,7 +109,8 @@ def staged_code() -> Iterator[Path]:
     """A temporary directory with the project's code and nothing else, for Ray to send to the nodes."""
     with tempfile.TemporaryDirectory(prefix="headcount-") as directory:
         for name in CODE:
-            source, target = ROOT / name, Path(directory) / name
+            source = ROOT / name
+            target = Path(directory) / name
             if source.is_dir():
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
@@ -114,13 +120,13 @@ def staged_code() -> Iterator[Path]:
 
 @contextmanager
 def explained(cluster: str) -> Iterator[None]:
-    """Turn what Ray raises where a cluster cannot be used into one line."""
+    """Turn what Ray raises if a cluster cannot be used into one line."""
     try:
         yield
     except ray.exceptions.AuthenticationError as error:
         raise RunError(
-            f"{cluster}: the cluster refused the token ({reason(error)}); put its token into RAY_AUTH_TOKEN, or its file "
-            "into RAY_AUTH_TOKEN_PATH"
+            f"{cluster}: the cluster refused the token ({reason(error)}); put its token into "
+            "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
         ) from None
     except (
         ConnectionError,
@@ -133,6 +139,9 @@ def explained(cluster: str) -> Iterator[None]:
 
 
 def last_line(text: str) -> str:
-    """What Ray says last, which is what went wrong; above it are its stacks."""
+    """The last line of what Ray says. It is what went wrong; above it are the stacks."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return reason(RuntimeError(re.sub(r"^schemas\.errors\.\w+: ", "", lines[-1]))) if lines else ""
+    if not lines:
+        return ""
+    message = re.sub(r"^schemas\.errors\.\w+: ", "", lines[-1])
+    return reason(RuntimeError(message))

@@ -12,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
+from jobs.console import say
 from jobs.dispatch import dispatch
 from jobs.extension import check_unchanged, extend
 from jobs.in_process import measure_in_process
 from jobs.plan import Plan
-from jobs.progress import say, show_progress
+from jobs.progress import show_progress
 from jobs.ray_cluster import Resources, connect
 from jobs.run_lock import locked
 from schemas.commits import FOLD, Commit, Failure, commits_of, drop, fold

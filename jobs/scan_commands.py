@@ -10,13 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from jobs.progress import say
+from jobs.console import say
 from schemas.errors import HeadcountError, RunError
 
 if TYPE_CHECKING:
     from jobs.corpus_index import KeptIndex
     from jobs.cost import Cost
     from jobs.plan import Plan
+    from schemas.commits import Failure
 
 Overrides = Annotated[
     list[str] | None,
@@ -35,7 +36,7 @@ Cores = Annotated[
 ]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option(help="What replicas compute on; auto: GPUs if there."),
+    typer.Option(help="What replicas compute on; auto: GPUs if there are any."),
 ]
 
 AllowOtherCode = Annotated[
@@ -62,9 +63,8 @@ def plan(
     """Print every resolved value of a scan, and its cost before it is paid."""
     from schemas.scan import load_scan
 
-    wanted = load_scan(
-        scan_file, overrides or ()
-    )  # Before the seconds that the imports below take.
+    # Before the seconds that the imports below take.
+    parsed_scan = load_scan(scan_file, overrides or ())
     from jobs.corpus_index import KeptIndex
     from jobs.cost import Rehearsal, threads_of
     from jobs.plan import begun_precisions, plan_run, resolve
@@ -74,33 +74,33 @@ def plan(
     from workers.settlement import check_begun
 
     prepare_process(threads_of(device, replicas))
-    run = RunDirectory.of(wanted.out, wanted.run_id(scan_file.stem))
-    resolved = resolve(wanted)
+    run = RunDirectory.of(parsed_scan.out, parsed_scan.run_id(scan_file.stem))
+    resolved = resolve(parsed_scan)
     # What cannot run is refused before the time that the tokenising of a corpus takes.
     rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
     precision = rehearsal.settlement.precision
     if run.manifest_file.is_file():
         check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
     with watch_index(Console(highlight=False, stderr=True)) as watch:
-        made = plan_run(resolved, run, watch=watch)
-    made.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
-    kept = KeptIndex.of(made.sequences, made.run.path.parent)
+        scan_plan = plan_run(resolved, run, watch=watch)
+    scan_plan.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
+    kept = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
     if kept is not None:
-        kept.write(made.sequences)
+        kept.write(scan_plan.sequences)
 
     console = Console(highlight=False)
-    console.print(_values_table(made))
-    cost = rehearsal.measure(made)
-    console.print(_run_table(made, cost, kept))
+    console.print(_values_table(scan_plan))
+    cost = rehearsal.measure(scan_plan)
+    console.print(_run_table(scan_plan, cost, kept))
     console.print(_time_table(cost))
-    console.print(_size_table(made, cost))
+    console.print(_size_table(scan_plan, cost))
     if cost.measured_on != cost.device:
         say(
             console,
             f"This machine has no {cost.device}: times and memory were measured on its "
             f"{cost.measured_on} in {cost.measured_in}.",
         )
-    _print_bad_rows(console, made.bad_rows)
+    _print_bad_rows(console, scan_plan.bad_rows)
 
 
 def _values_table(plan: Plan) -> Table:
@@ -152,7 +152,7 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
 
 def _time_table(cost: Cost) -> Table:
     """Speed and time of every intervention and of all of them."""
-    from jobs.progress import duration
+    from jobs.console import duration
 
     table = Table(
         Column("intervention", overflow="fold"),
@@ -201,7 +201,7 @@ def scan(
     overrides: Overrides = None,
     run: Annotated[
         str | None,
-        typer.Option(help="Go on with this run (its id); refused when the scan differs."),
+        typer.Option(help="Go on with the run of this id; refused if the scan differs."),
     ] = None,
     replicas: LocalReplicas = 1,
     cores: Cores = 0,
@@ -210,7 +210,7 @@ def scan(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Ray cluster that this machine belongs to; else Ray is started.",
+            help="Ray cluster that this machine belongs to. Default: Ray is started here.",
         ),
     ] = None,
     verify: Annotated[
@@ -222,7 +222,7 @@ def scan(
     """Run scans. A run that was stopped, however it was, goes on with the same command."""
     from schemas.scan import load_scan
 
-    # All of them before the seconds that the imports below take, and the hours that the first may.
+    # Read all of them first: the imports below take seconds, and the first scan may take hours.
     scans = [(file, load_scan(file, overrides or ())) for file in scan_files]
     from jobs.plan import make_plan, prepare_run
     from jobs.progress import watch_index
@@ -232,27 +232,27 @@ def scan(
 
     prepare_process()
     console = Console(highlight=False, stderr=True)
-    failed = 0
-    for scan_file, wanted in scans:
+    resources = Resources(replicas, cores, device, address)
+    failures: list[Failure] = []
+    for scan_file, parsed_scan in scans:
         try:
             with watch_index(console) as watch:
-                made = make_plan(wanted, scan_file.stem, run, watch)
+                scan_plan = make_plan(parsed_scan, scan_file.stem, run, watch)
         except HeadcountError as error:
             raise type(error)(f"{scan_file}: {error}" if len(scans) > 1 else str(error)) from None
-        prepare_run(
-            made,
-            scan_file.read_text(encoding="utf-8")
-            + "".join(f"\n# --set {o}" for o in overrides or ()),
+        scan_text = scan_file.read_text(encoding="utf-8")
+        for override in overrides or ():
+            scan_text += f"\n# --set {override}"
+        prepare_run(scan_plan, scan_text)
+        _print_bad_rows(console, scan_plan.bad_rows)
+        failures += run_to_end(
+            scan_plan, resources, console, verify, allow_other_code=allow_other_code
         )
-        _print_bad_rows(console, made.bad_rows)
-        resources = Resources(replicas, cores, device, address)
-        failed += len(
-            run_to_end(made, resources, console, verify, allow_other_code=allow_other_code)
-        )
-        print(made.run.path)
-    if failed:
+        print(scan_plan.run.path)
+    if failures:
         raise RunError(
-            f"{failed} shards failed, all others are committed; mend the cause and run the same command again"
+            f"{len(failures)} shards failed, all others are committed; "
+            "mend the cause and run the same command again"
         )
 
 
@@ -265,25 +265,23 @@ def compact(
     ],
     rows: Annotated[int, typer.Option(min=1, help="Rows of heads in a merged file.")] = 2_000_000,
 ) -> None:
-    """Merge the small files of a run into few large ones; stopped at any time, the same command
-    goes on.
+    """Merge the small files of a run into few large ones. If it is stopped, the same command goes on.
 
-    In a store nothing keeps others away: do not compact a run there beside a scan or another
-    compaction of it.
+    A store has no locks: do not compact a run there during a scan or another compaction of it.
     """
     from jobs.compaction import compact
-    from jobs.progress import duration
+    from jobs.console import duration
     from schemas.places import absolute
     from schemas.run_directory import find_runs
 
     console = Console(highlight=False, stderr=True)
     problems: list[str] = []
     for run in find_runs(absolute(path)):
-        done = compact(run, rows, lambda line: say(console, line))
-        files = f"{done.before.files:,} files are now {done.after.files:,}"
-        size = f"{_bytes(done.before.bytes)} are now {_bytes(done.after.bytes)}"
-        say(console, f"{run.run_id}: {files}, {size}, in {duration(done.seconds)}")
-        problems += [f"{run.run_id}: {problem}" for problem in done.problems]
+        result = compact(run, rows, lambda line: say(console, line))
+        files = f"{result.before.files:,} files are now {result.after.files:,}"
+        size = f"{_bytes(result.before.bytes)} are now {_bytes(result.after.bytes)}"
+        say(console, f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")
+        problems += [f"{run.run_id}: {problem}" for problem in result.problems]
         print(run.path)
     if problems:
         raise RunError("\n".join(problems))
@@ -329,10 +327,11 @@ def _compare_kernel(console: Console) -> None:
 
 
 def _print_bad_rows(console: Console, problems: dict[str, str], most: int = 5) -> None:
-    if problems:
-        named = [f"{place} ({problem})" for place, problem in list(problems.items())[:most]]
-        more = f" and {len(problems) - most} more" if len(problems) > most else ""
-        say(console, f"{len(problems)} bad rows left out: {', '.join(named)}{more}")
+    if not problems:
+        return
+    examples = [f"{place} ({problem})" for place, problem in list(problems.items())[:most]]
+    more = f" and {len(problems) - most} more" if len(problems) > most else ""
+    say(console, f"{len(problems)} bad rows left out: {', '.join(examples)}{more}")
 
 
 def _bytes(count: float) -> str:

@@ -18,22 +18,27 @@ class Spans:
 
     def __init__(self, shards: np.ndarray) -> None:
         self.shards = shards
-        # Nobody's span is there for the taking, whole.
+        # What no owner has had yet is the span of None. Its taker gets the whole of it.
         self.spans: dict[object, tuple[int, int]] = {None: (0, len(shards))}
 
     def take(self, owner: object) -> int | None:
-        """The owner's next shard; none where all are taken."""
+        """The owner's next shard; none if all are taken."""
         start, stop = self.spans.get(owner, (0, 0))
         if start == stop:
-            start, stop = self._steal()
+            start, stop = self._split_longest()
         if start == stop:
             return None
         self.spans[owner] = start + 1, stop
         return int(self.shards[start])
 
-    def _steal(self) -> tuple[int, int]:
-        victim = max(self.spans, key=lambda owner: self.spans[owner][1] - self.spans[owner][0])
-        start, stop = self.spans[victim]
-        middle = start if victim is None else (start + stop) // 2
-        self.spans[victim] = start, middle
+    def _split_longest(self) -> tuple[int, int]:
+        """The second half of the longest span; its owner keeps the first half."""
+        longest = max(self.spans, key=self._length)
+        start, stop = self.spans[longest]
+        middle = start if longest is None else (start + stop) // 2
+        self.spans[longest] = start, middle
         return middle, stop
+
+    def _length(self, owner: object) -> int:
+        start, stop = self.spans[owner]
+        return stop - start

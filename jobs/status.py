@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jobs.progress import duration
+from jobs.console import duration
 from schemas.manifest import Manifest
 from schemas.places import Place
 from schemas.run_directory import RunDirectory, covered, pc

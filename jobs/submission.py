@@ -32,13 +32,23 @@ from schemas.places import reason
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan
 
-PATIENCE = 10.0
-"""Seconds in which a cluster must take a connection."""
+CONNECT_SECONDS = 10.0
+"""Give up after this many seconds if a cluster does not take a connection."""
 
-STOPPING = 60.0
-"""Seconds in which a job must have ended after it was told to; Ray kills it after three."""
+STOP_SECONDS = 60.0
+"""Give up after this many seconds if a job does not stop; Ray kills it after three."""
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+"""States of a job that runs no more."""
+
+ADDRESS_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+
+TALKATIVE_MODULES = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+)
+"""Modules of Ray that report on stderr what is no news to the user."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether it runs no more."""
         return self.state in ENDED
 
 
@@ -68,46 +78,31 @@ class JobClient:
 
     def __init__(self, address: str) -> None:
         self.url = _url(address)
-        for chatter in (
-            "dashboard.modules.dashboard_sdk",
-            "dashboard.modules.job.sdk",
-            "_private.runtime_env.packaging",
-        ):
-            logging.getLogger(f"ray.{chatter}").setLevel(logging.WARNING)
-        # Ray prefers these to the address it is given; what was asked for on the command line
-        # counts here.
-        kept = {
-            name: os.environ.pop(name)
-            for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-            if name in os.environ
-        }
-        try:
-            with self._explained():
-                _knock(self.url)
-                self.client = JobSubmissionClient(self.url)
-        finally:
-            os.environ.update(kept)
+        for module in TALKATIVE_MODULES:
+            logging.getLogger(module).setLevel(logging.WARNING)
+        with self._explained(), _without_address_variables():
+            _check_connection(self.url)
+            self.client = JobSubmissionClient(self.url)
 
     def jobs(self) -> list[Job]:
         """The jobs that measure runs, by run and in order."""
         with self._explained():
-            found = [_job(details) for details in self.client.list_jobs()]
-        return sorted(
-            (job for job in found if job is not None),
-            key=lambda job: (job.run_id, job.attempt, job.started),
-        )
+            jobs = [_job(details) for details in self.client.list_jobs()]
+        ours = [job for job in jobs if job is not None]
+        return sorted(ours, key=lambda job: (job.run_id, job.attempt, job.started))
 
     def last(self, run_id: str) -> Job | None:
-        """The last job of a run."""
-        return next((job for job in reversed(self.jobs()) if job.run_id == run_id), None)
+        """The last job of a run; none if it never had one."""
+        jobs = [job for job in self.jobs() if job.run_id == run_id]
+        return jobs[-1] if jobs else None
 
     def find(self, name: str) -> Job:
         """A job by its id, or the last one of a run, by the run's id, directory or address."""
         jobs = self.jobs()
         name = name.rstrip("/").rpartition("/")[2].removeprefix("run_id=")
-        by_name = {job.run_id: job for job in jobs} | {
-            job.job_id: job for job in jobs if job.job_id != job.run_id
-        }
+        # The first job of a run has the run's id, which as a name means the last one.
+        by_name = {job.run_id: job for job in jobs}
+        by_name |= {job.job_id: job for job in jobs if job.job_id != job.run_id}
         if name not in by_name:
             raise RunError(f"{self.url}: {unknown('job', name, by_name)}")
         return by_name[name]
@@ -119,7 +114,7 @@ class JobClient:
         env: dict[str, str],
         scan_file: Path | None = None,
     ) -> str:
-        """Start a job for a run, unless one is at work; says which of the two."""
+        """Start a job for a run, unless one is at work; returns a line that says which."""
         self._check_version()
         last = self.last(run.run_id)
         if last is not None and not last.ended:
@@ -141,32 +136,32 @@ class JobClient:
                     },
                 )
             except (RuntimeError, OSError):
-                # Ray refuses the second of two that ask at once, and an answer may be lost on its
-                # way.
-                other = next((job for job in self.jobs() if job.job_id == job_id), None)
-                if other is None:
+                # Ray refuses the second of two that submit at once. Its answer may also be lost on
+                # the way. In both cases the job is there, and is what was wanted.
+                jobs = {job.job_id: job for job in self.jobs()}
+                if job_id not in jobs:
                     raise
-                return self._at_work(other)
+                return self._at_work(jobs[job_id])
         return f"{job_id}: submitted to {self.url}"
 
     def stop(self, job: Job) -> Job:
         """End a job, and wait until it has ended."""
-        until = time.monotonic() + STOPPING
+        deadline = time.monotonic() + STOP_SECONDS
         while not job.ended:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise RunError(
-                    f"{self.url}: job {job.job_id} is still {job.state} after {STOPPING:.0f} s; stop it again"
+                    f"{self.url}: job {job.job_id} is still {job.state} after {STOP_SECONDS:.0f} s; "
+                    "stop it again"
                 )
             with self._explained():
-                self.client.stop_job(
-                    job.job_id
-                )  # One that waits for its node cannot be stopped yet: ask again.
+                # A job that waits for its node cannot be stopped yet, so ask again and again.
+                self.client.stop_job(job.job_id)
             time.sleep(0.5)
             job = replace(job, state=self.state(job))
         return job
 
     def state(self, job: Job) -> str:
-        """The state of a job by now."""
+        """The present state of a job."""
         with self._explained():
             return str(self.client.get_job_status(job.job_id))
 
@@ -178,27 +173,33 @@ class JobClient:
                 return
             from aiohttp import ClientError
 
-            lines = self.client.tail_job_logs(job.job_id)
+            texts = self.client.tail_job_logs(job.job_id)
 
-            async def more() -> str | None:
+            async def next_text() -> str | None:
                 try:
-                    return await anext(lines, None)
+                    return await anext(texts, None)
                 except ClientError as error:
                     raise ConnectionError(str(error)) from None
 
             with asyncio.Runner() as runner:
-                while (text := runner.run(more())) is not None:
+                while (text := runner.run(next_text())) is not None:
                     yield text
 
     def _at_work(self, job: Job) -> str:
-        return f"{job.job_id}: already submitted to {self.url}, {job.state}; headcount logs {job.run_id} shows what it does"
+        return (
+            f"{job.job_id}: already submitted to {self.url}, {job.state}; "
+            f"headcount logs {job.run_id} shows what it does"
+        )
 
     def _check_version(self) -> None:
-        there, here = self.client._server_ray_version or "unknown", ray.__version__
-        if there.split(".")[:2] != here.split(".")[:2]:
+        cluster_version = self.client._server_ray_version or "unknown"
+        own_version = ray.__version__
+        # Versions that differ only in their last part talk to each other.
+        if cluster_version.split(".")[:2] != own_version.split(".")[:2]:
             raise RunError(
-                f"{self.url}: the cluster runs Ray {there}, this machine {here}; install ray[default]=={there} here, or "
-                "start the cluster from the image of this version"
+                f"{self.url}: the cluster runs Ray {cluster_version}, this machine {own_version}; "
+                f"install ray[default]=={cluster_version} here, or start the cluster from the "
+                "image of this version"
             )
 
     @contextmanager
@@ -210,39 +211,41 @@ class JobClient:
             raise
         except AuthenticationError as error:
             raise RunError(
-                f"{self.url}: the cluster refused the token ({_first_sentence(error.message)}); set RAY_AUTH_MODE=token, and the "
-                "cluster's token in RAY_AUTH_TOKEN or its file in RAY_AUTH_TOKEN_PATH (else ~/.ray/auth_token)"
+                f"{self.url}: the cluster refused the token ({_first_sentence(error.message)}); set "
+                "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or its file in "
+                "RAY_AUTH_TOKEN_PATH (else ~/.ray/auth_token)"
             ) from None
         except ConnectionError as error:
             raise RunError(
-                f"{self.url}: no Ray cluster answers there ({reason(error)}); expected the address of its dashboard, for "
-                "instance http://127.0.0.1:8265 while `ray dashboard cluster.yaml` runs"
+                f"{self.url}: no Ray cluster answers there ({reason(error)}); expected the address "
+                "of its dashboard, for instance http://127.0.0.1:8265 while `ray dashboard "
+                "cluster.yaml` runs"
             ) from None
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{self.url}: what answers there is no Ray cluster, or failed ({last_line(str(error))})"
+                f"{self.url}: what answers there is no Ray cluster, or failed "
+                f"({last_line(str(error))})"
             ) from None
 
 
 def submit(
     scan: Scan, scan_file: Path, overrides: list[str], resources: Resources, env: list[str]
 ) -> str:
-    """Start the job of a scan, once; says what became of it."""
+    """Start the job of a scan, unless it has one; returns a line that says which of the two."""
     cluster = JobClient(resources.address or "")
     run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
     last = cluster.last(run.run_id)
     if last is not None and last.ended and not _extends(run, scan):
         if last.state == "SUCCEEDED":
             return f"{last.job_id}: has ended, SUCCEEDED; headcount status {last.run}"
+        message = f" ({last.message})" if last.message else ""
         raise RunError(
-            f"{last.job_id}: has ended, {last.state}{f' ({last.message})' if last.message else ''}; "
+            f"{last.job_id}: has ended, {last.state}{message}; "
             f"headcount resume {last.run} --address {cluster.url} goes on"
         )
-    words = [
-        "scan",
-        scan_file.name,
-        *(word for override in overrides for word in ("--set", override)),
-    ]
+    words = ["scan", scan_file.name]
+    for override in overrides:
+        words += ["--set", override]
     return cluster.start(run, [*words, *_flags(resources)], _forwarded(env), scan_file)
 
 
@@ -260,10 +263,12 @@ def resume(
     overrides: list[str],
     allow_other_code: bool,
 ) -> str:
-    """Start another job for a run whose last one has ended; says what became of it."""
+    """Start another job for a run whose last one has ended; returns a line for the user."""
     words = ["resume", str(run.path)]
-    words += [word for override in overrides for word in ("--set", override)]
-    words += ["--allow-other-code"] if allow_other_code else []
+    for override in overrides:
+        words += ["--set", override]
+    if allow_other_code:
+        words.append("--allow-other-code")
     words += _flags(resources)
     return JobClient(resources.address or "").start(run, words, _forwarded(env))
 
@@ -280,9 +285,10 @@ def _flags(resources: Resources) -> list[str]:
 
 
 def _forwarded(names: list[str]) -> dict[str, str]:
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise RunError(f"--env {missing[0]}: expected the name of a variable that is set here")
+    """Values of the variables of this machine that a job gets."""
+    for name in names:
+        if name not in os.environ:
+            raise RunError(f"--env {name}: expected the name of a variable that is set here")
     return {name: os.environ[name] for name in names}
 
 
@@ -300,21 +306,33 @@ def _url(address: str) -> str:
     return url
 
 
-def _knock(url: str) -> None:
-    """Fail soon where nobody answers: Ray would wait for minutes."""
+@contextmanager
+def _without_address_variables() -> Iterator[None]:
+    """Ray prefers these variables to the address that it is given. Here the address on the command
+    line counts.
+    """
+    variables = {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(variables)
+
+
+def _check_connection(url: str) -> None:
+    """Fail soon if nobody answers: Ray would wait for minutes."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if getproxies().get(parts.scheme) and not proxy_bypass(host):
         return
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        socket.create_connection((host, port), timeout=PATIENCE).close()
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         raise ConnectionError(reason(error)) from None
 
 
 def _job(details: Any) -> Job | None:
-    """A job as Ray describes it; none where it is not ours."""
+    """A job as Ray describes it; none if it is not ours."""
     metadata = details.metadata or {}
     if "headcount" not in metadata or details.submission_id is None:
         return None

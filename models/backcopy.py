@@ -20,7 +20,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from workers.inputs.backcopy import BUNDLED_TEXT, Bigrams, Chain, bigrams_of, chain_of, follow
+from workers.inputs.bigram_backcopy import (
+    BUNDLED_TEXT,
+    Bigrams,
+    Chain,
+    bigrams_of,
+    chain_of,
+    follow,
+)
 
 CHECKPOINTS = [0, 20, 40, 60, 80, 100, 150, *range(200, 2000, 200), *range(2000, 10_000, 1000)]
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.03}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from models import scores
+from models import evaluation
 
 TOKENS_PER_STEP = 4096
 EMBEDDINGS = ("embed.W_E", "wte.weight")
@@ -280,7 +280,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def run(
     args: argparse.Namespace,
     fit: Callable[[Path, int], None],
-    score: Callable[[Path], scores.Scores],
+    score: Callable[[Path], evaluation.Scores],
 ) -> None:
     """Train unless told to evaluate only, then print the scores and fill the card."""
     torch.set_num_threads(1)
@@ -288,12 +288,12 @@ def run(
         raise SystemExit("Give --out DIR to train, or --evaluate DIR to score.")
     if not args.evaluate:
         fit(args.out, args.seed)
-    text = scores.report(
+    text = evaluation.report(
         {seed_label(directory): score(directory) for directory in args.evaluate or [args.out]}
     )
     print(text)
     if args.card:
-        scores.fill_card(args.card, text)
+        evaluation.fill_card(args.card, text)
 
 
 def seed_label(directory: Path) -> str:

@@ -29,17 +29,18 @@ Format: TypeAlias = Literal["table", "csv", "json", "parquet"]
 
 BATCH_ROWS = 10_000
 TABLE_ROWS = 40
-"""Rows that a table shows where no limit is given."""
+"""Rows that a table shows if no limit is given."""
+
+COUNTED_ROWS = 10_000
+"""Rows beyond those shown that a table reads only to count them; beyond that it does not count."""
 
 
 @dataclass
 class Answer:
-    """The rows of an answer, read once, batch by batch; `total` counts all that the limit left out
-    too.
-    """
+    """The rows of an answer, read once, batch by batch."""
 
     cursor: duckdb.DuckDBPyConnection
-    sql: str
+    """Kept as long as its rows are read."""
     reader: pa.RecordBatchReader
 
     @property
@@ -52,16 +53,29 @@ class Answer:
         try:
             yield from self.reader
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            raise explain(error) from None
+            raise query_error(error) from None
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """The rows, as Python values."""
         for batch in self.batches():
-            yield from zip(*(_values(column) for column in batch.columns), strict=True)
+            yield from rows_of(batch)
 
-    def total(self) -> int:
-        """How many rows the question has without a limit; what is being read ends here."""
-        return self.cursor.execute(f"SELECT count(*) FROM (\n{self.sql}\n)").fetchall()[0][0]
+
+def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
+    """The rows of a batch, as Python values."""
+    columns = [_values(column) for column in batch.columns]
+    return zip(*columns, strict=True)
+
+
+def rows_to_read(format: Format, limit: int | None) -> int | None:
+    """How many rows to ask for. A table also reads rows that it does not show, to count them.
+
+    The question is asked once, with this limit: DuckDB then sorts and reads no more than it needs.
+    """
+    if format != "table":
+        return limit
+    shown = TABLE_ROWS if limit is None else limit
+    return shown + COUNTED_ROWS + 1
 
 
 def run_query(connection: duckdb.DuckDBPyConnection, text: str, limit: int | None = None) -> Answer:
@@ -70,17 +84,19 @@ def run_query(connection: duckdb.DuckDBPyConnection, text: str, limit: int | Non
     The question runs as a subquery, in which DuckDB itself allows no statement that writes.
     """
     views = view_descriptions(connection)
-    if re.fullmatch(r"\s*\w+\s*", text) and text.strip().lower() not in views:
+    is_view = text.strip().lower() in views
+    if not is_view and re.fullmatch(r"\s*\w+\s*", text):
         raise QueryError(unknown("view", text.strip(), views))
-    prefix, sql = _one_question(f"FROM {text}" if text.strip().lower() in views else text)
+    prefix, sql = _one_question(f"FROM {text}" if is_view else text)
+    # The rows of an EXPLAIN are the plan, not the answer.
     ending = f" LIMIT {limit}" if limit is not None and not prefix else ""
     cursor = connection.cursor()
     try:
         cursor.execute("BEGIN TRANSACTION READ ONLY")
         reader = cursor.sql(f"{prefix}FROM (\n{sql}\n){ending}").to_arrow_reader(BATCH_ROWS)
     except duckdb.Error as error:
-        raise explain(error, views) from None
-    return Answer(cursor, sql, reader)
+        raise query_error(error, views) from None
+    return Answer(cursor, reader)
 
 
 def _one_question(text: str) -> tuple[str, str]:
@@ -88,7 +104,7 @@ def _one_question(text: str) -> tuple[str, str]:
     try:
         statements = duckdb.extract_statements(text)
     except duckdb.Error as error:
-        raise explain(error) from None
+        raise query_error(error) from None
     if len(statements) != 1:
         raise QueryError(
             f"expected the name of a view or one SQL statement, got {len(statements)} statements"
@@ -118,7 +134,7 @@ def _without_semicolons(text: str) -> str:
     return content.decode()
 
 
-def explain(error: Exception, views: dict[str, str] | None = None) -> QueryError:
+def query_error(error: Exception, views: dict[str, str] | None = None) -> QueryError:
     """Say in one line what DuckDB says in many, with the name that was probably meant."""
     message = str(error).replace("Invalid Input Error: view ", "view ")
     if views and (name := re.search(r"Table with name (\S+) does not exist", message)):
@@ -175,12 +191,7 @@ def write_table(answer: Answer, out: TextIO, limit: int | None = None) -> None:
         console.print("\n".join(str(row[1]) for row in answer.rows()), markup=False, soft_wrap=True)
         return
     shown = TABLE_ROWS if limit is None else limit
-    cells, more = [], False
-    for row in answer.rows():
-        if len(cells) == shown:
-            more = True
-            break
-        cells.append([_cell(value) for value in row])
+    cells, rest = _cells(answer, shown)
     names = answer.schema.names
     widths = [
         max(len(name), *(cell_len(row[i]) for row in cells), 0) + 3 for i, name in enumerate(names)
@@ -201,10 +212,24 @@ def write_table(answer: Answer, out: TextIO, limit: int | None = None) -> None:
         console.print(
             f"… {len(names) - fitting} more columns: {', '.join(names[fitting:])}", markup=False
         )
-    if not cells and not more:
+    if not cells and not rest:
         console.print("no rows")
-    if more:
-        console.print(f"… {answer.total() - shown:,} more rows (--limit {shown})", markup=False)
+    if rest:
+        count = f"{rest:,}" if rest <= COUNTED_ROWS else f"more than {COUNTED_ROWS:,}"
+        console.print(f"… {count} more rows (--limit {shown})", markup=False)
+
+
+def _cells(answer: Answer, shown: int) -> tuple[list[list[str]], int]:
+    """The first rows of an answer as text, and how many more there are, counted up to a bound."""
+    cells: list[list[str]] = []
+    rest = 0
+    for batch in answer.batches():
+        head = batch.slice(0, shown - len(cells))
+        cells += [[_cell(value) for value in row] for row in rows_of(head)]
+        rest += batch.num_rows - head.num_rows
+        if rest > COUNTED_ROWS:
+            break
+    return cells, rest
 
 
 def _values(column: pa.Array) -> list[Any]:

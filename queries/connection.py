@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -87,6 +87,7 @@ def connect(
     _create(connection, "shards", run_tables.shards_table(runs))
     _create(connection, "statistics", run_tables.statistics_table(runs))
     _create(connection, "formulas", run_tables.formulas_table(runs))
+    _record_damage(connection, runs)
     descriptions = VIEWS | _create_queries(connection, queries)
     _comment(connection, descriptions, measured)
     # Binding a view opens a file of every run, so the views above are made while the tables below
@@ -100,8 +101,8 @@ def connect(
 def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     """Every view and what it is for, tables first."""
     sql = "SELECT view_name, comment FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal ORDER BY view_name"
-    found = dict(connection.cursor().execute(sql).fetchall())
-    return {name: found[name] for name in VIEWS} | found
+    descriptions = dict(connection.cursor().execute(sql).fetchall())
+    return {name: descriptions[name] for name in VIEWS} | descriptions
 
 
 def _empty(table: Table, measured: Mapping[str, Column]) -> pa.Table:
@@ -115,6 +116,16 @@ def _create(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table)
     connection.unregister("content")
     connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
     connection.execute(f"CREATE VIEW main.{name} AS FROM ledger.{name}")
+
+
+def _record_damage(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> None:
+    """Keep the names of damaged files as a table: who asks decides whether to warn of them."""
+    connection.execute("CREATE TABLE ledger.damaged_files (run_id TEXT, file TEXT)")
+    for run in runs:
+        for file in run.damaged:
+            connection.execute(
+                "INSERT INTO ledger.damaged_files VALUES (?, ?)", [run.directory.run_id, file]
+            )
 
 
 def _point_at_files(connection: duckdb.DuckDBPyConnection, table: Table, runs: list[Run]) -> None:
@@ -152,32 +163,56 @@ def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict
 
     A query that needs a column that no run has becomes a view that says so when it is asked for.
     """
-    waiting = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.sql"))}
-    descriptions = {name: first_comment(sql) for name, sql in waiting.items()}
-    problems: dict[str, str] = {}
+    connection.execute("CREATE TABLE ledger.unmeasured_views (view TEXT, column_name TEXT)")
+    uncreated = {
+        file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.sql"))
+    }
+    descriptions = {name: first_comment(sql) for name, sql in uncreated.items()}
+    errors: dict[str, duckdb.Error] = {}
+    # A view may stand on another one, so each round creates those whose views are there by now.
     progress = True
-    while waiting and progress:
+    while uncreated and progress:
         progress = False
-        for name, sql in list(waiting.items()):
+        for name, sql in list(uncreated.items()):
             try:
                 connection.execute(f"CREATE VIEW {_name(name)} AS {sql}")
             except duckdb.Error as error:
-                problems[name] = _problem(error)
+                errors[name] = error
             else:
-                del waiting[name]
+                del uncreated[name]
                 progress = True
-    for name in waiting:
-        message = _text(f"view {name!r} cannot be answered from these runs: {problems[name]}")
+    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
+    columns = {column for (column,) in connection.execute(sql).fetchall()}
+    for name in uncreated:
+        problem = str(errors[name]).partition("\n")[0]
+        column = _unmeasured_column(name, errors, columns)
+        if column is not None:
+            problem = f"it needs column {column!r}, which none of them measured"
+            connection.execute("INSERT INTO ledger.unmeasured_views VALUES (?, ?)", [name, column])
+        message = _text(f"view {name!r} cannot be answered from these runs: {problem}")
         connection.execute(
-            f"CREATE VIEW {_name(name)} AS SELECT error({message}) AS missing WHERE error({message}) IS NULL"
+            f"CREATE VIEW {_name(name)} AS "
+            f"SELECT error({message}) AS missing WHERE error({message}) IS NULL"
         )
     return descriptions
 
 
-def _problem(error: duckdb.Error) -> str:
-    message = str(error).partition("\n")[0]
-    column = re.search(r'column (?:named )?"([^"]+)"', message)
-    return f"it needs column {column[1]!r}, which none of them measured" if column else message
+def _unmeasured_column(
+    name: str, errors: Mapping[str, duckdb.Error], columns: Container[str]
+) -> str | None:
+    """The column that a view, or one that it stands on, reads and no table has; none if something
+    else is wrong with the view.
+    """
+    for _ in errors:
+        message = str(errors[name]).partition("\n")[0]
+        column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', message)
+        if column and isinstance(errors[name], duckdb.BinderException):
+            return None if column[1] in columns else column[1]
+        table = re.search(r"Table with name (\S+) does not exist", message)
+        if table is None or table[1] not in errors:
+            return None
+        name = table[1]
+    return None
 
 
 def first_comment(sql: str) -> str:

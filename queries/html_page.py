@@ -9,13 +9,24 @@ from typing import Any
 
 import jinja2
 
+from queries.asking import Record
 from queries.connection import QUERIES
 from schemas.errors import QueryError
 
-Record = dict[str, Any]
+
+class Figures:
+    """The figures of a page: the page's script draws them where the markup gives their numbers."""
+
+    def __init__(self) -> None:
+        self.contents: list[Record] = []
+
+    def add(self, **content: Any) -> Record:
+        """Keep a figure; returns its number, for the markup."""
+        self.contents.append(content)
+        return {"figure": len(self.contents) - 1}
 
 
-def write_html(template: Path, output: Path, content: Record, figures: list[Record]) -> None:
+def write_html(template: Path, output: Path, content: Record, figures: Figures) -> None:
     """Write the page that `TEMPLATE.html.j2` lays out and whose figures `TEMPLATE.js` draws; it
     needs no network.
     """
@@ -31,7 +42,7 @@ def write_html(template: Path, output: Path, content: Record, figures: list[Reco
     scripts = {
         "plotly": get_plotlyjs(),
         # "</script>" inside data would end the script element.
-        "figures": json.dumps(plain(figures), allow_nan=False).replace("<", "\\u003c"),
+        "figures": json.dumps(plain(figures.contents), allow_nan=False).replace("<", "\\u003c"),
         "script": "\n".join(
             script.read_text(encoding="utf-8")
             for script in (QUERIES / "html.js", template.with_suffix(".js"))
@@ -45,14 +56,8 @@ def write_html(template: Path, output: Path, content: Record, figures: list[Reco
         raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
 
 
-def add_figure(figures: list[Record], **content: Any) -> Record:
-    """Keep a figure for the page's script, and say which one it is."""
-    figures.append(content)
-    return {"figure": len(figures) - 1}
-
-
 def plain(value: Any) -> Any:
-    """The value as JSON has it: no NaN, no infinities, four to six digits."""
+    """The value as JSON has it: no NaN, no infinities, six digits."""
     match value:
         case float():
             return float(f"{value:.6g}") if math.isfinite(value) else None
@@ -64,11 +69,16 @@ def plain(value: Any) -> Any:
 
 
 def number(value: Any) -> str:
-    """A number for people: four digits, a dash where it is undefined."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    """A number for people: four digits, a dash if it is undefined."""
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if value else "no"
+        case float() if not math.isfinite(value):
+            return "–"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+        case int():
+            return f"{value:,}"
+    return str(value)

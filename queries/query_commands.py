@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from schemas.errors import QueryError
 
-Ask = Callable[[str], list[tuple[Any, ...]]]
-"""Puts SQL to runs; the rows of the answer."""
+if TYPE_CHECKING:
+    from queries.asking import RunDatabase
 
 
 Code = Annotated[
@@ -23,27 +22,6 @@ Code = Annotated[
         help="Read the shards that this code measured (shards.code), where two mean different things.",
     ),
 ]
-
-
-def open_runs(runs: str, views: dict[str, str]) -> Ask:
-    """What puts SQL to runs in which some more views are made; a mistake in it is one line."""
-    from queries.answers import explain
-    from queries.connection import connect
-
-    connection = connect(runs)
-    for name, sql in views.items():
-        try:
-            connection.execute(f"CREATE VIEW {name} AS {sql}")
-        except Exception as error:
-            raise QueryError(f"view {name}: {explain(error)}") from None
-
-    def ask(sql: str) -> list[tuple[Any, ...]]:
-        try:
-            return connection.execute(sql).fetchall()
-        except Exception as error:
-            raise explain(error) from None
-
-    return ask
 
 
 def query(
@@ -66,24 +44,25 @@ def query(
         Path | None, typer.Option("-o", "--output", help="File to write; parquet needs one.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Rows at most; a table shows 40 unless told.")
+        int | None, typer.Option(min=0, help="Rows at most; a table shows 40 by default.")
     ] = None,
     code: Code = None,
 ) -> None:
     """Ask the committed rows of runs a question in SQL, or by the name of a view."""
-    from queries.answers import TABLE_ROWS, run_query, write, write_parquet
-    from queries.connection import connect, view_descriptions
+    from queries.answers import rows_to_read, run_query, write, write_parquet
+    from queries.asking import open_runs
+    from queries.connection import view_descriptions
 
     if format == "parquet" and output is None:
         raise QueryError("--format parquet writes a file; say which one with -o FILE")
-    connection = connect(runs, code=code)
+    database = open_runs(runs, code=code)
+    warn_of_damage(database)
     if question is None:
-        for name, description in view_descriptions(connection).items():
-            typer.echo(f"{name:<24} {description.partition('. ')[0].rstrip('.')}.")
+        for name, description in view_descriptions(database.connection).items():
+            first_sentence = description.partition(". ")[0].rstrip(".")
+            typer.echo(f"{name:<24} {first_sentence}.")
         return
-    # One row more than a table shows tells whether there are more.
-    rows = (TABLE_ROWS if limit is None else limit) + 1 if format == "table" else limit
-    answer = run_query(connection, question, rows)
+    answer = run_query(database.connection, question, rows_to_read(format, limit))
     if format == "parquet" and output is not None:
         write_parquet(answer, output)
         return
@@ -112,10 +91,19 @@ def report(
     """Write one HTML file with heatmaps, rankings and norms of every run; it opens from disk,
     without a network.
     """
+    from queries.asking import open_runs
     from queries.report import write_report
 
-    write_report(runs, output, code)
+    database = open_runs(runs, code=code)
+    warn_of_damage(database)
+    write_report(database, output)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
+
+
+def warn_of_damage(database: RunDatabase) -> None:
+    """Say on stderr which runs have damaged files: their shards are in no answer."""
+    for line in database.damage():
+        typer.echo(f"warning: {line}", err=True)
 
 
 def mount(app: typer.Typer) -> None:

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import duckdb
-
-from queries.answers import run_query
-from queries.connection import QUERIES, connect
-from queries.html_page import Record, add_figure, write_html
+from queries.asking import Record, RunDatabase
+from queries.connection import QUERIES
+from queries.html_page import Figures, write_html
 from queries.run_tables import bounds
 from schemas.errors import QueryError
-from schemas.places import Place
 from schemas.predictions import PREDICTIONS
 from schemas.statistics import STATISTICS
 
@@ -40,83 +38,76 @@ DORMANT = ["induction_repeated", "sink_repeated", "sink_unrepeated", "sink_text"
 LAYER_LINES = {"resid_pre_norm", "sink_resid_pre_norm", "resid_post_norm", "sink_resid_post_norm"}
 
 
-def write_report(path: str | Place, output: Path, code: str | None = None) -> None:
-    """Write the report on the runs at `path` into one HTML file."""
-    figures: list[Record] = []
-    connection = connect(path, code=code)
-    runs = _records(connection, "runs")
-    statistics = {row["name"]: row for row in _records(connection, "statistics")}
-    sections = [
-        section for run in runs for section in _sections(connection, run, statistics, figures)
-    ]
-    content = {"sections": sections, "dormant": _dormant(connection, figures)}
+def write_report(database: RunDatabase, output: Path) -> None:
+    """Write the report on some runs into one HTML file."""
+    figures = Figures()
+    statistics = {row["name"]: row for row in _records(database, "statistics", "FROM statistics")}
+    sections: list[Record] = []
+    for run in _records(database, "runs", "FROM runs"):
+        sections += _sections(database, run, statistics, figures)
+    content = {"sections": sections, "dormant": _dormant(database, figures)}
     write_html(QUERIES / "report", output, content, figures)
 
 
-def _records(connection: duckdb.DuckDBPyConnection, question: str) -> list[Record]:
-    answer = run_query(connection, question)
-    return [dict(zip(answer.schema.names, row, strict=True)) for row in answer.rows()]
-
-
-def _optional(connection: duckdb.DuckDBPyConnection, question: str) -> list[Record]:
-    """The rows of a view that these runs may lack the columns for."""
+def _records(database: RunDatabase, subject: str, sql: str) -> list[Record]:
+    """The rows of a query; what goes wrong with it is one line that names its subject."""
     try:
-        return _records(connection, question)
-    except QueryError:
+        return database.records(sql)
+    except QueryError as error:
+        raise QueryError(f"report, {subject}: {error}") from None
+
+
+def _view_records(database: RunDatabase, view: str, rest: str = "") -> list[Record]:
+    """The rows of a view; none if these runs did not measure a column that it needs."""
+    if view in database.unmeasured_views():
         return []
+    return _records(database, view, f"FROM {view} {rest}")
 
 
 def _sections(
-    connection: duckdb.DuckDBPyConnection,
-    run: Record,
-    statistics: dict[str, Record],
-    figures: list[Record],
+    database: RunDatabase, run: Record, statistics: dict[str, Record], figures: Figures
 ) -> list[Record]:
     """One section for each intervention of a run; a run without rows yet still has one."""
-    run_id = _text(run["run_id"])
-    by_head = _records(connection, f"FROM by_head WHERE run_id = {run_id}")
-    chance = _optional(
-        connection, f"SELECT avg(COLUMNS('^chance_.*')) FROM sequences WHERE run_id = {run_id}"
-    )
-    damaged = _records(connection, f"FROM shards WHERE run_id = {run_id} AND status = 'damaged'")
-    options = ", ".join(
-        f"{key} {value}"
-        for key, value in json.loads(run["input_options"]).items()
-        if value is not None
-    )
-    predictions = _predictions(connection, run_id)
-    sections = []
+    in_run = f"WHERE run_id = {_text(run['run_id'])}"
+    by_head = _view_records(database, "by_head", in_run)
+    damaged = _records(database, "damaged shards", f"FROM shards {in_run} AND status = 'damaged'")
+    chance = _chance_levels(database, in_run)
+    predictions = _predictions(database, in_run)
+    options = json.loads(run["input_options"])
+    option_texts = [f"{key} {value}" for key, value in options.items() if value is not None]
+    sections: list[Record] = []
     for intervention in run["interventions"]:
-        where = f"WHERE run_id = {run_id} AND intervention = {_text(intervention)}"
+        where = f"{in_run} AND intervention = {_text(intervention)}"
         rows = [row for row in by_head if row["intervention"] == intervention]
-        lines = _optional(connection, f"FROM layer_norms {where}")
-        families, layers, constants = _statistics(
-            run, rows, statistics, chance[0] if chance else {}, lines, figures
-        )
-        sections.append({
-            "run": run, "intervention": intervention, "engine": _engine(connection, run, intervention),
-            "options": options, "families": families, "constants": constants,
-            "empty": not rows, "damaged": [row["shard"] for row in damaged],
-            "rankings": [
-                {"title": title, "flag": flag, "columns": columns, "rows": ranked}
-                for view, (title, flag, columns) in RANKINGS.items()
-                if (ranked := _optional(connection, f"FROM {view} {where} AND {columns[0]} IS NOT NULL LIMIT {TOP}"))
-            ],
-            "layers": _norm_lines(lines, figures) + layers,
+        norms = _view_records(database, "layer_norms", where)
+        cards = _statistic_cards(run, rows, statistics, chance, norms, figures)
+        section = {
+            "run": run,
+            "intervention": intervention,
+            "engine": _engine(database, run, intervention),
+            "options": ", ".join(option_texts),
+            "empty": not rows,
+            "damaged": [row["shard"] for row in damaged],
+            "families": cards.families,
+            "constants": cards.constants,
+            "layers": _norm_cards(norms, figures) + cards.layers,
+            "rankings": _rankings(database, where),
             "predictions": predictions.get(intervention, []),
-            "pile_sets": _pile_sets(connection, run, where, figures),
-        })  # fmt: skip
+            "pile_sets": _pile_sets(database, run, where, figures),
+        }
+        sections.append(section)
     return sections
 
 
-def _engine(connection: duckdb.DuckDBPyConnection, run: Record, intervention: str) -> str:
+def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
     """What measured an intervention; before its first shard, what is to."""
     sql = f"""
         SELECT DISTINCT method.engine, method.built_layers
         FROM (SELECT unnest(methods) AS method FROM shards WHERE run_id = {_text(run["run_id"])})
         WHERE method.intervention = {_text(intervention)} ORDER BY ALL
     """
-    return "; ".join(map(_engine_words, _records(connection, sql))) or run["engine"]
+    methods = _records(database, "engines", sql)
+    return "; ".join(map(_engine_words, methods)) or run["engine"]
 
 
 def _engine_words(method: Record) -> str:
@@ -125,59 +116,93 @@ def _engine_words(method: Record) -> str:
     return f"{method['engine']}{built}"
 
 
-def _predictions(connection: duckdb.DuckDBPyConnection, run_id: str) -> dict[str, list[Record]]:
+def _chance_levels(database: RunDatabase, in_run: str) -> Record:
+    """What uniform attention would score, by name of the column in `sequences`."""
+    if not any(column.startswith("chance_") for column in database.columns("sequences")):
+        return {}
+    sql = f"SELECT avg(COLUMNS('^chance_.*')) FROM sequences {in_run}"
+    (levels,) = _records(database, "chance levels", sql)
+    return levels
+
+
+def _rankings(database: RunDatabase, where: str) -> list[Record]:
+    """The heads that lead in each ranking that these runs can have."""
+    rankings: list[Record] = []
+    for view, (title, flag, columns) in RANKINGS.items():
+        rest = f"{where} AND {columns[0]} IS NOT NULL LIMIT {TOP}"
+        rows = _view_records(database, view, rest)
+        if rows:
+            rankings.append({"title": title, "flag": flag, "columns": columns, "rows": rows})
+    return rankings
+
+
+def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
     """By intervention, what the model predicts in one number a sequence: mean, and mean change from
     the untouched model.
     """
-    found: dict[str, list[Record]] = {}
+    columns = database.columns("sequences")
+    by_intervention: dict[str, list[Record]] = {}
     for prediction in PREDICTIONS.values():
-        if prediction.per_token:
-            continue
         name = prediction.name
+        if prediction.per_token or name not in columns:
+            continue
         sql = f"""
-        SELECT intervention, avg(value) AS mean, stddev_samp(value) / sqrt(count(value)) AS standard_error,
+        SELECT intervention,
+               avg(value) AS mean, stddev_samp(value) / sqrt(count(value)) AS standard_error,
                avg(change) AS change, stddev_samp(change) / sqrt(count(change)) AS change_error
-        FROM (SELECT e.intervention, e.{name}::DOUBLE AS value, value - n.{name} AS change
-              FROM sequences AS e LEFT JOIN sequences AS n
-                  ON n.run_id = e.run_id AND n.sequence = e.sequence AND n.intervention = 'none' AND e.intervention <> 'none'
-              WHERE e.run_id = {run_id})
+        FROM (SELECT edited.intervention, edited.{name}::DOUBLE AS value,
+                     value - untouched.{name} AS change
+              FROM (FROM sequences {in_run}) AS edited LEFT JOIN sequences AS untouched
+                  ON untouched.run_id = edited.run_id AND untouched.sequence = edited.sequence
+                  AND untouched.intervention = 'none' AND edited.intervention <> 'none')
         GROUP BY intervention HAVING mean IS NOT NULL"""
-        for row in _optional(connection, sql):
+        for row in _records(database, f"prediction {name}", sql):
             card = {"name": name, "unit": prediction.unit, "meaning": prediction.meaning, **row}
-            found.setdefault(row["intervention"], []).append(card)
-    return found
+            by_intervention.setdefault(row["intervention"], []).append(card)
+    return by_intervention
 
 
-def _statistics(
-    run: Record, rows: list[Record], statistics: dict[str, Record], chance: Record, lines: list[Record],
-    figures: list[Record],
-) -> tuple[dict[str, list[Record]], list[Record], list[Record]]:  # fmt: skip
-    """Heatmaps by family; lines for what all heads of a layer share; numbers for what the whole
-    model shares.
-    """
-    families: dict[str, list[Record]] = {}
-    layers: list[Record] = []
-    constants: list[Record] = []
+@dataclass
+class _StatisticCards:
+    """What a section shows of the statistics of its run."""
+
+    families: dict[str, list[Record]] = field(default_factory=dict[str, list[Record]])
+    """Heatmaps, by the file that the statistic is in."""
+    layers: list[Record] = field(default_factory=list[Record])
+    """Lines, for what all heads of a layer share."""
+    constants: list[Record] = field(default_factory=list[Record])
+    """Numbers, for what the whole model shares or has not defined."""
+
+
+def _statistic_cards(
+    run: Record,
+    rows: list[Record],
+    statistics: dict[str, Record],
+    chance: Record,
+    norms: list[Record],
+    figures: Figures,
+) -> _StatisticCards:
+    cards = _StatisticCards()
     for name in run["statistics"] if rows else []:
-        z = _matrix(run, rows, f"mean_{name}")
         entry = statistics[name]
         card = {**entry, "title": name, "chance_level": chance.get(f"chance_{name}")}
+        z = _matrix(run, rows, f"mean_{name}")
         values = [value for line in z for value in line if value is not None]
+        by_layer = [line[0] for line in z]
+        same_in_layers = run["n_heads"] > 1 and all(_same(line) for line in z)
         if not values:
-            constants.append({**card, "value": None})
-        elif run["n_heads"] > 1 and all(_same(line) for line in z):
-            by_layer = [line[0] for line in z]
-            if _same(by_layer):
-                constants.append({**card, "value": by_layer[0]})
-            elif not (lines and name in LAYER_LINES):
+            cards.constants.append({**card, "value": None})
+        elif same_in_layers and _same(by_layer):
+            cards.constants.append({**card, "value": by_layer[0]})
+        elif same_in_layers:
+            # The norms of the residual stream have a card of their own.
+            if not (norms and name in LAYER_LINES):
                 series = [{"name": name, "y": by_layer}]
-                layers.append(
-                    card | add_figure(figures, kind="lines", series=series, y=entry["unit"])
-                )
+                lines = figures.add(kind="lines", series=series, y=entry["unit"])
+                cards.layers.append(card | lines)
         else:
             low, high, scale = _scale(entry, values)
-            figure = add_figure(
-                figures,
+            heatmap = figures.add(
                 kind="heatmap",
                 z=z,
                 low=low,
@@ -186,8 +211,8 @@ def _statistics(
                 x="head",
                 y="layer (0 at top)",
             )
-            families.setdefault(_family(name), []).append(card | figure)
-    return families, layers, constants
+            cards.families.setdefault(_family(name), []).append(card | heatmap)
+    return cards
 
 
 def _scale(entry: Record, values: list[float]) -> tuple[float, float, str]:
@@ -224,14 +249,16 @@ def _same(values: list[float | None]) -> bool:
 
 
 def _family(name: str) -> str:
-    known = STATISTICS.get(name)
-    return known.compute.__module__.rpartition(".")[2] if known else "other"
+    """The file that a statistic is in; one of another version of headcount may be in none."""
+    statistic = STATISTICS.get(name)
+    return statistic.compute.__module__.rpartition(".")[2] if statistic else "other"
 
 
-def _norm_lines(lines: list[Record], figures: list[Record]) -> list[Record]:
-    if all(line["resid_pre_first"] is None for line in lines):
+def _norm_cards(norms: list[Record], figures: Figures) -> list[Record]:
+    """Lines of the residual stream's length by layer."""
+    if all(row["resid_pre_first"] is None for row in norms):
         return []
-    norms = {
+    lengths = {
         "before the layer, position 0": "resid_pre_first",
         "before the layer, others": "resid_pre_others",
         "after the layer, position 0": "resid_post_first",
@@ -242,29 +269,27 @@ def _norm_lines(lines: list[Record], figures: list[Record]) -> list[Record]:
         (
             "Residual stream",
             "Mean length at position 0 and at the other positions.",
-            norms,
+            lengths,
             "euclidean norm",
         ),
         ("Residual peak", "Length at position 0 over the mean of the others.", ratios, "ratio"),
     ]
-    cards = []
+    cards: list[Record] = []
     for title, meaning, columns, unit in charts:
         series = [
-            {"name": name, "y": [line[column] for line in lines]}
-            for name, column in columns.items()
+            {"name": name, "y": [row[column] for row in norms]} for name, column in columns.items()
         ]
-        figure = add_figure(figures, kind="lines", series=series, y=unit, log=True)
-        cards.append({"title": title, "meaning": meaning} | figure)
+        lines = figures.add(kind="lines", series=series, y=unit, log=True)
+        cards.append({"title": title, "meaning": meaning} | lines)
     return cards
 
 
-def _pile_sets(
-    connection: duckdb.DuckDBPyConnection, run: Record, where: str, figures: list[Record]
-) -> list[Record]:
+def _pile_sets(database: RunDatabase, run: Record, where: str, figures: Figures) -> list[Record]:
     """Part of the Pile × layer, mean over heads, for the two statistics that differ most between
     kinds of text.
     """
-    cards = []
+    meaning = "Mean over the heads of a layer, per part of the Pile (number of sequences)."
+    cards: list[Record] = []
     for name in ("sink_mass", "induction_score"):
         if name not in run["statistics"]:
             continue
@@ -272,55 +297,56 @@ def _pile_sets(
             f"SELECT pile_set_name, layer, avg(mean_{name}) AS mean, max(sequences) AS sequences "
             f"FROM by_pile_set {where} GROUP BY ALL ORDER BY ALL"
         )
-        rows = _optional(connection, sql)
-        names = list(dict.fromkeys(f"{row['pile_set_name']} ({row['sequences']})" for row in rows))
-        z: list[list[float | None]] = [[None] * run["n_layers"] for _ in names]
-        for row in rows:
-            z[names.index(f"{row['pile_set_name']} ({row['sequences']})")][row["layer"]] = row[
-                "mean"
-            ]
-        if names:
-            figure = add_figure(
-                figures,
+        z: dict[str, list[float | None]] = {}
+        for row in _records(database, f"{name} by part of the Pile", sql):
+            part = f"{row['pile_set_name']} ({row['sequences']})"
+            by_layer = z.setdefault(part, [None] * run["n_layers"])
+            by_layer[row["layer"]] = row["mean"]
+        if z:
+            heatmap = figures.add(
                 kind="heatmap",
-                z=z,
+                z=list(z.values()),
                 low=0,
                 high=1,
                 scale="sequential",
                 x="layer",
                 y="",
-                rows=names,
+                rows=list(z),
             )
-            meaning = "Mean over the heads of a layer, per part of the Pile (number of sequences)."
-            cards.append({"title": name, "meaning": meaning} | figure)
+            cards.append({"title": name, "meaning": meaning} | heatmap)
     return cards
 
 
-def _dormant(connection: duckdb.DuckDBPyConnection, figures: list[Record]) -> list[Record]:
+def _dormant(database: RunDatabase, figures: Figures) -> list[Record]:
     """One block per model, intervention and combination of runs."""
+    key = ("model", "intervention", "repeated_run", "unrepeated_run", "text_run")
     blocks: dict[tuple[Any, ...], list[Record]] = {}
-    for row in _optional(connection, "dormant_induction_heads"):
-        key = ("model", "intervention", "repeated_run", "unrepeated_run", "text_run")
+    for row in _view_records(database, "dormant_induction_heads"):
         blocks.setdefault(tuple(row[name] for name in key), []).append(row)
     return [_dormant_block(rows, figures) for rows in blocks.values()]
 
 
-def _dormant_block(rows: list[Record], figures: list[Record]) -> Record:
-    points = [
-        {
+def _dormant_block(rows: list[Record], figures: Figures) -> Record:
+    points: list[Record] = []
+    for index, row in enumerate(rows):
+        induction = row["induction_repeated"]
+        point = {
             "name": row["label"],
-            "x": row["induction_repeated"],
+            "x": induction,
             "y": row["sink_unrepeated"],
             "on": row["is_dormant"],
             # The crowd of heads that never copy would be unreadable.
-            "label": index < TOP and (row["induction_repeated"] or 0) > 0.1,
+            "label": index < TOP and (induction or 0) > 0.1,
         }
-        for index, row in enumerate(rows)
-    ]
-    axes = {"x": "induction score where the input repeats", "y": "sink mass where nothing repeats"}
+        points.append(point)
     count = sum(bool(row["is_dormant"]) for row in rows)
     block = {"first": rows[0], "columns": DORMANT, "rows": rows[:TOP], "count": count}
-    return block | add_figure(figures, kind="points", points=points, **axes)
+    return block | figures.add(
+        kind="points",
+        points=points,
+        x="induction score where the input repeats",
+        y="sink mass where nothing repeats",
+    )
 
 
 def _text(value: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -148,7 +147,9 @@ class Run:
     ledger: pa.Table
     """One row per commit, in shard order."""
     damaged: dict[str, list[int]]
-    """Committed files that are gone or broken, and their shards."""
+    """Committed files that are gone or broken, and their shards. They are in no view; whoever asks
+    decides whether to say so.
+    """
 
     @cached_property
     def whole(self) -> np.ndarray:
@@ -199,19 +200,10 @@ class Run:
 
 
 def read_runs(path: Place, code: str | None = None) -> list[Run]:
-    """Read the manifests and ledgers at `path`, and warn on stderr of shards whose files are
-    damaged. Only the shards that `code` measured, if it is given.
+    """Read the manifests and ledgers at `path`; only the shards that `code` measured, if it is
+    given.
     """
     runs = [_read_run(directory, code) for directory in find_runs(absolute(path))]
-    for run in runs:
-        if run.damaged:
-            names = list(run.damaged)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            print(
-                f"warning: run {run.directory.run_id}: {names[0]}{more} is damaged (not as committed); its shard is "
-                "left out of every view. Run the same scan again to measure it anew.",
-                file=sys.stderr,
-            )
     _same_meanings(runs)
     return runs
 

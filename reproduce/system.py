@@ -32,7 +32,7 @@ class Check(BaseModel):
     relative: bool = False
     """Whether the tolerance is a part of the published value."""
     sizes: dict[str, int] = {}
-    """What tells the model that these were published for, where it is another than the system's."""
+    """Sizes of the model that these were published for, if it is not the system's."""
 
 
 class Phenomenon(BaseModel):
@@ -41,12 +41,13 @@ class Phenomenon(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     sql: str
     models: tuple[str, ...] = ()
-    """Models that it is claimed of; none means all."""
+    """Models that it is claimed of. Default: all."""
 
     @property
     def words(self) -> str:
-        """The first text in the SQL, which is what it claims, or how it words that."""
-        return next(iter(re.findall(r"'(.+?)'", self.sql)), self.sql)
+        """What it claims: the first text in its SQL; the whole SQL if it has none."""
+        text = re.search(r"'(.+?)'", self.sql)
+        return text[1] if text else self.sql
 
 
 class Figure(BaseModel):
@@ -71,7 +72,7 @@ class System(BaseModel):
     published_model: str
     """The model whose figures were published, as a scan names it."""
     published_sizes: dict[str, int]
-    """What tells that model: fields of its description."""
+    """Fields of that model's description, which a model must have for its numbers to be compared."""
     bundled_model: str
     """The miniature that shows the phenomena offline."""
     scan: dict[str, dict[str, Any]]
@@ -110,13 +111,13 @@ def read_system(file: Path) -> System:
 
 def find_systems(names: Iterable[str]) -> dict[str, System]:
     """Some systems, each by its name or as a file of one's own, `FILE.toml`."""
-    known = systems()
-    found: dict[str, System] = {}
+    shipped = systems()
+    selection: dict[str, System] = {}
     for name in names:
         if name.endswith(".toml"):
-            found[Path(name).stem] = read_system(Path(name))
-        elif name in known:
-            found[name] = known[name]
+            selection[Path(name).stem] = read_system(Path(name))
+        elif name in shipped:
+            selection[name] = shipped[name]
         else:
-            raise ScanError(unknown("system", name, known))
-    return found
+            raise ScanError(unknown("system", name, shipped))
+    return selection

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from reproduce.system import System
+from queries.asking import Row, RunDatabase
+from reproduce.system import Check, Phenomenon, System
 from schemas.errors import QueryError, RunError
 from workers.model.model_info import ModelInfo, describe, find_model
 
 Verdict = Literal["pass", "fail", "not comparable"]
-Ask = Callable[[str], list[tuple[Any, ...]]]
-"""Puts SQL to the runs of a system; the rows of the answer."""
 
 
 @dataclass(frozen=True)
@@ -30,40 +28,53 @@ class Finding:
     model: str
 
 
-def judge(name: str, system: System, model: str, ask: Ask) -> list[Finding]:
+def judge(name: str, system: System, model: str, database: RunDatabase) -> list[Finding]:
     """Hold what was measured against what was published, and against what must hold."""
     info = describe(find_model(model))
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for check in system.check:
         comparable = has_sizes(info, check.sizes or system.published_sizes)
-        measured = _values(name, check.sql, ask)
-        for key, published in check.published.items():
-            # What overrides left out was not measured: no number, and no pass.
-            value = _number(measured.get(key))
-            tolerance = check.tolerance * abs(published) if check.relative else check.tolerance
-            near = value is not None and abs(value - published) <= tolerance
-            verdict: Verdict = ("pass" if near else "fail") if comparable else "not comparable"
-            found.append(Finding(name, key, published, value, tolerance, verdict, model))
+        findings += _check_findings(name, check, comparable, model, database)
     for phenomenon in system.phenomenon:
-        if phenomenon.models and model not in phenomenon.models:
-            continue
-        if not (rows := _rows(name, phenomenon.sql, 3, ask)):
-            found.append(
-                Finding(
-                    name,
-                    f"{phenomenon.words}: no rows",
-                    "holds",
-                    None,
-                    None,
-                    "not comparable",
-                    model,
-                )
-            )
-        for what, value, holds in rows:
-            # 0/0 is NaN, which SQL holds to be greater than every number; it shows nothing.
-            verdict = "pass" if holds and (value is None or _number(value) is not None) else "fail"
-            found.append(Finding(name, str(what), "holds", _number(value), None, verdict, model))
-    return found
+        if not phenomenon.models or model in phenomenon.models:
+            findings += _phenomenon_findings(name, phenomenon, model, database)
+    return findings
+
+
+def _check_findings(
+    name: str, check: Check, comparable: bool, model: str, database: RunDatabase
+) -> list[Finding]:
+    """One finding for each published number."""
+    measured = _values(name, check.sql, database)
+    findings: list[Finding] = []
+    for key, published in check.published.items():
+        # What overrides left out was not measured: no number, and no pass.
+        value = _number(measured.get(key))
+        tolerance = check.tolerance * abs(published) if check.relative else check.tolerance
+        verdict: Verdict = "not comparable"
+        if comparable:
+            near = value is not None and abs(value - published) <= tolerance
+            verdict = "pass" if near else "fail"
+        findings.append(Finding(name, key, published, value, tolerance, verdict, model))
+    return findings
+
+
+def _phenomenon_findings(
+    name: str, phenomenon: Phenomenon, model: str, database: RunDatabase
+) -> list[Finding]:
+    """One finding for each row of the phenomenon's SQL; one that says so if there are no rows."""
+    rows = _rows(name, phenomenon.sql, 3, database)
+    if not rows:
+        claim = f"{phenomenon.words}: no rows"
+        return [Finding(name, claim, "holds", None, None, "not comparable", model)]
+    findings: list[Finding] = []
+    for claim, value, holds in rows:
+        number = _number(value)
+        # 0/0 is NaN, which SQL holds to be greater than every number; it shows nothing.
+        undefined = value is not None and number is None
+        verdict: Verdict = "pass" if holds and not undefined else "fail"
+        findings.append(Finding(name, str(claim), "holds", number, None, verdict, model))
+    return findings
 
 
 def has_sizes(info: ModelInfo, sizes: dict[str, int]) -> bool:
@@ -72,7 +83,7 @@ def has_sizes(info: ModelInfo, sizes: dict[str, int]) -> bool:
 
 
 def warning(system: System, model: str) -> str:
-    """What a reader of the findings must know where the model is not the published one; else
+    """What a reader of the findings must know if the model is not the published one; else
     nothing.
     """
     incomparable = "its numbers are not comparable with the published ones"
@@ -81,38 +92,39 @@ def warning(system: System, model: str) -> str:
     if model == system.bundled_model:
         return f"a miniature: {incomparable}"
     info = describe(find_model(model))
-    if any(
-        has_sizes(info, sizes)
-        for sizes in (system.published_sizes, *(c.sizes for c in system.check if c.sizes))
-    ):
+    published_sizes = [system.published_sizes]
+    published_sizes += [check.sizes for check in system.check if check.sizes]
+    if any(has_sizes(info, sizes) for sizes in published_sizes):
         return "a model of the sizes of a published one: its numbers are compared, and may differ"
     return f"another model: {incomparable}"
 
 
 def _number(value: Any) -> float | None:
-    """A number that JSON has; none where it is undefined or infinite."""
+    """A number that JSON has; none if it is undefined or infinite."""
+    if value is None:
+        return None
     try:
-        number = math.nan if value is None else float(value)
+        number = float(value)
     except (TypeError, ValueError):
         raise RunError(f"the SQL of a system gives {value!r} where a number is expected") from None
     return number if math.isfinite(number) else None
 
 
-def _values(name: str, sql: str, ask: Ask) -> dict[str, Any]:
+def _values(name: str, sql: str, database: RunDatabase) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for key, value in _rows(name, sql, 2, ask):
+    for key, value in _rows(name, sql, 2, database):
         if str(key) in values:
             raise RunError(f"{name}: a check names {key!r} twice")
         values[str(key)] = value
     return values
 
 
-def _rows(name: str, sql: str, columns: int, ask: Ask) -> list[tuple[Any, ...]]:
-    first = sql.strip().partition("\n")[0]
+def _rows(name: str, sql: str, columns: int, database: RunDatabase) -> list[Row]:
+    first_line = sql.strip().partition("\n")[0]
     try:
-        rows = ask(sql)
+        rows = database.rows(sql)
     except QueryError as error:
-        raise RunError(f"{name}: {error}, in {first}") from None
+        raise RunError(f"{name}: {error}, in {first_line}") from None
     if rows and len(rows[0]) != columns:
-        raise RunError(f"{name}: expected {columns} columns, got {len(rows[0])}, in {first}")
+        raise RunError(f"{name}: expected {columns} columns, got {len(rows[0])}, in {first_line}")
     return rows

@@ -11,7 +11,7 @@ import pytest
 from reproduce.system import systems
 from schemas.errors import HeadcountError
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs.backcopy import BUNDLED_TEXT, bigrams_of
+from workers.inputs.bigram_backcopy import BUNDLED_TEXT, bigrams_of
 from workers.inputs.sequences import Sequences, ShardInput
 from workers.model.model_info import describe, find_model
 

@@ -16,7 +16,14 @@ from transformers import GPT2LMHeadModel
 from models import backcopy as training
 from tests.reference.definitions import definitions
 from tests.toy_models import measure
-from workers.inputs.backcopy import BUNDLED_TEXT, Bigrams, Chain, bigrams_of, chain_of, follow
+from workers.inputs.bigram_backcopy import (
+    BUNDLED_TEXT,
+    Bigrams,
+    Chain,
+    bigrams_of,
+    chain_of,
+    follow,
+)
 from workers.model.model_info import describe, find_model
 
 

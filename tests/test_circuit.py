@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import GPT2LMHeadModel
 
-from queries.query_commands import open_runs
-from reproduce.reproduce_commands import table_views
+from queries.asking import Row
 from reproduce.system import systems
-from reproduce.system_runs import measure as run_plan
-from reproduce.system_runs import plans
+from reproduce.system_runs import measure_runs, open_system_runs, plan_system
 from schemas.errors import ModelError, ScanError
 from schemas.predictions import PREDICTION_INPUTS
 from tests import published
@@ -176,15 +175,12 @@ def test_effective_positions_of_a_hidden_or_folded_mlp_are_refused(
 # The systems' views
 
 
-def ask_system(
-    name: str, model: str, out: Path, *overrides: str
-) -> Callable[[str], list[tuple[Any, ...]]]:
+def ask_system(name: str, model: str, out: Path, *overrides: str) -> Callable[[str], list[Row]]:
     """Measure a system; what puts SQL to its runs."""
     system = systems()[name]
-    made = plans(system, model, str(out), overrides)
-    for plan in made:
-        run_plan(plan, "cpu", lambda _: None)
-    return open_runs(made[0].scan.out, table_views() | system.view)
+    plans = plan_system(system, model, str(out), overrides)
+    measure_runs(plans, "cpu", Console(quiet=True))
+    return open_system_runs(system, plans[0].scan.out).rows
 
 
 def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_path: Path) -> None:
@@ -288,7 +284,7 @@ def test_the_published_percentiles_of_the_shifts(tmp_path: Path) -> None:
 
 def test_a_scan_with_sizes_is_of_those_models_alone(tmp_path: Path) -> None:
     system = systems()["sink_circuit_lengths"]
-    made = plans(system, "bundled:gpt2-mini", str(tmp_path))
+    made = plan_system(system, "bundled:gpt2-mini", str(tmp_path))
     assert [plan.scan.n_ctx for plan in made] == [40, 128, 256]
     longest = [
         scan["n_ctx"] for scan in system.scan.values() if scan.get("sizes") == [{"n_ctx": 1024}]

@@ -5,7 +5,9 @@ misbehave, on real Ray.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from rich.console import Console
 from jobs.dispatch import ATTEMPTS
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
+from jobs.replan import replan
 from jobs.run_loop import MOST_FAILURES, run_to_end
 from schemas.errors import RunError
 from schemas.run_directory import find_runs
@@ -161,6 +164,33 @@ def test_without_ray_every_shard_is_tried_once_and_the_next_command_goes_on(
     ]
 
 
+def test_a_loop_can_stop_at_the_first_failure_and_go_on_later(plan: Plan, tmp_path: Path) -> None:
+    tokens = [int(plan.sequences.shard(s).tokens[0, 1]) for s in range(60)]
+    failing = next(s for s in range(7, 60) if tokens.count(tokens[s]) == 1)
+    for token in {token for token in tokens if token != tokens[failing]}:
+        (tmp_path / f"seen-{token}").touch()
+    console = Console(file=io.StringIO(), width=200)
+    with pytest.raises(RunError) as failure:
+        run_to_end(plan, Resources(0, 1, "cpu"), console, replica=Forgetful, stop_at_failure=True)
+    line = str(failure.value)
+    assert line.startswith(f"{plan.run.run_id}: shard {failing} failed: OSError: the first time (")
+    assert "\n" not in line
+    assert done(plan) == list(range(failing))
+    assert plan.run.failed_shards() == [failing]
+    resources = Resources(0, 1, "cpu")
+    assert run_to_end(plan, resources, console, replica=Forgetful, stop_at_failure=True) == []
+    assert done(plan) == list(range(60))
+
+
+def test_a_short_run_says_two_lines_where_there_is_no_terminal(plan: Plan) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=100)
+    assert run_to_end(plan, Resources(0, 1, "cpu"), console, replica=ToyReplica) == []
+    first, last = file.getvalue().splitlines()
+    assert first == f"{plan.run.run_id}: 480 tokens, 60 shards, 0 of them done"
+    assert re.match(r"480 tokens in .*, .* tokens/s, replicas busy \d+%$", last)
+
+
 def test_a_replica_in_this_process_computes_on_as_many_cores_as_it_is_given(plan: Plan) -> None:
     threads: list[int] = []
 
@@ -263,7 +293,6 @@ run_to_end(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
     assert "Traceback" not in died.stderr
     (run,) = find_runs(tmp_path)
     assert 5 <= len(run.ledger([])) < 60
-    fields = run.manifest().identity["scan"] | {"out": str(tmp_path)}
-    plan = make_plan(parse_scan(fields), "idle")
+    plan = replan(run)
     assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
     assert done(plan) == list(range(60))

@@ -13,11 +13,12 @@ import duckdb
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import GPT2LMHeadModel
 
 from jobs.plan import make_plan
 from queries.connection import connect
-from reproduce.system_runs import measure
+from reproduce.system_runs import measure_runs
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.toy_runs import Entry, write_run
@@ -47,7 +48,7 @@ def scanned(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBPyConnection
     scan = parse_scan(
         fields | {"input": {"family": "uniform_random"}, "statistics": COLUMNS} | changes
     )
-    measure(make_plan(scan, "field"), "cpu", lambda _: None)
+    measure_runs([make_plan(scan, "field")], "cpu", Console(quiet=True))
     return connect(str(out))
 
 

@@ -6,61 +6,58 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from decimal import Decimal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import duckdb
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from typer.testing import CliRunner
 
 from headcount import app
+from queries.asking import RunDatabase, open_runs
 from reproduce.reproduce_commands import _judge
-from reproduce.system import systems
-from reproduce.system_figures import write_page
-from reproduce.verdicts import warning
-from schemas.errors import QueryError
+from reproduce.system import Figure, systems
+from reproduce.system_figures import Heading, write_page
+from reproduce.verdicts import Finding, Verdict, warning
+from schemas.errors import QueryError, RunError
 from tests import toy_models as toy
 from tests.browser import chromium
 from tests.toy_runs import write_run
 
 EVIL = "</script><b>Eve & co"
-HEADING = {"title": "toy: A toy", "source": "Someone 2020", "model": "m"}
+HEADING = Heading(system="toy", title="A toy", source="Someone 2020", model="m", runs="1234abcd")
 FEW = ("--set", "sequences=40", "--set", "sequences_per_shard=40")
 
 
 def finding(
-    name: str, published: Any, measured: float | None, tolerance: float | None, verdict: str
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "published": published,
-        "measured": measured,
-        "tolerance": tolerance,
-        "verdict": verdict,
-    }
+    name: str,
+    published: float | str,
+    measured: float | None,
+    tolerance: float | None,
+    verdict: Verdict,
+) -> Finding:
+    return Finding("toy", name, published, measured, tolerance, verdict, "m")
 
 
-def figure(title: str, kind: str = "line") -> dict[str, str]:
-    return {"title": title, "sql": title, "kind": kind, "x": "key", "y": "attention"}
+def figure(title: str, sql: str, kind: Literal["line", "bar", "heat"] = "line") -> Figure:
+    return Figure(title=title, sql=sql, kind=kind, x="key", y="attention")
 
 
 def written(
-    folder: Path, banner: str = "", answers: dict[str, Any] | None = None, **more: Any
+    folder: Path,
+    *figures: Figure,
+    heading: Heading = HEADING,
+    findings: Sequence[Finding] = (),
 ) -> str:
-    """A page whose figures are called as what they ask; an answer that is an error is raised."""
-    answers = answers or {}
-
-    def ask(sql: str) -> Any:
-        if isinstance(answers[sql], Exception):
-            raise answers[sql]
-        return answers[sql]
-
+    """A page whose figures ask an empty database; EVIL is its parameter `evil()`."""
+    connection = duckdb.connect()
+    connection.execute(f"CREATE MACRO evil() AS '{EVIL}'")
     output = folder / "page.html"
-    figures = more.get("figures", [figure(title) for title in answers])
-    write_page(output, more.get("heading", HEADING), banner, more.get("findings", []), figures, ask)
+    write_page(output, heading, findings, figures, RunDatabase(connection))
     return output.read_text(encoding="utf-8")
 
 
@@ -69,11 +66,11 @@ def markup(page: str) -> str:
 
 
 def drawn(page: str) -> list[dict[str, Any]]:
-    found = re.search(
+    figures = re.search(
         r'<script id="figures" type="application/json">(.*?)</script>', page, flags=re.DOTALL
     )
-    assert found
-    return json.loads(found[1])
+    assert figures
+    return json.loads(figures[1])
 
 
 def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None:
@@ -97,12 +94,13 @@ def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None
     assert "<details><summary>1 not comparable</summary>" in page
     assert "2 pass, 1 fail, 1 not comparable" in page
     assert markup(written(tmp_path, findings=findings[2:3])).count("<tbody>") == 1
-    for text in HEADING.values():
+    for text in ("toy: A toy", "Someone 2020", "m", "1234abcd"):
         assert f">{text}<" in page
 
 
 def test_the_banner(tmp_path: Path) -> None:
-    assert '<p class="warning"><strong>a miniature</strong></p>' in written(tmp_path, "a miniature")
+    warned = written(tmp_path, heading=replace(HEADING, warning="a miniature"))
+    assert '<p class="warning"><strong>a miniature</strong></p>' in warned
     assert "warning" not in markup(written(tmp_path))
 
 
@@ -122,52 +120,66 @@ def test_what_the_banner_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
-    rows = [(EVIL, EVIL, 1.0)]
     page = written(
         tmp_path,
-        EVIL,
-        {EVIL: rows, "no": QueryError(EVIL)},
-        heading=dict.fromkeys(["title", EVIL], EVIL),
-        findings=[finding(EVIL, EVIL, None, None, EVIL)],
+        figure(EVIL, "SELECT evil(), evil(), 1.0"),
+        figure(EVIL, "SELECT 1, 2, 3 WHERE false"),
+        heading=Heading(EVIL, EVIL, EVIL, EVIL, EVIL, EVIL),
+        findings=[finding(EVIL, EVIL, None, None, "fail")],
     )
     assert EVIL not in page
     assert "<b>" not in markup(page)
     assert drawn(page)[0]["series"] == [{"name": EVIL, "labels": [EVIL], "values": [1.0]}]
 
 
-def test_figures_that_cannot_be_drawn_say_why(tmp_path: Path) -> None:
-    answers = {
-        "none": [],
-        "undefined": [("a", 0, None), ("a", 1, float("nan"))],
-        "narrow": [("a", 1)],
-        "text": [("a", 1, "many")],
-        "wrong": ValueError("no such column\nLINE 1"),
-        "good": [("a", 1, 0.5)],
-    }
-    page = written(tmp_path, answers=answers)
+def test_figures_without_numbers_say_so(tmp_path: Path) -> None:
+    page = written(
+        tmp_path,
+        figure("none", "SELECT 1, 2, 3 WHERE false"),
+        figure("undefined", "VALUES ('a', 0, NULL), ('a', 1, 'NaN'::FLOAT)"),
+        figure("good", "VALUES ('a', 1, 0.5)"),
+    )
     assert re.findall(r'<h4>(.*?)</h4>\n<p class="missing">Not drawn: (.*?)</p>', page) == [
         ("none", "its query gives no rows"),
         ("undefined", "its query gives no numbers, only undefined values"),
-        ("narrow", "its query gives 2 columns instead of three"),
-        ("text", "could not convert string to float: &#39;many&#39;"),
-        ("wrong", "no such column"),
     ]
     assert len(drawn(page)) == 1
 
 
+@pytest.mark.parametrize(
+    ("sql", "problem"),
+    [
+        ("SELECT 'a', 1", "expected 3 columns, got 2"),
+        ("SELECT 'a', 1, 'many'", "expected a number in its third column, got 'many'"),
+        (
+            "SELECT 1, 2, heigth FROM (SELECT 1 AS height)",
+            "unknown column 'heigth': did you mean 'height'? Nearest: height",
+        ),
+        ("SELECT 'a', 1, 1 // 0", "Invalid Input Error: Division by zero in expression (1 // 0)"),
+        ("SELEC 1", 'Parser Error: syntax error at or near "SELEC"'),
+    ],
+)
+def test_a_mistake_in_the_sql_of_a_figure_is_an_error_that_names_it(
+    tmp_path: Path, sql: str, problem: str
+) -> None:
+    with pytest.raises(RunError) as mistake:
+        written(tmp_path, figure("by key", sql))
+    assert str(mistake.value).startswith(f"toy, figure 'by key': {problem}")
+    assert "\n" not in str(mistake.value)
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_rows_become_series_and_cells(tmp_path: Path) -> None:
-    answers = {
-        "lines": [
-            ("b", 2, Decimal("0.25")),
-            ("a", 1, 1),
-            ("b", Decimal("3.5"), float("inf")),
-            (None, 0, 2.0),
-        ],
-        "bars": [("", "x", 1.0), ("", None, 2.0)],
-        "cells": [(1, "q", 0.5), (0, "q", 0.25), (1, "p", -2.0)],
-    }
-    figures = [figure("lines"), figure("bars", "bar"), figure("cells", "heat")]
-    lines, bars, cells = drawn(written(tmp_path, answers=answers, figures=figures))
+    lines_sql = """VALUES ('b', 2::DECIMAL(9, 1), 0.25::DECIMAL(9, 2)::DOUBLE), ('a', 1, 1),
+        ('b', 3.5, 'inf'::DOUBLE), (NULL, 0, 2.0)"""
+    lines, bars, cells = drawn(
+        written(
+            tmp_path,
+            figure("lines", lines_sql),
+            figure("bars", "VALUES ('', 'x', 1.0::DECIMAL(9, 1)), ('', NULL, 2.0)", "bar"),
+            figure("cells", "VALUES (1, 'q', 0.5), (0, 'q', 0.25), (1, 'p', -2.0)", "heat"),
+        )
+    )
     assert lines["series"] == [
         {"name": "b", "labels": [2, 3.5], "values": [0.25, None]},
         {"name": "a", "labels": [1], "values": [1.0]},
@@ -182,21 +194,23 @@ def test_rows_become_series_and_cells(tmp_path: Path) -> None:
     assert (cells["low"], cells["high"], cells["scale"]) == (-2.0, 2.0, "diverging")
 
 
-def test_runs_in_a_store_have_no_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("reproduce.verdicts.judge", lambda *_: [])
-    system = systems()["previous_token"].model_copy(update={"view": {}})
-    pages: list[Path] = []
-    monkeypatch.setattr("queries.query_commands.open_runs", lambda *_: lambda _: [])
-    monkeypatch.setattr("reproduce.system_figures.write_page", lambda page, *_: pages.append(page))
+def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    system = systems()["previous_token"].model_copy(
+        update={"view": {}, "check": (), "phenomenon": (), "figure": ()}
+    )
     write_run(tmp_path / "1234abcd", "a-1", {"sink_mass": lambda row: 1.0})
+    database = open_runs(tmp_path / "1234abcd")
+    monkeypatch.setattr("reproduce.system_runs.open_runs", lambda *_: database)
     for home in (str(tmp_path / "1234abcd"), "s3://bucket/previous_token/1234abcd"):
         assert _judge("t", system, system.bundled_model, home) == []
-    assert pages == [tmp_path / "1234abcd.html"]
+    assert [path.name for path in tmp_path.glob("*.html")] == ["1234abcd.html"]
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(QueryError, match="cannot be written"):
-        write_page(tmp_path / "no" / "page.html", HEADING, "", [], [], lambda sql: [])
+        written(tmp_path / "no")
 
 
 @pytest.fixture(scope="module")
@@ -249,18 +263,13 @@ def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_
 def test_every_kind_is_drawn_and_reads_names_as_they_are(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
-    answers = {
-        "lines": [(f"{i} {EVIL}", x, i + x) for i in range(3) for x in range(2)],
-        "bars": [(series, name, 1.0) for series in "ab" for name in (EVIL, "10", "2")],
-        "upright": [("a", 1, 1.0), ("a", 2, 2.0)],
-        "cells": [(x, EVIL, 0.5 * x) for x in range(3)],
-    }
-    kinds = ("line", "bar", "bar", "heat")
     written(
         tmp_path,
-        answers=answers,
-        figures=[figure(*pair) for pair in zip(answers, kinds, strict=True)],
-    )
+        figure("lines", "SELECT i || ' ' || evil(), x, i + x FROM range(3) a(i), range(2) b(x) ORDER BY ALL"),
+        figure("bars", "SELECT s, n, 1.0 FROM (VALUES ('a'), ('b')) a(s), (VALUES (evil()), ('10'), ('2')) b(n)", "bar"),
+        figure("upright", "VALUES ('a', 1, 1.0), ('a', 2, 2.0)", "bar"),
+        figure("cells", "SELECT x, evil(), 0.5 * x FROM range(3) b(x)", "heat"),
+    )  # fmt: skip
     lines, bars, upright, cells = opened(browser, tmp_path / "page.html")
     assert len({line["line"]["color"] for line in lines}) == 3
     assert [bar["orientation"] for bar in (bars[0], upright[0])] == ["h", "v"]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2LMHeadModel
 
-from benchmarks.precision import PAGE, RESULTS, acceptable, page
+from benchmarks.precision_drift import PAGE, RESULTS, acceptable, page
 from schemas.precision import FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.statistics import KIND, STATISTICS
 from tests import toy_models as toy

@@ -24,6 +24,7 @@ from jobs.ray_cluster import Resources
 from jobs.replan import replan
 from jobs.run_loop import run_to_end
 from jobs.status import as_lines, list_line, read_status
+from queries.asking import open_runs
 from queries.connection import connect
 from queries.report import write_report
 from schemas.commits import COMMITS, Commit, fold
@@ -313,7 +314,7 @@ def test_a_run_of_older_code_is_read(older: RunDirectory, tmp_path: Path) -> Non
         (None, None)
     ]
     assert connection.execute("SELECT count(loss) FROM sequences").fetchall() == [(6,)]
-    write_report(older.path, tmp_path / "report.html")
+    write_report(open_runs(older.path), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "fused, with built patterns in layers 0 1" in page
     assert read_status(older).complete

@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,18 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from queries.answers import run_query, write_csv, write_json, write_parquet, write_table
+from queries.answers import (
+    COUNTED_ROWS,
+    Format,
+    rows_to_read,
+    run_query,
+    write,
+    write_csv,
+    write_json,
+    write_parquet,
+    write_table,
+)
+from queries.asking import open_runs
 from queries.connection import QUERIES, VIEWS, connect, view_descriptions
 from queries.query_commands import mount
 from schemas.errors import QueryError, RunError
@@ -284,7 +296,7 @@ def test_adding_a_query_is_one_file(tmp_path: Path) -> None:
 
 
 def test_only_whole_committed_files_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, app: typer.Typer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink}, sequences=10, commit=[0, 1, 2])
     home = local(run.path)
@@ -297,7 +309,8 @@ def test_only_whole_committed_files_count(
     whole = (heads / "shard-000001.parquet").read_bytes()
     (heads / "shard-000001.parquet").write_bytes(whole[:-1])
     run.data_file("sequences", "none", 2).unlink()
-    connection = connect(tmp_path)
+    database = open_runs(tmp_path)
+    connection = database.connection
     assert ask(connection, "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [(0,), (1,)]
     assert ask(connection, "SELECT count(*) FROM sequences") == [(2,)]
     assert [row[0] for row in ask(connection, "SELECT status FROM shards")] == [
@@ -307,9 +320,19 @@ def test_only_whole_committed_files_count(
         "missing",
         "missing",
     ]
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 1
-    assert "heads/intervention=none/shard-000001.parquet and 1 more" in warnings[0]
+    damage = (
+        "run a-1: heads/intervention=none/shard-000001.parquet and 1 more is damaged (not as "
+        "committed); its shard is left out of every view. Run the same scan again to measure it anew."
+    )
+    assert database.damage() == [damage]
+    # What is imported says nothing; a command says it once.
+    assert capfd.readouterr() == ("", "")
+    for command in (
+        ["query", str(tmp_path), "runs"],
+        ["report", str(tmp_path), "-o", str(tmp_path / "report.html")],
+    ):
+        done = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert done.stderr.splitlines() == [f"warning: {damage}"]
 
 
 def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path) -> None:
@@ -388,6 +411,35 @@ def test_a_view_without_its_columns_names_them(tmp_path: Path) -> None:
         with pytest.raises(QueryError, match=r"'sink_values' .* needs column 'sink_value_norm'"):
             ask(connection, question)
     assert len(ask(connection, "by_head")) == 6
+
+
+def test_what_runs_lack_can_be_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "queries"
+    shutil.copytree(QUERIES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (folder / "a_first.sql").write_text("-- Stands on a view that cannot be.\nFROM sink_values")
+    (folder / "broken.sql").write_text("-- A mistake.\nSELECT sink_mass // FROM heads")
+    (folder / "ungrouped.sql").write_text("-- Another.\nSELECT layer, sum(sink_mass) FROM heads")
+    (folder / "lost.sql").write_text("-- A table that nobody has.\nFROM nowhere")
+    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
+    database = open_runs(tmp_path / "runs", queries=folder)
+    unmeasured = database.unmeasured_views()
+    assert unmeasured["sink_values"] == unmeasured["a_first"] == "sink_value_norm"
+    assert not {"broken", "ungrouped", "lost", "by_head"} & unmeasured.keys()
+    assert {"chance_sink_mass", "tokens", "run_id"} <= database.columns("sequences")
+    assert database.columns("nowhere") == frozenset()
+    with pytest.raises(
+        QueryError, match=r"'a_first' .* needs column 'sink_value_norm', which none"
+    ):
+        database.records("a_first")
+
+
+def test_more_views_of_open_runs(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": sink})
+    database = open_runs(tmp_path, {"one": "SELECT 1 AS a", "two": "SELECT a + 1 AS b FROM one"})
+    assert database.rows("FROM two") == [(2,)]
+    assert database.records("two") == [{"b": 2}]
+    with pytest.raises(QueryError, match=r"^view three: unknown column 'c'"):
+        open_runs(tmp_path, {"three": "SELECT c FROM heads"})
 
 
 # Read-only
@@ -490,6 +542,103 @@ def test_questions_of_every_kind(small: Path) -> None:
         (2,),
     ]
     assert list(run_query(connection, "SELECT layer FROM by_layer", limit=1).rows()) == [(0,)]
+
+
+COUNTED = """
+WITH once AS MATERIALIZED (SELECT count_execution() AS executions)
+SELECT executions, i, CASE WHEN i = {broken} THEN error('row {broken}') END AS e
+FROM once, range({rows}) AS numbers(i)"""
+
+
+@pytest.fixture
+def executions(small: Path) -> Iterator[tuple[duckdb.DuckDBPyConnection, list[int]]]:
+    """A connection, and a list that grows whenever the question COUNTED is executed."""
+    connection = connect(small)
+    calls: list[int] = []
+
+    def count_execution() -> int:
+        calls.append(1)
+        return len(calls)
+
+    connection.create_function("count_execution", count_execution, [], "BIGINT", side_effects=True)
+    yield connection, calls
+    connection.remove_function("count_execution")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "last_line"),
+    [
+        (3, None, "1   2   –"),
+        (40, None, "1   39   –"),
+        (41, None, "… 1 more rows (--limit 40)"),
+        (5, 2, "… 3 more rows (--limit 2)"),
+        (5, 0, "… 5 more rows (--limit 0)"),
+        (0, 5, "no rows"),
+        (COUNTED_ROWS + 40, None, "… 10,000 more rows (--limit 40)"),
+        (COUNTED_ROWS + 41, None, "… more than 10,000 more rows (--limit 40)"),
+        (1_000_000_000, 3, "… more than 10,000 more rows (--limit 3)"),
+    ],
+)
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_a_table_asks_once_however_many_rows_there_are(
+    executions: tuple[duckdb.DuckDBPyConnection, list[int]],
+    rows: int,
+    limit: int | None,
+    last_line: str,
+    asked_for: bool,
+) -> None:
+    connection, calls = executions
+    question = COUNTED.format(rows=rows, broken=-1)
+    # With the limit that the command asks for, and for an answer that has no limit of its own.
+    answer = run_query(connection, question, rows_to_read("table", limit) if asked_for else None)
+    out = io.StringIO()
+    write_table(answer, out, limit)
+    assert " ".join(out.getvalue().splitlines()[-1].split()) == " ".join(last_line.split())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("format", "limit", "rows"), [("csv", None, 45), ("csv", 7, 7), ("json", 7, 7)]
+)
+def test_other_formats_ask_once_and_read_no_row_beyond_the_limit(
+    executions: tuple[duckdb.DuckDBPyConnection, list[int]],
+    format: Format,
+    limit: int | None,
+    rows: int,
+) -> None:
+    connection, calls = executions
+    question = COUNTED.format(rows=45, broken=-1)
+    out = io.StringIO()
+    write(run_query(connection, question, rows_to_read(format, limit)), format, out, limit)
+    assert out.getvalue().count("\n") == rows + (1 if format == "csv" else 2)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("prefix", "count"), [("EXPLAIN", 0), ("EXPLAIN ANALYZE", 1)])
+def test_an_explanation_asks_at_most_once(
+    executions: tuple[duckdb.DuckDBPyConnection, list[int]], prefix: str, count: int
+) -> None:
+    connection, calls = executions
+    question = f"{prefix} {COUNTED.format(rows=100_000, broken=-1)}"
+    out = io.StringIO()
+    write_table(run_query(connection, question, rows_to_read("table", None)), out)
+    assert "CTE" in out.getvalue()
+    assert "more rows" not in out.getvalue()
+    assert len(calls) == count
+
+
+@pytest.mark.parametrize("broken", [20, 5_000, 10_020])
+def test_an_error_in_the_middle_of_an_answer_is_a_line_and_nothing_is_asked_again(
+    executions: tuple[duckdb.DuckDBPyConnection, list[int]], broken: int
+) -> None:
+    connection, calls = executions
+    question = COUNTED.format(rows=1_000_000, broken=broken)
+    out = io.StringIO()
+    with pytest.raises(QueryError, match=f"row {broken}$"):
+        write_table(run_query(connection, question, rows_to_read("table", None)), out)
+    assert out.getvalue() == ""
+    assert len(calls) == 1
 
 
 # Formats

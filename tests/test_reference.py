@@ -158,7 +158,7 @@ class Shelf:
             profiles=list(PROFILES), curves=curves, predictions=list(PREDICTIONS),
             weight_statistics=list(WEIGHT_STATISTICS),
         )  # fmt: skip
-        return Replica(info, scan, "cpu", threads=1)
+        return Replica(info, scan, "cpu")
 
     def d_vocab(self, name: str) -> int:
         return len(self.weights(name).W_E)

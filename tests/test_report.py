@@ -16,12 +16,13 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from jobs.plan import make_plan, prepare_run
+from queries.asking import open_runs
 from queries.report import write_report
 from schemas.errors import QueryError
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
 from tests.browser import chromium
-from tests.toy_runs import Cell, Row, write_run
+from tests.toy_runs import Cell, Row, local, write_run
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -64,7 +65,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder, "c-3", cells(), family="uniform_random", commit=[], **size)
     write_run(folder, "d-4", cells(), family="uniform_random", **size)
     output = folder / "report.html"
-    write_report(folder, output)
+    write_report(open_runs(folder), output)
     return output
 
 
@@ -238,7 +239,7 @@ def test_it_asks_for_nothing_and_complains_about_nothing(
 
 def test_a_report_that_cannot_be_written(report: Path) -> None:
     with pytest.raises(QueryError, match="cannot be written"):
-        write_report(report.parent, report.parent / "no" / "such" / "folder.html")
+        write_report(open_runs(report.parent), report.parent / "no" / "such" / "folder.html")
 
 
 def test_the_report_says_which_engine_measured_an_intervention(tmp_path: Path) -> None:
@@ -249,7 +250,7 @@ def test_the_report_says_which_engine_measured_an_intervention(tmp_path: Path) -
     plan = make_plan(parse_scan(fields), "small")
     prepare_run(plan, "")
     run_shard(Replica(plan.info, plan.scan), plan.run, plan.sequences.shard(0))
-    write_report(plan.run.path, tmp_path / "report.html")
+    write_report(open_runs(plan.run.path), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.findall("<dt>engine</dt><dd>(.*?), float32</dd>", page) == [
         "fused",
@@ -268,10 +269,10 @@ def test_predictions_are_told_with_their_change_from_the_untouched_model(tmp_pat
     replica, shard = Replica(plan.info, plan.scan), plan.sequences.shard(0)
     run_shard(replica, plan.run, shard)
     none, zero = (
-        replica.measure(shard.tokens, name).sequences["loss"].astype(float)
-        for name in fields["interventions"]
+        replica.measure(shard.tokens, intervention).sequences["loss"].astype(float)
+        for intervention in plan.scan.interventions
     )
-    write_report(plan.run.path, tmp_path / "report.html")
+    write_report(open_runs(plan.run.path), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     expected = [
         [
@@ -294,7 +295,7 @@ def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
     for run, n_ctx in (("s-1", 5), ("s-2", 9)):
         write_run(tmp_path, run, long, n_ctx=n_ctx, layers=LAYERS, heads=HEADS)
     write_run(tmp_path, "t-3", cells(), n_ctx=7, layers=LAYERS, heads=HEADS)
-    write_report(tmp_path, tmp_path / "report.html")
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
     browser.get((tmp_path / "report.html").as_uri())
     buttons = [button.text for button in browser.find_elements(By.CSS_SELECTOR, "nav button")]
     assert buttons == ["s-1 · 5 tokens", "s-2 · 9 tokens", "t-3"]
@@ -302,3 +303,29 @@ def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
         By.CSS_SELECTOR, ".ytick text"
     )
     assert sorted((tick.text for tick in ticks), key=float) == ["5", "10", "20", "50"]
+
+
+def broken_content(file: Path) -> None:
+    """Overwrite the data of a Parquet file, and leave its size and its footer as they are."""
+    content = bytearray(file.read_bytes())
+    content[4:200] = bytes(196)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("table", ["heads", "sequences"])
+def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table: str) -> None:
+    run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
+    broken_content(local(run.data_file(table, "none", 0)))
+    subject = {"heads": "by_head", "sequences": "sink_mass by part of the Pile"}[table]
+    with pytest.raises(QueryError, match=rf"^report, {subject}: .*Invalid data") as mistake:
+        write_report(open_runs(tmp_path), tmp_path / "report.html")
+    assert "\n" not in str(mistake.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"entropy": lambda row: 1.0 + row.head}, pile_sets=["Github"])
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    markup = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    assert re.findall("<h[34]>(.*?)</h", markup) == ["shape", "entropy"]

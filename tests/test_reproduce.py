@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headcount import app
+from queries.asking import RunDatabase
 from reproduce.system import Check, Phenomenon, System, systems
-from reproduce.system_runs import plans
+from reproduce.system_runs import plan_system
 from reproduce.verdicts import Finding, judge
 from schemas.errors import ScanError
 from schemas.predictions import PREDICTIONS
@@ -85,12 +86,12 @@ def test_a_system_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "sink_circuit_content",
         "text_and_code",
     ):  # One text, as corpus and as source; many files.
-        assert plans(SYSTEMS[name], SYSTEMS[name].bundled_model, "runs")
+        assert plan_system(SYSTEMS[name], SYSTEMS[name].bundled_model, "runs")
 
 
 def test_an_override_may_be_of_one_scan(tmp_path: Path) -> None:
     system = SYSTEMS["previous_token"]
-    made = plans(
+    made = plan_system(
         system,
         system.bundled_model,
         str(tmp_path),
@@ -106,7 +107,7 @@ def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_publish
     system = SYSTEMS["recency_bias"]
     (plan,) = [
         p
-        for p in plans(system, system.bundled_model, str(tmp_path), ["sequences=3"])
+        for p in plan_system(system, system.bundled_model, str(tmp_path), ["sequences=3"])
         if p.run.run_id.startswith("random-50")
     ]
     tokens = plan.sequences.shard(0).tokens
@@ -148,11 +149,11 @@ def test_the_published_heads_have_the_roles_that_were_published() -> None:
 
 def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = SYSTEMS["sink_rates"]
-    home = plans(system, system.bundled_model, str(tmp_path))[0].scan.out
-    assert plans(system, system.bundled_model, str(tmp_path))[0].scan.out == home
+    home = plan_system(system, system.bundled_model, str(tmp_path))[0].scan.out
+    assert plan_system(system, system.bundled_model, str(tmp_path))[0].scan.out == home
     changed = replace(STATISTICS["sink_alpha"], compute=STATISTICS["sink_mass"].compute)
     monkeypatch.setitem(STATISTICS, "sink_alpha", changed)
-    assert plans(system, system.bundled_model, str(tmp_path))[0].scan.out != home
+    assert plan_system(system, system.bundled_model, str(tmp_path))[0].scan.out != home
 
 
 def toy_system(**fields: Any) -> System:
@@ -169,38 +170,33 @@ def toy_system(**fields: Any) -> System:
     return System.model_validate(base | fields)
 
 
-def verdicts(
-    system: System, answers: dict[str, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
-) -> list[Finding]:
+def verdicts(system: System, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """Findings on the published model and on another one; the SQL of the system reads no table."""
+    database = RunDatabase(duckdb.connect())
     monkeypatch.setattr("reproduce.verdicts.find_model", lambda model: Path(model))
     monkeypatch.setattr(
         "reproduce.verdicts.describe",
         lambda path: toy.toy_info(n_layers=1 if str(path) == "m" else 2),
     )
-    return judge("toy", system, "m", answers.__getitem__) + judge(
-        "toy", system, "other", answers.__getitem__
-    )
+    return judge("toy", system, "m", database) + judge("toy", system, "other", database)
 
 
 def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [
-        Check(sql="q", published={"near": 1.0, "far": 1.0, "left out": 1.0}, tolerance=0.1),
-        Check(sql="r", published={"part": 200.0}, tolerance=0.1, relative=True),
+        Check(
+            sql="VALUES ('near', 1.05), ('far', 1.2)",
+            published={"near": 1.0, "far": 1.0, "left out": 1.0},
+            tolerance=0.1,
+        ),
+        Check(sql="VALUES ('part', 215)", published={"part": 200.0}, tolerance=0.1, relative=True),
     ]
     phenomena = [
-        Phenomenon(sql="s"),
-        Phenomenon(sql="t", models=("m",)),
-        Phenomenon(sql="SELECT 'n = {}', 'x'", models=("m",)),
+        Phenomenon(sql="VALUES ('it is so', 3, true), ('0/0 is no number', 'NaN'::FLOAT, true)"),
+        Phenomenon(sql="VALUES ('not so', NULL, false)", models=("m",)),
+        Phenomenon(sql="SELECT 'n = {}', 'x', true WHERE false", models=("m",)),
     ]
     system = toy_system(check=checks, phenomenon=phenomena)
-    answers = {
-        "q": [("near", 1.05), ("far", 1.2)],
-        "r": [("part", 215)],
-        "s": [("it is so", 3, True), ("0/0 is no number", math.nan, True)],
-        "t": [("not so", None, False)],
-        "SELECT 'n = {}', 'x'": [],
-    }
-    found = verdicts(system, answers, monkeypatch)
+    found = verdicts(system, monkeypatch)
     assert [(f.name, f.verdict, f.model) for f in found] == [
         ("near", "pass", "m"), ("far", "fail", "m"), ("left out", "fail", "m"), ("part", "pass", "m"),
         ("it is so", "pass", "m"), ("0/0 is no number", "fail", "m"), ("not so", "fail", "m"),

@@ -20,7 +20,7 @@ from workers.code_fingerprint import ROOT
 MODEL = ("workers.model.model",)
 ENGINES = (
     *MODEL,
-    "workers.model.attention",
+    "workers.model.attention_layers",
     "workers.engine.dense_engine",
     "workers.engine.fused_engine",
     "workers.engine.edits",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import recipe, scores
+from models import evaluation, recipe
 
 CONFIG = {
     "model_name": "attn-only-2l-mini",
@@ -159,24 +159,24 @@ def fit(out: Path, seed: int) -> None:
 
 
 @torch.inference_mode()
-def score(directory: Path) -> scores.Scores:
+def score(directory: Path) -> evaluation.Scores:
     """Measure previous-token and induction heads on fresh random tokens."""
     model = AttentionOnly(json.loads((directory / "config.json").read_text()))
     model.load_state_dict(load_file(directory / "model.safetensors"))
-    rng = np.random.default_rng(scores.EVALUATION_SEED)
-    rest = torch.stack(model(scores.distinct(rng, 512, FIRST, END, BOS, length=100))[1])
-    tokens = scores.twice(rng, 512, FIRST, END, BOS)
+    rng = np.random.default_rng(evaluation.EVALUATION_SEED)
+    rest = torch.stack(model(evaluation.distinct(rng, 512, FIRST, END, BOS, length=100))[1])
+    tokens = evaluation.twice(rng, 512, FIRST, END, BOS)
     logits, patterns = model(tokens)
     heads = {
-        "attention to q-1, 100 distinct": scores.previous_token(rest),
-        "attention to BOS, 100 distinct": scores.bos_attention(rest),
-        "induction, 25 twice": scores.induction(torch.stack(patterns)),
+        "attention to q-1, 100 distinct": evaluation.previous_token(rest),
+        "attention to BOS, 100 distinct": evaluation.bos_attention(rest),
+        "induction, 25 twice": evaluation.induction(torch.stack(patterns)),
     }
     previous, _, copying = heads.values()
-    return scores.Scores(
+    return evaluation.Scores(
         heads=heads,
         roles={"previous-token": previous > 0.9, "induction": copying > 0.6},
-        model={"accuracy, second copy of 25": scores.copy_accuracy(logits, tokens)},
+        model={"accuracy, second copy of 25": evaluation.copy_accuracy(logits, tokens)},
     )
 
 

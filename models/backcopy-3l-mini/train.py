@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from models import recipe, scores
-from workers.inputs.backcopy import BUNDLED_TEXT, bigrams_of, chain_of, follow
+from models import evaluation, recipe
+from workers.inputs.bigram_backcopy import BUNDLED_TEXT, bigrams_of, chain_of, follow
 
 BOS = 0
 TRIGGERS = (1, 2, 3)
@@ -93,27 +93,27 @@ def trigger_accuracy(tokens: Tensor, logits: Tensor) -> float:
     return (logits[:, 2:].argmax(-1) == tokens[:, 1:-1])[triggered].double().mean().item()
 
 
-def score(directory: Path) -> scores.Scores:
+def score(directory: Path) -> evaluation.Scores:
     """Measure active-dormant and induction heads, value drain and residual peak on fresh sequences."""
     model = GPT2LMHeadModel.from_pretrained(directory, attn_implementation="eager")
-    rng = np.random.default_rng(scores.EVALUATION_SEED)
+    rng = np.random.default_rng(evaluation.EVALUATION_SEED)
     short = torch.from_numpy(backcopy_tokens(rng, 256, 64))
-    chain = scores.observe(model, short)
-    twice = scores.twice(rng, 256, BIGRAM_END, END, BOS)
-    repeated = scores.observe(model, twice)
-    rest = scores.observe(model, scores.distinct(rng, 256, BIGRAM_END, END, BOS))
+    chain = evaluation.observe(model, short)
+    twice = evaluation.twice(rng, 256, BIGRAM_END, END, BOS)
+    repeated = evaluation.observe(model, twice)
+    rest = evaluation.observe(model, evaluation.distinct(rng, 256, BIGRAM_END, END, BOS))
     long = torch.from_numpy(backcopy_tokens(rng, 256, 128))
     heads = {
         **active_dormant(short, chain.pattern),
-        "norm of v at BOS / others, 64 backcopy": scores.value_drain(chain.v),
-        "induction, 25 twice": scores.induction(repeated.pattern),
-        "attention to BOS, 50 distinct": scores.bos_attention(rest.pattern),
-        "attention to q-1, 50 distinct": scores.previous_token(rest.pattern),
-        **active_dormant(long, scores.observe(model, long).pattern),
+        "norm of v at BOS / others, 64 backcopy": evaluation.value_drain(chain.v),
+        "induction, 25 twice": evaluation.induction(repeated.pattern),
+        "attention to BOS, 50 distinct": evaluation.bos_attention(rest.pattern),
+        "attention to q-1, 50 distinct": evaluation.previous_token(rest.pattern),
+        **active_dormant(long, evaluation.observe(model, long).pattern),
     }
     dormant, _, active, drain, copying, resting, previous, *_ = heads.values()
-    peaks = enumerate(scores.residual_peak(chain.resid_post))
-    return scores.Scores(
+    peaks = enumerate(evaluation.residual_peak(chain.resid_post))
+    return evaluation.Scores(
         heads=heads,
         roles={
             "active-dormant": (dormant > 0.9) & (active > 0.9),
@@ -124,7 +124,7 @@ def score(directory: Path) -> scores.Scores:
         },
         model={
             "accuracy, token after a trigger": trigger_accuracy(short, chain.logits),
-            "accuracy, second copy of 25": scores.copy_accuracy(repeated.logits, twice),
+            "accuracy, second copy of 25": evaluation.copy_accuracy(repeated.logits, twice),
             **{
                 f"norm of resid_post at BOS / others, 64 backcopy, layer {layer}": peak
                 for layer, peak in peaks

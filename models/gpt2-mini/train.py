@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from models import recipe, scores
+from models import evaluation, recipe
 
 BOS = 256
 CONFIG = GPT2Config(
@@ -152,30 +152,30 @@ def bits_per_byte(model: GPT2LMHeadModel, text: np.ndarray) -> float:
     return torch.stack(nats).sum().item() / rows.size / math.log(2)
 
 
-def score(directory: Path, held_out: np.ndarray) -> scores.Scores:
+def score(directory: Path, held_out: np.ndarray) -> evaluation.Scores:
     """Measure resting induction heads and the previous-token head on fresh bytes, and the loss on
     held-out text.
     """
     model = GPT2LMHeadModel.from_pretrained(directory, attn_implementation="eager")
-    rng = np.random.default_rng(scores.EVALUATION_SEED)
-    rest = scores.observe(model, scores.distinct(rng, 256, *UNIFORM, BOS))
-    tokens = scores.twice(rng, 256, *UNIFORM, BOS)
-    repeated = scores.observe(model, tokens)
-    printable_rest = scores.observe(model, scores.distinct(rng, 256, *PRINTABLE, BOS))
-    printable = scores.observe(model, scores.twice(rng, 256, *PRINTABLE, BOS))
-    text = scores.observe(model, torch.from_numpy(windows(held_out, rng, 64, 256)))
+    rng = np.random.default_rng(evaluation.EVALUATION_SEED)
+    rest = evaluation.observe(model, evaluation.distinct(rng, 256, *UNIFORM, BOS))
+    tokens = evaluation.twice(rng, 256, *UNIFORM, BOS)
+    repeated = evaluation.observe(model, tokens)
+    printable_rest = evaluation.observe(model, evaluation.distinct(rng, 256, *PRINTABLE, BOS))
+    printable = evaluation.observe(model, evaluation.twice(rng, 256, *PRINTABLE, BOS))
+    text = evaluation.observe(model, torch.from_numpy(windows(held_out, rng, 64, 256)))
     heads = {
-        "attention to q-1, 50 distinct": scores.previous_token(rest.pattern),
-        "attention to BOS, 50 distinct": scores.bos_attention(rest.pattern),
-        "induction, 25 twice": scores.induction(repeated.pattern),
-        "attention to BOS, 50 distinct printable": scores.bos_attention(printable_rest.pattern),
-        "induction, 25 printable twice": scores.induction(printable.pattern),
-        "attention to BOS, text": scores.bos_attention(text.pattern),
-        "norm of v at BOS / others, text": scores.value_drain(text.v),
+        "attention to q-1, 50 distinct": evaluation.previous_token(rest.pattern),
+        "attention to BOS, 50 distinct": evaluation.bos_attention(rest.pattern),
+        "induction, 25 twice": evaluation.induction(repeated.pattern),
+        "attention to BOS, 50 distinct printable": evaluation.bos_attention(printable_rest.pattern),
+        "induction, 25 printable twice": evaluation.induction(printable.pattern),
+        "attention to BOS, text": evaluation.bos_attention(text.pattern),
+        "norm of v at BOS / others, text": evaluation.value_drain(text.v),
     }
     previous, resting, copying, *_ = heads.values()
-    peaks = enumerate(scores.residual_peak(text.resid_post))
-    return scores.Scores(
+    peaks = enumerate(evaluation.residual_peak(text.resid_post))
+    return evaluation.Scores(
         heads=heads,
         roles={
             "previous-token": previous > 0.9,
@@ -184,7 +184,7 @@ def score(directory: Path, held_out: np.ndarray) -> scores.Scores:
         },
         model={
             "bits per byte, held-out text": bits_per_byte(model, held_out),
-            "accuracy, second copy of 25": scores.copy_accuracy(repeated.logits, tokens),
+            "accuracy, second copy of 25": evaluation.copy_accuracy(repeated.logits, tokens),
             **{
                 f"norm of resid_post at BOS / others, text, layer {layer}": peak
                 for layer, peak in peaks

@@ -2,7 +2,7 @@
 them.
 """
 
-from workers.inputs import backcopy, corpus_families, layouts, synthetic
+from workers.inputs import bigram_backcopy, corpus_families, layouts, synthetic
 from workers.inputs.input_registry import (
     INPUTS,
     Draw,
@@ -14,5 +14,5 @@ from workers.inputs.input_registry import (
 
 __all__ = [
     "INPUTS", "Draw", "InputFamily", "Labelled", "find_input", "input_family",
-    "backcopy", "corpus_families", "layouts", "synthetic",
+    "bigram_backcopy", "corpus_families", "layouts", "synthetic",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 from schemas.errors import CorpusError, ModelError, ScanError
 from schemas.scan import Scan
 from workers.inputs import Draw, InputFamily, Labelled, find_input
-from workers.inputs.backcopy import BUNDLED_TEXT
+from workers.inputs.bigram_backcopy import BUNDLED_TEXT
 from workers.inputs.corpus import (
     Corpus,
     Index,

@@ -16,7 +16,7 @@ from torch import nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
-from workers.model.attention import native_attention, take_over_attention
+from workers.model.attention_layers import native_attention, take_over_attention
 from workers.model.model import Model
 from workers.model.model_info import LEGACY_PLAIN, ModelInfo, weight_files
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.measured_on import machine
 from benchmarks.page import grid, hardware
 from schemas.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.scan import parse_scan

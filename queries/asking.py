@@ -1,0 +1,81 @@
+"""Runs opened for questions: SQL goes in, rows come out, and a mistake is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import duckdb
+
+from queries.answers import query_error, run_query
+from queries.connection import QUERIES, connect
+from schemas.errors import QueryError
+from schemas.places import Place
+
+Row: TypeAlias = tuple[Any, ...]
+Record: TypeAlias = dict[str, Any]
+"""A row by the names of its columns."""
+
+NO_VIEWS: Mapping[str, str] = {}
+
+
+class RunDatabase:
+    """The views of some runs, and what these runs lack."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self.connection = connection
+
+    def rows(self, sql: str) -> list[Row]:
+        """The rows of an answer."""
+        try:
+            return self.connection.execute(sql).fetchall()
+        except duckdb.Error as error:
+            raise query_error(error) from None
+
+    def records(self, question: str) -> list[Record]:
+        """The rows of an answer by name of column; `question` is SQL or the name of a view."""
+        answer = run_query(self.connection, question)
+        names = answer.schema.names
+        return [dict(zip(names, row, strict=True)) for row in answer.rows()]
+
+    def columns(self, view: str) -> frozenset[str]:
+        """Names of a view's columns."""
+        sql = (
+            "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main' AND table_name = ?"
+        )
+        return frozenset(name for (name,) in self.connection.execute(sql, [view]).fetchall())
+
+    def unmeasured_views(self) -> dict[str, str]:
+        """Views that cannot be answered, and the column that each needs and no run measured."""
+        return dict(self.connection.execute("FROM ledger.unmeasured_views").fetchall())
+
+    def damage(self) -> list[str]:
+        """One line for each run of which committed files are gone or broken."""
+        sql = "SELECT run_id, list(file) FROM ledger.damaged_files GROUP BY run_id ORDER BY run_id"
+        lines: list[str] = []
+        for run_id, files in self.connection.execute(sql).fetchall():
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            lines.append(
+                f"run {run_id}: {files[0]}{more} is damaged (not as committed); its shard is left "
+                "out of every view. Run the same scan again to measure it anew."
+            )
+        return lines
+
+
+def open_runs(
+    path: str | Place,
+    views: Mapping[str, str] = NO_VIEWS,
+    queries: Path = QUERIES,
+    code: str | None = None,
+) -> RunDatabase:
+    """Open a run directory or a directory of runs, with some more views, SQL by name. Only the
+    shards that `code` measured, if it is given.
+    """
+    connection = connect(path, queries, code)
+    for name, sql in views.items():
+        try:
+            connection.execute(f"CREATE VIEW {name} AS {sql}")
+        except duckdb.Error as error:
+            raise QueryError(f"view {name}: {query_error(error)}") from None
+    return RunDatabase(connection)
