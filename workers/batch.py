@@ -267,7 +267,8 @@ class _Values:
         """Formulas whose value is one number; they share a tensor, which travels at once."""
         heads = () if self.n_heads is None else (self.n_heads,)
         shape = (len(self.single), len(tokens), info.n_layers, *heads)
-        self.numbers = torch.full(shape, torch.nan, device=tokens.device)
+        # A layer that an engine never shows must not look undefined: infinity is refused.
+        self.numbers = torch.full(shape, torch.inf, device=tokens.device)
         self.row = {f.name: row for f, row in zip(self.single, self.numbers, strict=True)}
         self.layers: dict[str, list[Tensor]] = {
             f.name: [] for f in formulas if f.name not in self.row
