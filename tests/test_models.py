@@ -775,7 +775,7 @@ def test_nan_after_the_last_layer_names_the_output(
     with pytest.raises(MeasureError) as caught:
         toy.measure(path, toy.repeating_tokens(n_ctx, batch=2), predictions=[output])
     assert str(caught.value) == (
-        f"{output} is nan for sequence 0 of the shard{place}; expected a finite number: look at the model's weights and precision"
+        f"{output} is not finite for sequence 0 of the shard{place}; expected a finite number: look at the model's weights and precision"
     )
 
 
