@@ -118,7 +118,7 @@ def test_a_commit_lists_the_file_and_counts_the_rows_of_heads_alone(plan: Plan) 
     commit = next(plan.run.commits())
     assert [f.table for f in commit.files] == ["heads", "sequences", "curves"] * 2
     assert commit.rows == 2 * 3 * 3 * 4
-    assert set(plan.manifest.identity["curves"]) == set(CURVES)
+    assert set(plan.manifest.kinds["curves"]) == set(CURVES)
 
 
 def test_compacting_keeps_every_row(tmp_path: Path, model: Path) -> None:

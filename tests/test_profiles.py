@@ -301,7 +301,7 @@ def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None
     assert [f.table for f in commit.files] == ["heads", "sequences", "profiles"] * 2
     assert commit.rows == 2 * PER_SHARD * 3 * 4
     assert plan.manifest.kinds["profiles"]["score_by_pair"]["axis"] == "pair"
-    assert set(plan.manifest.identity["profiles"]) == set(ALL)
+    assert set(plan.manifest.kinds["profiles"]) == set(ALL)
 
 
 def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> None:

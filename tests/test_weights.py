@@ -331,7 +331,7 @@ def test_a_run_has_them_once_of_the_untouched_model(plan: Plan, gpt2: Path) -> N
     assert table.schema.metadata == {b"run_id": plan.run.run_id.encode(), b"intervention": b"none"}
     check(table.replace_schema_metadata(), expected_of(raw_gpt2(gpt2)))
     assert plan.manifest.kinds["weight_statistics"]["bias_key_coupling"]["axis"] == "dimension"
-    assert set(plan.manifest.identity["weight_statistics"]) == set(ALL)
+    assert set(plan.manifest.kinds["weight_statistics"]) == set(ALL)
 
 
 def test_a_query_reads_them_and_every_column_is_described(plan: Plan, gpt2: Path) -> None:
