@@ -39,10 +39,10 @@ from schemas.run_directory import data_path
 from schemas.scan import parse_scan
 from schemas.statistics import KIND
 from schemas.tables import chance_column
+from workers.interventions.settlement import Settlement
 from workers.model.model_info import ModelInfo
 from workers.process import prepare_process
 from workers.replica import InterventionMeasurements, Replica
-from workers.settlement import Settlement
 from workers.shard import run_shard
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"

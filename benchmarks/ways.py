@@ -17,11 +17,11 @@ from torch import Tensor
 
 from schemas.precision import PRECISIONS
 from schemas.statistics import KIND, evaluate
-from workers.batch import measure_batch
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.fused_engine import FusedEngine
 from workers.engine.number_formats import HALVES, linears_in
 from workers.engine.token_pairs import find_matches
+from workers.measurements.batch import measure_batch
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from workers.model.loading import load_model
 from workers.model.model import bridge_of

@@ -13,10 +13,10 @@ from schemas.kinds import TABLES
 from schemas.parquet import parquet_bytes
 from schemas.scan import Scan
 from workers.inputs.sequences import ShardInput
+from workers.interventions.settlement import settle
 from workers.memory import PeakMemory, available_cores
 from workers.model.model_info import ModelInfo
 from workers.replica import InterventionMeasurements, Replica, resolve_device
-from workers.settlement import settle
 from workers.shard import intervention_tables
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from jobs.plan import Plan, begun_precisions
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
+from workers.interventions.settlement import check_begun
 from workers.process import prepare_process
 from workers.replica import Replica, broken, resolve_device
-from workers.settlement import check_begun
 from workers.shard import failed, noted, run_shard
 
 

@@ -14,13 +14,13 @@ from schemas.manifest import Manifest, Meanings, fingerprints
 from schemas.places import Place, write_whole
 from schemas.run_directory import RunDirectory, covered, differing_keys, pc
 from schemas.scan import Scan
-from workers.code_fingerprint import code_fingerprint
 from workers.inputs import INPUTS, find_input
 from workers.inputs.corpus import Index, Watch, unwatched
 from workers.inputs.sequences import Sequences
 from workers.interventions import BoundIntervention, bind, needs_partners
 from workers.model.model_info import ModelInfo, describe, find_model
-from workers.providers import column_record
+from workers.provenance.code_fingerprint import code_fingerprint
+from workers.provenance.providers import column_record
 
 Records = dict[str, dict[str, Any]]
 """What is said of each name."""
@@ -328,7 +328,7 @@ def write_manifest(plan: Plan) -> None:
 def begun_precisions(run: RunDirectory) -> frozenset[str]:
     """The precisions in which shards of a run were measured: one, or none yet.
 
-    A replica checks its own against them (`workers.settlement.check_begun`). What `auto` means
+    A replica checks its own against them (`workers.interventions.settlement.check_begun`). What `auto` means
     depends on the model, which only replicas load.
     """
     methods = pc.list_flatten(run.ledger(["methods"])["methods"])

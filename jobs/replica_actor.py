@@ -16,13 +16,13 @@ from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan
-from workers.code_fingerprint import code_fingerprint
 from workers.inputs.sequences import Sequences
 from workers.interventions import needs_partners
+from workers.interventions.settlement import check_begun
 from workers.model.model_info import ModelInfo, describe, find_model
 from workers.process import prepare_process
+from workers.provenance.code_fingerprint import code_fingerprint
 from workers.replica import Replica, broken
-from workers.settlement import check_begun
 from workers.shard import commit_shard, failed, measure_shard, noted
 
 DEPTH = 3

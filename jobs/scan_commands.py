@@ -70,8 +70,8 @@ def plan(
     from jobs.plan import begun_precisions, plan_run, resolve
     from jobs.progress import watch_index
     from schemas.run_directory import RunDirectory
+    from workers.interventions.settlement import check_begun
     from workers.process import prepare_process
-    from workers.settlement import check_begun
 
     prepare_process(threads_of(device, replicas))
     run = RunDirectory.of(parsed_scan.out, parsed_scan.run_id(scan_file.stem))

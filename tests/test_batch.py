@@ -16,9 +16,9 @@ import torch
 
 from schemas.statistics import STATISTICS, Statistic
 from tests import toy_models as toy
-from workers.batch import measure_batch
-from workers.batch_size import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 from workers.engine.number_formats import Products
+from workers.measurements.batch import measure_batch
+from workers.measurements.batch_size import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 
 
 def sizes_of(batch: BatchSize, seconds_of: dict[int, float], passes: int = 40) -> list[int]:

@@ -22,7 +22,7 @@ from schemas.scan import parse_scan
 from schemas.tables import CURVES as CURVES_TABLE
 from tests import toy_models as toy
 from tests.toy_runs import local
-from workers.finite_checks import check_lists
+from workers.measurements.finite_checks import check_lists
 from workers.replica import Replica
 from workers.shard import run_shard
 

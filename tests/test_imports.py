@@ -26,16 +26,18 @@ OURS = {
 
 ROOMS = {
     "workers.model": set[str](),
+    "workers.provenance": set[str](),
     "workers.engine": {"workers.model"},
+    "workers.inputs": {"workers.model"},
     "workers.interventions": {"workers.model", "workers.engine"},
-    "workers.inputs": {"workers.model", "workers.engine", "workers.interventions"},
+    "workers.measurements": {"workers.model", "workers.engine"},
 }
 """What each room of `workers` may import of the others; the files outside a room stand above all
 rooms.
 """
 
 FLOORS = (
-    ("workers.model", "workers.engine", "workers.interventions", "workers.inputs"),
+    tuple(ROOMS),
     ("workers.replica",),
     ("workers.shard",),
 )
@@ -58,9 +60,9 @@ ONLY_IN = {
     ),
     "safetensors": ("workers/model/loading.py", "models/"),
     "tokenizers": ("workers/model/", "models/"),
-    "torch": ("workers/", "models/", "jobs/doctor.py"),
+    "torch": ("workers/", "models/", "jobs/doctor.py", "jobs/kernel_table.py"),
     "transformer_lens": ("workers/model/",),
-    "transformers": ("workers/model/", "models/"),
+    "transformers": ("workers/model/", "workers/process.py", "models/"),
     "triton": ("workers/engine/sweep_kernel.py",),
     "typer": (
         "headcount.py",

@@ -20,10 +20,10 @@ from schemas.predictions import PREDICTIONS
 from schemas.scan import Scan
 from schemas.statistics import KIND, STATISTICS
 from tests import toy_models as toy
-from workers.batch import measure_batch
 from workers.engine.fused_engine import FusedEngine
 from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, edited_weights, intervention
+from workers.measurements.batch import measure_batch
 from workers.model.loading import load_model
 from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
@@ -775,7 +775,8 @@ def test_nan_after_the_last_layer_names_the_output(
     with pytest.raises(MeasureError) as caught:
         toy.measure(path, toy.repeating_tokens(n_ctx, batch=2), predictions=[output])
     assert str(caught.value) == (
-        f"{output} is not finite for sequence 0 of the shard{place}; expected a finite number: look at the model's weights and precision"
+        f"{output} is not finite for sequence 0 of the shard{place}; "
+        "expected a finite number: look at the model's weights and precision"
     )
 
 

@@ -125,12 +125,12 @@ def test_the_wheel_measures_and_answers_in_an_empty_environment(
 import headcount, models, jobs, queries, reproduce, schemas, workers
 for module in (headcount, models, jobs, queries, reproduce, schemas, workers):
     print(module.__file__)
-from workers.code_fingerprint import code_fingerprint
+from workers.provenance.code_fingerprint import code_fingerprint
 print(code_fingerprint())
 """
     *files, fingerprint = run_in(tmp_path, installed / "bin/python", "-c", code).splitlines()
     assert [file for file in files if not file.startswith(str(installed))] == []
-    from workers.code_fingerprint import code_fingerprint
+    from workers.provenance.code_fingerprint import code_fingerprint
 
     assert fingerprint == code_fingerprint()
 

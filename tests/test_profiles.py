@@ -25,8 +25,8 @@ from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.toy_runs import local, read_manifest, write_run
 from workers.engine.dense_pattern import DensePattern
-from workers.finite_checks import check_means
-from workers.profile_means import (
+from workers.measurements.finite_checks import check_means
+from workers.measurements.profile_means import (
     Aggregate,
     Aggregates,
     aggregates,

@@ -41,8 +41,8 @@ from schemas.weight_statistics import WEIGHT_STATISTICS
 from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from tests.toy_replica import ToyReplica
 from tests.toy_runs import local
-from workers.code_fingerprint import ROOT, code_fingerprint
-from workers.providers import PROVIDERS, column_fingerprint, provider_modules
+from workers.provenance.code_fingerprint import ROOT, code_fingerprint
+from workers.provenance.providers import PROVIDERS, column_fingerprint, provider_modules
 from workers.replica import Replica
 
 HERE = code_fingerprint()

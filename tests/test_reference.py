@@ -30,8 +30,8 @@ from tests.reference.definitions import (
     Reference,
     recompute,
 )
-from tests.reference.edits import ALL_EDITS, NotApplicable
 from tests.reference.forward import forward
+from tests.reference.reference_edits import ALL_EDITS, NotApplicable
 from tests.reference.weight_definitions import WEIGHT_DEFINITIONS, Rows
 from tests.reference.weights import Weights, read_weights
 from workers.interventions import INTERVENTIONS

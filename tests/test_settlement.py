@@ -13,10 +13,10 @@ from schemas.intervention import parse_intervention
 from schemas.precision import FASTEST_ACCEPTABLE
 from tests import toy_models as toy
 from workers.interventions import edited_weights
+from workers.interventions.settlement import Settlement, check_begun, settle
 from workers.model.loading import load_model
 from workers.model.model import Model
 from workers.model.model_info import describe
-from workers.settlement import Settlement, check_begun, settle
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from schemas.commits import Method
 from schemas.intervention import NONE, Intervention
 from schemas.statistics import KIND
 from schemas.tables import chance_column
+from workers.interventions.settlement import Settlement
 from workers.model.model_info import ModelInfo
 from workers.replica import InterventionMeasurements, Replica
-from workers.settlement import Settlement
 
 PACE = 0.25
 """Seconds of a shard, so that there is time to disturb a run."""

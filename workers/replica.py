@@ -15,8 +15,6 @@ from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.intervention import NONE, Intervention
 from schemas.scan import Scan
-from workers.batch import Measurements, PendingBatch, Requested, collect, launch
-from workers.batch_size import BatchSize
 from workers.engine.dense_engine import DenseEngine
 from workers.engine.engine import Engine
 from workers.engine.fused_engine import FusedEngine
@@ -24,10 +22,12 @@ from workers.engine.kernel_check import proven_sweep
 from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
 from workers.interventions import edited_weights
+from workers.interventions.settlement import Settled, check_bridge_precision, settle, settle_one
+from workers.measurements.batch import Measurements, PendingBatch, Requested, collect, launch
+from workers.measurements.batch_size import BatchSize
+from workers.measurements.weight_tables import tables_of_weights
 from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
-from workers.settlement import Settled, check_bridge_precision, settle, settle_one
-from workers.weight_statistics import tables_of_weights
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from schemas.places import write_whole
 from schemas.run_directory import RunDirectory, data_path
 from schemas.scan import Scan
 from schemas.tables import SEQUENCES, Table
-from workers.batch import Measurements
-from workers.code_fingerprint import code_fingerprint
 from workers.inputs.sequences import ShardInput
-from workers.machine import device_name, measuring_versions
-from workers.profile_means import means_table
+from workers.measurements.batch import Measurements
+from workers.measurements.profile_means import means_table
+from workers.provenance.code_fingerprint import code_fingerprint
+from workers.provenance.machine import device_name, measuring_versions
 from workers.replica import InterventionMeasurements, Replica
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.reference.edits import run_edited
 from tests.reference.forward import ActivationEdit, Run, forward
+from tests.reference.reference_edits import run_edited
 from tests.reference.weights import Array, Weights, read_weights
 
 Columns = dict[str, Array]

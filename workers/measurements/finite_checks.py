@@ -1,6 +1,6 @@
 """Every number that has a value must be finite; what is not says where, and the scan stops.
 
-NaN is undefined, and infinite is what is not a number for any other reason (`workers.undefined`).
+NaN is undefined, and infinite is what is not a number for any other reason (`workers.measurements.undefined`).
 These are all the checks there are: of numbers and lists of every layer, of means over a batch, and
 of predictions.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from schemas.errors import MeasureError
 from schemas.formulas import Along
-from workers.profile_means import Aggregate, places_on_axes
+from workers.measurements.profile_means import Aggregate, places_on_axes
 
 ADVICE = "expected a finite number: look at the model's weights and precision"
 

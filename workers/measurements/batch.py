@@ -28,15 +28,20 @@ from workers.engine.engine import Activations, Engine
 from workers.engine.fused_pattern import uniform_pattern
 from workers.engine.prediction_inputs import prediction_inputs
 from workers.engine.token_pairs import find_matches
-from workers.finite_checks import check_lists, check_means, check_numbers, check_predictions
+from workers.measurements.finite_checks import (
+    check_lists,
+    check_means,
+    check_numbers,
+    check_predictions,
+)
+from workers.measurements.profile_means import Aggregate, aggregates, count_mean_m2, merge
+from workers.measurements.undefined import defined_or_nan
 from workers.model.layer_weights import (
     READABLE_WEIGHTS,
     attention_weights,
     effective_or_nan,
 )
 from workers.model.model_info import ModelInfo
-from workers.profile_means import Aggregate, aggregates, count_mean_m2, merge
-from workers.undefined import defined_or_nan
 
 Columns = dict[str, np.ndarray]
 

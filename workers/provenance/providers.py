@@ -15,7 +15,7 @@ from schemas.formulas import Formula
 from schemas.profiles import Profile
 from schemas.statistics import Statistic
 from schemas.weight_statistics import WeightStatistic
-from workers.code_fingerprint import ROOT
+from workers.provenance.code_fingerprint import ROOT
 
 MODEL = ("workers.model.model",)
 ENGINES = (
@@ -66,14 +66,14 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
     "position_after_layer": (*PREDICTIONS, *CIRCUIT),
 }
 """The modules that hand over each thing that a formula reads; not all that came before it in the
-forward pass, or a change in one place would give every column another meaning. Tokens and labels come from the input
-family, which has a fingerprint of its own.
+forward pass, or a change in one place would give every column another meaning. Tokens and labels
+come from the input family, which has a fingerprint of its own.
 """
 
 REDUCED_BY: dict[type[Formula], tuple[str, ...]] = {
-    Statistic: ("workers.undefined",),
-    Profile: ("workers.undefined", "workers.profile_means"),
-    WeightStatistic: ("workers.weight_statistics",),
+    Statistic: ("workers.measurements.undefined",),
+    Profile: ("workers.measurements.undefined", "workers.measurements.profile_means"),
+    WeightStatistic: ("workers.measurements.weight_tables",),
 }
 """The modules that stand between the formulas of a class and their table."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from schemas.fingerprints import digest, module_code
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @cache

@@ -1,0 +1,1 @@
+"""What is measured in a batch: formulas evaluated, values checked, means merged, weights read."""

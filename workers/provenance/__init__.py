@@ -1,0 +1,1 @@
+"""What made a number: the code that measures, the machine, the libraries."""
