@@ -27,6 +27,9 @@ F = TypeVar("F", bound=Formula)
 CHANGES_NO_ROW = ("batch_size", "sequences", "out")
 """Fields that say how, how much and where; a run is found again, whatever they are."""
 
+RENAMED = {"outputs": "predictions", "weights": "weight_processing"}
+"""What a field was called in version 0.1, and what it is called now."""
+
 
 class Input(BaseModel):
     """Where sequences come from: a family, and that family's own options."""
@@ -236,6 +239,8 @@ def wrong_value(key: str, problems: list[Any]) -> str:
 
 def _explain(key: str, problems: list[Any]) -> str:
     match problems[0]["type"]:
+        case "extra_forbidden" if key in RENAMED:
+            return f"{key}: this field is now called {RENAMED[key]}; rename it in the scan"
         case "extra_forbidden":
             return unknown("key", key, Scan.model_fields)
         case "missing":

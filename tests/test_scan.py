@@ -130,6 +130,10 @@ def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
         ),
         ({"n_ctxt": 8}, f"unknown key 'n_ctxt': did you mean 'n_ctx'? Known: {KNOWN}"),
         ({"zzz": 8}, f"unknown key 'zzz': Known: {KNOWN}"),
+        (
+            {"outputs": ["loss"]},
+            "outputs: this field is now called predictions; rename it in the scan",
+        ),
     ],
 )
 def test_a_wrong_place_is_named(changes: dict[str, Any], line: str):
