@@ -87,15 +87,16 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv = tmp_path_factory.mktemp("venv") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (site,) = venv.glob("lib/python*/site-packages")
-    # A .pth file inside a directory that a .pth file names is not read: the editable install of
-    # this project stays out.
-    libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (site / "libraries.pth").write_text("\n".join(sorted(libraries)))
     python = venv / "bin" / "python"
     call = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     words = ["install", "-q", "--no-deps", "--no-index", "--no-compile", wheel]
     done = subprocess.run([*call, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    # Written after the install: pip takes a project that it sees through this file for installed. A
+    # .pth file inside a directory that a .pth file names is not read, so the editable install of
+    # this project stays out.
+    libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "libraries.pth").write_text("\n".join(sorted(libraries)))
     return venv
 
 
