@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, TypeVar
 
 from schemas.errors import ScanError, unknown
@@ -53,7 +53,7 @@ class Formula:
     @property
     def conditions(self) -> tuple[str, ...]:
         """What the rule reads that says where it has a value."""
-        return () if self.defined is None else tuple(inspect.signature(self.defined).parameters)
+        return () if self.defined is None else parameters_of(self.defined)
 
     @property
     def description(self) -> str:
@@ -141,7 +141,7 @@ def described(
     what = f"{kind} {function.__name__!r}"
     if function.__name__ in registry:
         raise ValueError(f"{what} is defined twice")
-    parameters = tuple(inspect.signature(function).parameters)
+    parameters = parameters_of(function)
     for parameter in parameters:
         if parameter not in known:
             raise ValueError(f"{what}: {unknown(reads, parameter, known)}")
@@ -182,6 +182,12 @@ def chosen(
     return tuple(formula for formula in registry.values() if formula.name in names)
 
 
+@cache
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a function's parameters; every layer of every batch asks for them."""
+    return tuple(inspect.signature(function).parameters)
+
+
 def evaluate(function: Callable[..., Tensor], activations: Mapping[str, Any]) -> Tensor:
     """Call a formula, or its `defined` rule, with the activations it names."""
-    return function(*(activations[name] for name in inspect.signature(function).parameters))
+    return function(*(activations[name] for name in parameters_of(function)))

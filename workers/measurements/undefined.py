@@ -27,7 +27,10 @@ def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     if isinstance(pattern, DensePattern) and pattern.hidden is not None:
         return _under_a_mask(formula, activations, pattern)
     value = evaluate(formula.compute, activations)
-    return _marked(value, _without_direction(formula, value, activations))
+    if formula.of_directions:
+        return _marked(value, _without_direction(value, formula, activations))
+    # The usual case, once for each formula and layer: one pass over the value.
+    return value.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
 
 
 def _under_a_mask(
@@ -36,17 +39,17 @@ def _under_a_mask(
     """The value where an edit hides keys: undefined where only a hidden score makes it so."""
     watched = pattern.watched()
     value = evaluate(formula.compute, {**activations, "pattern": watched})
-    undefined = _without_direction(formula, value, activations)
+    undefined = torch.zeros_like(value, dtype=torch.bool)
+    if formula.of_directions:
+        undefined = _without_direction(value, formula, activations)
     if watched.was_asked_for_scores:
         revealed = evaluate(formula.compute, {**activations, "pattern": pattern.revealed()})
         undefined = undefined | (value.isnan() & revealed.isfinite())
     return _marked(value, undefined)
 
 
-def _without_direction(formula: Formula, value: Tensor, activations: Mapping[str, Any]) -> Tensor:
+def _without_direction(value: Tensor, formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     """Where a cosine is undefined: it is 0/0, and everything that it reads is finite."""
-    if not formula.of_directions:
-        return torch.zeros_like(value, dtype=torch.bool)
     inputs = [activations[name] for name in formula.parameters]
     finite = [x.isfinite().all() for x in inputs if isinstance(x, Tensor)]
     return value.isnan() & torch.stack(finite).all()
