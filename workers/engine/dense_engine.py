@@ -104,7 +104,7 @@ class DenseEngine:
         def rotated(name: str, value: Tensor, hook: object) -> None:
             seen[name] = wide(value)
 
-        def finish(layer: int, value: Tensor, hook: object) -> Tensor | None:
+        def end_layer(layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = note("resid_post", layer, value, hook)
             on_layer(layer, cast(Activations, {**known(layer), **matches}))
             seen.clear()
@@ -133,7 +133,7 @@ class DenseEngine:
             for name in ("q", "k"):
                 if model.has_hook(place := model.hook_name(f"rot_{name}", layer)):
                     hooks.append((place, partial(rotated, name)))
-            hooks.append((model.hook_name("resid_post", layer), partial(finish, layer)))
+            hooks.append((model.hook_name("resid_post", layer), partial(end_layer, layer)))
         if on_final is not None:
             hooks.append((model.hook_name("unembed_in"), predict))
         try:

@@ -17,53 +17,53 @@ from schemas.statistics import Statistic
 from schemas.weight_statistics import WeightStatistic
 from workers.provenance.code_fingerprint import ROOT
 
-MODEL = ("workers.model.model",)
-ENGINES = (
-    *MODEL,
+MODEL_CODE = ("workers.model.model",)
+ENGINE_CODE = (
+    *MODEL_CODE,
     "workers.model.attention_layers",
     "workers.engine.dense_engine",
     "workers.engine.fused_engine",
     "workers.engine.edits",
     "workers.engine.number_formats",
 )
-PATTERNS = (
-    *ENGINES,
+PATTERN_CODE = (
+    *ENGINE_CODE,
     "workers.engine.dense_pattern",
     "workers.engine.fused_pattern",
     "workers.engine.sweep_kernel",
 )
-WEIGHTS = (*MODEL, "workers.model.layer_weights")
-CIRCUIT = (*WEIGHTS, "workers.model.circuit")
-MATCHES = ("workers.engine.token_pairs",)
-PREDICTIONS = (*ENGINES, "workers.engine.prediction_inputs")
+WEIGHT_CODE = (*MODEL_CODE, "workers.model.layer_weights")
+CIRCUIT_CODE = (*WEIGHT_CODE, "workers.model.circuit")
+MATCH_CODE = ("workers.engine.token_pairs",)
+PREDICTION_CODE = (*ENGINE_CODE, "workers.engine.prediction_inputs")
 
 PROVIDERS: dict[str, tuple[str, ...]] = {
-    "pattern": PATTERNS,
-    "q": ENGINES,
-    "k": ENGINES,
-    "v": ENGINES,
-    "z": PATTERNS,
-    "resid_pre": ENGINES,
-    "resid_post": ENGINES,
-    "b_Q": WEIGHTS,
-    "b_K": WEIGHTS,
-    "W_Q": WEIGHTS,
-    "W_K": WEIGHTS,
-    "W_O": WEIGHTS,
-    "W_pos": MODEL,
-    "components": MODEL,
-    "effective": CIRCUIT,
-    "rotary": MODEL,
+    "pattern": PATTERN_CODE,
+    "q": ENGINE_CODE,
+    "k": ENGINE_CODE,
+    "v": ENGINE_CODE,
+    "z": PATTERN_CODE,
+    "resid_pre": ENGINE_CODE,
+    "resid_post": ENGINE_CODE,
+    "b_Q": WEIGHT_CODE,
+    "b_K": WEIGHT_CODE,
+    "W_Q": WEIGHT_CODE,
+    "W_K": WEIGHT_CODE,
+    "W_O": WEIGHT_CODE,
+    "W_pos": MODEL_CODE,
+    "components": MODEL_CODE,
+    "effective": CIRCUIT_CODE,
+    "rotary": MODEL_CODE,
     "tokens": (),
     "labels": (),
-    "copies": MATCHES,
-    "successors": MATCHES,
-    "positions_known": PREDICTIONS,
-    "token_loss": PREDICTIONS,
-    "final_logit": PREDICTIONS,
-    "final_logprob": PREDICTIONS,
-    "position_after_mlp": (*PREDICTIONS, *CIRCUIT),
-    "position_after_layer": (*PREDICTIONS, *CIRCUIT),
+    "copies": MATCH_CODE,
+    "successors": MATCH_CODE,
+    "positions_known": PREDICTION_CODE,
+    "token_loss": PREDICTION_CODE,
+    "final_logit": PREDICTION_CODE,
+    "final_logprob": PREDICTION_CODE,
+    "position_after_mlp": (*PREDICTION_CODE, *CIRCUIT_CODE),
+    "position_after_layer": (*PREDICTION_CODE, *CIRCUIT_CODE),
 }
 """The modules that hand over each thing that a formula reads; not all that came before it in the
 forward pass, or a change in one place would give every column another meaning. Tokens and labels
