@@ -55,7 +55,8 @@ def page(record: Json, plots: Iterable[str]) -> str:
     parts = [
         "# How fast headcount is",
         "`make bench` writes this page, its plots and a line of `history.jsonl`.",
-        f"{hardware(record)}; {record['time']}, {record['rounds']} rounds in {record['seconds'] / 60:.0f} minutes.",
+        f"{hardware(record)}; {record['time']}, {record['rounds']} rounds in "
+        f"{record['seconds'] / 60:.0f} minutes.",
         grid(COLUMNS, ([row[column] for column in COLUMNS] for row in record["rows"])),
         METHOD,
         *(f"![{Path(plot).stem}]({plot})" for plot in plots),

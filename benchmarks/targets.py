@@ -187,7 +187,8 @@ def targets(sizes: Sizes) -> list[Target]:
         fastest = [
             replace(
                 first,
-                row=f"CPU, {main}, fastest acceptable precision: speed (float32, the first row again)",
+                row=f"CPU, {main}, fastest acceptable precision: speed (float32, the first row "
+                "again)",
             )
         ]
     else:

@@ -37,7 +37,8 @@ Env = Annotated[
     typer.Option(
         "--env",
         metavar="NAME",
-        help="Give the job this variable of this machine; whoever may read the cluster's jobs can read its value.",
+        help="Give the job this variable of this machine; whoever may read the cluster's jobs can "
+        "read its value.",
     ),
 ]
 Run = Annotated[
@@ -165,7 +166,8 @@ def stop(run: RunOrJob, address: Address) -> None:
         _tell(f"{job.job_id}: has ended before, {job.state}")
         return
     _tell(
-        f"{job.job_id}: {cluster.stop(job).state}; headcount resume {job.run} --address {cluster.url} goes on"
+        f"{job.job_id}: {cluster.stop(job).state}; headcount resume {job.run} --address "
+        f"{cluster.url} goes on"
     )
 
 
@@ -202,7 +204,8 @@ def resume(
         return
     if env:
         raise RunError(
-            "--env: expected with --address only; a run that goes on here has this machine's variables"
+            "--env: expected with --address only; a run that goes on here has this machine's "
+            "variables"
         )
     from jobs.run_loop import run_to_end
     from workers.process import prepare_process

@@ -31,7 +31,8 @@ def check_unchanged(plan: Plan) -> None:
     expected = plan.manifest if plan.before is None else plan.before
     if plan.run.manifest().sequences != expected.sequences:
         raise RunError(
-            f"{plan.run.path}: another process has extended this run meanwhile; run the same command again"
+            f"{plan.run.path}: another process has extended this run meanwhile; run the same "
+            "command again"
         )
 
 

@@ -110,7 +110,8 @@ def check_scan(scan: Scan) -> list[BoundIntervention]:
         if bound.needs_partner and family.partner is None:
             have = ", ".join(sorted(f.name for f in INPUTS.values() if f.partner))
             raise ScanError(
-                f"interventions: '{bound.intervention}' takes something from the run on partner sequences, and the family "
+                f"interventions: '{bound.intervention}' takes something from the run on partner "
+                "sequences, and the family "
                 f"{family.name} has none; families with partners: {have}"
             )
     return interventions
@@ -243,7 +244,8 @@ def _check_same(run: RunDirectory, before: Manifest, resolved: Resolved) -> None
         differing = differing_keys(meanings, resolved.meanings)
     if differing:
         raise RunError(
-            f"{run.path}: this run measured something else; differing keys: {', '.join(differing)}. Start a new run"
+            f"{run.path}: this run measured something else; differing keys: "
+            f"{', '.join(differing)}. Start a new run"
         )
     _check_corpus(run, before.identity.get("corpus") or {}, identity["corpus"])
 
@@ -252,7 +254,8 @@ def check_not_older(run: RunDirectory, manifest: Manifest) -> None:
     """Refuse to go on with a run whose identity meant something else when it was begun."""
     if manifest.older:
         raise RunError(
-            f"{run.path}: begun by an older headcount (code {manifest.code}), so it can be read and not gone on with; "
+            f"{run.path}: begun by an older headcount (code {manifest.code}), so it can be read "
+            "and not gone on with; "
             "run the scan again without --run, which starts a new run, or go on with that code"
         )
 
@@ -273,7 +276,8 @@ def _check_corpus(run: RunDirectory, before: dict[str, Any], now: dict[str, Any]
             differing = differing_keys({"corpus": old}, {"corpus": new})
             break
     raise RunError(
-        f"{run.path}: the corpus is not the one that the run was begun with: {', '.join(differing)}; files may be added "
+        f"{run.path}: the corpus is not the one that the run was begun with: "
+        f"{', '.join(differing)}; files may be added "
         "after those that were there, none changed or taken away. Start a new run"
     )
 
@@ -301,7 +305,8 @@ def _find_documents(
     changed = known.difference(sequences.index, sources)
     if changed is not None:
         raise RunError(
-            f"{run.path}: the corpus has changed since the run was begun: {changed}; start a new run"
+            f"{run.path}: the corpus has changed since the run was begun: {changed}; start a new "
+            "run"
         )
 
 

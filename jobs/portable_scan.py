@@ -26,7 +26,8 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
     scan = load_scan(scan_file, overrides)
     if not NAME.fullmatch(scan_file.stem):
         raise ScanError(
-            f"{scan_file}: expected a file name of letters, digits, '.', '_' and '-'; it names the job"
+            f"{scan_file}: expected a file name of letters, digits, '.', '_' and '-'; it names the "
+            "job"
         )
     _check_everywhere("out", scan.out, "--set out=s3://BUCKET/runs")
     for option in ("files", "text"):
@@ -39,7 +40,8 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
                 )
     if _is_relative_directory(scan.model):
         raise ScanError(
-            f"model: {scan.model} is a directory of this machine; expected bundled:NAME, a Hub id or "
+            f"model: {scan.model} is a directory of this machine; expected bundled:NAME, a Hub id "
+            "or "
             "an absolute path that every node mounts"
         )
     check_scan(scan)

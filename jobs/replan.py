@@ -39,6 +39,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         if override.partition("=")[0].strip() not in SETTABLE:
             raise ScanError(
-                f"--set {override}: expected {' or '.join(SETTABLE)}, which change no row of a run; "
+                f"--set {override}: expected {' or '.join(SETTABLE)}, which change no row of a "
+                "run; "
                 "for anything else start a new run with headcount scan"
             )

@@ -27,7 +27,8 @@ def locked(run: RunDirectory) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise RunError(
-            f"{run.path}: another process is at work on this run; wait for it, or stop it and run the same command again"
+            f"{run.path}: another process is at work on this run; wait for it, or stop it and run "
+            "the same command again"
         ) from None
     except OSError as error:
         raise RunError(f"{run.path}: cannot be locked ({error.strerror})") from None

@@ -88,8 +88,10 @@ def _refuse_other_code(plan: Plan, verify: bool) -> None:
     grows = plan.manifest.sequences > plan.before.sequences
     if grows or len(_requested(plan, missing_shards(plan, verify))):
         raise RunError(
-            f"{plan.run.run_id}: begun with code {plan.before.code}, and the code here is {plan.code}, which may measure "
-            "something else; --allow-other-code goes on, and every shard says which code measured it; or start a new "
+            f"{plan.run.run_id}: begun with code {plan.before.code}, and the code here is "
+            f"{plan.code}, which may measure "
+            "something else; --allow-other-code goes on, and every shard says which code measured "
+            "it; or start a new "
             "run with --set out=ANOTHER_DIRECTORY"
         )
 

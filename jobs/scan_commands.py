@@ -43,7 +43,8 @@ AllowOtherCode = Annotated[
     bool,
     typer.Option(
         "--allow-other-code",
-        help="Go on with a run that other measuring code began; every shard says which code measured it.",
+        help="Go on with a run that other measuring code began; every shard says which code "
+        "measured it.",
     ),
 ]
 

@@ -217,14 +217,16 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     share = status.tokens_done / status.tokens if status.tokens else 1.0
     lines = [
         f"run       {status.run}",
-        f"shards    {status.done:,} of {status.shards:,} done, {status.missing:,} missing, {status.failed:,} of them failed",
+        f"shards    {status.done:,} of {status.shards:,} done, {status.missing:,} missing, "
+        f"{status.failed:,} of them failed",
         f"tokens    {status.tokens_done:,} of {status.tokens:,} ({share:.1%})",
     ]
     if status.complete:
         lines.append("complete  every shard is committed")
     elif status.tokens_per_second is not None and status.seconds_left is not None:
         lines.append(
-            f"speed     {status.tokens_per_second:,.0f} tokens/s, {duration(status.seconds_left)} left"
+            f"speed     {status.tokens_per_second:,.0f} tokens/s, {duration(status.seconds_left)} "
+            "left"
         )
     if status.last_commit is not None:
         ahead = (
@@ -234,7 +236,8 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
         )
         since = "just now" if ahead else f"{duration(status.seconds_since or 0)} ago"
         lines.append(
-            f"commit    the last {since}, at {status.last_commit} by the clock of {status.last_host}{ahead}"
+            f"commit    the last {since}, at {status.last_commit} by the clock of "
+            f"{status.last_host}{ahead}"
         )
     else:
         lines.append("commit    none yet")

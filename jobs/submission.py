@@ -150,7 +150,8 @@ class JobClient:
         while not job.ended:
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"{self.url}: job {job.job_id} is still {job.state} after {STOP_SECONDS:.0f} s; "
+                    f"{self.url}: job {job.job_id} is still {job.state} after {STOP_SECONDS:.0f} "
+                    "s; "
                     "stop it again"
                 )
             with self._explained():
@@ -211,7 +212,8 @@ class JobClient:
             raise
         except AuthenticationError as error:
             raise RunError(
-                f"{self.url}: the cluster refused the token ({_first_sentence(error.message)}); set "
+                f"{self.url}: the cluster refused the token ({_first_sentence(error.message)}); "
+                "set "
                 "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or its file in "
                 "RAY_AUTH_TOKEN_PATH (else ~/.ray/auth_token)"
             ) from None

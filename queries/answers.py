@@ -118,7 +118,8 @@ def _one_question(text: str) -> tuple[str, str]:
     if kind not in (duckdb.StatementType.SELECT, duckdb.StatementType.MULTI):
         word = kind.name.replace("_", " ")
         raise QueryError(
-            f"{word} is refused: queries are read-only; ask with SELECT, FROM, DESCRIBE or SUMMARIZE"
+            f"{word} is refused: queries are read-only; ask with SELECT, FROM, DESCRIBE or "
+            "SUMMARIZE"
         )
     return "", sql
 

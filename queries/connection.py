@@ -145,8 +145,10 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, table: Table, runs: l
         files = [file for run in group for file in run.files(table.name)]
         if files:
             selects.append(
-                f"SELECT {', '.join(map(_name, [*keys, *names]))} FROM read_parquet([{', '.join(map(_text, files))}], "
-                "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': VARCHAR})"
+                f"SELECT {', '.join(map(_name, [*keys, *names]))} FROM "
+                f"read_parquet([{', '.join(map(_text, files))}], "
+                "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': "
+                "VARCHAR})"
             )
     try:
         connection.execute(
@@ -154,7 +156,8 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, table: Table, runs: l
         )
     except duckdb.Error as error:
         raise QueryError(
-            f"the files of table {table.name} do not fit their manifests: {str(error).partition(chr(10))[0]}"
+            f"the files of table {table.name} do not fit their manifests: "
+            f"{str(error).partition(chr(10))[0]}"
         ) from None
 
 

@@ -19,7 +19,8 @@ Code = Annotated[
     str | None,
     typer.Option(
         metavar="CODE",
-        help="Read the shards that this code measured (shards.code), where two mean different things.",
+        help="Read the shards that this code measured (shards.code), where two mean different "
+        "things.",
     ),
 ]
 

@@ -40,7 +40,8 @@ RUNS: Columns = {
     ),
     "precision": (
         pa.string(),
-        "Number formats of the model's products, as measured; where nothing is done yet, as asked for.",
+        "Number formats of the model's products, as measured; where nothing is done yet, as asked "
+        "for.",
     ),
     "engine": (pa.string(), "Engine that the scan asked for: fused or dense."),
     "n_ctx": (pa.int32(), "Tokens in every sequence."),
@@ -79,7 +80,8 @@ SHARDS: Columns = {
     "stop": (pa.int64(), "One past the last sequence of the shard."),
     "status": (
         pa.string(),
-        "done, missing (no commit yet) or damaged (a committed file is gone or broken; left out of all views).",
+        "done, missing (no commit yet) or damaged (a committed file is gone or broken; left out of "
+        "all views).",
     ),
     "rows": (pa.int64(), "Rows that were committed."),
     "tokens": (pa.int64(), "Tokens that were committed."),
@@ -104,7 +106,8 @@ SHARDS: Columns = {
     ),
     "methods": (
         COMMITS.field("methods").type,
-        "How each intervention was measured: intervention, engine, precision, attention (tiles, kernel or matrix) and the "
+        "How each intervention was measured: intervention, engine, precision, attention (tiles, "
+        "kernel or matrix) and the "
         "layers whose pattern was built because an edit needs it.",
     ),
     "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
@@ -227,7 +230,8 @@ def _same_meanings(runs: list[Run]) -> None:
             meanings = run.manifest.meanings(code)
             if meanings is None:
                 raise QueryError(
-                    f"run {run.directory.run_id}: {run.shards_of(code)} were measured by code {code}, of which its manifest "
+                    f"run {run.directory.run_id}: {run.shards_of(code)} were measured by code "
+                    f"{code}, of which its manifest "
                     "says nothing; compare manifest.json with a copy"
                 )
             for field, fingerprints in meanings.items():
@@ -243,7 +247,8 @@ def _same_meanings(runs: list[Run]) -> None:
                             else "query one run directory at a time"
                         )
                         raise QueryError(
-                            f"{WORDS[field]} {name!r} has one formula in {one} ({known}) and another in {two} "
+                            f"{WORDS[field]} {name!r} has one formula in {one} ({known}) and "
+                            f"another in {two} "
                             f"({fingerprint}); {way}"
                         )
 

@@ -21,9 +21,12 @@ PREDICTION_INPUTS: dict[str, str] = {
     "token_loss": "-ln p(t[i] | t[<i]) of every token, NaN for the first [batch pos]",
     "final_logit": "logit after the last token of every token of the sequence [batch pos]",
     "final_logprob": "ln p after the last token of every token of the sequence [batch pos]",
-    "effective": "effective positions EPE[i] = W_pos[i] + MLP_0(W_pos[i]), without a norm [pos d_model]",
-    "position_after_mlp": "what positions change in e + MLP_0(e), without a norm, of token embeddings e [batch pos d_model]",
-    "position_after_layer": "what positions change in the stream after the first layer [batch pos d_model]",
+    "effective": "effective positions EPE[i] = W_pos[i] + MLP_0(W_pos[i]), without a norm [pos "
+    "d_model]",
+    "position_after_mlp": "what positions change in e + MLP_0(e), without a norm, of token "
+    "embeddings e [batch pos d_model]",
+    "position_after_layer": "what positions change in the stream after the first layer [batch pos "
+    "d_model]",
 }
 """Every name that a prediction may take as a parameter.
 
@@ -79,7 +82,8 @@ def prediction(
 KIND = Kind(
     field="predictions",
     word="prediction",
-    meaning="What the model predicts, columns of the sequences table: a list of names. Default: none.",
+    meaning="What the model predicts, columns of the sequences table: a list of names. Default: "
+    "none.",
     registry=PREDICTIONS,
     table=SEQUENCES,
     computed="after the pass",

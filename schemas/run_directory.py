@@ -243,8 +243,10 @@ def check_merged(ledger: pa.Table) -> None:
     wrong = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
     for found in wrong.slice(0, 1).to_pylist():
         raise RunError(
-            f"{found['path']}: holds the rows of {found['shards_max']} shards, and {found['shards_count']} commits refer "
-            "to it; expected as many, or rows would be counted twice; run headcount compact while nobody else is at "
+            f"{found['path']}: holds the rows of {found['shards_max']} shards, and "
+            f"{found['shards_count']} commits refer "
+            "to it; expected as many, or rows would be counted twice; run headcount compact while "
+            "nobody else is at "
             "work on the run"
         )
 
@@ -262,7 +264,8 @@ def find_runs(path: Place) -> list[RunDirectory]:
         raise RunError(f"{path}: cannot be read ({reason(error)})") from None
     if not found:
         raise RunError(
-            f"{path}: no run here; expected a run directory, or a directory that holds run_id=… directories"
+            f"{path}: no run here; expected a run directory, or a directory that holds run_id=… "
+            "directories"
         )
     return found
 

@@ -180,7 +180,8 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         scan.engine == "dense" or scan.weight_processing == "folded"
     ):
         raise ScanError(
-            f"precision: engine = 'dense' and weight_processing = 'folded' compute in {' or '.join(BRIDGE_PRECISIONS[1:])}, "
+            "precision: engine = 'dense' and weight_processing = 'folded' compute in "
+            f"{' or '.join(BRIDGE_PRECISIONS[1:])}, "
             f"got {scan.precision!r}"
         )
     return scan

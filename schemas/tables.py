@@ -164,7 +164,8 @@ SEQUENCES = Table(
         Column(
             "labels",
             pa.list_(pa.string()),
-            "What each token is in the layout of the input family, '' where nothing; NULL where the "
+            "What each token is in the layout of the input family, '' where nothing; NULL where "
+            "the "
             "family has no labels.",
         ),
     ),

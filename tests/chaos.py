@@ -432,12 +432,14 @@ def main() -> None:
             )
             where = made.out.partition("://")[0] if "://" in made.out else "disk"
             print(
-                f"{number + 1}: {where}, {', '.join(result.faults)}: {verdict} in {result.seconds:.0f} s",
+                f"{number + 1}: {where}, {', '.join(result.faults)}: {verdict} in "
+                f"{result.seconds:.0f} s",
                 flush=True,
             )
         print(", ".join(f"{kind} {count}" for kind, count in made.happened.most_common()))
     print(
-        f"{options.schedules} schedules, {expected:,} rows expected, {lost} rows lost, {doubled} rows doubled, "
+        f"{options.schedules} schedules, {expected:,} rows expected, {lost} rows lost, {doubled} "
+        "rows doubled, "
         f"{wrong} rows with other values"
     )
     sys.exit(bool(lost or doubled or wrong))

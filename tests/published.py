@@ -34,7 +34,8 @@ def weights(model: str) -> str:
         find_model(model)
     except ModelError:
         pytest.skip(
-            f"the weights of {model} are neither in a directory of HEADCOUNT_MODELS nor to be had from the Hub"
+            f"the weights of {model} are neither in a directory of HEADCOUNT_MODELS nor to be had "
+            "from the Hub"
         )
     return model
 

@@ -106,8 +106,10 @@ def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
     assert run.stderr.splitlines() == [
         f"error: {scan}: model: missing; expected a Hub id, a local directory, or bundled:NAME",
         f"error: {scan}: n_ctx: input should be greater than or equal to 1, got 0",
-        f"error: {scan}: input: missing; expected where sequences come from: a family and its options",
-        f"error: {scan}: sequences: missing; expected how many sequences; all means as many as the corpus holds",
+        f"error: {scan}: input: missing; expected where sequences come from: a family and its "
+        "options",
+        f"error: {scan}: sequences: missing; expected how many sequences; all means as many as the "
+        "corpus holds",
     ]
 
 
@@ -143,13 +145,15 @@ def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
         (
             {"input": {"family": "uniform_random", "high": 0}},
             [
-                "input: 1 token ids wanted from low = 0 on and below high = 0, 0 are there; widen low and high"
+                "input: 1 token ids wanted from low = 0 on and below high = 0, 0 are there; widen "
+                "low and high"
             ],
         ),
         (
             {"input": {"family": "uniform_random", "lo": 0}},
             [
-                "input.lo: unknown option of uniform_random 'lo': did you mean 'low'? Known: distinct, high, low"
+                "input.lo: unknown option of uniform_random 'lo': did you mean 'low'? Known: "
+                "distinct, high, low"
             ],
         ),
         (
@@ -253,7 +257,8 @@ def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_p
     assert plan_error(
         sequences=1, input={"family": "pile", "files": str(tmp_path / "a.jsonl")}
     ) == [
-        "1 of 2 rows are bad, more than 1%: TMP/a.jsonl:1 (text is null, expected a string); mend or remove them"
+        "1 of 2 rows are bad, more than 1%: TMP/a.jsonl:1 (text is null, expected a string); mend "
+        "or remove them"
     ]
 
 
@@ -326,7 +331,8 @@ def test_numbers_that_are_none_are_named(
 
     (line,) = plan_error(model=str(toy.copy_of(model, tmp_path / "m", spoil)), engine="dense")
     assert line.startswith(
-        "layer 0, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite number"
+        "layer 0, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite "
+        "number"
     )
 
 
@@ -337,7 +343,8 @@ def test_numbers_that_are_none_are_named(
         (b"n_ctx = ", "not valid TOML: Invalid value (at end of document)"),
         (
             b"\xff",
-            "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+            "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start "
+            "byte",
         ),
     ],
 )

@@ -108,8 +108,8 @@ def test_the_page_and_the_terminal_show_every_row_and_every_plot(
     page = (quick / "RESULTS.md").read_text(encoding="utf-8")
     for row in record["rows"]:
         assert (
-            f"| {row['row']} | {row['baseline']} | {row['reach']} | {row['measured']} | {row['verdict']} |"
-            in page
+            f"| {row['row']} | {row['baseline']} | {row['reach']} | {row['measured']} | "
+            f"{row['verdict']} |" in page
         )
     for cell in record["cells"]:
         assert f"| {cell['way']} | " in page

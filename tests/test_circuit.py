@@ -209,7 +209,8 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
         expected = (band[edit].mean(), percent, change.mean(), change.std(ddof=1) / 3)
         np.testing.assert_allclose(found[edit], expected, rtol=1e-9, atol=1e-12)
     (control,) = ask(
-        "SELECT control, control_percent, control_standard_error FROM effects WHERE intervention = 'zero_query_bias'"
+        "SELECT control, control_percent, control_standard_error FROM effects WHERE intervention = "
+        "'zero_query_bias'"
     )
     # Sums of rows in another order may differ in the last bit.
     assert control == (
@@ -275,7 +276,8 @@ def test_the_published_percentiles_of_the_shifts(tmp_path: Path) -> None:
         pytest.skip(f"{texts.name} and {table.name} are not here")
     ask = ask_system("sink_circuit_structure", model, tmp_path, f'texts.input.files="{texts}"')
     found = ask(
-        "SELECT layer + 1, position, p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position"
+        "SELECT layer + 1, position, p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, "
+        "position"
     )
     np.testing.assert_allclose(
         np.array(found), np.loadtxt(table, delimiter=",", skiprows=1), atol=0.01

@@ -391,7 +391,8 @@ def damage(run: RunDirectory, how: str) -> Path:
         ),
         (
             "short",
-            "shard 4: {} holds 2 rows where 3 were committed; delete it, run the scan again, then compact",
+            "shard 4: {} holds 2 rows where 3 were committed; delete it, run the scan again, then "
+            "compact",
         ),
     ],
 )

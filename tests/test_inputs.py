@@ -283,7 +283,8 @@ def test_a_family_that_returns_too_little_is_named():
         (
             "uniform_random",
             {"hihg": 4},
-            "input.hihg: unknown option of uniform_random 'hihg': did you mean 'high'? Known: distinct, high, low",
+            "input.hihg: unknown option of uniform_random 'hihg': did you mean 'high'? Known: "
+            "distinct, high, low",
         ),
         (
             "uniform_random",
@@ -313,7 +314,8 @@ def test_a_family_that_returns_too_little_is_named():
         (
             "backcopy",
             {"text": "a", "variant": "icl"},
-            "input.variant: input should be 'backcopy', 'markov', 'dormant_markov', 'interpolate' or 'uniform', got 'icl'",
+            "input.variant: input should be 'backcopy', 'markov', 'dormant_markov', 'interpolate' "
+            "or 'uniform', got 'icl'",
         ),
         (
             "pile",
@@ -324,8 +326,10 @@ def test_a_family_that_returns_too_little_is_named():
             "uniform_randon",
             {},
             "input.family: unknown input family 'uniform_randon': did you mean 'uniform_random'? "
-            "Known: abac, backcopy, backcopy_test, corrupted_repeat, csv_texts, induction_pos0, ngram_corrupt, "
-            "ngram_order, ngram_overlap, ngram_reversed, pile, repeated_random, repeated_text, shuffled_text, "
+            "Known: abac, backcopy, backcopy_test, corrupted_repeat, csv_texts, induction_pos0, "
+            "ngram_corrupt, "
+            "ngram_order, ngram_overlap, ngram_reversed, pile, repeated_random, repeated_text, "
+            "shuffled_text, "
             "single_token_repeat, text, uniform_random, unigram_random",
         ),
     ],
@@ -373,7 +377,8 @@ def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], messag
         (
             "unigram_random",
             {"text": "/nowhere/a.txt"},
-            "/nowhere/toy: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)",
+            "/nowhere/toy: no tokenizer files; text needs one (tokenizer.json, or vocab.json and "
+            "merges.txt)",
         ),
         (
             "unigram_random",
@@ -388,22 +393,26 @@ def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], messag
         (
             "uniform_random",
             {"low": 5, "high": 5},
-            "input: 1 token ids wanted from low = 5 on and below high = 5, 0 are there; widen low and high",
+            "input: 1 token ids wanted from low = 5 on and below high = 5, 0 are there; widen low "
+            "and high",
         ),
         (
             "uniform_random",
             {"high": 2},
-            "input: 1 token ids wanted from low = 0 on and below high = 2, 0 are there; widen low and high",
+            "input: 1 token ids wanted from low = 0 on and below high = 2, 0 are there; widen low "
+            "and high",
         ),
         (
             "uniform_random",
             {"high": 9, "distinct": True},
-            "input: 8 token ids wanted from low = 0 on and below high = 9, 7 are there; widen low and high",
+            "input: 8 token ids wanted from low = 0 on and below high = 9, 7 are there; widen low "
+            "and high",
         ),
         (
             "repeated_random",
             {"high": 5, "distinct": True},
-            "input: 4 token ids wanted from low = 0 on and below high = 5, 3 are there; widen low and high",
+            "input: 4 token ids wanted from low = 0 on and below high = 5, 3 are there; widen low "
+            "and high",
         ),
     ],
 )

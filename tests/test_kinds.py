@@ -36,7 +36,8 @@ def test_no_two_columns_of_a_table_have_one_name() -> None:
 
 def test_a_table_says_what_one_row_is() -> None:
     assert HEADS.description == (
-        "One row per run, intervention, sequence, layer and head: every statistic as it was measured."
+        "One row per run, intervention, sequence, layer and head: every statistic as it was "
+        "measured."
     )
     assert HEADS.has("head")
     assert not SEQUENCES.has("layer")

@@ -359,7 +359,8 @@ def test_a_sliding_window_is_right_up_to_its_length_and_refused_beyond(shelf: Sh
 
 def test_capped_scores_are_refused(shelf: Shelf):
     assert problem_of(shelf.path("gemma2-capped")) == (
-        "the model's attention uses softcap, which the fused engine does not know; use engine = 'dense'"
+        "the model's attention uses softcap, which the fused engine does not know; use engine = "
+        "'dense'"
     )
 
 
@@ -527,7 +528,8 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
         (config_is(b"[1]"), "/config.json: expected an object, got list"),
         (
             config_is(b'{"n_layers": 2, "d_model": 8}'),
-            "/config.json: has neither model_type (Hugging Face) nor n_heads, d_head, n_ctx, d_vocab "
+            "/config.json: has neither model_type (Hugging Face) nor n_heads, d_head, n_ctx, "
+            "d_vocab "
             "(legacy TransformerLens)",
         ),
         (config_with(model_type="gpt9"), f"{NO_MODEL}The checkpoint you are trying to load has model type `gpt9`"),
@@ -543,7 +545,8 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
         (
             config_with(n_layer=4),
             ": weights missing or of another shape: "
-            "transformer.h.3.attn.c_attn.bias, transformer.h.3.attn.c_attn.weight, transformer.h.3.attn.c_proj.bias, "
+            "transformer.h.3.attn.c_attn.bias, transformer.h.3.attn.c_attn.weight, "
+            "transformer.h.3.attn.c_proj.bias, "
             "transformer.h.3.attn.c_proj.weight, transformer.h.3.ln_1.bias (12 in all)",
         ),
         (
@@ -552,7 +555,8 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
         ),
         (
             lambda p: (p / "model.safetensors").unlink(),
-            ": expected weights as *.safetensors, found config.json, generation_config.json; convert them",
+            ": expected weights as *.safetensors, found config.json, generation_config.json; "
+            "convert them",
         ),
         (
             lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
@@ -620,7 +624,8 @@ class Payload:
         (config_with(n_heads=0), "/config.json: n_heads is 0, expected a positive integer"),
         (
             config_with(positional_embedding_type="rotary"),
-            "/config.json: positional_embedding_type is 'rotary'; only 'standard' is supported for legacy files",
+            "/config.json: positional_embedding_type is 'rotary'; only 'standard' is supported for "
+            "legacy files",
         ),
         (
             config_with(shortformer_pos=True),
@@ -632,7 +637,8 @@ class Payload:
         ),
         (
             config_with(attention_dir="bidirectional"),
-            "/config.json: attention_dir is 'bidirectional'; only 'causal' is supported for legacy files",
+            "/config.json: attention_dir is 'bidirectional'; only 'causal' is supported for legacy "
+            "files",
         ),
         (
             lambda p: (p / "toy_final.pth").unlink(),
@@ -751,7 +757,8 @@ def test_nan_in_a_weight_names_layer_and_statistic(shelf: Shelf, tmp_path: Path,
     with pytest.raises(MeasureError) as caught:
         toy.measure(path, toy.repeating_tokens(4, batch=2), engine=engine)
     assert str(caught.value) == (
-        "layer 1, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite number: "
+        "layer 1, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite "
+        "number: "
         "look at the model's weights and precision"
     )
 

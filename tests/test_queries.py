@@ -281,7 +281,8 @@ def test_adding_a_query_is_one_file(tmp_path: Path) -> None:
     folder = tmp_path / "queries"
     shutil.copytree(QUERIES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (folder / "a_first.sql").write_text(
-        "-- Heads of layer 1.\n-- Stands on by_head, which comes later.\nFROM by_head WHERE layer = 1"
+        "-- Heads of layer 1.\n-- Stands on by_head, which comes later.\nFROM by_head WHERE layer "
+        "= 1"
     )
     write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
     connection = connect(tmp_path / "runs", folder)
@@ -322,7 +323,8 @@ def test_only_whole_committed_files_count(
     ]
     damage = (
         "run a-1: heads/intervention=none/shard-000001.parquet and 1 more is damaged (not as "
-        "committed); its shard is left out of every view. Run the same scan again to measure it anew."
+        "committed); its shard is left out of every view. Run the same scan again to measure it "
+        "anew."
     )
     assert database.damage() == [damage]
     # What is imported says nothing; a command says it once.
@@ -774,7 +776,8 @@ def test_cli(app: typer.Typer, small: Path, tmp_path: Path) -> None:
 
 def test_asking_for_help_is_quick_and_needs_no_torch() -> None:
     code = (
-        "import sys, queries.query_commands; heavy = {'plotly', 'duckdb', 'torch', 'ray', 'pyarrow'} & set(sys.modules); "
+        "import sys, queries.query_commands; heavy = {'plotly', 'duckdb', 'torch', 'ray', "
+        "'pyarrow'} & set(sys.modules); "
         "assert not heavy, heavy; import queries.report, queries.answers; "
         "assert not {'torch', 'ray', 'workers', 'jobs', 'plotly'} & set(sys.modules)"
     )

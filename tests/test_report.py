@@ -190,8 +190,8 @@ def test_rankings_and_dormant_heads(page: webdriver.Chrome) -> None:
     # Scores are n/16 for n = 0 … 14; sixteen times 0.4 is 6.4, so 7 to 14 are induction heads and
     # sinks.
     assert (
-        "8 of the heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4 and a-1."
-        in page.find_element(By.TAG_NAME, "body").text
+        "8 of the heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4 "
+        "and a-1." in page.find_element(By.TAG_NAME, "body").text
     )
     assert len(dormant.find_elements(By.CSS_SELECTOR, ".point")) == LAYERS * HEADS
 

@@ -136,7 +136,8 @@ def test_the_published_heads_have_the_roles_that_were_published() -> None:
     heads = [(0, 0, 0.19, 0.02), (0, 3, 0.50, 0.02), (1, 6, 0.02, 0.33), (1, 7, 0.02, 0.12)]
     database = duckdb.connect()
     database.execute(
-        "CREATE TABLE system_heads (scan TEXT, layer INT, head INT, previous_token_score DOUBLE, induction_score DOUBLE)"
+        "CREATE TABLE system_heads (scan TEXT, layer INT, head INT, previous_token_score DOUBLE, "
+        "induction_score DOUBLE)"
     )
     database.executemany("INSERT INTO system_heads VALUES ('repeated', ?, ?, ?, ?)", heads)
     roles = database.sql(
@@ -314,8 +315,8 @@ def test_an_unknown_system_and_a_wrong_field_are_lines(
         "recency_bias", "--set", "random-49.n_ctx=8", "--out", str(tmp_path / "runs")
     )[1]
     assert (
-        "--set random-49.n_ctx=8: unknown scan or field 'random-49': did you mean 'random-48'? Known: abac-10"
-        in unknown
+        "--set random-49.n_ctx=8: unknown scan or field 'random-49': did you mean 'random-48'? "
+        "Known: abac-10" in unknown
     )
     unwritable = reproduce(
         "recency_bias",

@@ -125,7 +125,8 @@ def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
         ),
         (
             {"profiles": ["score_by_pair"], "n_ctx": 65},
-            "profiles: score_by_pair keeps every pair of a query and a key, so it expects n_ctx <= 64, got 65; "
+            "profiles: score_by_pair keeps every pair of a query and a key, so it expects n_ctx <= "
+            "64, got 65; "
             "lower n_ctx or leave it out",
         ),
         ({"n_ctxt": 8}, f"unknown key 'n_ctxt': did you mean 'n_ctx'? Known: {KNOWN}"),
@@ -264,7 +265,8 @@ def test_a_wrong_override_is_explained_like_a_wrong_file(scan_file: Path):
         ),
         (
             b'model = "\xff"',
-            "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 9: invalid start byte",
+            "not valid TOML: 'utf-8' codec can't decode byte 0xff in position 9: invalid start "
+            "byte",
         ),
     ],
 )
@@ -336,7 +338,8 @@ def test_an_unknown_precision_is_answered_with_the_nearest():
 @pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weight_processing": "folded"}])
 def test_a_low_precision_needs_the_fused_engine(bridged: dict[str, str]):
     assert lines_of(MINIMAL | bridged | {"precision": "bfloat16"}) == [
-        "precision: engine = 'dense' and weight_processing = 'folded' compute in float32 or float64, got 'bfloat16'"
+        "precision: engine = 'dense' and weight_processing = 'folded' compute in float32 or "
+        "float64, got 'bfloat16'"
     ]
     for precision in ("auto", "float32", "float64"):
         assert parse_scan(MINIMAL | bridged | {"precision": precision}).precision == precision

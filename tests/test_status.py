@@ -265,7 +265,8 @@ def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_
         "import sys, time\n"
         "from jobs.cluster_commands import status\n"
         "status(sys.argv[1], None, 'json')\n"
-        "print(time.process_time(), *[l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')])"
+        "print(time.process_time(), *[l.split()[1] for l in open('/proc/self/status') if "
+        "l.startswith('VmHWM')])"
     )
     command = [sys.executable, "-c", program, str(run.path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)

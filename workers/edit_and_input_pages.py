@@ -69,7 +69,8 @@ def interventions_page() -> str:
         lines.append("")
     lines += [
         "## What can be edited\n",
-        "Weights `W_Q`, `W_K`, `W_V`, `W_O`, `b_Q`, `b_K`, `b_V`, `b_O` and `W_pos`, and activations:\n",
+        "Weights `W_Q`, `W_K`, `W_V`, `W_O`, `b_Q`, `b_K`, `b_V`, `b_O` and `W_pos`, and "
+        "activations:\n",
     ]
     lines += [f"* `{name}`: {meaning}" for name, meaning in EDITABLE_ACTIVATIONS.items()]
     return "\n".join(lines) + "\n"

@@ -80,7 +80,8 @@ class Replica:
             partner = None
         elif partner is None:
             raise ModelError(
-                f"{intervention}: takes something from the run on partner sequences, and none are given"
+                f"{intervention}: takes something from the run on partner sequences, and none are "
+                "given"
             )
         edits = bound.edits(self.model)
         fused = settled.engine == "fused"
@@ -140,7 +141,8 @@ class Replica:
                     raise
                 if self.batch.size == 1:
                     raise ModelError(
-                        f"one sequence of {tokens.shape[1]} tokens does not fit the memory; lower n_ctx"
+                        f"one sequence of {tokens.shape[1]} tokens does not fit the memory; lower "
+                        "n_ctx"
                     ) from None
                 self.batch.halve()
                 continue

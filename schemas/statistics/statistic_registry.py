@@ -26,7 +26,8 @@ LAYER_VALUES: dict[str, str] = {
     "b_K": "key bias [head d_head], likewise, repeated where query heads share it",
     "W_K": "key projection [head d_model d_head], likewise",
     "W_O": "output projection [head d_head d_model]",
-    "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]) [pos d_model], NaN where they are not known",
+    "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]) [pos d_model], NaN where "
+    "they are not known",
     "rotary": "whether the model rotates q and k by their positions",
     "tokens": "token ids [batch pos]",
     "labels": "positions that the input family labels, a mask [batch pos] by label",

@@ -27,8 +27,10 @@ LAYER_WEIGHTS: dict[str, str] = {
 
 MODEL_WEIGHTS: dict[str, str] = {
     "W_pos": "position embeddings [pos d_model]",
-    "components": "W_pos, centred over coordinates and positions, along its three largest principal components [pos component]",
-    "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]), without a norm [pos d_model]",
+    "components": "W_pos, centred over coordinates and positions, along its three largest "
+    "principal components [pos component]",
+    "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]), without a norm [pos "
+    "d_model]",
 }
 """Weights that a model has once. What a model has not makes the statistics that read it undefined.
 """
@@ -93,7 +95,8 @@ def _refuse_processed_weights(_: Iterable[WeightStatistic], scan: ScanFacts) -> 
 KIND = Kind(
     field="weight_statistics",
     word="weight statistic",
-    meaning="Statistics of the weights alone, in the weights table: a list of names. Default: none.",
+    meaning="Statistics of the weights alone, in the weights table: a list of names. Default: "
+    "none.",
     registry=WEIGHT_STATISTICS,
     table=WEIGHTS,
     computed="from the weights",

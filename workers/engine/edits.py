@@ -20,7 +20,8 @@ EDITABLE_ACTIVATIONS: dict[str, str] = {
     "q": "queries before any rotation [batch pos head d_head]",
     "k": "keys before any rotation [batch pos head d_head]",
     "v": "values [batch pos head d_head]",
-    "attn_scores": "scores, scaled; those of future keys are masked afterwards [batch head query key]",
+    "attn_scores": "scores, scaled; those of future keys are masked afterwards [batch head query "
+    "key]",
     "pattern": "attention pattern [batch head query key]",
     "z": "Σ_k A[q,k] v[k], before W_O [batch pos head d_head]",
     "attn_out": "what the attention adds to the stream [batch pos d_model]",

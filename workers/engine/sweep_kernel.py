@@ -181,13 +181,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, labels: Labels, scores: str) -> None
     )
     if not alike or q.shape[1] % k.shape[1]:
         raise ModelError(
-            f"{shapes}: expected [batch head pos d_head], alike but for q's heads, a multiple of k's"
+            f"{shapes}: expected [batch head pos d_head], alike but for q's heads, a multiple of "
+            "k's"
         )
     if q.shape[3] > MAX_D_HEAD:
         raise ModelError(f"d_head {q.shape[3]}: the kernel takes at most {MAX_D_HEAD}")
     if q.dtype not in TILES or not q.dtype == k.dtype == v.dtype:
         raise ModelError(
-            f"q {q.dtype}, k {k.dtype}, v {v.dtype}: expected float32, float16 or bfloat16, all the same"
+            f"q {q.dtype}, k {k.dtype}, v {v.dtype}: expected float32, float16 or bfloat16, all "
+            "the same"
         )
     if q.dtype == torch.float32 and scores not in SCORES:
         raise ModelError(unknown("way to multiply scores", scores, SCORES))

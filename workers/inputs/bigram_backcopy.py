@@ -90,7 +90,8 @@ def backcopy(
     """
     if (variant == "interpolate") != (mix is not None):
         raise ScanError(
-            f"input.mix: expected with variant = 'interpolate' only, got mix = {mix} and variant = {variant!r}"
+            f"input.mix: expected with variant = 'interpolate' only, got mix = {mix} and variant = "
+            f"{variant!r}"
         )
     if mix is not None and not 0 <= mix <= 1:
         raise ScanError(f"input.mix: expected a probability, 0 to 1, got {mix}")
@@ -117,7 +118,8 @@ def backcopy_test(
     others = np.flatnonzero(~table.is_trigger(np.arange(len(ids))))
     if draw.length != len(others) + 1:
         raise ScanError(
-            f"n_ctx: backcopy_test has {len(others) + 1} tokens besides the beginning-of-sequence token, the sequence has "
+            f"n_ctx: backcopy_test has {len(others) + 1} tokens besides the beginning-of-sequence "
+            "token, the sequence has "
             f"room for {draw.length}; change n_ctx by {len(others) + 1 - draw.length:+d}"
         )
     symbols = np.append(others, draw.sequence % len(ids))
@@ -136,7 +138,8 @@ def bigrams_of(text: str, triggers: int) -> Bigrams:
     n = len(characters)
     if not 1 <= triggers < n:
         raise ScanError(
-            f"input.triggers: expected 1 to {n - 1}, of the {n} characters of {text}, got {triggers}"
+            f"input.triggers: expected 1 to {n - 1}, of the {n} characters of {text}, got "
+            f"{triggers}"
         )
     unigram = counts / counts.sum()
     pairs = np.bincount(codes[:-1] * n + codes[1:], minlength=n * n).reshape(n, n).astype(float)
@@ -208,7 +211,8 @@ def _uniform_rows(table: Bigrams) -> np.ndarray:
     follows &= ~(triggers[:, None] & triggers)
     if not follows.any(1).all():
         raise ScanError(
-            "input.variant: 'uniform' needs triggers that others follow; take fewer triggers, or another text"
+            "input.variant: 'uniform' needs triggers that others follow; take fewer triggers, or "
+            "another text"
         )
     return follows / follows.sum(1, keepdims=True)
 
@@ -224,8 +228,10 @@ def _ids(draw: Draw, table: Bigrams, text: str, alphabet: Alphabet) -> np.ndarra
     wrong = ids[~np.isin(ids, draw.ordinary)]
     if len(wrong):
         raise ScanError(
-            f"input.text: {text} needs the token ids {ids.min()} to {ids.max()}, and {', '.join(map(str, wrong[:3]))}"
-            f"{' …' if len(wrong) > 3 else ''} of them are no ordinary tokens of the model: its vocabulary is too small, or "
+            f"input.text: {text} needs the token ids {ids.min()} to {ids.max()}, and "
+            f"{', '.join(map(str, wrong[:3]))}"
+            f"{' …' if len(wrong) > 3 else ''} of them are no ordinary tokens of the model: its "
+            "vocabulary is too small, or "
             "they are special; take the model that the task was made for, or another alphabet"
         )
     return ids
@@ -236,7 +242,8 @@ def _tokens_of(draw: Draw, symbols: tuple[str, ...], text: str) -> np.ndarray:
     for symbol, tokens in zip(symbols, encoded, strict=True):
         if len(tokens) != 1:
             raise ScanError(
-                f"input.alphabet: the character {symbol!r} of {text} is {len(tokens)} tokens to the model's tokenizer, "
+                f"input.alphabet: the character {symbol!r} of {text} is {len(tokens)} tokens to "
+                "the model's tokenizer, "
                 "expected 1"
             )
     return np.array([tokens[0] for tokens in encoded])

@@ -256,7 +256,8 @@ class SequenceReader:
         named = [f"{name} ({self.index.problems[name]})" for name in names]
         if len(bad) > BAD_SHARE * len(spanned):
             raise CorpusError(
-                f"{len(bad)} of {len(spanned)} rows are bad, more than {BAD_SHARE:.0%}: {', '.join(named[:3])}"
+                f"{len(bad)} of {len(spanned)} rows are bad, more than {BAD_SHARE:.0%}: "
+                f"{', '.join(named[:3])}"
                 f"{' …' if len(named) > 3 else ''}; mend or remove them"
             )
         return named
@@ -311,7 +312,8 @@ class SequenceReader:
         ids = [] if document is None else self.tokenizer.encode(document.text)
         if document is None or len(ids) != self.index.n_tokens[number]:
             raise CorpusError(
-                f"{self.corpus.sources[source].name}:{row}: changed since the run began; start a new run"
+                f"{self.corpus.sources[source].name}:{row}: changed since the run began; start a "
+                "new run"
             )
         if self.corpus.packing == "concat":
             assert self.separator is not None

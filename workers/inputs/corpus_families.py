@@ -101,7 +101,8 @@ def _list(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
         path = str(where)
         if os.path.isdir(path):
             raise CorpusError(
-                f"input.files: {pattern!r} is a directory; expected files, for instance {pattern.rstrip('/')}/*"
+                f"input.files: {pattern!r} is a directory; expected files, for instance "
+                f"{pattern.rstrip('/')}/*"
             )
         matched = (
             [path]

@@ -177,7 +177,8 @@ def _read_csv(source: Source) -> Iterator[Document]:
         try:
             if "text" not in (rows.fieldnames or ()):
                 raise CorpusError(
-                    f"{source.path}: expected a column text, found {', '.join(rows.fieldnames or ()) or 'nothing'}"
+                    f"{source.path}: expected a column text, found "
+                    f"{', '.join(rows.fieldnames or ()) or 'nothing'}"
                 )
             for row, fields in enumerate(rows):
                 yield _from_csv(row, fields)

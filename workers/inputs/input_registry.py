@@ -41,24 +41,28 @@ class Labelled:
         for label, where in self.labels.items():
             if not isinstance(label, str) or not label:
                 raise ScanError(
-                    f"input family {family}: a label is a string with something in it, got {label!r}"
+                    f"input family {family}: a label is a string with something in it, got "
+                    f"{label!r}"
                 )
             for position in (
                 where if isinstance(where, list | tuple | range | np.ndarray) else [where]
             ):
                 if isinstance(position, bool) or not isinstance(position, int | np.integer):
                     raise ScanError(
-                        f"input family {family}: label {label!r} needs whole positions, got {position!r}"
+                        f"input family {family}: label {label!r} needs whole positions, got "
+                        f"{position!r}"
                     )
                 if not 0 <= position < len(names):
                     last = len(names) - 1
                     raise ScanError(
-                        f"input family {family}: label {label!r} at position {position}, expected 0 to {last}"
+                        f"input family {family}: label {label!r} at position {position}, expected "
+                        f"0 to {last}"
                     )
                 if names[position]:
                     both = f"{names[position]!r} and {label!r}"
                     raise ScanError(
-                        f"input family {family}: position {position} has two labels, {both}; expected one"
+                        f"input family {family}: position {position} has two labels, {both}; "
+                        "expected one"
                     )
                 names[position] = label
         return names
@@ -116,7 +120,8 @@ class Draw:
         if len(ids) < (count if distinct else 1):
             end = "" if high is None else f" and below high = {high}"
             raise ScanError(
-                f"input: {count if distinct else 1} token ids wanted from low = {low} on{end}, {len(ids)} are there; "
+                f"input: {count if distinct else 1} token ids wanted from low = {low} on{end}, "
+                f"{len(ids)} are there; "
                 "widen low and high"
             )
         return self.rng.choice(ids, size=count, replace=not distinct)

@@ -31,7 +31,8 @@ def abac(
     last = draw.length - 2
     if not 4 <= second <= last:
         raise ScanError(
-            f"input.second: expected 4 to {last}, so that the second A and its C stand between the first and the last; "
+            f"input.second: expected 4 to {last}, so that the second A and its C stand between the "
+            "first and the last; "
             f"got {second}"
             if last >= 4
             else f"n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got {draw.length}; raise n_ctx"
@@ -55,7 +56,8 @@ def induction_pos0(
     """
     if draw.length < 3:
         raise ScanError(
-            f"n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got {draw.length}; raise n_ctx"
+            "n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got "
+            f"{draw.length}; raise n_ctx"
         )
     return _lay_out(draw, ["A", "B", *[""] * (draw.length - 3), "A"], "AB", low, high, distinct)
 
@@ -140,7 +142,8 @@ def _lay_out(
     """One token for each of `symbols`, whether or not it occurs, and one for every ""."""
     if len(layout) != draw.length:
         raise ScanError(
-            f"n_ctx: the layout has {len(layout)} tokens besides the beginning-of-sequence token, the sequence has room "
+            f"n_ctx: the layout has {len(layout)} tokens besides the beginning-of-sequence token, "
+            "the sequence has room "
             f"for {draw.length}; change n_ctx by {len(layout) - draw.length:+d}"
         )
     drawn = draw.tokens(len(symbols) + layout.count(""), low, high, distinct)

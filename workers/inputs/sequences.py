@@ -71,7 +71,8 @@ class Sequences:
             raise ModelError(f"{info.name} names no beginning-of-sequence token; set bos = false")
         if self.length < 1:
             raise ScanError(
-                f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence token"
+                f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
+                "token"
             )
         if self.family.synthetic and scan.sequences == "all":
             raise ScanError(
@@ -135,8 +136,10 @@ class Sequences:
             assert self.index is not None
             bad = [f"{place} ({problem})" for place, problem in self.index.problems.items()]
             raise CorpusError(
-                f"input: the corpus holds {held} sequences of {self.text_length} tokens of text ({self.corpus.packing} packing), "
-                f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or pack with concat"
+                f"input: the corpus holds {held} sequences of {self.text_length} tokens of text "
+                f"({self.corpus.packing} packing), "
+                f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or "
+                "pack with concat"
                 f"{f'; {len(bad)} bad rows were left out, the first is {bad[0]}' if bad else ''}"
             )
         return held if asked == "all" else asked
@@ -191,7 +194,8 @@ class Sequences:
         )
         if self.corpus.packing == "concat" and separator is None:
             raise ModelError(
-                f"{self.info.name} names no end-of-text token to join documents with; pack by document"
+                f"{self.info.name} names no end-of-text token to join documents with; pack by "
+                "document"
             )
         return SequenceReader(self.corpus, self.index, self.tokenizer, self.text_length, separator)
 
@@ -231,7 +235,8 @@ class Sequences:
         tokens = np.asarray(returned.tokens if isinstance(returned, Labelled) else returned)
         if tokens.shape != (self.length,):
             raise ScanError(
-                f"input family {family.name}: returned shape {tokens.shape}, expected ({self.length},)"
+                f"input family {family.name}: returned shape {tokens.shape}, expected "
+                f"({self.length},)"
             )
         return tokens, returned.names(family.name) if isinstance(returned, Labelled) else None
 

@@ -134,6 +134,7 @@ def _period(draw: Draw, period: int | None) -> int:
 def _ordinary(draw: Draw, option: str, token: int) -> int:
     if token not in draw.ordinary:
         raise ScanError(
-            f"input.{option}: expected an ordinary token id of the model ({draw.ordinary[0]} to {draw.ordinary[-1]}), got {token}"
+            f"input.{option}: expected an ordinary token id of the model ({draw.ordinary[0]} to "
+            f"{draw.ordinary[-1]}), got {token}"
         )
     return token

@@ -159,7 +159,8 @@ def intervention(function: Callable[..., Any]) -> Callable[..., Any]:
     for name in reads:
         if name not in known:
             raise ValueError(
-                f"intervention {function.__name__!r}: {unknown(f'thing that an edit of {target} reads', name, known)}"
+                f"intervention {function.__name__!r}: "
+                f"{unknown(f'thing that an edit of {target} reads', name, known)}"
             )
     if function.__name__ in INTERVENTIONS:
         raise ValueError(f"intervention {function.__name__!r} is defined twice")

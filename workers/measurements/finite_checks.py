@@ -68,7 +68,8 @@ def check_means(
         axes = places_on_axes(formulas[name], means[name].mean.shape[-1])
         place = ", ".join(f"{axis} {at[entry]}" for axis, at in axes.items())
         raise MeasureError(
-            f"{_place(layer, head)}: profile {name} is not finite at {place} for one of the sequences "
+            f"{_place(layer, head)}: profile {name} is not finite at {place} for one of the "
+            "sequences "
             f"{first} to {first + sequences - 1} of the shard; expected finite numbers: look "
             "at the model's weights and precision"
         )

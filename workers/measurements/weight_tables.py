@@ -96,7 +96,8 @@ def _finite(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     for name, weight in weights.items():
         if not weight.isfinite().all():
             raise MeasureError(
-                f"{where}: {name} is not finite; expected finite numbers: look at the weights, or leave out weight_statistics"
+                f"{where}: {name} is not finite; expected finite numbers: look at the weights, or "
+                "leave out weight_statistics"
             )
     return weights
 

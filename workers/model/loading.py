@@ -66,7 +66,8 @@ def _load_hf(info: ModelInfo, device: str, dtype: torch.dtype) -> Loaded:
     absent = sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])})
     if absent:
         raise ModelError(
-            f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} ({len(absent)} in all)"
+            f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} "
+            f"({len(absent)} in all)"
         )
     model.eval().requires_grad_(False).to(device)
     # The bridge replaces modules in place, so the bare tree is copied first; the tensors stay
@@ -101,7 +102,8 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> Loaded:
     for key, plain in LEGACY_PLAIN.items():
         if raw.get(key) not in (None, plain):
             raise ModelError(
-                f"{path}/config.json: {key} is {raw[key]!r}; only {plain!r} is supported for legacy files"
+                f"{path}/config.json: {key} is {raw[key]!r}; only {plain!r} is supported for "
+                "legacy files"
             )
     fields = (
         "n_layers",

@@ -78,7 +78,8 @@ def find_model(spec: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(spec, revision=revision, allow_patterns=HUB_FILES))
     except Exception as error:
         raise ModelError(
-            f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub ({reason(error)})"
+            f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub "
+            f"({reason(error)})"
         ) from None
 
 
@@ -108,7 +109,8 @@ def weight_files(path: Path, layout: str) -> list[Path]:
     if not files:
         found = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ModelError(
-            f"{path}: expected weights as *.safetensors, found {found}; convert them, nothing is unpickled"
+            f"{path}: expected weights as *.safetensors, found {found}; convert them, nothing is "
+            "unpickled"
         )
     return files
 
@@ -153,7 +155,8 @@ def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     missing = [name for name in names if not isinstance(config.get(name), int)]
     if missing:
         raise ModelError(
-            f"{path}/config.json: has neither model_type (Hugging Face) nor {', '.join(missing)} (legacy TransformerLens)"
+            f"{path}/config.json: has neither model_type (Hugging Face) nor {', '.join(missing)} "
+            "(legacy TransformerLens)"
         )
     shape = {name: config[name] for name in names}
     try:

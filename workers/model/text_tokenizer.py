@@ -22,7 +22,8 @@ class TextTokenizer:
         size = self._tokenizer.get_vocab_size()
         if size < 2 or size > d_vocab:
             raise ModelError(
-                f"{path}: its tokenizer has {size} tokens and the model {d_vocab}; tokenizer files are missing or another model's"
+                f"{path}: its tokenizer has {size} tokens and the model {d_vocab}; tokenizer files "
+                "are missing or another model's"
             )
 
     @cached_property
@@ -53,7 +54,8 @@ def _load(path: Path) -> Any:
         for name in ("vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
     ):
         raise ModelError(
-            f"{path}: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
+            f"{path}: no tokenizer files; text needs one (tokenizer.json, or vocab.json and "
+            "merges.txt)"
         )
     from transformers import AutoTokenizer
 
