@@ -112,6 +112,10 @@ def _possible() -> str | None:
         or not all(map(shutil.which, ("ip", "unshare", "mount")))
     ):
         return "needs Linux, root, ip, unshare and mount"
+    if " " in sys.executable or Path(sys.executable).is_relative_to("/tmp"):
+        return (
+            "Ray splits paths at spaces, and each machine has a /tmp of its own: Python lies there"
+        )
     tried = subprocess.run(
         "ip netns add hctry && ip netns del hctry && unshare --mount mount -t tmpfs tmpfs /mnt",
         shell=True, capture_output=True, text=True, check=False,

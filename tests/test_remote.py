@@ -34,6 +34,7 @@ from jobs.submission import JobClient, _forwarded
 from schemas.errors import HeadcountError, RunError, ScanError
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
+from tests.processes import programs_without_spaces
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "a-token-of-this-test-and-no-other"
@@ -80,10 +81,11 @@ def cluster() -> Iterator[str]:
         "object-store-memory": 100_000_000,
         "temp-dir": directory,
     }
-    bin_directory = Path(sys.executable).parent
-    command = [str(bin_directory / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
+    programs = programs_without_spaces(Path(directory))
+    command = [str(programs / "python"), "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command.append("--disable-usage-stats")
     command += [f"--{name}={value}" for name, value in options.items()]
-    env = environment() | {"PATH": f"{bin_directory}{os.pathsep}{os.environ['PATH']}"}
+    env = environment() | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     log = Path(directory) / "head.log"
     with log.open("w") as written:
         head = psutil.Popen(command, env=env, stdout=written, stderr=subprocess.STDOUT)
