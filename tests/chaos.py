@@ -9,6 +9,7 @@ an undisturbed run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -158,7 +159,8 @@ def fault(function: Callable[[World], None]) -> Callable[[World], None]:
 def replica_killed(world: World) -> None:
     """kill -9, whatever it is doing."""
     for process in world.replicas()[:1]:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @fault

@@ -4,6 +4,7 @@ code; only the store is shared.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -84,7 +85,8 @@ class Machines:
         """The machine is gone: every process of it, at once."""
         node = psutil.Process(self.nodes[name].pid)
         for process in [*node.children(recursive=True), node]:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # Its parent's end may have ended it.
+                process.kill()
 
     def scan(self, file: Path, out: str) -> subprocess.Popen[str]:
         """The user's command, on the head's machine."""
@@ -190,7 +192,8 @@ def _answers(machines: Machines, head: subprocess.Popen[bytes]) -> None:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         process.kill()
     process.wait(30)
 

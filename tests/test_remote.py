@@ -101,7 +101,10 @@ def cluster() -> Iterator[str]:
         head.terminate()
         _, alive = psutil.wait_procs(started, timeout=1)
         for process in alive:
-            process.kill()
+            with contextlib.suppress(
+                psutil.NoSuchProcess
+            ):  # It may have ended by itself meanwhile.
+                process.kill()
         psutil.wait_procs(alive)
         shutil.rmtree(directory, ignore_errors=True)
 
