@@ -148,22 +148,20 @@ def page(results: dict[str, Any]) -> str:
     parts = [
         "# Precision",
         "How far every column of `heads` that there was drifts from float64 in each value of a "
-        "scan's `precision`. A column stands "
-        "where the input defines it. Written by `make precision`.",
-        "A drift is that of one row's value. Probabilities and shares drift absolutely; everything "
-        "else relative to the "
-        "float64 value, or to 1 where that is smaller. *Acceptable*: 99 of 100 values within "
-        f"{ACCEPTABLE:g} for every "
-        "standard probability and norm. Whatever the precision, sums, norms, softmax, the residual "
-        "stream and the statistics are "
-        "float32 (float64 in `float64`); it names the format of the factors of products.",
+        "scan's `precision`. A column stands where the input defines it. Written by `make "
+        "precision`.",
+        "A drift is that of one row's value. Probabilities and shares drift absolutely; "
+        "everything else relative to the float64 value, or to 1 where that is smaller. "
+        f"*Acceptable*: 99 of 100 values within {ACCEPTABLE:g} for every standard probability and "
+        "norm. Whatever the precision, sums, norms, softmax, the residual stream and the "
+        "statistics are float32 (float64 in `float64`); it names the format of the factors of "
+        "products.",
         f'`precision = "auto"` means {defaults}; scans that need the '
         'bridge (`engine = "dense"`, folded weights) then use `float32`.',
         f"Measured on {hardware(results)}. The text is this project's own documentation at that "
-        "commit, byte by byte. A format "
-        "that the device lacks is imitated: factors are rounded and multiplied in float32, as "
-        "tensor cores do. On this CPU that "
-        "is float16 and TF32; bfloat16 is native, and rounds results as well.",
+        "commit, byte by byte. A format that the device lacks is imitated: factors are rounded "
+        "and multiplied in float32, as tensor cores do. On this CPU that is float16 and TF32; "
+        "bfloat16 is native, and rounds results as well.",
         "## Verdicts",
         "The largest 99th percentile among standard probabilities and norms, and the column that "
         "has it.",

@@ -29,9 +29,9 @@ from rich.console import Console
 
 from benchmarks.measured_on import machine
 from jobs.dispatch import dispatch
-from jobs.plan import Plan, make_plan, prepare_run
+from jobs.plan import Plan, begun_precisions, make_plan, prepare_run
 from jobs.ray_cluster import Resources, connect
-from jobs.run_loop import missing_shards
+from jobs.run_loop import missing_shards, say_what_differs
 from jobs.status import read_status
 from schemas.commits import COMMITS, DROPPED, FOLD, Method
 from schemas.intervention import NONE, Intervention
@@ -42,6 +42,7 @@ from schemas.tables import chance_column
 from workers.interventions.settlement import Settlement
 from workers.model.model_info import ModelInfo
 from workers.process import prepare_process
+from workers.provenance.machine import device_name, measuring_versions
 from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
@@ -207,7 +208,15 @@ def _commit(plan: Plan, shard: int) -> dict[str, Any]:
         "replica": f"node-{shard % 50}-{shard % 100}",
         "attempt": 1,
     }
-    how = {"engine": "fused", "precision": "float32", "bad_rows": [], "files": files}
+    method = {"intervention": "none", "engine": "fused", "precision": "float32"}
+    how = {
+        "code": plan.code,
+        "device": device_name("cpu"),
+        "versions": [version.model_dump() for version in measuring_versions()],
+        "methods": [method | {"attention": "tiles", "built_layers": []}],
+        "bad_rows": [],
+        "files": files,
+    }
     what = {
         "run_id": plan.run.run_id,
         "shard": shard,
@@ -219,10 +228,24 @@ def _commit(plan: Plan, shard: int) -> dict[str, Any]:
     return what | times | who | how
 
 
-QUESTIONS: dict[str, Callable[[Plan], Any]] = {
-    "plan": lambda plan: len(plan.run.ledger([])),
+def plan_again(plan: Plan) -> int:
+    """What `headcount plan` reads of a run that was begun: how many shards are done."""
+    assert begun_precisions(plan.run) == {"float32"}
+    return plan.done
+
+
+def resume(plan: Plan) -> int:
+    """What `headcount resume` reads before the first shard: how many are missing."""
+    missing = missing_shards(plan)
+    assert begun_precisions(plan.run) == {"float32"}
+    assert list(say_what_differs(plan.run, [], print)) == []
+    return len(missing)
+
+
+QUESTIONS: dict[str, Callable[[Plan], int]] = {
+    "plan": plan_again,
     "status": lambda plan: read_status(plan.run).done,
-    "resume": lambda plan: len(missing_shards(plan)),
+    "resume": resume,
 }
 
 

@@ -12,7 +12,7 @@ from jobs.corpus_index import index_corpus
 from schemas.errors import RunError, ScanError
 from schemas.manifest import Manifest, Meanings, fingerprints
 from schemas.places import Place, write_whole
-from schemas.run_directory import RunDirectory, covered, differing_keys, pc
+from schemas.run_directory import RunDirectory, covered, differing_keys
 from schemas.scan import Scan
 from workers.inputs import INPUTS, find_input
 from workers.inputs.corpus import Index, Watch, unwatched
@@ -111,8 +111,7 @@ def check_scan(scan: Scan) -> list[BoundIntervention]:
             have = ", ".join(sorted(f.name for f in INPUTS.values() if f.partner))
             raise ScanError(
                 f"interventions: '{bound.intervention}' takes something from the run on partner "
-                "sequences, and the family "
-                f"{family.name} has none; families with partners: {have}"
+                f"sequences, and the family {family.name} has none; families with partners: {have}"
             )
     return interventions
 
@@ -255,8 +254,8 @@ def check_not_older(run: RunDirectory, manifest: Manifest) -> None:
     if manifest.older:
         raise RunError(
             f"{run.path}: begun by an older headcount (code {manifest.code}), so it can be read "
-            "and not gone on with; "
-            "run the scan again without --run, which starts a new run, or go on with that code"
+            "and not gone on with; run the scan again without --run, which starts a new run, or "
+            "go on with that code"
         )
 
 
@@ -277,8 +276,8 @@ def _check_corpus(run: RunDirectory, before: dict[str, Any], now: dict[str, Any]
             break
     raise RunError(
         f"{run.path}: the corpus is not the one that the run was begun with: "
-        f"{', '.join(differing)}; files may be added "
-        "after those that were there, none changed or taken away. Start a new run"
+        f"{', '.join(differing)}; files may be added after those that were there, none changed or "
+        "taken away. Start a new run"
     )
 
 
@@ -331,13 +330,13 @@ def write_manifest(plan: Plan) -> None:
 
 
 def begun_precisions(run: RunDirectory) -> frozenset[str]:
-    """The precisions in which shards of a run were measured: one, or none yet.
+    """The precision in which shards of a run were measured; none before there are shards.
 
-    A replica checks its own against them (`workers.interventions.settlement.check_begun`). What `auto` means
-    depends on the model, which only replicas load.
+    A replica checks its own against it (`workers.interventions.settlement.check_begun`). What
+    `auto` means depends on the model, which only replicas load.
     """
-    methods = pc.list_flatten(run.ledger(["methods"])["methods"])
-    return frozenset(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
+    commit = run.oldest_commit(["methods"])
+    return frozenset() if commit is None else frozenset(m["precision"] for m in commit["methods"])
 
 
 def _index_file(run: RunDirectory) -> Place:

@@ -41,8 +41,7 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
     if _is_relative_directory(scan.model):
         raise ScanError(
             f"model: {scan.model} is a directory of this machine; expected bundled:NAME, a Hub id "
-            "or "
-            "an absolute path that every node mounts"
+            "or an absolute path that every node mounts"
         )
     check_scan(scan)
     if scan.model.startswith("bundled:"):

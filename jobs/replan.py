@@ -40,6 +40,5 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if override.partition("=")[0].strip() not in SETTABLE:
             raise ScanError(
                 f"--set {override}: expected {' or '.join(SETTABLE)}, which change no row of a "
-                "run; "
-                "for anything else start a new run with headcount scan"
+                "run; for anything else start a new run with headcount scan"
             )

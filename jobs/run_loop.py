@@ -89,10 +89,9 @@ def _refuse_other_code(plan: Plan, verify: bool) -> None:
     if grows or len(_requested(plan, missing_shards(plan, verify))):
         raise RunError(
             f"{plan.run.run_id}: begun with code {plan.before.code}, and the code here is "
-            f"{plan.code}, which may measure "
-            "something else; --allow-other-code goes on, and every shard says which code measured "
-            "it; or start a new "
-            "run with --set out=ANOTHER_DIRECTORY"
+            f"{plan.code}, which may measure something else; --allow-other-code goes on, and every "
+            "shard says which code measured it; or start a new run with --set "
+            "out=ANOTHER_DIRECTORY"
         )
 
 
@@ -177,8 +176,8 @@ def say_what_differs(
     """Pass outcomes on; say once of each device and each set of libraries that the run was not begun
     with.
     """
-    first = run.ledger(["device", "versions"]).slice(0, 1).to_pylist()
-    begun = (first[0]["device"], _versions(first[0]["versions"])) if first else None
+    oldest = run.oldest_commit(["device", "versions"])
+    begun = None if oldest is None else (oldest["device"], _versions(oldest["versions"]))
     said: set[str] = set()
     for outcome in outcomes:
         if isinstance(outcome, Commit):

@@ -151,8 +151,7 @@ class JobClient:
             if time.monotonic() > deadline:
                 raise RunError(
                     f"{self.url}: job {job.job_id} is still {job.state} after {STOP_SECONDS:.0f} "
-                    "s; "
-                    "stop it again"
+                    "s; stop it again"
                 )
             with self._explained():
                 # A job that waits for its node cannot be stopped yet, so ask again and again.
@@ -213,9 +212,8 @@ class JobClient:
         except AuthenticationError as error:
             raise RunError(
                 f"{self.url}: the cluster refused the token ({_first_sentence(error.message)}); "
-                "set "
-                "RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or its file in "
-                "RAY_AUTH_TOKEN_PATH (else ~/.ray/auth_token)"
+                "set RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN or its file "
+                "in RAY_AUTH_TOKEN_PATH (else ~/.ray/auth_token)"
             ) from None
         except ConnectionError as error:
             raise RunError(

@@ -194,8 +194,8 @@ def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict
             connection.execute("INSERT INTO ledger.unmeasured_views VALUES (?, ?)", [name, column])
         message = _text(f"view {name!r} cannot be answered from these runs: {problem}")
         connection.execute(
-            f"CREATE VIEW {_name(name)} AS "
-            f"SELECT error({message}) AS missing WHERE error({message}) IS NULL"
+            f"CREATE VIEW {_name(name)} AS SELECT error({message}) AS missing WHERE "
+            f"error({message}) IS NULL"
         )
     return descriptions
 

@@ -107,8 +107,7 @@ SHARDS: Columns = {
     "methods": (
         COMMITS.field("methods").type,
         "How each intervention was measured: intervention, engine, precision, attention (tiles, "
-        "kernel or matrix) and the "
-        "layers whose pattern was built because an edit needs it.",
+        "kernel or matrix) and the layers whose pattern was built because an edit needs it.",
     ),
     "bad_rows": (pa.list_(pa.string()), "Rows of the corpus that could not be used."),
 }
@@ -231,8 +230,7 @@ def _same_meanings(runs: list[Run]) -> None:
             if meanings is None:
                 raise QueryError(
                     f"run {run.directory.run_id}: {run.shards_of(code)} were measured by code "
-                    f"{code}, of which its manifest "
-                    "says nothing; compare manifest.json with a copy"
+                    f"{code}, of which its manifest says nothing; compare manifest.json with a copy"
                 )
             for field, fingerprints in meanings.items():
                 for name, fingerprint in fingerprints.items():
@@ -248,8 +246,7 @@ def _same_meanings(runs: list[Run]) -> None:
                         )
                         raise QueryError(
                             f"{WORDS[field]} {name!r} has one formula in {one} ({known}) and "
-                            f"another in {two} "
-                            f"({fingerprint}); {way}"
+                            f"another in {two} ({fingerprint}); {way}"
                         )
 
 

@@ -214,11 +214,26 @@ def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = N
             return table.take(np.argsort(table["shard"].to_numpy(), kind="stable"))
 
 
+def read_oldest(directory: Place, run_id: str, columns: Sequence[str]) -> dict[str, Any] | None:
+    """Some columns of one of a run's first commits; none before there is one.
+
+    A million commits take a gigabyte, and what holds for all of them can be read off one.
+    """
+    while True:
+        try:
+            for part in read_parts(directory, run_id, columns):
+                if len(part):
+                    return part.slice(0, 1).to_pylist()[0]
+            return None
+        except FileNotFoundError:
+            continue  # Folded meanwhile.
+
+
 def read_parts(
     directory: Place, run_id: str, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The same in parts of bounded size and in no order; FileNotFoundError where somebody else
-    folds meanwhile.
+    """The same as `read_ledger` in parts of bounded size, the oldest fold first, loose commits last;
+    FileNotFoundError where somebody else folds meanwhile.
     """
     wanted = list(dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)]))
     found = list(names(directory))
@@ -233,7 +248,6 @@ def read_parts(
         schema = pa.schema([COMMITS.field(name) for name in wanted])
         loose = _read_files(pool, directory, run_id, files, schema)
         new = ~np.isin(loose["shard"].to_numpy(), np.concatenate([*folded, np.empty(0, int)]))
-        yield _marked(loose.filter(pa.array(new)), folded=False)
         for start in range(0, len(folds), READERS):
             tables = pool.map(
                 lambda name, count: _read_fold(directory / name, wanted, count),
@@ -242,6 +256,7 @@ def read_parts(
             )
             for table in tables:
                 yield _marked(table, folded=True)
+        yield _marked(loose.filter(pa.array(new)), folded=False)
 
 
 def _read_fold(file: Place, wanted: list[str], count: np.ndarray) -> pa.Table:

@@ -73,8 +73,7 @@ class Kind(Generic[F]):
         if in_rows != (self.named_by is not None):
             raise ValueError(
                 f"kind {self.field!r}: expected `named_by` where values are averaged or come from "
-                "the "
-                f"weights, and nowhere else; got named_by = {self.named_by!r}"
+                f"the weights, and nowhere else; got named_by = {self.named_by!r}"
             )
         if self.averaged and self.computed != "in every layer":
             raise ValueError(

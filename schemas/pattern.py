@@ -1,10 +1,10 @@
 """The questions that can be put to an attention pattern without ever building it.
 
-`A[q, k]` is the softmax pattern of one head, `S[q, k]` its pre-softmax score (scaled, causal: `k <=
-q`), T = `n_ctx`. Both are as edits leave them. Where an edit hides a key from a query, `S[q, k]` is
-not defined: answers are NaN, and so is everything that is computed from them. Answers have the axes
-`[batch head query]` if nothing else is said. Statistics and profiles see a pattern only through
-this protocol.
+`A[q, k]` is the softmax pattern of one head, `S[q, k]` its pre-softmax score (scaled, causal:
+`k <= q`), T = `n_ctx`. Both are as edits leave them. Where an edit hides a key from a query,
+`S[q, k]` is not defined: answers are NaN, and so is everything that is computed from them. Answers
+have the axes `[batch head query]` if nothing else is said. Statistics and profiles see a pattern
+only through this protocol.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Pattern(Protocol):
         ...
 
     def without(self, b_Q: Tensor) -> Pattern:
-        """The pattern of queries less `b_Q [head d_head]`: the causal softmax of `scale (q[q] -
-        b_Q)·k[k]`. Edits of scores and of the pattern do not enter.
+        """The pattern of queries less `b_Q [head d_head]`: the causal softmax of
+        `scale (q[q] - b_Q)·k[k]`. Edits of scores and of the pattern do not enter.
         """
         ...
 

@@ -117,8 +117,8 @@ def place(where: str | Place) -> Place:
     if "@" in rest.partition("/")[0]:
         raise ScanError(
             f"{scheme}://…@{rest.rpartition('@')[2]}: an address is kept with the run and must "
-            "hold no credentials; "
-            "set them in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, an instance profile)"
+            "hold no credentials; set them in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, an "
+            "instance profile)"
         )
     if not rest.partition("/")[0]:
         raise ScanError(f"{text}: expected {scheme}://BUCKET/PATH")

@@ -1,12 +1,14 @@
 """What a run directory holds, and which of it counts.
 
-runs/run_id=NAME-HASH/ ├── scan.toml        as submitted ├── manifest.json    everything resolved:
-what is measured, with what, by which code ├── index/           lengths of the corpus's documents,
-where there is a corpus ├── heads/intervention=none/shard-000000.parquet …     (sequences/,
-profiles/ and curves/ alike) ├── weights/intervention=none/shard-000000.parquet     where the scan
-asks for some ├── failures/shard-000000.json     attempts that failed, and why └──
-commits/shard-000000.json      written last: a shard is done if and only if its commit is in the
-ledger (commits.py)
+runs/run_id=NAME-HASH/
+├── scan.toml        as submitted
+├── manifest.json    everything resolved: what is measured, with what, by which code
+├── index/           lengths of the corpus's documents, where there is a corpus
+├── heads/intervention=none/shard-000000.parquet …     (sequences/, profiles/ and curves/ alike)
+├── weights/intervention=none/shard-000000.parquet     where the scan asks for some
+├── failures/shard-000000.json     attempts that failed, and why
+└── commits/shard-000000.json      written last: a shard is done if and only if its commit is in
+                                   the ledger (commits.py)
 """
 
 # pyarrow has no types.
@@ -27,7 +29,15 @@ import pyarrow as pa
 import pyarrow.compute
 from pydantic import ValidationError
 
-from schemas.commits import READERS, Commit, commit_name, commits_of, read_ledger, read_parts
+from schemas.commits import (
+    READERS,
+    Commit,
+    commit_name,
+    commits_of,
+    read_ledger,
+    read_oldest,
+    read_parts,
+)
 from schemas.errors import RunError
 from schemas.kinds import TABLES
 from schemas.manifest import Manifest
@@ -124,9 +134,16 @@ class RunDirectory:
         except (OSError, pa.ArrowException) as error:
             raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
 
+    def oldest_commit(self, columns: Sequence[str]) -> dict[str, Any] | None:
+        """Some columns of one of the first commits; none before there is one."""
+        try:
+            return read_oldest(self.commits_directory, self.run_id, columns)
+        except (OSError, pa.ArrowException) as error:
+            raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
+
     def ledger_parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """The same in parts of bounded size and in no order; for whoever is alone at work on the
-        run.
+        """The commits that count in parts of bounded size, each in no order; for whoever is alone
+        at work on the run.
         """
         try:
             yield from read_parts(self.commits_directory, self.run_id, columns)
@@ -244,10 +261,8 @@ def check_merged(ledger: pa.Table) -> None:
     for found in wrong.slice(0, 1).to_pylist():
         raise RunError(
             f"{found['path']}: holds the rows of {found['shards_max']} shards, and "
-            f"{found['shards_count']} commits refer "
-            "to it; expected as many, or rows would be counted twice; run headcount compact while "
-            "nobody else is at "
-            "work on the run"
+            f"{found['shards_count']} commits refer to it; expected as many, or rows would be "
+            "counted twice; run headcount compact while nobody else is at work on the run"
         )
 
 

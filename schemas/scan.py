@@ -181,8 +181,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     ):
         raise ScanError(
             "precision: engine = 'dense' and weight_processing = 'folded' compute in "
-            f"{' or '.join(BRIDGE_PRECISIONS[1:])}, "
-            f"got {scan.precision!r}"
+            f"{' or '.join(BRIDGE_PRECISIONS[1:])}, got {scan.precision!r}"
         )
     return scan
 

@@ -165,8 +165,7 @@ SEQUENCES = Table(
             "labels",
             pa.list_(pa.string()),
             "What each token is in the layout of the input family, '' where nothing; NULL where "
-            "the "
-            "family has no labels.",
+            "the family has no labels.",
         ),
     ),
     order=("sequence",),

@@ -14,8 +14,8 @@ from selenium import webdriver
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking "
-    "--disable-component-update --disable-sync --window-size=1400,1000"
+    "--disable-background-networking --disable-component-update --disable-sync "
+    "--window-size=1400,1000"
 )
 
 

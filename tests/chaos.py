@@ -441,8 +441,7 @@ def main() -> None:
         print(", ".join(f"{kind} {count}" for kind, count in made.happened.most_common()))
     print(
         f"{options.schedules} schedules, {expected:,} rows expected, {lost} rows lost, {doubled} "
-        "rows doubled, "
-        f"{wrong} rows with other values"
+        f"rows doubled, {wrong} rows with other values"
     )
     sys.exit(bool(lost or doubled or wrong))
 

@@ -261,16 +261,14 @@ def test_the_bundled_model_takes_its_table():
         (
             {"info": {"bos_token_id": 0}},
             "input.text: TEXT needs the token ids 0 to 4, and 0 of them are no ordinary tokens of "
-            "the model: its vocabulary "
-            "is too small, or they are special; take the model that the task was made for, or "
-            "another alphabet",
+            "the model: its vocabulary is too small, or they are special; take the model that the "
+            "task was made for, or another alphabet",
         ),
         (
             {"info": {"d_vocab": 3, "bos_token_id": 0, "eos_token_id": 0}},
             "input.text: TEXT needs the token ids 0 to 4, and 0, 3, 4 of them are no ordinary "
-            "tokens of the model: its "
-            "vocabulary is too small, or they are special; take the model that the task was made "
-            "for, or another alphabet",
+            "tokens of the model: its vocabulary is too small, or they are special; take the "
+            "model that the task was made for, or another alphabet",
         ),
         ({"triggers": 5}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 5"),
         ({"triggers": 0}, "input.triggers: expected 1 to 4, of the 5 characters of TEXT, got 0"),
@@ -288,8 +286,7 @@ def test_the_bundled_model_takes_its_table():
         (
             {"family": "backcopy_test"},
             "n_ctx: backcopy_test has 3 tokens besides the beginning-of-sequence token, the "
-            "sequence has room for 32; "
-            "change n_ctx by -29",
+            "sequence has room for 32; change n_ctx by -29",
         ),
         (
             {"text": "/nowhere/a.txt"},

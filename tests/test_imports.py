@@ -205,8 +205,8 @@ def test_two_files_never_differ_by_their_folder_alone() -> None:
 
 def test_importing_the_front_door_is_light_and_says_nothing() -> None:
     code = (
-        "import headcount, sys; "
-        "print(sorted({'duckdb', 'numpy', 'plotly', 'pyarrow', 'ray', 'torch'} & set(sys.modules)))"
+        "import headcount, sys; print(sorted({'duckdb', 'numpy', 'plotly', 'pyarrow', 'ray', "
+        "'torch'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

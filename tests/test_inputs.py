@@ -327,10 +327,9 @@ def test_a_family_that_returns_too_little_is_named():
             {},
             "input.family: unknown input family 'uniform_randon': did you mean 'uniform_random'? "
             "Known: abac, backcopy, backcopy_test, corrupted_repeat, csv_texts, induction_pos0, "
-            "ngram_corrupt, "
-            "ngram_order, ngram_overlap, ngram_reversed, pile, repeated_random, repeated_text, "
-            "shuffled_text, "
-            "single_token_repeat, text, uniform_random, unigram_random",
+            "ngram_corrupt, ngram_order, ngram_overlap, ngram_reversed, pile, repeated_random, "
+            "repeated_text, shuffled_text, single_token_repeat, text, uniform_random, "
+            "unigram_random",
         ),
     ],
 )

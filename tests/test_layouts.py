@@ -156,14 +156,12 @@ def test_with_replacement_tokens_may_meet():
         (
             "ngram_overlap", 10, {"n": 3},
             "n_ctx: the layout has 8 tokens besides the beginning-of-sequence token, the sequence "
-            "has room for 9; "
-            "change n_ctx by -1",
+            "has room for 9; change n_ctx by -1",
         ),
         (
             "ngram_order", 13, {},
-            "n_ctx: the layout has 19 tokens besides the beginning-of-sequence token, the sequence "
-            "has room for 12; "
-            "change n_ctx by +7",
+            "n_ctx: the layout has 19 tokens besides the beginning-of-sequence token, the "
+            "sequence has room for 12; change n_ctx by +7",
         ),
     ],
 )  # fmt: skip

@@ -529,8 +529,7 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
         (
             config_is(b'{"n_layers": 2, "d_model": 8}'),
             "/config.json: has neither model_type (Hugging Face) nor n_heads, d_head, n_ctx, "
-            "d_vocab "
-            "(legacy TransformerLens)",
+            "d_vocab (legacy TransformerLens)",
         ),
         (config_with(model_type="gpt9"), f"{NO_MODEL}The checkpoint you are trying to load has model type `gpt9`"),
         (config_with(model_type=3), NO_MODEL),
@@ -544,9 +543,8 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
         (config_with(vocab_size=70), ": weights missing or of another shape: transformer.wte.weight (1 in all)"),
         (
             config_with(n_layer=4),
-            ": weights missing or of another shape: "
-            "transformer.h.3.attn.c_attn.bias, transformer.h.3.attn.c_attn.weight, "
-            "transformer.h.3.attn.c_proj.bias, "
+            ": weights missing or of another shape: transformer.h.3.attn.c_attn.bias, "
+            "transformer.h.3.attn.c_attn.weight, transformer.h.3.attn.c_proj.bias, "
             "transformer.h.3.attn.c_proj.weight, transformer.h.3.ln_1.bias (12 in all)",
         ),
         (
@@ -560,13 +558,13 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
         ),
         (
             lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
-            ": expected weights as *.safetensors, "
-            "found config.json, generation_config.json, pytorch_model.bin; convert them",
+            ": expected weights as *.safetensors, found config.json, generation_config.json, "
+            "pytorch_model.bin; convert them",
         ),
         (
             lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:-400]),
-            ": the weights cannot be loaded "
-            "(Error while deserializing header: incomplete metadata, file not fully covered)",
+            ": the weights cannot be loaded (Error while deserializing header: incomplete "
+            "metadata, file not fully covered)",
         ),
         (
             lambda p: (p / "model.safetensors").write_bytes(b""),
@@ -758,8 +756,7 @@ def test_nan_in_a_weight_names_layer_and_statistic(shelf: Shelf, tmp_path: Path,
         toy.measure(path, toy.repeating_tokens(4, batch=2), engine=engine)
     assert str(caught.value) == (
         "layer 1, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite "
-        "number: "
-        "look at the model's weights and precision"
+        "number: look at the model's weights and precision"
     )
 
 

@@ -173,10 +173,8 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
         entropy = column_fingerprint(STATISTICS["entropy"])
         assert str(refused.value) == (
             "statistic 'entropy' has one formula in 2 shards from 0 to 1 of run "
-            f"{begun.run.run_id}, by code {HERE} ({entropy}) "
-            f"and another in shard 2 of run {begun.run.run_id}, by code {OTHER} ({OTHER}); --code "
-            f"{OTHER} reads the latter "
-            "alone"
+            f"{begun.run.run_id}, by code {HERE} ({entropy}) and another in shard 2 of run "
+            f"{begun.run.run_id}, by code {OTHER} ({OTHER}); --code {OTHER} reads the latter alone"
         )
         for code, sequences in ((HERE, [0, 1, 2, 3]), (OTHER, [4, 5])):
             connection = connect(begun.run.path, code=code)

@@ -777,8 +777,8 @@ def test_cli(app: typer.Typer, small: Path, tmp_path: Path) -> None:
 def test_asking_for_help_is_quick_and_needs_no_torch() -> None:
     code = (
         "import sys, queries.query_commands; heavy = {'plotly', 'duckdb', 'torch', 'ray', "
-        "'pyarrow'} & set(sys.modules); "
-        "assert not heavy, heavy; import queries.report, queries.answers; "
-        "assert not {'torch', 'ray', 'workers', 'jobs', 'plotly'} & set(sys.modules)"
+        "'pyarrow'} & set(sys.modules); assert not heavy, heavy; import queries.report, "
+        "queries.answers; assert not {'torch', 'ray', 'workers', 'jobs', 'plotly'} & "
+        "set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=QUERIES.parent)

@@ -125,9 +125,8 @@ def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
         ),
         (
             {"profiles": ["score_by_pair"], "n_ctx": 65},
-            "profiles: score_by_pair keeps every pair of a query and a key, so it expects n_ctx <= "
-            "64, got 65; "
-            "lower n_ctx or leave it out",
+            "profiles: score_by_pair keeps every pair of a query and a key, so it expects n_ctx "
+            "<= 64, got 65; lower n_ctx or leave it out",
         ),
         ({"n_ctxt": 8}, f"unknown key 'n_ctxt': did you mean 'n_ctx'? Known: {KNOWN}"),
         ({"zzz": 8}, f"unknown key 'zzz': Known: {KNOWN}"),

@@ -1,5 +1,5 @@
-"""A replica that computes nothing, for tests of what happens around it; `python -m
-tests.toy_replica` is headcount with it.
+"""A replica that computes nothing, for tests of what happens around it;
+`python -m tests.toy_replica` is headcount with it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Write docs/interventions.md and docs/inputs.md from their registries: `python -m
-workers.edit_and_input_pages`.
+"""Write docs/interventions.md and docs/inputs.md from their registries:
+`python -m workers.edit_and_input_pages`.
 """
 
 from __future__ import annotations

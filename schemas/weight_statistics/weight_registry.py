@@ -61,11 +61,11 @@ def weight(
 ) -> Callable[[F], F]:
     """Register a function as a statistic of the `weights` table.
 
-    Its parameters are names of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`, in float64. It returns `[head
-    index]`, or `[head]` along axis "none", and without the axis of heads where heads share the
-    values. `defined` takes `rotary` and says whether a model has the statistic; one that reads a
-    weight that the model does not have is undefined too. What is `of_directions`, as a
-    cosine, is NULL if one of its vectors is zero.
+    Its parameters are names of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`, in float64. It returns
+    `[head index]`, or `[head]` along axis "none", and without the axis of heads where heads share
+    the values. `defined` takes `rotary` and says whether a model has the statistic; one that reads
+    a weight that the model does not have is undefined too. What is `of_directions`, as a cosine, is
+    NULL if one of its vectors is zero.
     """
 
     def register(function: F) -> F:

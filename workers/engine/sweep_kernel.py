@@ -118,10 +118,10 @@ def sweep(
     """Answer z, the log-sum-exp and the row sums of A in one pass that never holds A.
 
     q `[batch head pos d_head]`; k, v `[batch kv_head pos d_head]`, where query head h reads kv head
-    h // (head // kv_head). An item of `labels` is (query_label, key_label, lag), int32 `[batch
-    pos]`: k is a member for q if and only if query_label[q] = key_label[k] >= 0 and k <= q - lag.
-    `scores` says how float32 factors are multiplied (`SCORES`); float16 and bfloat16 ones know one
-    way only, as they are and summed in float32, and A is rounded to their dtype for A·v.
+    h // (head // kv_head). An item of `labels` is (query_label, key_label, lag), int32
+    `[batch pos]`: k is a member for q if and only if query_label[q] = key_label[k] >= 0 and k <= q
+    - lag. `scores` says how float32 factors are multiplied (`SCORES`); float16 and bfloat16 ones
+    know one way only, as they are and summed in float32, and A is rounded to their dtype for A·v.
     """
     _check(q, k, v, labels, scores)
     batch, heads, n_ctx, d_head = q.shape

@@ -119,8 +119,8 @@ def backcopy_test(
     if draw.length != len(others) + 1:
         raise ScanError(
             f"n_ctx: backcopy_test has {len(others) + 1} tokens besides the beginning-of-sequence "
-            "token, the sequence has "
-            f"room for {draw.length}; change n_ctx by {len(others) + 1 - draw.length:+d}"
+            f"token, the sequence has room for {draw.length}; change n_ctx by "
+            f"{len(others) + 1 - draw.length:+d}"
         )
     symbols = np.append(others, draw.sequence % len(ids))
     return Labelled(ids[symbols], {"trigger": np.flatnonzero(table.is_trigger(symbols))})
@@ -229,10 +229,9 @@ def _ids(draw: Draw, table: Bigrams, text: str, alphabet: Alphabet) -> np.ndarra
     if len(wrong):
         raise ScanError(
             f"input.text: {text} needs the token ids {ids.min()} to {ids.max()}, and "
-            f"{', '.join(map(str, wrong[:3]))}"
-            f"{' …' if len(wrong) > 3 else ''} of them are no ordinary tokens of the model: its "
-            "vocabulary is too small, or "
-            "they are special; take the model that the task was made for, or another alphabet"
+            f"{', '.join(map(str, wrong[:3]))}{' …' if len(wrong) > 3 else ''} of them are no "
+            "ordinary tokens of the model: its vocabulary is too small, or they are special; take "
+            "the model that the task was made for, or another alphabet"
         )
     return ids
 
@@ -243,7 +242,6 @@ def _tokens_of(draw: Draw, symbols: tuple[str, ...], text: str) -> np.ndarray:
         if len(tokens) != 1:
             raise ScanError(
                 f"input.alphabet: the character {symbol!r} of {text} is {len(tokens)} tokens to "
-                "the model's tokenizer, "
-                "expected 1"
+                "the model's tokenizer, expected 1"
             )
     return np.array([tokens[0] for tokens in encoded])

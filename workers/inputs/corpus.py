@@ -257,8 +257,7 @@ class SequenceReader:
         if len(bad) > BAD_SHARE * len(spanned):
             raise CorpusError(
                 f"{len(bad)} of {len(spanned)} rows are bad, more than {BAD_SHARE:.0%}: "
-                f"{', '.join(named[:3])}"
-                f"{' …' if len(named) > 3 else ''}; mend or remove them"
+                f"{', '.join(named[:3])}{' …' if len(named) > 3 else ''}; mend or remove them"
             )
         return named
 

@@ -121,8 +121,7 @@ class Draw:
             end = "" if high is None else f" and below high = {high}"
             raise ScanError(
                 f"input: {count if distinct else 1} token ids wanted from low = {low} on{end}, "
-                f"{len(ids)} are there; "
-                "widen low and high"
+                f"{len(ids)} are there; widen low and high"
             )
         return self.rng.choice(ids, size=count, replace=not distinct)
 

@@ -32,8 +32,7 @@ def abac(
     if not 4 <= second <= last:
         raise ScanError(
             f"input.second: expected 4 to {last}, so that the second A and its C stand between the "
-            "first and the last; "
-            f"got {second}"
+            f"first and the last; got {second}"
             if last >= 4
             else f"n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got {draw.length}; raise n_ctx"
         )
@@ -143,8 +142,8 @@ def _lay_out(
     if len(layout) != draw.length:
         raise ScanError(
             f"n_ctx: the layout has {len(layout)} tokens besides the beginning-of-sequence token, "
-            "the sequence has room "
-            f"for {draw.length}; change n_ctx by {len(layout) - draw.length:+d}"
+            f"the sequence has room for {draw.length}; change n_ctx by "
+            f"{len(layout) - draw.length:+d}"
         )
     drawn = draw.tokens(len(symbols) + layout.count(""), low, high, distinct)
     token = dict(zip(symbols, drawn, strict=False))

@@ -1,14 +1,14 @@
 """Interventions by name: a function whose first parameter names what it edits.
 
-That parameter is a weight of the attention layers (`W_Q [head d_model d_head]`, `b_Q [head
-d_head]`, …), `W_pos [pos d_model]`, or an activation (`workers.engine.edits.EDITABLE_ACTIVATIONS`).
-The function returns the edited tensor and leaves its arguments alone. Further parameters name what
-it reads: `circuit` is what the untouched weights say of positions, `layer` the number of the layer;
-the edit of an activation may read `tokens`, what the layer has known before
-(`workers.engine.edits.readable`), and `partner`, which is its own target in the run on the partner
-sequences. Keyword-only parameters are options, numbers or one of some names, written in a scan as
-`name(1,0.5)` in their order; one named `layer` says where the edit is made, otherwise it is made in
-every layer. `a+b` is a, then b.
+That parameter is a weight of the attention layers (`W_Q [head d_model d_head]`,
+`b_Q [head d_head]`, …), `W_pos [pos d_model]`, or an activation
+(`workers.engine.edits.EDITABLE_ACTIVATIONS`). The function returns the edited tensor and leaves its
+arguments alone. Further parameters name what it reads: `circuit` is what the untouched weights say
+of positions, `layer` the number of the layer; the edit of an activation may read `tokens`, what the
+layer has known before (`workers.engine.edits.readable`), and `partner`, which is its own target in
+the run on the partner sequences. Keyword-only parameters are options, numbers or one of some names,
+written in a scan as `name(1,0.5)` in their order; one named `layer` says where the edit is made,
+otherwise it is made in every layer. `a+b` is a, then b.
 """
 
 from __future__ import annotations

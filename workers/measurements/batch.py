@@ -141,12 +141,12 @@ class PendingBatch:
     lists: dict[str, dict[str, Tensor]]
     """By field and formula: `[batch layer head entry]`, or `[batch layer entry]`."""
     means: dict[str, dict[str, Tensor]]
-    """By field and formula, count, mean and M2 over the batch: `[3 layer head entry]`, or `[3 layer
-    entry]`.
+    """By field and formula, count, mean and M2 over the batch: `[3 layer head entry]`, or
+    `[3 layer entry]`.
     """
     chance: dict[str, Tensor]
-    """By field, what uniform attention would score as the statistics `with_chance`: `[statistic
-    batch]`.
+    """By field, what uniform attention would score as the statistics `with_chance`:
+    `[statistic batch]`.
     """
     predictions: dict[str, dict[str, Tensor]]
     """By field and formula: `[batch]` or `[batch pos]`."""

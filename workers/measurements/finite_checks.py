@@ -69,9 +69,8 @@ def check_means(
         place = ", ".join(f"{axis} {at[entry]}" for axis, at in axes.items())
         raise MeasureError(
             f"{_place(layer, head)}: profile {name} is not finite at {place} for one of the "
-            "sequences "
-            f"{first} to {first + sequences - 1} of the shard; expected finite numbers: look "
-            "at the model's weights and precision"
+            f"sequences {first} to {first + sequences - 1} of the shard; expected finite numbers: "
+            "look at the model's weights and precision"
         )
 
 

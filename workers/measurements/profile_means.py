@@ -56,8 +56,8 @@ Aggregates = dict[str, Aggregate]
 
 
 def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
-    """Count, mean and M2 over the sequences of a batch that have a value, in float64: `[3 head
-    entry]`, or `[3 entry]`.
+    """Count, mean and M2 over the sequences of a batch that have a value, in float64:
+    `[3 head entry]`, or `[3 entry]`.
     """
     if profile.axis == "pair":
         query, key = torch.tril_indices(*values.shape[-2:], device=values.device)
