@@ -8,10 +8,10 @@ from typing import Any
 from jobs.plan import Plan, check_not_older, make_plan
 from schemas.errors import RunError, ScanError
 from schemas.run_directory import RunDirectory
-from schemas.scan import override_fields, parse_scan
+from schemas.scan import CHANGES_NO_ROW, override_fields, parse_scan
 
-SETTABLE = ("batch_size", "sequences")
-"""Fields of a scan that change no row: more sequences extend a run."""
+SETTABLE = tuple(field for field in CHANGES_NO_ROW if field != "out")
+"""Fields of a scan that a run may go on with otherwise: more sequences extend it."""
 
 
 def replan(run: RunDirectory, overrides: Sequence[str] = ()) -> Plan:

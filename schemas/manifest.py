@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from schemas.kinds import KINDS
+from schemas.scan import CHANGES_NO_ROW, RENAMED
 
 Meanings = dict[str, dict[str, str]]
 """Fingerprint by name, by field of the manifest that describes the name."""
@@ -71,13 +72,6 @@ class Manifest(BaseModel):
         return _translated(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else fields
 
 
-WORDS = {"weights": "weight_processing", "outputs": "predictions"}
-"""Fields of older scans and manifests, and what they are called today."""
-
-SIZES = ("sequences", "batch_size")
-"""Fields of a scan that older identities held."""
-
-
 def _translated(fields: dict[str, Any]) -> dict[str, Any]:
     """A manifest of older code, whose identity held sizes and fingerprints, in today's words; any
     other as it is.
@@ -85,10 +79,10 @@ def _translated(fields: dict[str, Any]) -> dict[str, Any]:
     old = cast("dict[str, Any]", fields.get("identity") or {})
     if "batch_size" not in old.get("scan", {}):
         return fields
-    scan = {WORDS.get(name, name): value for name, value in old["scan"].items()}
+    scan = {RENAMED.get(name, name): value for name, value in old["scan"].items()}
     known = {key: old[key] for key in ("model", "corpus") if key in old}
-    known["scan"] = {name: value for name, value in scan.items() if name not in SIZES}
-    renamed = {WORDS.get(name, name): value for name, value in fields.items()}
+    known["scan"] = {name: value for name, value in scan.items() if name not in CHANGES_NO_ROW}
+    renamed = {RENAMED.get(name, name): value for name, value in fields.items()}
     kinds = {kind.field: renamed.get(kind.field, {}) for kind in KINDS}
     changed = {"identity": known, "kinds": kinds, "batch_size": scan["batch_size"]}
     return renamed | changed | {"older": True}

@@ -21,7 +21,7 @@ from schemas.errors import ModelError, ScanError
 from schemas.predictions import PREDICTION_INPUTS
 from tests import published
 from tests import toy_models as toy
-from workers.engine.prediction_inputs import FOUND_BY
+from workers.engine.prediction_inputs import COMPUTED_BY
 from workers.model.loading import load_model
 from workers.model.model import Model, bridge_of
 from workers.model.model_info import describe, find_model
@@ -134,7 +134,7 @@ def test_cosines_of_effective_positions_equal_their_definitions(gpt2: Path, engi
 
 
 def test_what_every_output_may_read_is_computed_by_something() -> None:
-    assert set(FOUND_BY) == set(PREDICTION_INPUTS)
+    assert set(COMPUTED_BY) == set(PREDICTION_INPUTS)
 
 
 @pytest.mark.parametrize("family", ["LlamaConfig", "OPTConfig"])

@@ -12,10 +12,11 @@ from torch import Tensor
 from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_pattern import MASKED, DensePattern, causal_softmax
+from workers.engine.dense_pattern import MASKED, DensePattern
 from workers.engine.edits import WHOLE_PATTERN, Edits, hidden_keys
 from workers.engine.engine import Activations, Done, OnFinal, OnLayer
 from workers.engine.token_pairs import TokenPairs
+from workers.model.attention_layers import causal_softmax
 from workers.model.model import Hook, Model, wide
 
 Tensors = dict[str, Tensor]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.token_pairs import TokenPairs
+from workers.model.attention_layers import causal_softmax
 
 MASKED = -1e30
 """Score of a key in the future: finite, so that 0 · MASKED is 0 and not NaN."""
@@ -118,9 +119,3 @@ class DensePattern:
 
     def positions(self) -> Tensor:
         return torch.arange(self.n_ctx, dtype=self.pattern.dtype, device=self.pattern.device)
-
-
-def causal_softmax(scores: Tensor) -> Tensor:
-    """The pattern that scores make when no query sees the future."""
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, MASKED).softmax(-1)

@@ -21,14 +21,17 @@ CHUNK_BYTES = 64 << 20
 
 
 class PredictionInputs(dict[str, Tensor]):
-    """What `schemas.predictions.PREDICTION_INPUTS` names, each computed when it is first asked for."""
+    """What `schemas.predictions.PREDICTION_INPUTS` names, each computed when it is first asked for.
+
+    `hidden` is the stream after the last norm `[batch pos d_model]`.
+    """
 
     def __init__(self, model: Model, hidden: Tensor, tokens: Tensor) -> None:
         super().__init__()
         self.model, self.hidden, self.tokens = model, hidden, tokens
 
     def __missing__(self, name: str) -> Tensor:
-        self.update(FOUND_BY[name](self))
+        self.update(COMPUTED_BY[name](self))
         return self[name]
 
     def rows(self, stream: Tensor) -> list[Tensor]:
@@ -38,11 +41,6 @@ class PredictionInputs(dict[str, Tensor]):
     def unembed(self, x: Tensor) -> Tensor:
         """Logits of a part of the stream."""
         return self.model.unembed(x)
-
-
-def prediction_inputs(model: Model, hidden: Tensor, tokens: Tensor) -> PredictionInputs:
-    """What predictions read, from the stream after the last norm `[batch pos d_model]`."""
-    return PredictionInputs(model, hidden, tokens)
 
 
 def check_unembedding(model: Model) -> None:
@@ -105,19 +103,19 @@ def _positions(p: PredictionInputs) -> dict[str, Tensor]:
 
 def _first_layer(p: PredictionInputs, edits: Edits) -> Tensor:
     """The stream after the first layer `[batch pos d_model]`."""
-    found: list[Tensor] = []
+    streams: list[Tensor] = []
 
-    def keep(_layer: int, seen: Activations) -> None:
-        found.append(seen["resid_post"])
+    def keep(_layer: int, activations: Activations) -> None:
+        streams.append(activations["resid_post"])
         raise Done
 
     DenseEngine(p.model, edits).run(p.tokens, {}, keep)
-    return found[0]
+    return streams[0]
 
 
 WITHOUT_POSITIONS = Edits([Edit("pos_embed", lambda positions, _: torch.zeros_like(positions))])
 
-FOUND_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
+COMPUTED_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
     "tokens": lambda p: {"tokens": p.tokens},
     "positions_known": _positions,
     "token_loss": _token_losses,

@@ -142,25 +142,17 @@ def intervention(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(function, eval_str=True).parameters
     options = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     target, *reads = [name for name in parameters if name not in options] or [""]
-    if target not in (
-        known := ("", *EDITABLE_WEIGHTS, *EDITABLE_EMBEDDINGS, *EDITABLE_ACTIVATIONS)
-    ):
-        raise ValueError(f"intervention {function.__name__!r}: {unknown('target', target, known)}")
-    known = (
-        "circuit",
-        *(
-            readable(target)
-            if target in EDITABLE_ACTIVATIONS
-            else ("layer",)
-            if target in EDITABLE_WEIGHTS
-            else ()
-        ),
-    )
+    targets = ("", *EDITABLE_WEIGHTS, *EDITABLE_EMBEDDINGS, *EDITABLE_ACTIVATIONS)
+    if target not in targets:
+        raise ValueError(
+            f"intervention {function.__name__!r}: {unknown('target', target, targets)}"
+        )
+    can_read = _readable(target)
     for name in reads:
-        if name not in known:
+        if name not in can_read:
             raise ValueError(
                 f"intervention {function.__name__!r}: "
-                f"{unknown(f'thing that an edit of {target} reads', name, known)}"
+                f"{unknown(f'thing that an edit of {target} reads', name, can_read)}"
             )
     if function.__name__ in INTERVENTIONS:
         raise ValueError(f"intervention {function.__name__!r} is defined twice")
@@ -169,6 +161,15 @@ def intervention(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__name__, function, target, tuple(reads), options, meaning
     )
     return function
+
+
+def _readable(target: str) -> tuple[str, ...]:
+    """What the edit of a target may read besides the target itself."""
+    if target in EDITABLE_ACTIVATIONS:
+        return ("circuit", *readable(target))
+    if target in EDITABLE_WEIGHTS:
+        return ("circuit", "layer")
+    return ("circuit",)
 
 
 def bind(intervention: Intervention) -> BoundIntervention:

@@ -26,7 +26,7 @@ from schemas.statistics import Statistic
 from schemas.tables import SEQUENCES, chance_column
 from workers.engine.engine import Activations, Engine
 from workers.engine.fused_pattern import uniform_pattern
-from workers.engine.prediction_inputs import prediction_inputs
+from workers.engine.prediction_inputs import PredictionInputs
 from workers.engine.token_pairs import find_matches
 from workers.measurements.finite_checks import (
     check_lists,
@@ -307,7 +307,7 @@ def _predicted(
     predictions: dict[str, dict[str, Tensor]] = {}
     predicted: dict[str, dict[str, Tensor]] = {}
     if requested.after_the_pass:
-        inputs = prediction_inputs(engine.model, final.pop(), tokens)
+        inputs = PredictionInputs(engine.model, final.pop(), tokens)
         for kind, formulas in requested.computed("after the pass"):
             values = {f.name: defined_or_nan(f, inputs) for f in formulas}
             predictions[kind.field] = values

@@ -147,8 +147,8 @@ def score_problem(
     if not made.shape == shown.shape == pattern.shape:
         shapes = [list(x.shape) for x in (made, shown, pattern)]
         return False, f"q·k, scores and pattern have the shapes {shapes}, which differ"
-    shows = _differ(_causal_softmax(shown), pattern) < TOLERANCE
-    if (off := _differ(_causal_softmax(made), pattern)) < TOLERANCE:
+    shows = _differ(causal_softmax(shown), pattern) < TOLERANCE
+    if (off := _differ(causal_softmax(made), pattern)) < TOLERANCE:
         return shows, None
     rest = (shown - made).tril()
     if shows:
@@ -167,7 +167,8 @@ TOLERANCE = 1e-4
 """Largest difference of a probability between the pattern of a model and that of q·k."""
 
 
-def _causal_softmax(scores: Tensor) -> Tensor:
+def causal_softmax(scores: Tensor) -> Tensor:
+    """The pattern that scores make when no query sees the future."""
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(future, -math.inf).softmax(-1)
 
