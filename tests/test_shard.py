@@ -133,14 +133,21 @@ def test_a_commit_counts_what_was_written(plan: Plan) -> None:
 def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
     assert missing_shards(plan).tolist() == []
     path = local(plan.run.data_file("heads", "none", 1))
-    whole = path.read_bytes()
+    commit = local(plan.run.commit_file(1))
+    whole, committed = path.read_bytes(), commit.read_bytes()
     try:
         for damaged in (whole[:-1], whole[:-4] + b"\0\0\0\0", b"", None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
             assert missing_shards(plan).tolist() == [1]
+            assert not commit.exists()
+            commit.write_bytes(committed)
+        path.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+        assert missing_shards(plan).tolist() == []
+        assert missing_shards(plan, verify=True).tolist() == [1]
+        commit.write_bytes(committed)
     finally:
         path.write_bytes(whole)
-    assert missing_shards(plan).tolist() == []
+    assert missing_shards(plan, verify=True).tolist() == []
 
 
 def test_the_last_failure_is_noted(plan: Plan) -> None:

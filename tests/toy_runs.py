@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from schemas.commits import Commit, DataFile, Method, Version
+from schemas.digests import digest_of
 from schemas.kinds import table_schema
 from schemas.manifest import Manifest
+from schemas.parquet import parquet_bytes
 from schemas.places import Place
 from schemas.profiles import PROFILES
 from schemas.run_directory import RunDirectory
@@ -227,14 +228,17 @@ def _write(
 ) -> DataFile:
     path = local(directory.data_file(table, intervention, shard))
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(content, path, compression="zstd")
+    metadata = {"run_id": directory.run_id, "intervention": intervention}
+    file = parquet_bytes(content.replace_schema_metadata(metadata))
+    path.write_bytes(file)
     relative = str(path.relative_to(local(directory.path)))
     return DataFile(
         table=table,
         intervention=intervention,
         path=relative,
         rows=content.num_rows,
-        bytes=path.stat().st_size,
+        bytes=file.size,
+        digest=digest_of(file),
     )
 
 
