@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from schemas.commits import (
     fold,
     write_fold,
 )
-from schemas.damage import CommittedFile, Ranges, declared_ranges, in_words, problem
+from schemas.damage import Bounds, CommittedFile, declared_bounds, in_words, problem
 from schemas.digests import digest_of
 from schemas.errors import RunError
 from schemas.kinds import TABLES
@@ -238,17 +238,15 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
     delete(run.path / path for path in sorted(moved_from))
 
 
-def _read(
-    run: RunDirectory, manifest: Manifest, files: list[tuple[Commit, DataFile]]
-) -> pa.Table:
+def _read(run: RunDirectory, manifest: Manifest, files: list[tuple[Commit, DataFile]]) -> pa.Table:
     """The rows of some shards, from all the files that hold them."""
     by_path: dict[str, list[tuple[Commit, DataFile]]] = {}
     for commit, file in files:
         by_path.setdefault(file.path, []).append((commit, file))
     sources = [_committed_file(found) for found in by_path.values()]
-    ranges = declared_ranges(manifest)
+    bounds = declared_bounds(manifest)
     with ThreadPoolExecutor(READERS) as pool:
-        tables = list(pool.map(lambda file: _read_file(run, manifest, file, ranges), sources))
+        tables = list(pool.map(lambda file: _read_file(run, manifest, file, bounds), sources))
     for file, table in zip(sources, tables, strict=True):
         if table.schema != tables[0].schema:
             raise DamagedShards(
@@ -275,12 +273,12 @@ def _committed_file(found: list[tuple[Commit, DataFile]]) -> CommittedFile:
 
 
 def _read_file(
-    run: RunDirectory, manifest: Manifest, file: CommittedFile, ranges: Ranges
+    run: RunDirectory, manifest: Manifest, file: CommittedFile, bounds: Mapping[str, Bounds]
 ) -> pa.Table:
     """The rows of a file that count; a file that is not as committed is never merged."""
     try:
         with _opened(run.path / file.path) as content:
-            why = problem(run.path, manifest, file, ranges, content)
+            why = problem(run.path, manifest, file, bounds, content)
             if why is None:
                 content.seek(0)
                 table = read_content(content)

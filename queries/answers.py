@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from queries.connection import view_descriptions
+from queries.connection import hold_to_commits, view_descriptions
 from schemas.errors import QueryError, unknown
 
 Format: TypeAlias = Literal["table", "csv", "json", "parquet"]
@@ -90,6 +90,7 @@ def run_query(connection: duckdb.DuckDBPyConnection, text: str, limit: int | Non
     prefix, sql = _one_question(f"FROM {text}" if is_view else text)
     # The rows of an EXPLAIN are the plan, not the answer.
     ending = f" LIMIT {limit}" if limit is not None and not prefix else ""
+    hold_to_commits(connection, f"FROM (\n{sql}\n)")
     cursor = connection.cursor()
     try:
         cursor.execute("BEGIN TRANSACTION READ ONLY")

@@ -309,7 +309,9 @@ def _with_fields(lists: pa.ListArray, type_: pa.ListType) -> pa.ListArray:
         files.field(f.name) if f.name in known else pa.array([""] * len(files), f.type)
         for f in fields
     ]
-    return pa.ListArray.from_arrays(lists.offsets, pa.StructArray.from_arrays(arrays, fields=fields))
+    return pa.ListArray.from_arrays(
+        lists.offsets, pa.StructArray.from_arrays(arrays, fields=fields)
+    )
 
 
 OWN_DIGEST = re.compile(r"fold-\d+-([0-9a-f]{32})\.parquet")

@@ -50,8 +50,8 @@ LISTED = 65_536
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
-Ranges = Mapping[str, Mapping[str, tuple[float, float]]]
-"""Smallest and largest possible value, by table and column."""
+Bounds = Mapping[str, tuple[float, float]]
+"""Smallest and largest possible value of each measured column of a table."""
 
 
 @dataclass(frozen=True)
@@ -243,11 +243,11 @@ def by_content(
     home: Place, manifest: Manifest, parts: Iterable[pa.Table], threads: int = READERS
 ) -> Iterator[tuple[CommittedFile, str | None]]:
     """Every file of a ledger, each once, and what is wrong with it; none where it is as committed."""
-    ranges = declared_ranges(manifest)
+    bounds = declared_bounds(manifest)
     seen: set[str] = set()
 
     def examined(file: CommittedFile) -> tuple[CommittedFile, str | None]:
-        return file, problem(home, manifest, file, ranges)
+        return file, problem(home, manifest, file, bounds)
 
     with ThreadPoolExecutor(threads) as pool:
         for part in parts:
@@ -258,21 +258,25 @@ def by_content(
                 yield from pool.map(examined, some)
 
 
-def declared_ranges(manifest: Manifest) -> Ranges:
-    """The range of every column that has one."""
-    ranges: dict[str, dict[str, tuple[float, float]]] = {}
-    for table, columns in columns_of(manifest.kinds).items():
-        ranges[table] = {}
-        for name, column in columns.items():
-            if "range" in (facts := dict(column.facts)):
-                low, high = json.loads(facts["range"])
-                bounds = (-math.inf if low is None else low, math.inf if high is None else high)
-                ranges[table][name] = bounds
-    return ranges
+def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
+    """The measured columns of every table, and the range of each."""
+    return {
+        table: {name: _bounds(dict(column.facts)) for name, column in columns.items()}
+        for table, columns in columns_of(manifest.kinds).items()
+    }
+
+
+def _bounds(facts: Mapping[str, str]) -> tuple[float, float]:
+    low, high = json.loads(facts.get("range", "[null, null]"))
+    return (-math.inf if low is None else low, math.inf if high is None else high)
 
 
 def problem(
-    home: Place, manifest: Manifest, file: CommittedFile, ranges: Ranges, content: Any = None
+    home: Place,
+    manifest: Manifest,
+    file: CommittedFile,
+    bounds: Mapping[str, Bounds],
+    content: Any = None,
 ) -> str | None:
     """What is wrong with a committed file, in words that follow its path; none if it is as
     committed. `content` is the open file, where it is open already.
@@ -286,40 +290,38 @@ def problem(
     try:
         if content is None:
             with open_whole(home / file.path) as opened:
-                return problem(home, manifest, file, ranges, opened)
+                return problem(home, manifest, file, bounds, opened)
         size = content.seek(0, os.SEEK_END)
         if size != file.bytes:
             return _size_problem(size, file.bytes)
         if file.digest:
             if digest_of_file(content) != file.digest:
                 return "has other content than was committed"
-            return _footer_problem(pq.read_metadata(content), ranges.get(file.table, {}))
-        return _older_problem(content, manifest, file, ranges.get(file.table, {}))
+            return _footer_problem(pq.read_metadata(content), bounds.get(file.table, {}))
+        return _older_problem(content, manifest, file, bounds.get(file.table, {}))
     except FileNotFoundError:
         return _size_problem(GONE, file.bytes)
     except (OSError, ValueError, pa.ArrowException) as error:
         return f"cannot be read ({reason(error)})"
 
 
-def _footer_problem(
-    footer: pq.FileMetaData, ranges: Mapping[str, tuple[float, float]]
-) -> str | None:
+def _footer_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:
     """The first column whose values, by the file's own statistics, lie outside its range."""
-    for group in range(footer.num_row_groups if ranges else 0):
+    for group in range(footer.num_row_groups if bounds else 0):
         row_group = footer.row_group(group)
         for i in range(row_group.num_columns):
             chunk = row_group.column(i)
             name = chunk.path_in_schema.partition(".")[0]
-            if name in ranges and chunk.statistics is not None and chunk.statistics.has_min_max:
-                values = chunk.statistics.min, chunk.statistics.max
-                if why := _range_problem(name, *values, ranges[name]):
+            if name in bounds and chunk.statistics is not None and chunk.statistics.has_min_max:
+                span = chunk.statistics.min, chunk.statistics.max
+                if why := _range_problem(name, span, bounds[name]):
                     return why
     return None
 
 
-def _range_problem(name: str, least: Any, most: Any, bounds: tuple[float, float]) -> str | None:
-    low, high = bounds
-    slack = ROUNDING * max(1.0, *(abs(bound) for bound in bounds if math.isfinite(bound)), 0.0)
+def _range_problem(name: str, span: tuple[Any, Any], bounds: tuple[float, float]) -> str | None:
+    (least, most), (low, high) = span, bounds
+    slack = ROUNDING * max([1.0, *(abs(bound) for bound in bounds if math.isfinite(bound))])
     if low - slack <= least and most <= high + slack:
         return None
     return (
@@ -331,7 +333,7 @@ def _older_problem(
     content: Any,
     manifest: Manifest,
     file: CommittedFile,
-    ranges: Mapping[str, tuple[float, float]],
+    bounds: Bounds,
 ) -> str | None:
     """What shows in a file without a digest: where it says it belongs, its rows and its values."""
     content.seek(0)
@@ -356,10 +358,10 @@ def _older_problem(
             # A file that also holds rows that do not count holds other shards and sequences.
             if (least < low or most > high) and (file.rows is not None or name == "layer"):
                 return f"has {name} from {least} to {most} where {low} to {high} were committed"
-    for name, bounds in ranges.items():
+    for name, of_column in bounds.items():
         if name not in table.column_names:
             return f"has no column {name}"
-        if (span := _span(table[name])) and (why := _range_problem(name, *span, bounds)):
+        if (span := _span(table[name])) and (why := _range_problem(name, span, of_column)):
             return why
     return None
 

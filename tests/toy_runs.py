@@ -76,8 +76,20 @@ def write_run(
     directory = RunDirectory.of(out, name)
     local(directory.path).mkdir(parents=True)
     shards = -(-sequences // per_shard)
+    every = [
+        Row(i, s, la, h)
+        for i in interventions
+        for s in range(sequences)
+        for la in range(layers)
+        for h in range(heads)
+    ]
     kinds = {
-        "statistics": {s.name: s.record | _fingerprint(s.name, fingerprints) for s in statistics}
+        "statistics": {
+            s.name: s.record
+            | _range(s, map(columns[s.name], every))
+            | _fingerprint(s.name, fingerprints)
+            for s in statistics
+        }
     }
     if profiles:
         kinds["profiles"] = {p: PROFILES[p].record for p in {r["profile"] for r in profiles(0)}}
@@ -240,6 +252,18 @@ def _write(
         bytes=file.size,
         digest=digest_of(file),
     )
+
+
+def _range(statistic: Statistic, values: Iterable[float | None]) -> dict[str, list[float | None]]:
+    """A statistic's range, which holds toy numbers too: they need only be easy to check by hand."""
+    low, high = statistic.facts["range"]
+    known = [value for value in values if value is not None]
+    return {
+        "range": [
+            None if low is None else min([low, *known]),
+            None if high is None else max([high, *known]),
+        ]
+    }
 
 
 def _fingerprint(name: str, given: Mapping[str, str] | None) -> dict[str, str]:
