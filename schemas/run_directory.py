@@ -35,7 +35,7 @@ from schemas.commits import (
     read_oldest,
     read_parts,
 )
-from schemas.damage import Damage, by_content, by_size
+from schemas.damage import BY_SIZE, Damage, by_content, by_size
 from schemas.errors import RunError
 from schemas.manifest import Manifest
 from schemas.places import Place, names, place, reason
@@ -157,6 +157,16 @@ class RunDirectory:
         """
         yield from commits_of(self.ledger())
 
+    def damaged_by_size(self) -> list[Damage]:
+        """Committed files that are gone or of another size; others may be at work on the run."""
+        while True:
+            try:
+                return by_size(self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE))
+            except FileNotFoundError:
+                continue  # Folded meanwhile.
+            except (OSError, pa.ArrowException) as error:
+                raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
+
     def damaged_files(
         self, parts: Iterable[pa.Table], manifest: Manifest | None = None
     ) -> list[Damage]:
@@ -216,7 +226,10 @@ def find_runs(path: Place) -> list[RunDirectory]:
         inside = [
             RunDirectory(path / name) for name in sorted(names(path)) if name.startswith("run_id=")
         ]
-        found = [run for run in inside if run.manifest_file.is_file()]
+        # A run whose manifest is lost is one that cannot be read, not none.
+        found = [
+            run for run in inside if run.manifest_file.is_file() or "commits" in names(run.path)
+        ]
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({reason(error)})") from None
     if not found:
