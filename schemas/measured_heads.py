@@ -13,7 +13,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from schemas.errors import ScanError
 
-NAME = re.compile(r"L(0|[1-9]\d*)H(0|[1-9]\d*)")
+NUMBER = "(0|[1-9][0-9]{0,5})"
+NAME = re.compile(f"L{NUMBER}H{NUMBER}")
 
 ABSENT = -1
 """Stands for a head where a layer has fewer measured heads than the layer with most of them."""
