@@ -4,6 +4,8 @@ computed, kept or written.
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from jobs.cost import measure_cost
 from jobs.plan import Plan, make_plan, prepare_run, resolve
 from jobs.replan import replan
 from queries.answers import run_query
+from queries.asking import open_runs
 from queries.connection import connect
+from queries.report import write_report
 from schemas.errors import MeasureError, RunError
 from schemas.kinds import TABLES
 from schemas.profiles import PROFILES
@@ -359,3 +363,47 @@ def test_a_mean_over_a_layer_needs_all_of_its_heads(tmp_path: Path, gpt2: Path) 
     some = ["L1H0", "L2H0", "L2H1", "L2H2", "L2H3"]
     part = finish(begin(tmp_path / "b", gpt2, heads=some))
     assert ask(part.run.path, question) == [("AVVN", 1), ("AVVN", 2), ("AVVN (LN)", 2)]
+
+
+def test_what_is_kept_of_a_batch_has_no_place_for_other_layers(gpt2: Path) -> None:
+    fields = {"n_ctx": T, "profiles": ["key_norm_by_key"], "curves": ["key_norm_by_key"]}
+    measured = toy.replica(gpt2, **fields, heads=["L2H1", "L0H0", "L2H3"]).measure(TOKENS)
+    assert {values.shape for values in measured.heads.values()} == {(3, 2, 2)}
+    assert measured.tables["curves"]["key_norm_by_key"].shape == (3, 2, 2, T)
+    assert measured.means["profiles"]["key_norm_by_key"].mean.shape == (2, 2, T)
+
+
+def figures_of(report: Path) -> list[dict[str, Any]]:
+    """What a report draws."""
+    found = re.search(r'id="figures"[^>]*>(.*?)</script>', report.read_text("utf-8"), re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def drawn(out: Path, plan: Plan) -> list[dict[str, Any]]:
+    write_report(open_runs(str(plan.run.path)), out / "report.html")
+    return figures_of(out / "report.html")
+
+
+def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2: Path) -> None:
+    plan = finish(begin(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"]))
+    measured = {(0, 1), (2, 0), (2, 3)}
+    figures = drawn(tmp_path, plan)
+    maps = [figure["z"] for figure in figures if figure["kind"] == "heatmap"]
+    assert len(maps) > 10
+    for z in maps:
+        assert [len(line) for line in z] == [4, 4, 4]
+        cells = {
+            (i, j) for i, line in enumerate(z) for j, cell in enumerate(line) if cell is not None
+        }
+        assert cells == measured
+    lines = [figure for figure in figures if figure["kind"] == "lines"]
+    assert lines
+    for series in (series for figure in lines for series in figure["series"]):
+        assert [value is None for value in series["y"]] == [False, True, False]
+    assert "measured: L0H1, L2H0, L2H3" in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path) -> None:
+    figures = drawn(tmp_path, finish(begin(tmp_path, gpt2, heads=["L0H1", "L1H2"])))
+    assert sum(figure["kind"] == "heatmap" for figure in figures) > 10
