@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -75,20 +74,17 @@ def tables(replica: toy.TextReplica, intervention: str) -> dict[str, pa.Table]:
 
 def chosen(table: pa.Table, subset: dict[str, Any]) -> pa.Table:
     """The rows of a subset; those of a whole layer or model have no head or no layer."""
-    names = table.column_names
-    if "layers" in subset and "layer" in names:
-        keep = pc.is_in(table["layer"], pa.array(subset["layers"], pa.int16()))
-        return table.filter(pc.or_kleene(keep, pc.is_null(table["layer"])))
-    if "heads" in subset and "layer" in names:
-        heads = set(subset["heads"])
-        layers = {int(name[1 : name.index("H")]) for name in heads}
-        rows = zip(table["layer"].to_pylist(), table["head"].to_pylist(), strict=True)
-        kept = [
-            layer is None or (layer in layers and (head is None or f"L{layer}H{head}" in heads))
-            for layer, head in rows
-        ]
-        return table.filter(pa.array(kept, pa.bool_()))
-    return table
+    if "layer" not in table.column_names:
+        return table
+    heads = set(subset.get("heads", ()))
+    layers = set(subset.get("layers", ())) | {int(name[1 : name.index("H")]) for name in heads}
+
+    def belongs(layer: int | None, head: int | None) -> bool:
+        of_layer = layer is None or layer in layers
+        return of_layer and (head is None or not heads or f"L{layer}H{head}" in heads)
+
+    places = zip(table["layer"].to_pylist(), table["head"].to_pylist(), strict=True)
+    return table.filter(pa.array([belongs(*place) for place in places], pa.bool_()))
 
 
 def assert_same(found: pa.Table, expected: pa.Table, exact: bool) -> None:
@@ -110,7 +106,7 @@ def _leaf(type_: pa.DataType) -> pa.DataType:
 
 
 def _flat(column: pa.Array) -> pa.Array:
-    return pc.list_flatten(column) if pa.types.is_list(column.type) else column
+    return column.flatten() if isinstance(column, pa.ListArray) else column
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
@@ -156,8 +152,12 @@ def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine
 def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> list[int]:
     """The layers that a measurement begins, in order."""
     begun: list[int] = []
+
+    def noting(layer: int) -> Any:
+        return lambda _module, _args: begun.append(layer)
+
     hooks = [
-        block.register_forward_pre_hook(lambda _module, _args, layer=layer: begun.append(layer))
+        block.register_forward_pre_hook(noting(layer))
         for layer, block in enumerate(replica.model.blocks)
     ]
     try:
