@@ -35,6 +35,7 @@ from jobs.run_loop import missing_shards, say_what_differs
 from jobs.status import read_status
 from schemas.commits import COMMITS, DROPPED, FOLD, Method
 from schemas.intervention import NONE, Intervention
+from schemas.measured_heads import MeasuredHeads
 from schemas.run_directory import data_path
 from schemas.scan import parse_scan
 from schemas.statistics import KIND
@@ -83,7 +84,8 @@ class Idler(Replica):
             attention="",
             built_layers=[],
         )
-        return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, method)
+        every = MeasuredHeads.every(self.info.n_layers, self.info.n_heads)
+        return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, every, method)
 
 
 def plan_of(out: Path, name: str, **fields: Any) -> Plan:

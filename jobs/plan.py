@@ -62,7 +62,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of the `heads` table."""
-        heads = self.info.n_layers * self.info.n_heads
+        heads = self.scan.measured_heads(self.info).count
         return len(self.sequences) * heads * len(self.scan.interventions)
 
     @property
@@ -120,9 +120,10 @@ def make_plan(scan: Scan, name: str, run_id: str | None = None, watch: Watch = u
     """Resolve a scan; `run_id` names an existing run that it must fit. `watch` is told how far the
     tokenising of a corpus is.
     """
+    resolved = resolve(scan)
     return plan_run(
-        resolve(scan),
-        RunDirectory.of(scan.out, run_id or scan.run_id(name)),
+        resolved,
+        RunDirectory.of(scan.out, run_id or resolved.scan.run_id(name)),
         old=run_id is not None,
         watch=watch,
     )
@@ -157,8 +158,10 @@ def resolve(scan: Scan) -> Resolved:
     """Find what a scan names; what is wrong is an error now."""
     interventions = check_scan(scan)
     info = describe(find_model(scan.model, scan.revision))
+    scan = scan.for_model(info)
     for intervention in interventions:
         intervention.check(info, scan.n_ctx)
+        intervention.check_measured(scan.depth(info))
     sequences = Sequences(scan, info, partners=needs_partners(scan.interventions))
     identity = {
         "scan": scan.record | {"input": {"family": scan.input.family, **sequences.options}},

@@ -46,6 +46,7 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
     check_scan(scan)
     if scan.model.startswith("bundled:"):
         info = describe(find_model(scan.model))
+        scan = scan.for_model(info)
         sequences = Sequences(scan, info, partners=needs_partners(scan.interventions))
         if sequences.family.synthetic:
             sequences.shard(0)  # Impossible options show when the first sequences are drawn.

@@ -82,8 +82,8 @@ def plan(
     from workers.process import prepare_process
 
     prepare_process(threads_of(device, replicas))
-    run = RunDirectory.of(parsed_scan.out, parsed_scan.run_id(scan_file.stem))
     resolved = resolve(parsed_scan)
+    run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
     # What cannot run is refused before the time that the tokenising of a corpus takes.
     rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
     precision = rehearsal.settlement.precision

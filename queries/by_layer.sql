@@ -1,4 +1,4 @@
--- Mean and largest value over the heads of a layer, for every statistic, of the heads' means over sequences.
+-- Mean and largest value over the measured heads of a layer, for every statistic, of the heads' means over sequences.
 SELECT
     run_id, model, intervention, input_family, layer,
     count(*) AS heads,

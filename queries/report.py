@@ -90,7 +90,7 @@ def _sections(
             "damaged": [row["shard"] for row in damaged],
             "families": cards.families,
             "constants": cards.constants,
-            "layers": _norm_cards(norms, figures) + cards.layers,
+            "layers": _norm_cards(run, norms, figures) + cards.layers,
             "rankings": _rankings(database, where),
             "predictions": predictions.get(intervention, []),
             "pile_sets": _pile_sets(database, run, where, figures),
@@ -188,16 +188,21 @@ def _statistic_cards(
         card = {**entry, "title": name, "chance_level": chance.get(f"chance_{name}")}
         z = _matrix(run, rows, f"mean_{name}")
         values = [value for line in z for value in line if value is not None]
-        by_layer = [line[0] for line in z]
-        same_in_layers = run["n_heads"] > 1 and all(_same(line) for line in z)
+        in_layers: dict[int, list[float | None]] = {}
+        for row in rows:
+            in_layers.setdefault(row["layer"], []).append(row[f"mean_{name}"])
+        measured = list(in_layers.values())
+        # One head of a layer does not tell whether its heads are alike.
+        same_in_layers = any(len(line) > 1 for line in measured) and all(map(_same, measured))
+        by_layer = {layer: line[0] for layer, line in in_layers.items()}
         if not values:
             cards.constants.append({**card, "value": None})
-        elif same_in_layers and _same(by_layer):
-            cards.constants.append({**card, "value": by_layer[0]})
+        elif same_in_layers and _same(list(by_layer.values())):
+            cards.constants.append({**card, "value": measured[0][0]})
         elif same_in_layers:
             # The norms of the residual stream have a card of their own.
             if not (norms and name in LAYER_LINES):
-                series = [{"name": name, "y": by_layer}]
+                series = [{"name": name, "y": _line(run, by_layer)}]
                 lines = figures.add(kind="lines", series=series, y=entry["unit"])
                 cards.layers.append(card | lines)
         else:
@@ -237,6 +242,11 @@ def _matrix(run: Record, rows: list[Record], column: str) -> list[list[float | N
     return z
 
 
+def _line(run: Record, by_layer: dict[int, float | None]) -> list[float | None]:
+    """A value for every layer of a model: none where it was not measured."""
+    return [by_layer.get(layer) for layer in range(run["n_layers"] or 1 + max(by_layer))]
+
+
 def _same(values: list[float | None]) -> bool:
     """Whether all values are one, up to the order in which a mean was added up."""
     first = values[0]
@@ -254,7 +264,7 @@ def _family(name: str) -> str:
     return statistic.compute.__module__.rpartition(".")[2] if statistic else "other"
 
 
-def _norm_cards(norms: list[Record], figures: Figures) -> list[Record]:
+def _norm_cards(run: Record, norms: list[Record], figures: Figures) -> list[Record]:
     """Lines of the residual stream's length by layer."""
     if all(row["resid_pre_first"] is None for row in norms):
         return []
@@ -277,7 +287,8 @@ def _norm_cards(norms: list[Record], figures: Figures) -> list[Record]:
     cards: list[Record] = []
     for title, meaning, columns, unit in charts:
         series = [
-            {"name": name, "y": [row[column] for row in norms]} for name, column in columns.items()
+            {"name": name, "y": _line(run, {row["layer"]: row[column] for row in norms})}
+            for name, column in columns.items()
         ]
         lines = figures.add(kind="lines", series=series, y=unit, log=True)
         cards.append({"title": title, "meaning": meaning} | lines)
@@ -288,7 +299,7 @@ def _pile_sets(database: RunDatabase, run: Record, where: str, figures: Figures)
     """Part of the Pile × layer, mean over heads, for the two statistics that differ most between
     kinds of text.
     """
-    meaning = "Mean over the heads of a layer, per part of the Pile (number of sequences)."
+    meaning = "Mean over the measured heads of a layer, per part of the Pile (number of sequences)."
     cards: list[Record] = []
     for name in ("sink_mass", "induction_score"):
         if name not in run["statistics"]:

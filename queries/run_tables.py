@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,6 +52,10 @@ RUNS: Columns = {
     "input_options": (pa.string(), "Options of the input family, as JSON."),
     "interventions": (pa.list_(pa.string()), "Edits of the model; none is the untouched model."),
     "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
+    "measured_heads": (
+        pa.string(),
+        "Heads that the scan names: all, or layers as layers 0, 3, or names as L0H1, L3H7.",
+    ),
     "seed": (pa.int64(), "Seed of synthetic input."),
     "n_layers": (pa.int32(), "Layers of the model."),
     "n_heads": (pa.int32(), "Heads in a layer."),
@@ -337,6 +342,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "input_options": json.dumps(inputs, ensure_ascii=False),
         "interventions": list(scan.get("interventions", ["none"])),
         "statistics": list(manifest.kinds.get("statistics", {})),
+        "measured_heads": _measured_heads(scan),
         "shards": manifest.shards,
         "shards_done": len(done),
         "complete": int(covered(manifest, done).sum()) >= manifest.shards,
@@ -348,6 +354,15 @@ def _run_row(run: Run) -> dict[str, Any]:
         "model_fingerprint": _model_fingerprint(manifest),
         "code": manifest.code,
     }
+
+
+def _measured_heads(scan: Mapping[str, Any]) -> str:
+    """The layers or heads that a scan names; one that names none says nothing of them."""
+    if heads := scan.get("heads"):
+        return ", ".join(heads)
+    if layers := scan.get("layers"):
+        return f"layers {', '.join(map(str, layers))}"
+    return "all"
 
 
 def _precisions(ledger: pa.Table) -> list[str]:

@@ -98,6 +98,11 @@ def _check_overrides(system: System, overrides: Iterable[str]) -> None:
         first = key.partition(".")[0].strip()
         if equals and first not in names:
             raise ScanError(f"--set {override}: {unknown('scan or field', first, names)}")
+        if key.rpartition(".")[2].strip() in ("layers", "heads"):
+            raise ScanError(
+                f"--set {override}: a system's figures are of the heads that its own scans name; "
+                "leave it out, or measure some heads with headcount scan"
+            )
 
 
 def _resolved_scans(

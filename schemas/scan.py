@@ -8,19 +8,24 @@ import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from schemas.errors import ScanError, unknown
 from schemas.formulas import Formula
 from schemas.intervention import NONE, Intervention
 from schemas.kind import Computed, Kind, check_names
 from schemas.kinds import KINDS
+from schemas.measured_heads import Head, MeasuredHeads, ModelSize, check_named, find_heads
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
 
 Count = Annotated[int, Field(ge=1)]
+LayerNumber = Annotated[int, Field(ge=0)]
+Layers = Annotated[tuple[LayerNumber, ...], AfterValidator(lambda layers: tuple(sorted(layers)))]
+Heads = Annotated[tuple[Head, ...], AfterValidator(lambda heads: tuple(sorted(heads)))]
+"""One choice is one run, in whatever order a scan names it."""
 F = TypeVar("F", bound=Formula)
 
 
@@ -74,6 +79,14 @@ class Setting(BaseModel):
     """Where sequences come from: a family and its options."""
     interventions: tuple[Intervention, ...] = (NONE,)
     """Edits of the model, each measured on the same sequences; none is the untouched model."""
+    layers: Literal["all"] | Layers = "all"
+    """Layers that are measured and stored, from 0: all, or a list as [0, 3]. A forward pass ends
+    after the last layer that something needs.
+    """
+    heads: Literal["all"] | Heads = "all"
+    """Heads that are measured and stored: all of these layers, or a list as ["L0H1", "L3H7"], which
+    implies its layers.
+    """
 
 
 def _with_kinds(base: type[Setting]) -> type[Setting]:
@@ -119,12 +132,34 @@ class Scan(Measured):
         asked = [kind for kind in KINDS if self.names(kind)]
         return [kind for kind in asked if computed is None or kind.computed == computed]
 
+    def measured_heads(self, model: ModelSize) -> MeasuredHeads:
+        """The heads that it measures; what the model does not have is refused."""
+        return find_heads(self.layers, self.heads, model)
+
+    def depth(self, model: ModelSize) -> int:
+        """How many layers a forward pass goes through: predictions need all of them."""
+        if self.kinds("after the pass"):
+            return model.n_layers
+        return self.measured_heads(model).layers[-1] + 1
+
+    def for_model(self, model: ModelSize) -> Self:
+        """The same scan with the shortest names of its layers and heads: one choice is one run."""
+        measured = self.measured_heads(model)
+        layers: Any = "all"
+        heads: Any = "all"
+        if any(measured.part(layer) is not None for layer in measured.layers):
+            heads = measured.heads
+        elif len(measured.layers) < model.n_layers:
+            layers = measured.layers
+        return self.model_copy(update={"layers": layers, "heads": heads})
+
     @property
     def record(self) -> dict[str, Any]:
-        """What rows mean, as a run's manifest keeps it; kinds that nothing is asked of leave no
-        trace.
+        """What rows mean, as a run's manifest keeps it; kinds that nothing is asked of, and a
+        choice of all layers or heads, leave no trace.
         """
         unused = {kind.field for kind in KINDS if not self.names(kind)}
+        unused |= {field for field in ("layers", "heads") if getattr(self, field) == "all"}
         return self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
 
     @property
@@ -172,6 +207,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         ) from None
     for kind in KINDS:
         kind.selected(scan.names(kind), scan)
+    check_named(scan.layers, scan.heads)
     check_names("interventions", tuple(map(str, scan.interventions)), required=True)
     place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):

@@ -20,6 +20,7 @@ from jobs.run_loop import missing_shards
 from queries.answers import run_query
 from queries.connection import connect
 from schemas.errors import MeasureError, QueryError, RunError
+from schemas.measured_heads import MeasuredHeads
 from schemas.profiles import KIND, PROFILES
 from schemas.scan import parse_scan
 from tests import toy_models as toy
@@ -39,6 +40,7 @@ from workers.shard import run_shard
 
 T, SHARDS, PER_SHARD = 7, 3, 5
 ALL = list(PROFILES)
+EVERY = MeasuredHeads.every(3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +120,15 @@ def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
         "shard; expected finite numbers"
     )
     with pytest.raises(MeasureError, match=message):
-        check_means(aggregates({"score_by_pair": mean}), PROFILES, first=8, sequences=3)
+        check_means(aggregates({"score_by_pair": mean}), PROFILES, EVERY, first=8, sequences=3)
     shared = torch.ones(3, 3, 10, dtype=torch.float64)
     shared[1, 2, 9] = math.inf
     with pytest.raises(
         MeasureError, match=r"layer 2: profile resid_pre_norm_by_key is not finite at key 9 "
     ):
-        check_means(aggregates({"resid_pre_norm_by_key": shared}), PROFILES, first=0, sequences=1)
+        check_means(
+            aggregates({"resid_pre_norm_by_key": shared}), PROFILES, EVERY, first=0, sequences=1
+        )
 
 
 def test_weights_that_are_not_numbers_are_an_error(
@@ -226,7 +230,7 @@ def test_the_batch_size_changes_nothing(
 def test_one_token_has_one_entry_of_each(model: Path) -> None:
     profiles = measure(model, np.array([[5], [6]], np.int32)).means["profiles"]
     assert {a.mean.shape[-1] for a in profiles.values()} == {1}
-    assert means_table(KIND, 0, profiles).num_rows == (len(ALL) - 2) * 3 * 4 + 2 * 3
+    assert means_table(KIND, 0, profiles, EVERY).num_rows == (len(ALL) - 2) * 3 * 4 + 2 * 3
 
 
 def test_a_scan_without_profiles_measures_none(model: Path, tokens: np.ndarray) -> None:
@@ -479,6 +483,6 @@ def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
     assert whole.count.tolist() == [[[4, 1, 1]]]
     assert whole.mean.tolist() == [[[2, 5, 7]]]
     assert whole.m2.tolist() == [[[2, 0, 0]]]
-    table = means_table(KIND, 0, {"value_norm_by_key": parts[0]["value_norm_by_key"]})
+    table = means_table(KIND, 0, {"value_norm_by_key": parts[0]["value_norm_by_key"]}, EVERY)
     assert table["mean"].to_pylist() == [2, 5, None]
     assert table["m2"].to_pylist() == [2, 0, None]

@@ -12,6 +12,7 @@ import numpy as np
 
 from schemas.commits import Method
 from schemas.intervention import NONE, Intervention
+from schemas.measured_heads import MeasuredHeads
 from schemas.statistics import KIND
 from schemas.tables import chance_column
 from workers.interventions.settlement import Settlement
@@ -55,7 +56,8 @@ class ToyReplica(Replica):
         )
         heads = {s.name: sequence[:, None, None] + head / 64 + i for i, s in enumerate(statistics)}
         chance = {chance_column(s.name): sequence for s in statistics if s.chance}
-        return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, method)
+        every = MeasuredHeads.every(self.info.n_layers, self.info.n_heads)
+        return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, every, method)
 
     def misbehave(self, token: int) -> None:
         """Nothing; `token` tells the shards apart."""

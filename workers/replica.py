@@ -46,7 +46,9 @@ class Replica:
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weight_processing, self.device, dtype)
         self.settlement = settle(self.model, scan, self.device)
-        self.requested = Requested.by(scan, self.model.rotary)
+        self.depth = scan.depth(self.model.info)
+        """How many layers a forward pass goes through."""
+        self.requested = Requested.by(scan, self.model)
         if self.requested.after_the_pass:
             check_unembedding(self.model)
         self.free_since: float | None = None
@@ -89,7 +91,8 @@ class Replica:
         with torch.inference_mode(), edited_weights(self.model, bound):
             masks = _masks(labels) if labels and self.requested.reads("labels") else {}
             measured = Measurements.of(self._batches(engine, tokens, masks, partner))
-        return InterventionMeasurements(**vars(measured), method=engine.method(str(intervention)))
+        method = engine.method(str(intervention), self.depth)
+        return InterventionMeasurements(**vars(measured), method=method)
 
     @property
     def precision(self) -> str:
@@ -134,7 +137,7 @@ class Replica:
                     if partner is None
                     else self._to_device(torch.from_numpy(partner[some]).long())
                 )
-                patched = with_partner(engine, others)
+                patched = with_partner(engine, others, self.depth)
                 launched = launch(patched, self.requested, batch, start, labels)
             except RuntimeError as error:
                 if not _out_of_memory(error):

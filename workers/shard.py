@@ -5,6 +5,7 @@ last.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -27,6 +28,7 @@ from schemas.scan import Scan
 from schemas.tables import SEQUENCES, Table, with_partitions
 from workers.inputs.sequences import ShardInput
 from workers.measurements.batch import Measurements
+from workers.measurements.head_numbers import numbered
 from workers.measurements.profile_means import means_table
 from workers.provenance.code_fingerprint import code_fingerprint
 from workers.provenance.machine import device_name, measuring_versions
@@ -156,7 +158,8 @@ def intervention_tables(
         asked = [kind for kind in kinds_of(table) if kind in scan.kinds()]
         means = [(kind, m) for kind in asked if (m := measured.means.get(kind.field))]
         if means:
-            rows = [means_table(kind, shard.shard, of_kind) for kind, of_kind in means]
+            heads = measured.measured_heads
+            rows = [means_table(kind, shard.shard, of_kind, heads) for kind, of_kind in means]
             tables[name] = pa.concat_tables(rows)
         elif table.has("sequence") and (asked or table.written == "every shard"):
             tables[name] = sequence_rows(table, scan, shard, measured)
@@ -170,15 +173,12 @@ def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measure
     sequences, layers, heads = next(iter(measured.heads.values())).shape
     sizes = {"layer": layers, "sequence": sequences, "head": heads}
     axes = [axis for axis in sizes if table.has(axis)]
-    indices = np.indices([sizes[axis] for axis in axes])
-    columns: dict[str, Any] = {
-        axis: index.ravel() for axis, index in zip(axes, indices, strict=True)
-    }
-    rows = len(columns["sequence"])
-    columns |= _keys(scan, shard, columns["sequence"])
+    shape = [sizes[axis] for axis in axes]
+    indices, kept = numbered(axes, shape, measured.measured_heads)
+    columns: dict[str, Any] = {**indices, **_keys(scan, shard, indices["sequence"])}
     for name, values in measured.tables.get(table.name, {}).items():
         ordered = values.swapaxes(0, 1) if "layer" in axes else values
-        columns[name] = ordered.reshape(rows, *values.shape[len(axes) :])
+        columns[name] = ordered.reshape(math.prod(shape), *values.shape[len(axes) :])[kept]
     if table is SEQUENCES:
         columns |= _origin(shard)
     formulas = {kind.field: scan.formulas(kind) for kind in scan.kinds()}

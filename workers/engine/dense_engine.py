@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from functools import partial
 from typing import Literal, cast
 
@@ -13,7 +13,7 @@ from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.statistics import LAYER_VALUES
 from workers.engine.dense_pattern import MASKED, DensePattern
-from workers.engine.edits import WHOLE_PATTERN, Edits, hidden_keys
+from workers.engine.edits import EMBEDDINGS, WHOLE_PATTERN, Edits, hidden_keys
 from workers.engine.engine import Activations, Done, OnFinal, OnLayer
 from workers.engine.token_pairs import TokenPairs
 from workers.model.attention_layers import causal_softmax
@@ -42,7 +42,7 @@ class DenseEngine:
         """The same engine with edits of activations."""
         return DenseEngine(self.model, edits)
 
-    def method(self, intervention: str) -> Method:
+    def method(self, intervention: str, depth: int) -> Method:
         """How it measures: every pattern is a matrix, so none is built for an edit alone."""
         return Method(
             intervention=intervention,
@@ -59,11 +59,14 @@ class DenseEngine:
         on_layer: OnLayer,
         keep: Container[str] = LAYER_VALUES,
         on_final: OnFinal | None = None,
+        layers: Collection[int] | None = None,
     ) -> None:
-        """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the
-        unembedding if `on_final`.
+        """One forward pass over tokens `[batch pos]` that shows some layers, or all of them; it
+        ends with the last of these, or before the unembedding if `on_final`.
         """
         model, info = self.model, self.model.info
+        shown_layers = range(info.n_layers) if layers is None else layers
+        last = max(shown_layers)
         seen: Tensors = {}
 
         def known(layer: int) -> Activations:
@@ -107,10 +110,11 @@ class DenseEngine:
 
         def end_layer(layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = note("resid_post", layer, value, hook)
-            on_layer(layer, cast(Activations, {**known(layer), **matches}))
+            if layer in shown_layers:
+                on_layer(layer, cast(Activations, {**known(layer), **matches}))
             seen.clear()
             model.forget_pattern(layer)
-            if layer == info.n_layers - 1 and on_final is None:
+            if layer == last and on_final is None:
                 raise Done
             return edited
 
@@ -121,10 +125,13 @@ class DenseEngine:
 
         hooks: list[tuple[str, Hook]] = [
             (model.hook_name(name), partial(change, name, None))
-            for name in ("embed", "pos_embed")
+            for name in EMBEDDINGS
             if self.edits.touch(name)
         ]
         for layer in range(info.n_layers):
+            hooks.append((model.hook_name("resid_post", layer), partial(end_layer, layer)))
+            if layer not in shown_layers and not self.edits.touch_layer(layer):
+                continue  # Nobody reads what it shows.
             for name in ("attn_out", "mlp_out"):
                 if self.edits.touch(name, layer):
                     hooks.append((model.hook_name(name, layer), partial(change, name, layer)))
@@ -134,7 +141,6 @@ class DenseEngine:
             for name in ("q", "k"):
                 if model.has_hook(place := model.hook_name(f"rot_{name}", layer)):
                     hooks.append((place, partial(rotated, name)))
-            hooks.append((model.hook_name("resid_post", layer), partial(end_layer, layer)))
         if on_final is not None:
             hooks.append((model.hook_name("unembed_in"), predict))
         try:

@@ -6,6 +6,7 @@ q, k, v are `[batch head pos d_head]`; S = scale · q·k is the pre-softmax scor
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +46,16 @@ class DensePattern:
         """`S`, NaN where an edit hides the key."""
         self.was_asked_for_scores = True
         return self._scores
+
+    def only(self, heads: Sequence[int]) -> DensePattern:
+        """The same pattern of some heads alone."""
+        some = torch.tensor(heads, device=self.pattern.device)
+        other = copy.copy(self)
+        other.pattern, other._scores, other.q, other.k = (
+            x.index_select(1, some) for x in (self.pattern, self._scores, self.q, self.k)
+        )
+        other.hidden = None if self.hidden is None else self.hidden.index_select(1, some)
+        return other
 
     def watched(self) -> DensePattern:
         """The same pattern, which has not been asked for scores yet."""

@@ -30,6 +30,9 @@ EDITABLE_ACTIVATIONS: dict[str, str] = {
 }
 """Every activation that can be edited, with its TransformerLens axes."""
 
+EMBEDDINGS = ("embed", "pos_embed")
+"""Activations before the first layer."""
+
 WHOLE_PATTERN = ("attn_scores", "pattern")
 """Activations that exist only where a pattern is built."""
 
@@ -82,6 +85,10 @@ class Edits:
     def touch(self, name: str, layer: int | None = None) -> bool:
         """Whether an activation is edited, in a layer where it has one."""
         return any(e.touches(name, layer) for e in self.edits)
+
+    def touch_layer(self, layer: int) -> bool:
+        """Whether anything is edited in a layer."""
+        return any(e.layer in (None, layer) and e.target not in EMBEDDINGS for e in self.edits)
 
     def apply(
         self, name: str, layer: int | None, value: Tensor, known: Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Literal, NotRequired, Protocol, TypedDict
 
 from torch import Tensor
@@ -85,9 +85,10 @@ class Engine(Protocol):
         on_layer: OnLayer,
         keep: Container[str] = LAYER_VALUES,
         on_final: OnFinal | None = None,
+        layers: Collection[int] | None = None,
     ) -> None:
-        """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the
-        unembedding if `on_final`.
+        """One forward pass over tokens `[batch pos]` that shows some layers, or all of them; it
+        ends with the last of these, or before the unembedding if `on_final`.
         """
         ...
 
@@ -95,6 +96,8 @@ class Engine(Protocol):
         """The same engine with other edits of activations."""
         ...
 
-    def method(self, intervention: str) -> Method:
-        """How this engine measures under its edits, which are those of the intervention."""
+    def method(self, intervention: str, depth: int) -> Method:
+        """How this engine measures under its edits, which are those of the intervention, in a pass
+        through so many layers.
+        """
         ...

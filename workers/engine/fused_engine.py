@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
@@ -41,11 +41,13 @@ class _Forward:
         on_layer: OnLayer,
         keep: Container[str],
         on_final: OnFinal | None,
+        layers: Collection[int] | None,
     ) -> None:
         self.engine, self.model, self.edits = engine, engine.model, engine.edits
         self.tokens, self.matches = tokens, matches
         self.on_layer, self.keep, self.on_final = on_layer, keep, on_final
-        self.layer, self.last = 0, len(self.model.blocks) - 1
+        self.shown_layers = range(len(self.model.blocks)) if layers is None else layers
+        self.layer, self.last = 0, max(self.shown_layers)
         self.dense_layers = self.edits.dense_layers(len(self.model.blocks))
         self.attended = False
         self.activations: dict[str, Tensor | FusedPattern | DensePattern] = {}
@@ -67,8 +69,10 @@ class _Forward:
             z = (pattern.pattern @ v).transpose(1, 2)
         else:
             engine = self.engine
+            questioned = self.layer in self.shown_layers or "pattern" in self.edits.reads
+            asked = engine.asked if questioned else set[str]()
             pattern = FusedPattern(
-                q, k, v, scale, self.matches, engine.asked, engine.formats.scores, engine.sweep
+                q, k, v, scale, self.matches, asked, engine.formats.scores, engine.sweep
             )
             z = pattern.z.transpose(1, 2)
         self.activations["pattern"] = pattern
@@ -113,8 +117,9 @@ class _Forward:
         return DensePattern(pattern, scores, q, k, scale, hidden)
 
     def show(self) -> None:
-        """Hand over what is known of the layer."""
-        self.on_layer(self.layer, cast(Activations, {**self.activations, **self.matches}))
+        """Hand over what is known of the layer, if somebody wants to know."""
+        if self.layer in self.shown_layers:
+            self.on_layer(self.layer, cast(Activations, {**self.activations, **self.matches}))
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -207,14 +212,14 @@ class FusedEngine:
         """What computes the patterns, except in layers where an edit needs them built."""
         return "tiles" if self.sweep is None else "kernel"
 
-    def method(self, intervention: str) -> Method:
+    def method(self, intervention: str, depth: int) -> Method:
         """How it measures under its edits."""
         return Method(
             intervention=intervention,
             engine=self.name,
             precision=self.precision,
             attention=self.attention,
-            built_layers=self.edits.dense_layers(self.model.info.n_layers),
+            built_layers=self.edits.dense_layers(depth),
         )
 
     def run(
@@ -224,11 +229,12 @@ class FusedEngine:
         on_layer: OnLayer,
         keep: Container[str] = LAYER_VALUES,
         on_final: OnFinal | None = None,
+        layers: Collection[int] | None = None,
     ) -> None:
-        """One forward pass over tokens `[batch pos]`; it ends with the last layer, or before the
-        unembedding if `on_final`.
+        """One forward pass over tokens `[batch pos]` that shows some layers, or all of them; it
+        ends with the last of these, or before the unembedding if `on_final`.
         """
-        forward = _Forward(self, tokens, matches, on_layer, keep, on_final)
+        forward = _Forward(self, tokens, matches, on_layer, keep, on_final, layers)
         try:
             with forward.hooked(), linears_in(self.formats.linears, tokens.device.type):
                 self.model.run_bare(tokens, forward.attend)

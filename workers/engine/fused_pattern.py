@@ -5,8 +5,9 @@ q, k, v are `[batch head pos d_head]`; S = scale · q·k is the pre-softmax scor
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +61,15 @@ class FusedPattern:
         self.sweep = sweep
         self._answers: dict[str, Tensor] = {}
         self._sweep(self.asked)
+
+    def only(self, heads: Sequence[int]) -> FusedPattern:
+        """The same pattern of some heads alone; what has been answered is not asked again."""
+        some = torch.tensor(heads, device=self.q.device)
+        other = copy.copy(self)
+        other.q, other.k, other.v = (x.index_select(1, some) for x in (self.q, self.k, self.v))
+        answers = self._answers.items()
+        other._answers = {question: x.index_select(1, some) for question, x in answers}
+        return other
 
     @property
     def z(self) -> Tensor:

@@ -12,25 +12,24 @@ from workers.engine.edits import PARTNER, Edit, Edits
 from workers.engine.engine import Activations, Done, Engine
 
 
-def with_partner(engine: Engine, tokens: Tensor | None) -> Engine:
+def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
     """The engine whose edits know the run on partner sequences `[batch pos]`, in which all other
-    edits are made too.
+    edits are made too; passes go through so many layers.
     """
     if tokens is None or PARTNER not in engine.edits.reads:
         return engine
     noted: dict[tuple[int, int | None], Tensor] = {}
     places = list(enumerate(engine.edits.edits))
     noting = [_noting(noted, i, edit) if PARTNER in edit.reads else edit for i, edit in places]
-    layers = engine.model.info.n_layers
     wanted = sum(
-        layers if edit.layer is None else 1 for edit in engine.edits.edits if PARTNER in edit.reads
+        depth if edit.layer is None else 1 for edit in engine.edits.edits if PARTNER in edit.reads
     )
 
     def stop(layer: int, seen: Activations) -> None:
         if len(noted) == wanted:
             raise Done
 
-    engine.edited(Edits(noting)).run(tokens, {}, stop, ("resid_post",))
+    engine.edited(Edits(noting)).run(tokens, {}, stop, ("resid_post",), layers=range(depth))
     return engine.edited(
         Edits(_given(noted, i, edit) if PARTNER in edit.reads else edit for i, edit in places)
     )

@@ -106,6 +106,18 @@ class BoundIntervention:
                         f"which has {count}"
                     )
 
+    def check_measured(self, depth: int) -> None:
+        """Refuse edits of layers after those that a forward pass goes through: they would change
+        nothing.
+        """
+        for part in self.parts:
+            if part.layer is not None and part.layer >= depth:
+                raise ScanError(
+                    f"interventions: '{self.intervention}': edits layer {part.layer}, and nothing "
+                    f"after layer {depth - 1} is measured, so it would change nothing; measure "
+                    f"layer {part.layer} or a later one, name a prediction, or leave it out"
+                )
+
     @property
     def weight_parts(self) -> tuple[BoundPart, ...]:
         """The parts that edit weights."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from schemas.formulas import Along, Formula, evaluate
 from schemas.kind import Computed, Kind
 from schemas.kinds import KINDS
+from schemas.measured_heads import MeasuredHeads
 from schemas.pattern import Labels
 from schemas.scan import Scan
 from schemas.statistics import KIND as STATISTICS
@@ -41,26 +42,30 @@ from workers.model.layer_weights import (
     attention_weights,
     effective_or_nan,
 )
-from workers.model.model_info import ModelInfo
+from workers.model.model import Model
 
 Columns = dict[str, np.ndarray]
+
+HEAD_AXIS = {"q": 2, "k": 2, "v": 2, "z": 2, "b_Q": 0, "b_K": 0, "W_K": 0, "W_O": 0}
+"""The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
 
 
 @dataclass(frozen=True)
 class Requested:
-    """The formulas that are computed, by field of the scan that names them."""
+    """What is computed: which formulas, in which heads."""
 
     formulas: Mapping[str, Sequence[Formula]]
+    """By field of the scan that names them."""
+    heads: MeasuredHeads
 
     @classmethod
-    def by(cls, scan: Scan, rotary: bool) -> Requested:
+    def by(cls, scan: Scan, model: Model) -> Requested:
         """What a scan asks of a model, without the formulas that such a model does not have."""
-        return cls(
-            {
-                kind.field: [f for f in scan.formulas(kind) if f.exists(rotary)]
-                for kind in scan.kinds()
-            }
-        )
+        formulas = {
+            kind.field: [f for f in scan.formulas(kind) if f.exists(model.rotary)]
+            for kind in scan.kinds()
+        }
+        return cls(formulas, scan.measured_heads(model.info))
 
     def computed(self, when: Computed) -> Iterator[tuple[Kind[Any], Sequence[Formula]]]:
         """The kinds that are computed then, and their formulas."""
@@ -94,6 +99,8 @@ class Measurements:
     """
     means: dict[str, dict[str, Aggregate]]
     """Aggregates over the sequences, by field of the scan and formula."""
+    measured_heads: MeasuredHeads
+    """Which layer and head of the model each place on these axes is."""
 
     @property
     def heads(self) -> Columns:
@@ -118,7 +125,7 @@ class Measurements:
         means = {
             field: merge([batch.means[field] for batch in batches]) for field in batches[0].means
         }
-        return cls(tables, means)
+        return cls(tables, means, batches[0].measured_heads)
 
     def first(self, count: int) -> Self:
         """The same with the values of the first sequences alone."""
@@ -166,7 +173,9 @@ def with_chance(formulas: Iterable[Formula]) -> list[Statistic]:
 
 def measure_batch(engine: Engine, statistics: Sequence[Statistic], tokens: Tensor) -> Measurements:
     """One forward pass over tokens `[batch pos]`."""
-    return collect(launch(engine, Requested({STATISTICS.field: statistics}), tokens))
+    info = engine.model.info
+    every = MeasuredHeads.every(info.n_layers, info.n_heads)
+    return collect(launch(engine, Requested({STATISTICS.field: statistics}, every), tokens))
 
 
 def launch(
@@ -190,7 +199,7 @@ def launch(
     layers = _Layers(engine, requested, tokens, known)
     final: list[Tensor] = []
     on_final = final.append if requested.after_the_pass else None
-    engine.run(tokens, matches, layers.evaluate, layers.read_late, on_final)
+    engine.run(tokens, matches, layers.evaluate, layers.read_late, on_final, requested.heads.layers)
 
     # Chance levels, and where a statistic has a value, depend on the tokens alone.
     by_tokens = {**known, "pattern": uniform_pattern(matches, tokens)}
@@ -230,11 +239,12 @@ class _Layers:
     ) -> None:
         self.known = known
         """What formulas read that is the same in every layer."""
+        self.part = requested.heads.part
         self.by_field: dict[str, _Values] = {}
         # A profile can be requested as a curve as well; it is evaluated once and kept twice.
         kept_by: dict[Formula, list[_Values]] = {}
         for kind, formulas in requested.computed("in every layer"):
-            values = _Values(kind, formulas, tokens, engine.model.info)
+            values = _Values(kind, formulas, tokens, requested.heads)
             self.by_field[kind.field] = values
             for formula in formulas:
                 kept_by.setdefault(formula, []).append(values)
@@ -244,13 +254,17 @@ class _Layers:
         """What must be kept until the end of a layer, because it is read with `resid_post`."""
         read = set[str]().union(*(names for _, names, _ in self.formulas))
         self.weights = cache(
-            lambda layer: attention_weights(engine.model, layer, read & {*READABLE_WEIGHTS})
+            lambda layer: _of_heads(
+                attention_weights(engine.model, layer, read & {*READABLE_WEIGHTS}),
+                self.part(layer),
+            )
         )
         self.done: set[tuple[int, int]] = set()
 
     def evaluate(self, layer: int, activations: Activations) -> None:
         """Evaluate what can be evaluated now and was not before; the engine may call this twice."""
-        available = {**activations, **self.known, **self.weights(layer)}
+        own = _of_heads(activations, self.part(layer))
+        available = {**own, **self.known, **self.weights(layer)}
         for number, (formula, names, kept_by) in enumerate(self.formulas):
             if (layer, number) in self.done or not names <= available.keys():
                 continue
@@ -264,14 +278,14 @@ class _Values:
     """The values of one kind of measurement in the layers of a batch."""
 
     def __init__(
-        self, kind: Kind[Any], formulas: Sequence[Formula], tokens: Tensor, info: ModelInfo
+        self, kind: Kind[Any], formulas: Sequence[Formula], tokens: Tensor, heads: MeasuredHeads
     ) -> None:
-        self.kind = kind
-        self.n_heads = info.n_heads if kind.table.has("head") else None
+        self.kind, self.heads = kind, heads
+        self.by_head = kind.table.has("head")
         self.single = [] if kind.averaged else [f for f in formulas if not f.listed]
         """Formulas whose value is one number; they share a tensor, which travels at once."""
-        heads = () if self.n_heads is None else (self.n_heads,)
-        shape = (len(self.single), len(tokens), info.n_layers, *heads)
+        width = (heads.width,) if self.by_head else ()
+        shape = (len(self.single), len(tokens), len(heads.layers), *width)
         # A layer that an engine never shows must not look undefined: infinity is refused below.
         self.numbers = torch.full(shape, torch.inf, device=tokens.device)
         self.row = {f.name: row for f, row in zip(self.single, self.numbers, strict=True)}
@@ -283,21 +297,51 @@ class _Values:
         """Keep what a formula is in a layer, or what is averaged of it."""
         if self.kind.averaged:
             assert isinstance(formula, Along)
-            self.layers[formula.name].append(count_mean_m2(formula, value))
+            # A formula along pairs is of each head; the others may be what the heads share.
+            by_head = value.dim() >= 3
+            padded = _padded(value, self.heads.width) if by_head else value
+            self.layers[formula.name].append(count_mean_m2(formula, padded))
         elif formula.listed:
-            self.layers[formula.name].append(self._for_each_head(value, 3))
+            self.layers[formula.name].append(self._for_each_head(value, 3, layer))
         else:
-            self.row[formula.name][:, layer] = self._for_each_head(value, 2)
+            place = self.heads.places[layer]
+            self.row[formula.name][:, place] = self._for_each_head(value, 2, layer)
 
     def by_layer(self) -> dict[str, Tensor]:
         """Lists `[batch layer …]`, or means `[3 layer …]`, by formula."""
         return {name: torch.stack(layers, dim=1) for name, layers in self.layers.items()}
 
-    def _for_each_head(self, value: Tensor, dimensions: int) -> Tensor:
+    def _for_each_head(self, value: Tensor, dimensions: int, layer: int) -> Tensor:
         """What the heads of a layer share comes without their axis; a row of each head has it."""
-        if self.n_heads is None or value.dim() == dimensions:
+        if not self.by_head:
             return value
-        return value[:, None].expand(-1, self.n_heads, *value.shape[1:])
+        if value.dim() < dimensions:
+            heads = len(self.heads.by_layer[layer])
+            value = value[:, None].expand(-1, heads, *value.shape[1:])
+        return _padded(value, self.heads.width)
+
+
+def _of_heads(values: Mapping[str, Any], heads: tuple[int, ...] | None) -> Mapping[str, Any]:
+    """What is known of a layer, of some of its heads alone; none means all."""
+    if heads is None:
+        return values
+    return {name: _of_some(name, value, heads) for name, value in values.items()}
+
+
+def _of_some(name: str, value: Any, heads: tuple[int, ...]) -> Any:
+    if name == "pattern":
+        return value.only(heads)
+    if name not in HEAD_AXIS:
+        return value
+    return value.index_select(HEAD_AXIS[name], torch.tensor(heads, device=value.device))
+
+
+def _padded(value: Tensor, width: int) -> Tensor:
+    """Values `[batch head …]` with NaN for the heads that other layers have more of."""
+    missing = width - value.shape[1]
+    if not missing:
+        return value
+    return torch.cat([value, value.new_full((len(value), missing, *value.shape[2:]), torch.nan)], 1)
 
 
 def _predicted(
@@ -340,21 +384,22 @@ def collect(pending: PendingBatch) -> Measurements:
         pending.ready.synchronize()
     tables: dict[str, Columns] = {kind.table.name: {} for kind in KINDS if kind.named_by is None}
     means: dict[str, dict[str, Aggregate]] = {}
+    heads = pending.requested.heads
     for kind, formulas in pending.requested.computed("in every layer"):
         along = {formula.name: formula for formula in formulas if isinstance(formula, Along)}
         if kind.averaged:
             means[kind.field] = aggregates(pending.means[kind.field])
-            check_means(means[kind.field], along, pending.first, pending.sequences)
+            check_means(means[kind.field], along, heads, pending.first, pending.sequences)
             continue
         single = [formula.name for formula in formulas if not formula.listed]
         # Pinned memory is scarce, so what is kept is copied out of it.
         numbers = dict(zip(single, pending.numbers[kind.field].numpy().copy(), strict=True))
         defined = dict(zip(single, pending.defined[kind.field].numpy(), strict=True))
-        check_numbers(numbers, defined, pending.first)
+        check_numbers(numbers, defined, heads, pending.first)
         for name, values in numbers.items():
             values[~defined[name]] = np.nan
         lists = _on_the_host(pending.lists[kind.field])
-        check_lists(lists, along, pending.first)
+        check_lists(lists, along, heads, pending.first)
         tables[kind.table.name] |= numbers | lists
         chance = zip(with_chance(formulas), pending.chance[kind.field].numpy(), strict=True)
         for statistic, values in chance:
@@ -367,7 +412,7 @@ def collect(pending: PendingBatch) -> Measurements:
         for name, values in predictions.items():
             values[~predicted[name]] = np.nan
         tables[kind.table.name] |= predictions
-    return Measurements(tables, means)
+    return Measurements(tables, means, heads)
 
 
 def _on_the_host(values: Mapping[str, Tensor]) -> Columns:

@@ -13,13 +13,17 @@ import numpy as np
 
 from schemas.errors import MeasureError
 from schemas.formulas import Along
+from schemas.measured_heads import MeasuredHeads
 from workers.measurements.profile_means import Aggregate, places_on_axes
 
 ADVICE = "expected a finite number: look at the model's weights and precision"
 
 
 def check_numbers(
-    values: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int
+    values: Mapping[str, np.ndarray],
+    defined: Mapping[str, np.ndarray],
+    heads: MeasuredHeads,
+    first: int,
 ) -> None:
     """Raise `MeasureError` for the earliest layer in which a value `[sequence layer head]` or
     `[sequence layer]` is not finite, though it is `defined` for its `[sequence]`.
@@ -34,13 +38,16 @@ def check_numbers(
         name = min(bad, key=lambda n: bad[n][0])
         layer, sequence, *head = bad[name]
         raise MeasureError(
-            f"{_place(layer, head)}: {name} is not finite for sequence "
+            f"{_place(heads, layer, head)}: {name} is not finite for sequence "
             f"{first + sequence} of the shard; {ADVICE}"
         )
 
 
 def check_lists(
-    values: Mapping[str, np.ndarray], formulas: Mapping[str, Along], first: int
+    values: Mapping[str, np.ndarray],
+    formulas: Mapping[str, Along],
+    heads: MeasuredHeads,
+    first: int,
 ) -> None:
     """Raise `MeasureError` for the earliest layer in which a list `[sequence layer head entry]` or
     `[sequence layer entry]` is not finite.
@@ -51,13 +58,17 @@ def check_lists(
         name = min(earliest, key=lambda n: earliest[n][0])
         layer, sequence, *head, entry = earliest[name]
         raise MeasureError(
-            f"{_place(layer, head)}: {name} is not finite at "
+            f"{_place(heads, layer, head)}: {name} is not finite at "
             f"{formulas[name].axis} {entry} for sequence {first + sequence} of the shard; {ADVICE}"
         )
 
 
 def check_means(
-    means: Mapping[str, Aggregate], formulas: Mapping[str, Along], first: int, sequences: int
+    means: Mapping[str, Aggregate],
+    formulas: Mapping[str, Along],
+    heads: MeasuredHeads,
+    first: int,
+    sequences: int,
 ) -> None:
     """Raise `MeasureError` for the earliest layer in which a mean over a batch is not finite."""
     bad = {n: np.argwhere((a.count > 0) & ~np.isfinite(a.mean)) for n, a in means.items()}
@@ -68,7 +79,7 @@ def check_means(
         axes = places_on_axes(formulas[name], means[name].mean.shape[-1])
         place = ", ".join(f"{axis} {at[entry]}" for axis, at in axes.items())
         raise MeasureError(
-            f"{_place(layer, head)}: profile {name} is not finite at {place} for one of the "
+            f"{_place(heads, layer, head)}: profile {name} is not finite at {place} for one of the "
             f"sequences {first} to {first + sequences - 1} of the shard; expected finite numbers: "
             "look at the model's weights and precision"
         )
@@ -96,5 +107,7 @@ def _earliest(where: np.ndarray) -> tuple[int, ...]:
     return tuple(np.argwhere(where.swapaxes(0, 1))[0].tolist())
 
 
-def _place(layer: int, head: list[int]) -> str:
-    return f"layer {layer}" + "".join(f", head {h}" for h in head)
+def _place(heads: MeasuredHeads, layer: int, head: list[int]) -> str:
+    """The layer and the head of the model at a place among those that are measured."""
+    numbers = heads.numbers[layer]
+    return f"layer {heads.layers[layer]}" + "".join(f", head {numbers[h]}" for h in head)

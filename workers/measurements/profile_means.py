@@ -16,7 +16,9 @@ from torch import Tensor
 
 from schemas.formulas import Along
 from schemas.kind import Kind
+from schemas.measured_heads import MeasuredHeads
 from schemas.parquet import table_of
+from workers.measurements.head_numbers import numbered
 
 
 @dataclass(frozen=True)
@@ -91,28 +93,31 @@ def merge(parts: Sequence[Aggregates]) -> Aggregates:
     return whole
 
 
-def means_table(kind: Kind[Any], shard: int, means: Aggregates) -> pa.Table:
+def means_table(kind: Kind[Any], shard: int, means: Aggregates, heads: MeasuredHeads) -> pa.Table:
     """One row per layer × head × formula × entry, in the order formula, layer, head, entry."""
-    rows = [_rows(kind, shard, name, aggregate) for name, aggregate in means.items()]
+    rows = [_rows(kind, shard, name, aggregate, heads) for name, aggregate in means.items()]
     return pa.concat_tables(rows).combine_chunks()
 
 
-def _rows(kind: Kind[Any], shard: int, name: str, aggregate: Aggregate) -> pa.Table:
+def _rows(
+    kind: Kind[Any], shard: int, name: str, aggregate: Aggregate, heads: MeasuredHeads
+) -> pa.Table:
     assert kind.named_by is not None
-    rows = aggregate.mean.size
-    layer, *head, entry = (axis.ravel() for axis in np.indices(aggregate.mean.shape))
+    shape = aggregate.mean.shape
+    axes = ["layer", "head", "entry"] if len(shape) == 3 else ["layer", "entry"]
+    at, kept = numbered(axes, shape, heads)
+    entry = at.pop("entry")
     columns: dict[str, Any] = {
-        "shard": np.full(rows, shard),
-        "layer": layer,
-        kind.named_by: [name] * rows,
+        "shard": np.full(len(entry), shard),
+        **at,
+        kind.named_by: [name] * len(entry),
     }
-    columns |= {"head": head[0]} if head else {}
-    axes = places_on_axes(kind.registry[name], aggregate.mean.shape[-1])
-    columns |= {axis: at[entry] for axis, at in axes.items()}
+    along = places_on_axes(kind.registry[name], shape[-1])
+    columns |= {axis: place[entry] for axis, place in along.items()}
     columns |= {
-        "count": aggregate.count.ravel(),
-        "mean": aggregate.mean.ravel(),
-        "m2": aggregate.m2.ravel(),
+        "count": aggregate.count.ravel()[kept],
+        "mean": aggregate.mean.ravel()[kept],
+        "m2": aggregate.m2.ravel()[kept],
     }
     return table_of(columns, kind.table.schema())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from schemas.errors import MeasureError
 from schemas.formulas import evaluate
 from schemas.kind import Kind
+from schemas.measured_heads import MeasuredHeads
 from schemas.parquet import table_of
 from schemas.scan import Scan
 from schemas.weight_statistics import WeightStatistic
@@ -26,13 +27,18 @@ from workers.model.model import Model
 def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
     """What a scan asks of the weights, by table."""
     return {
-        kind.table.name: weights_table(model, kind, scan.formulas(kind))
+        kind.table.name: weights_table(
+            model, kind, scan.formulas(kind), scan.measured_heads(model.info)
+        )
         for kind in scan.kinds("from the weights")
     }
 
 
 def weights_table(
-    model: Model, kind: Kind[WeightStatistic], statistics: Sequence[WeightStatistic]
+    model: Model,
+    kind: Kind[WeightStatistic],
+    statistics: Sequence[WeightStatistic],
+    heads: MeasuredHeads,
 ) -> pa.Table:
     """One row per statistic × layer × head × index, in that order; none if the model does not have
     the weights.
@@ -42,14 +48,18 @@ def weights_table(
     values: dict[str, list[Tensor]] = {s.name: [] for s in possible}
     with torch.inference_mode():
         shared = _finite(_model_weights(model, read.intersection(MODEL_WEIGHTS)), model.info.name)
-        for layer in range(model.info.n_layers):
+        for layer in heads.layers:
             own = _layer_weights(model, layer, read.intersection(LAYER_WEIGHTS))
             weights = shared | _finite(own, f"{model.info.name}: layer {layer}")
             for s in possible:
                 readable = all(name in weights for name in s.parameters)
-                if readable and (s.layered or layer == 0):
+                if readable and (s.layered or layer == heads.layers[0]):
                     values[s.name].append(evaluate(s.compute, weights).cpu())
-    rows = [_rows(kind, s, torch.stack(values[s.name]).numpy()) for s in possible if values[s.name]]
+    rows = [
+        _rows(kind, s, torch.stack(values[s.name]).numpy(), heads)
+        for s in possible
+        if values[s.name]
+    ]
     return pa.concat_tables(rows or [kind.table.schema().empty_table()]).combine_chunks()
 
 
@@ -102,20 +112,31 @@ def _finite(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return weights
 
 
-def _rows(kind: Kind[WeightStatistic], statistic: WeightStatistic, values: np.ndarray) -> pa.Table:
+def _rows(
+    kind: Kind[WeightStatistic],
+    statistic: WeightStatistic,
+    values: np.ndarray,
+    heads: MeasuredHeads,
+) -> pa.Table:
     """The rows of a statistic whose values are `[layer head index]`, one layer standing for all if
-    it is not layered.
+    it is not layered. The values are of all heads of these layers.
     """
     assert kind.named_by is not None
     axes = ["layer", *(["head"] if values.ndim == 2 + (statistic.axis != "none") else [])]
     axes += [] if statistic.axis == "none" else [statistic.axis]
-    at: Mapping[str, Any] = dict(
-        zip(axes, (a.ravel() for a in np.indices(values.shape)), strict=True)
-    )
+    at = dict(zip(axes, (a.ravel() for a in np.indices(values.shape)), strict=True))
+    if "head" in at:
+        measured = np.zeros((len(heads.layers), heads.n_heads), bool)
+        for place, some in enumerate(heads.by_layer.values()):
+            measured[place, list(some)] = True
+        kept = measured[at["layer"], at["head"]]
+    else:
+        kept = np.ones(values.size, bool)
+    at["layer"] = np.array(heads.layers)[at["layer"]]
     columns: dict[str, Any] = {
-        **at,
-        kind.named_by: [statistic.name] * values.size,
-        "value": values.ravel(),
+        **{axis: index[kept] for axis, index in at.items()},
+        kind.named_by: [statistic.name] * int(kept.sum()),
+        "value": values.ravel()[kept],
     }
     if not statistic.layered:
         del columns["layer"]
