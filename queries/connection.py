@@ -182,7 +182,9 @@ def _fill(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
     """Point the tables at the files that count, and make them say what runs hold."""
     # DuckDB opens a file of each run to make a view: only where it cannot is it worth while to look
     # for damage now. What is damaged leaves a shard out of all tables, so all are looked at again.
-    while misfits := [table for table in TABLES.values() if _misfit(connection, table, opened.runs)]:
+    while misfits := [
+        table for table in TABLES.values() if _misfit(connection, table, opened.runs)
+    ]:
         opened.runs = [
             _verified(run, [table.name for table in misfits], opened.tell) for run in opened.runs
         ]
@@ -225,7 +227,7 @@ def _leave_out_misfits(
         else:
             misfits.append(
                 f"{run.directory.path}: the files of table {table.name} do not fit the manifest: "
-                f"{why}"
+                f"{why}; bring back a copy of manifest.json, or headcount rm {run.directory.path}"
             )
     if misfits and not fitting:
         raise QueryError(misfits[0])
