@@ -63,7 +63,7 @@ def _check(run: RunDirectory, console: Console) -> bool:
             f"{run.run_id}: {_counted(found.without_digest, 'file')} of older code, committed "
             "without a digest; what shows in them was checked",
         )
-    size = f"{_counted(found.files, 'file')}, {found.bytes / 1e9:,.2f} GB"
+    size = f"{_counted(found.files, 'file')}, {found.bytes / 1e6:,.1f} MB"
     if not found.damaged:
         say(console, f"{run.run_id}: {_counted(found.shards, 'shard')}, {size}, as committed")
         return True

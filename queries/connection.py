@@ -180,11 +180,17 @@ def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
 
 def _fill(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
     """Point the tables at the files that count, and make them say what runs hold."""
-    for table in TABLES.values():
-        if _misfit(connection, table, opened.runs):
-            # One file of each run is opened here; only now is it worth while to look for damage.
-            opened.runs = [_verified(run, [table.name], opened.tell) for run in opened.runs]
+    # DuckDB opens a file of each run to make a view: only where it cannot is it worth while to look
+    # for damage now. What is damaged leaves a shard out of all tables, so all are looked at again.
+    while misfits := [
+        table for table in TABLES.values() if _misfit(connection, table, opened.runs)
+    ]:
+        opened.runs = [
+            _verified(run, [table.name for table in misfits], opened.tell) for run in opened.runs
+        ]
+        for table in misfits:
             _leave_out_misfits(connection, table, opened)
+    for table in TABLES.values():
         connection.execute(
             f"CREATE OR REPLACE VIEW ledger.{table.name} AS {_files_of(table, opened.runs)}"
         )
@@ -221,7 +227,7 @@ def _leave_out_misfits(
         else:
             misfits.append(
                 f"{run.directory.path}: the files of table {table.name} do not fit the manifest: "
-                f"{why}"
+                f"{why}; bring back a copy of manifest.json, or headcount rm {run.directory.path}"
             )
     if misfits and not fitting:
         raise QueryError(misfits[0])
@@ -269,9 +275,19 @@ def _files_of(table: Table, runs: list[Run]) -> str:
                 f"SELECT {', '.join(map(_name, [*keys, *names]))} FROM "
                 f"read_parquet([{', '.join(map(_text, files))}], "
                 "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': "
-                "VARCHAR})"
+                "VARCHAR})" + _but_hidden(table, runs)
             )
     return " UNION ALL BY NAME ".join(selects)
+
+
+def _but_hidden(table: Table, runs: list[Run]) -> str:
+    """A condition that leaves out damaged shards with rows in merged files that count for others."""
+    conditions = [
+        f"(run_id = {_text(run.directory.run_id)} AND shard IN ({', '.join(map(str, shards))}))"
+        for run in runs
+        if (shards := run.hidden(table.name))
+    ]
+    return f" WHERE NOT ({' OR '.join(conditions)})" if conditions else ""
 
 
 def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict[str, str]:

@@ -182,6 +182,19 @@ class Run:
         )
         return [f"{self.directory.path}/{path}" for path in pc.unique(paths).to_pylist()]
 
+    def hidden(self, table: str) -> list[int]:
+        """Damaged shards whose rows lie in files of a table that count for other shards."""
+        if not self.damaged:
+            return []
+        files = pc.list_flatten(self.ledger["files"])
+        shards = self.ledger["shard"].take(pc.list_parent_indices(self.ledger["files"]))
+        of_table = pc.equal(pc.struct_field(files, "table"), table)
+        paths = pc.struct_field(files, "path").filter(of_table)
+        whole = pa.array(self.whole).take(pc.list_parent_indices(self.ledger["files"]))
+        whole = whole.filter(of_table)
+        counted = pc.is_in(paths, pc.unique(paths.filter(whole)))
+        return pc.unique(shards.filter(of_table).filter(pc.and_not(counted, whole))).to_pylist()
+
     @property
     def codes(self) -> list[str]:
         """The code of every shard that is done, each once; before the first shard, the code that

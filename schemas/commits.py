@@ -331,7 +331,7 @@ def _read_keys(file: Place) -> pa.Table:
     except (OSError, pa.ArrowException) as error:
         raise RunError(
             f"{file}: damaged ({reason(error)}); it holds commits. Delete it, and headcount resume "
-            f"{file.parent.parent} measures their shards anew"
+            f"{file.parent.parent} measures their shards anew; headcount rm deletes the run"
         ) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -65,6 +65,21 @@ class Manifest(BaseModel):
     def codes(self) -> list[str]:
         """The code that began the run, then all other code that it was gone on with."""
         return [self.code, *self.other_codes]
+
+    @model_validator(mode="after")
+    def _has_a_scan(self) -> Self:
+        """Whoever reads a run asks these."""
+        scan = self.identity.get("scan")
+        sizes = (
+            [scan.get(name) for name in ("sequences_per_shard", "n_ctx")]
+            if isinstance(scan, dict)
+            else []
+        )
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError("identity.scan lacks sequences_per_shard or n_ctx")
+        if not isinstance(scan.get("interventions"), list):
+            raise ValueError("identity.scan lacks interventions")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -117,13 +117,15 @@ class RunDirectory:
             return Manifest.model_validate_json(self.manifest_file.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(
-                f"{self.path}: no manifest.json; expected the directory of a run"
+                f"{self.path}: no manifest.json; expected the directory of a run. If it is one, "
+                f"headcount rm {self.path} deletes it"
             ) from None
         except OSError as error:
             raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
         except ValidationError as error:
             raise RunError(
-                f"{self.manifest_file}: not a manifest ({error.error_count()} problems)"
+                f"{self.manifest_file}: not a manifest ({error.error_count()} problems); bring back "
+                f"a copy, or delete the run with headcount rm {self.path} and scan again"
             ) from None
 
     def ledger(self, columns: Sequence[str] | None = None) -> pa.Table:
