@@ -69,7 +69,7 @@ def _without_places(identity: Mapping[str, Any], records: Records) -> dict[str, 
 
 def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Which files of a model are not what they were: its configuration, or its weights."""
-    known, found = dict(before.get("files") or ()), dict(now["files"])
+    known, found = before.get("files", {}), now["files"]
     changed = sorted(name for name in known | found if known.get(name) != found.get(name))
     if not known or not changed:
         return [f"the model's files ({before['sha256']}, now {now['sha256']})"]

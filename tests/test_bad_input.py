@@ -392,7 +392,8 @@ def test_a_run_that_is_not_there_cannot_be_gone_on_with(
         f'model = "{model}"\nn_ctx = 8\nsequences = 2\nout = "{tmp_path}"\ninput.family = "uniform_random"\n'
     )
     expected = (
-        f"error: {tmp_path}/run_id=absent: no such run to go on with; leave out --run to start one"
+        f"error: {tmp_path}/run_id=absent: no such run to go on with; headcount scan {path} starts "
+        "one"
     )
     assert command("scan", path, "--run", "absent") == (2, [expected])
 

@@ -449,10 +449,11 @@ def test_the_description_knows_the_weights_and_not_their_place(shelf: Shelf, tmp
     toy.change_weights(
         tmp_path / "gpt2", lambda w: w["transformer.wpe.weight"].view(-1)[5].add_(1e-3)
     )
-    assert describe(tmp_path / "gpt2").record == here | {
-        "sha256": describe(tmp_path / "gpt2").sha256
-    }
-    assert describe(tmp_path / "gpt2").sha256 != here["sha256"]
+    changed = describe(tmp_path / "gpt2")
+    assert {key for key in here if changed.record[key] != here[key]} == {"sha256", "files"}
+    assert changed.files[0] == ("config.json", here["files"]["config.json"])
+    assert changed.files[1][1] != here["files"]["model.safetensors"]
+    assert "files" not in changed.identity
 
 
 def test_a_special_token_outside_the_vocabulary_is_none(shelf: Shelf, tmp_path: Path):

@@ -56,7 +56,8 @@ class ModelInfo:
     @property
     def record(self) -> dict[str, Any]:
         """The description without the place it was loaded from."""
-        return {key: value for key, value in asdict(self).items() if key != "path"}
+        known = {key: value for key, value in asdict(self).items() if key != "path"}
+        return known | {"files": dict(self.files)}
 
     @property
     def identity(self) -> dict[str, Any]:
