@@ -24,8 +24,17 @@ LARGEST_FACTOR = 1_000_000.0
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_INT32)]
 Index = Annotated[int, Field(ge=0, le=LARGEST_INT32)]
+TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT32)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 Factor = Annotated[float, Field(ge=-LARGEST_FACTOR, le=LARGEST_FACTOR)]
+Zipf = Annotated[float, Field(ge=0, le=10)]
+"""Exponents of Zipf's law: 0 is uniform, and at 10 nearly all tokens are the first."""
+
+SubSequence = Annotated[int, Field(le=10_000)]
+"""Tokens of a sub-sequence, which a layout spells out."""
+
+Positive = Annotated[float, Field(gt=0)]
+BelowOne = Annotated[float, Field(lt=1)]
 
 OPTIONS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, str_min_length=1)
 """How options are checked: no conversions, finite numbers, no empty strings."""

@@ -80,10 +80,7 @@ def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
         ),
         (
             {"input": {"family": "uniform_random", "high": 0}},
-            [
-                "input: 1 token ids wanted from low = 0 on and below high = 0, 0 are there; widen "
-                "low and high"
-            ],
+            ["input.high: expected 1 or more, got 0"],
         ),
         (
             {"input": {"family": "uniform_random", "lo": 0}},
