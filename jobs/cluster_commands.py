@@ -19,6 +19,7 @@ from jobs.scan_commands import (
     Cores,
     DeviceOption,
     LocalReplicas,
+    New,
     Overrides,
     Replicas,
 )
@@ -61,6 +62,7 @@ def submit(
     cores: Cores = 0,
     device: DeviceOption = "auto",
     env: Env = None,
+    new: New = False,
 ) -> None:
     """Run a scan as a job of a Ray cluster, with the code that is here. Submitting it twice is one
     job.
@@ -73,8 +75,9 @@ def submit(
     prepare_process()
     scan = portable_scan(scan_file, overrides or [])
     resources = Resources(replicas, cores, device, address)
-    _tell(submit_scan(scan, scan_file, overrides or [], resources, env or []))
-    print(scan.run_id(scan_file.stem))
+    line, run = submit_scan(scan, scan_file, overrides or [], resources, env or [], new)
+    _tell(line)
+    print(run.run_id)
 
 
 def status(
@@ -210,13 +213,14 @@ def resume(
         )
     from jobs.run_loop import run_to_end
     from jobs.run_places import where_begun
-    from jobs.scan_runs import resumption
+    from jobs.scan_runs import ScanCommand, resumption
     from workers.process import prepare_process
 
     prepare_process()
     console = Console(highlight=False, stderr=True)
+    command = ScanCommand.of_run(directory.manifest())
     with where_begun(directory, overrides or []) as anchored:
-        plan = replan(directory, anchored)
+        plan = replan(directory, anchored, command)
         failures = run_to_end(plan, resources, console, allow_other_code=allow_other_code)
     print(directory.path)
     if failures:

@@ -17,13 +17,15 @@ is found by its content.
 """
 
 
-def replan(run: RunDirectory, overrides: Sequence[str] = ()) -> Plan:
+def replan(
+    run: RunDirectory, overrides: Sequence[str] = (), command: ScanCommand | None = None
+) -> Plan:
     """The plan of a run, from its manifest alone: the scan file is not needed. `overrides` may set
     what changes no row. Relative names are meant from the working directory
-    (`jobs.run_places.where_begun`).
+    (`jobs.run_places.where_begun`); `command` began the run, seen from where the user is.
     """
     manifest = run.manifest()
-    command = ScanCommand.of_run(manifest)
+    command = command or ScanCommand.of_run(manifest)
     check_overrides(run, overrides, command)
     if manifest.run_id != run.run_id:
         raise RunError(
@@ -37,7 +39,7 @@ def replan(run: RunDirectory, overrides: Sequence[str] = ()) -> Plan:
     kept = {"sequences": manifest.sequences, "batch_size": manifest.batch_size}
     fields = placed(run, manifest, kept, overrides)
     scan = parse_scan(fields | {"out": str(run.path.parent)})
-    return make_plan(scan, run.run_id, run.run_id)
+    return make_plan(scan, run.run_id, run.run_id, command=command)
 
 
 def check_overrides(

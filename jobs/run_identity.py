@@ -58,7 +58,8 @@ def changed_versions(before: Manifest) -> list[str]:
 
 def _without_places(identity: Mapping[str, Any], records: Records) -> dict[str, Any]:
     """What is compared of an identity: not where things lie, and of formulas the names."""
-    scan = {key: value for key, value in identity["scan"].items() if key != "model"}
+    where = ("model", "revision")
+    scan = {key: value for key, value in identity["scan"].items() if key not in where}
     scan["input"] = {k: v for k, v in scan["input"].items() if k not in FILE_OPTIONS}
     own = ("name", "sha256")
     model = {key: value for key, value in identity["model"].items() if key not in own}

@@ -41,13 +41,14 @@ def places_of(scan: Scan) -> dict[str, Location]:
 
 @contextmanager
 def where_begun(run: RunDirectory, overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Work where the relative names of a run are meant from, or here where that directory is gone;
-    gives the overrides, whose own relative names are meant from here.
+    """Work where the relative names of a run are meant from, or here where more of them lie; gives
+    the overrides, whose own relative names are meant from here.
     """
     anchored = [_anchored(override) for override in overrides]
     manifest = run.manifest()
-    begun_in = Path(manifest.begun_in or ".")
-    found = begun_in if begun_in.is_dir() and not _missing(manifest, begun_in) else Path.cwd()
+    directories = [Path(manifest.begun_in), Path.cwd()] if manifest.begun_in else [Path.cwd()]
+    there = [directory for directory in directories if directory.is_dir()]
+    found = min(there, key=lambda directory: len(_missing(manifest, directory, overrides)))
     with chdir(found):
         yield anchored
 
@@ -58,26 +59,32 @@ def placed(
     """The fields of a run's scan, with its places and what was `kept` as last set; what is gone is
     named.
     """
+    for field, location in _missing(manifest, Path.cwd(), overrides).items():
+        what = "the directory of its model" if field == "model" else "files of its input"
+        gone = not Path(manifest.begun_in).is_dir()
+        begun = f", and {manifest.begun_in}, where it was begun, is gone" if gone else ""
+        raise RunError(
+            f"{run.path}: {location}, {what}, is not in {os.getcwd()}{begun}; "
+            f"{resumption(run, '--set', f'{field}=PATH')} goes on with PATH in its place"
+        )
     settings = [f"{field}={json.dumps(value)}" for field, value in manifest.places.items()]
     fields = override_fields(manifest.identity["scan"], settings) | kept
+    fields = override_fields(fields, overrides)
+    if fields["model"] != manifest.identity["scan"]["model"]:
+        fields["revision"] = None  # It is the Hub's, and fingerprints say whether it is the same.
+    return fields
+
+
+def _missing(manifest: Manifest, directory: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """Places of a run, but for those that are set now, at which nothing lies as seen from a
+    directory: the first of each field.
+    """
     set_now = {override.partition("=")[0].strip() for override in overrides}
-    for field, location in _missing(manifest, Path.cwd()).items():
-        if field not in set_now:
-            looked = sorted({manifest.begun_in or os.getcwd(), os.getcwd()})
-            what = "the directory of its model" if field == "model" else "files of its input"
-            raise RunError(
-                f"{run.path}: {location}, {what}, is not there (looked in {' and in '.join(looked)}); "
-                f"{resumption(run, '--set', f'{field}=PATH')} goes on with PATH in its place"
-            )
-    return override_fields(fields, overrides)
-
-
-def _missing(manifest: Manifest, directory: Path) -> dict[str, str]:
-    """The places of a run at which nothing lies, seen from a directory: the first of each field."""
     missing: dict[str, str] = {}
     for field, value in manifest.places.items():
         for location in [value] if isinstance(value, str) else value:
-            if _on_disk(location) and not _lies_there(directory, location):
+            here = not _on_disk(location) or _lies_there(directory, location)
+            if not here and field not in set_now:
                 missing.setdefault(field, location)
     return missing
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas.errors import OtherRunError, RunError
@@ -26,6 +26,8 @@ class ScanCommand:
     words: tuple[str, ...] = ()
     """The scan file and what was set; empty where no command was typed."""
     directory: str = ""
+    here: str = field(default_factory=os.getcwd)
+    """Where the user is, who may be elsewhere by now."""
 
     @classmethod
     def typed(cls, scan_file: Path, overrides: Sequence[str] = ()) -> ScanCommand:
@@ -43,7 +45,7 @@ class ScanCommand:
     def text(self, *more: str) -> str:
         """The command with more words, as it is typed here."""
         typed = shlex.join(["headcount", "scan", *self.words, *more])
-        if self.directory in ("", os.getcwd()):
+        if self.directory in ("", self.here):
             return typed
         if (Path(self.directory) / self.words[0]).is_file():
             return f"cd {shlex.quote(self.directory)} && {typed}"
@@ -85,18 +87,33 @@ def runs_of(first: RunDirectory) -> list[RunDirectory]:
     return [run for run in runs if run.manifest_file.is_file()]
 
 
-def next_run(first: RunDirectory) -> RunDirectory:
-    """The run after all that there are, whether whole or half deleted."""
-    return _numbered(first, max(_numbers(first), default=0) + 1)
+def next_run(first: RunDirectory, others: Iterable[str] = ()) -> RunDirectory:
+    """The run after all that there are, whether whole or half deleted; `others` are ids of runs that
+    are elsewhere.
+    """
+    numbers = _numbers(first) | _numbers_among(first, (f"run_id={name}" for name in others))
+    return _numbered(first, max(numbers, default=0) + 1)
+
+
+def last_run(first: RunDirectory, others: Iterable[str]) -> RunDirectory:
+    """The newest of the runs that there are, here and elsewhere; the first where there is none."""
+    numbers = _numbers_among(first, (f"run_id={name}" for name in others))
+    runs = [*runs_of(first)[:1], *(_numbered(first, number) for number in numbers)]
+    return max(runs, key=lambda run: (len(run.path.name), run.path.name), default=first)
 
 
 def _numbers(first: RunDirectory) -> set[int]:
-    pattern = re.compile(rf"{re.escape(first.path.name)}(?:-([2-9]|[1-9]\d+))?")
     try:
-        found = [pattern.fullmatch(name) for name in names(first.path.parent)]
+        return _numbers_among(first, names(first.path.parent))
     except OSError as error:
         raise RunError(f"{first.path.parent}: cannot be read ({reason(error)})") from None
-    return {int(match[1] or 1) for match in found if match is not None}
+
+
+def _numbers_among(first: RunDirectory, found: Iterable[str]) -> set[int]:
+    """The numbers of the directories that are runs of the scan."""
+    pattern = re.compile(rf"{re.escape(first.path.name)}(?:-([2-9]|[1-9]\d+))?")
+    matches = [pattern.fullmatch(name) for name in found]
+    return {int(match[1] or 1) for match in matches if match is not None}
 
 
 def _numbered(first: RunDirectory, number: int) -> RunDirectory:

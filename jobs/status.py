@@ -11,6 +11,8 @@ one, and only that one with the clock here.
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -223,6 +225,11 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     ]
     if status.complete:
         lines.append("complete  every shard is committed")
+    elif _stopped(status):
+        lines.append(
+            "stopped   no process of this machine is at work on this run; headcount resume "
+            f"{shlex.quote(status.run)} goes on"
+        )
     elif status.tokens_per_second is not None and status.seconds_left is not None:
         lines.append(
             f"speed     {status.tokens_per_second:,.0f} tokens/s, {duration(status.seconds_left)} "
@@ -258,6 +265,12 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     if status.failed > len(status.failures):
         lines.append(f"failed    and {status.failed - len(status.failures):,} more")
     return lines
+
+
+def _stopped(status: Status) -> bool:
+    """Whether nobody is at work on a run that this machine measured last, as far as a lock says."""
+    here = status.last_host in (None, socket.gethostname())
+    return status.at_work is False and here and not status.complete
 
 
 def list_line(run: RunDirectory) -> tuple[str, ...]:

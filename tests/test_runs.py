@@ -256,5 +256,7 @@ def test_other_weights_under_the_same_name_are_refused(scan_file: Path, tmp_path
     manifest = json.loads(run.manifest_file.read_bytes())
     manifest["identity"]["model"]["sha256"] = "0" * 16
     local(run.manifest_file).write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match=r"something else: the model's files \(0000000000000000, now"):
+    with pytest.raises(
+        RunError, match=r"something else: the model's files \(0000000000000000, now"
+    ):
         make_plan(scan, "killed")
