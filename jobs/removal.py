@@ -52,8 +52,9 @@ def remove(run: RunDirectory) -> None:
             for name in [run.commits_directory.name, *sorted(names(run.path))]:
                 if name != ".lock":
                     _delete(run.path / name)
-        if isinstance(run.path, Path):
-            shutil.rmtree(run.path)
+        if _is_directory(run.path):
+            # A store keeps a marker of the directory, a disk the lock.
+            _delete(run.path)
     except OSError as error:
         raise RunError(
             f"{run.path}: cannot be deleted whole ({reason(error)}); mend that, and the same "

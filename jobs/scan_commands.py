@@ -150,7 +150,7 @@ def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
             hidden += 1
     console.print(table)
     if hidden:
-        say(console, f"{_counted(hidden, 'field')} more with the default: --all shows them")
+        say(console, f"{_counted(hidden, 'more field')} with the default; --all shows them")
 
 
 def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:

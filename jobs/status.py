@@ -107,7 +107,11 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     tokens, tokens_done = tokens_of(manifest), int(pc.sum(ledger["tokens"]).as_py() or 0)
     complete = len(done) == manifest.shards
     last = _last_commit(ledger, (now or datetime.now(UTC)).timestamp())
+    at_work = _locked(run.path)
     paces = [] if complete else _paces(ledger, (now or datetime.now(UTC)).timestamp())
+    if at_work is False:
+        # Replicas of this machine end with the process that has the lock; others may be at work.
+        paces = [pace for pace in paces if pace.host != socket.gethostname()]
     speed = sum(pace.tokens_per_second for pace in paces) or None
     return Status(
         run_id=run.run_id,
@@ -126,7 +130,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         tokens_per_second=speed,
         seconds_left=max(0, tokens - tokens_done) / speed if speed else None,
         replicas=paces,
-        at_work=_locked(run.path),
+        at_work=at_work,
         **last,
     )
 
@@ -225,15 +229,15 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     ]
     if status.complete:
         lines.append("complete  every shard is committed")
-    elif _stopped(status):
-        lines.append(
-            "stopped   no process of this machine is at work on this run; headcount resume "
-            f"{shlex.quote(status.run)} goes on"
-        )
     elif status.tokens_per_second is not None and status.seconds_left is not None:
         lines.append(
             f"speed     {status.tokens_per_second:,.0f} tokens/s, {duration(status.seconds_left)} "
             "left"
+        )
+    elif status.at_work is False:
+        lines.append(
+            "stopped   no process of this machine is at work on this run; headcount resume "
+            f"{shlex.quote(status.run)} goes on"
         )
     if status.last_commit is not None:
         ahead = (
@@ -265,12 +269,6 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     if status.failed > len(status.failures):
         lines.append(f"failed    and {status.failed - len(status.failures):,} more")
     return lines
-
-
-def _stopped(status: Status) -> bool:
-    """Whether nobody is at work on a run that this machine measured last, as far as a lock says."""
-    here = status.last_host in (None, socket.gethostname())
-    return status.at_work is False and here and not status.complete
 
 
 def list_line(run: RunDirectory) -> tuple[str, ...]:
