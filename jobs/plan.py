@@ -11,7 +11,7 @@ from typing import Any
 
 from jobs.corpus_index import index_corpus
 from jobs.run_identity import LIBRARIES, changed_identity, changed_meanings, changed_versions
-from jobs.run_places import places_of
+from jobs.run_places import any_relative, places_of
 from jobs.scan_runs import (
     UNKNOWN,
     ScanCommand,
@@ -280,7 +280,8 @@ def _continued(before: Manifest, resolved: Resolved, sequences: Sequences, code:
         changes["identity"] = before.identity | {"corpus": json.loads(json.dumps(corpus))}
         changes |= {"sequences": len(sequences), "shards": sequences.shards}
     places = places_of(sequences.scan)
-    if places != before.places:
+    moved = before.begun_in != os.getcwd() and any_relative(places)
+    if moved or places != before.places:
         changes |= {"places": places, "begun_in": os.getcwd()}
     if code not in before.codes:
         changes["other_codes"] = before.other_codes | {code: resolved.meanings}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jobs.plan import Plan, check_not_older, make_plan
 from jobs.run_places import PLACES, placed
-from jobs.scan_runs import UNKNOWN, ScanCommand, saying_the_way
+from jobs.scan_runs import ScanCommand, saying_the_way
 from schemas.errors import RunError, ScanError
 from schemas.run_directory import RunDirectory
 from schemas.scan import CHANGES_NO_ROW, parse_scan
@@ -15,6 +15,10 @@ SETTABLE = (*(field for field in CHANGES_NO_ROW if field != "out"), *PLACES)
 """Fields of a scan that a run may go on with otherwise: more sequences extend it, and what has moved
 is found by its content.
 """
+
+
+SCAN = "SCAN"
+"""Stands for the scan file, where nobody knows it."""
 
 
 def replan(
@@ -26,6 +30,8 @@ def replan(
     """
     manifest = run.manifest()
     command = command or ScanCommand.of_run(manifest)
+    if not command.words:
+        command = ScanCommand((SCAN,))
     check_overrides(run, overrides, command)
     if manifest.run_id != run.run_id:
         raise RunError(
@@ -43,14 +49,14 @@ def replan(
 
 
 def check_overrides(
-    run: RunDirectory, overrides: Sequence[str], command: ScanCommand = UNKNOWN
+    run: RunDirectory, overrides: Sequence[str], command: ScanCommand | None = None
 ) -> None:
     """Refuse to set anything that would change rows of a run; `command` began it."""
+    command = command or ScanCommand((SCAN,))
     for override in overrides:
         if override.partition("=")[0].strip() not in SETTABLE:
-            typed = command if command.words else ScanCommand(("SCAN",))
             raise ScanError(
                 f"--set {override}: {run.run_id} goes on with another {', '.join(SETTABLE[:-1])} or "
                 f"{SETTABLE[-1]}, which change no row of it, and with nothing else; "
-                f"{typed.text('--set', override)} makes a run of its own"
+                f"{command.text('--set', override)} makes a run of its own"
             )

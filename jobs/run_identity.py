@@ -38,8 +38,9 @@ def changed_identity(
     known = _without_places(before.identity, before.records)
     now = _without_places(identity, records)
     changed = [_in_words(line) for line in differing_keys(known, now)]
-    if before.identity["model"].get("sha256") != model["sha256"]:
-        changed = _changed_files(before.model, model) + changed
+    sha256 = before.identity.get("model", {}).get("sha256")
+    if sha256 != model["sha256"]:
+        changed = _changed_files(sha256, before.model.get("files", {}), model) + changed
     return changed
 
 
@@ -58,22 +59,27 @@ def changed_versions(before: Manifest) -> list[str]:
 
 def _without_places(identity: Mapping[str, Any], records: Records) -> dict[str, Any]:
     """What is compared of an identity: not where things lie, and of formulas the names."""
-    where = ("model", "revision")
-    scan = {key: value for key, value in identity["scan"].items() if key not in where}
-    scan["input"] = {k: v for k, v in scan["input"].items() if k not in FILE_OPTIONS}
-    own = ("name", "sha256")
-    model = {key: value for key, value in identity["model"].items() if key not in own}
+    scan = _without(identity.get("scan", {}), "model", "revision")
+    scan["input"] = _without(scan.get("input", {}), *FILE_OPTIONS)
+    model = _without(identity.get("model", {}), "name", "sha256")
     names = {field: dict.fromkeys(described, True) for field, described in records.items()}
     tokenizer = identity.get("tokenizer")
     return {"scan": scan, "model": model, "tokenizer": tokenizer, "measured": names}
 
 
-def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Which files of a model are not what they were: its configuration, or its weights."""
-    known, found = before.get("files", {}), now["files"]
-    changed = sorted(name for name in known | found if known.get(name) != found.get(name))
-    if not known or not changed:
-        return [f"the model's files ({before['sha256']}, now {now['sha256']})"]
+def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in names}
+
+
+def _changed_files(
+    sha256: str | None, known: Mapping[str, str], model: Mapping[str, Any]
+) -> list[str]:
+    """Which files of a model are not those that were `known`: its configuration, or its weights."""
+    found: Mapping[str, str] = model["files"]
+    names = {*known, *found} if known else set[str]()
+    changed = sorted(name for name in names if known.get(name) != found.get(name))
+    if not changed:
+        return [f"the model's files ({sha256}, now {model['sha256']})"]
     return [
         f"the model's {'configuration' if name == CONFIG else 'weights'} ({name}: "
         f"{known.get(name, 'not there')}, now {found.get(name, 'not there')})"

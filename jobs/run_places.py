@@ -39,6 +39,15 @@ def places_of(scan: Scan) -> dict[str, Location]:
     return places
 
 
+def any_relative(places: Mapping[str, Location]) -> bool:
+    """Whether some place means another one in another working directory."""
+    return any(
+        _on_disk(location) and not os.path.isabs(os.path.expanduser(location))
+        for value in places.values()
+        for location in ([value] if isinstance(value, str) else value)
+    )
+
+
 @contextmanager
 def where_begun(run: RunDirectory, overrides: Sequence[str]) -> Iterator[list[str]]:
     """Work where the relative names of a run are meant from, or here where more of them lie; gives
@@ -54,7 +63,7 @@ def where_begun(run: RunDirectory, overrides: Sequence[str]) -> Iterator[list[st
 
 
 def placed(
-    run: RunDirectory, manifest: Manifest, kept: Mapping[str, Any], overrides: Sequence[str]
+    run: RunDirectory, manifest: Manifest, kept: dict[str, Any], overrides: Sequence[str]
 ) -> dict[str, Any]:
     """The fields of a run's scan, with its places and what was `kept` as last set; what is gone is
     named.

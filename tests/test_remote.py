@@ -225,6 +225,16 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert f"unknown job '{name}0': did you mean '{name}'?" in unknown[2]
     assert SECRET not in (run.path / "manifest.json").read_bytes().decode()
 
+    # Another run of the same scan, which the same command then means.
+    code, printed, errors = headcount(*submit, "--new", FAR_AWAY=SECRET)
+    assert (code, printed.strip()) == (0, f"{name}-2"), errors
+    code, printed, errors = headcount("logs", f"{name}-2", "-f", *at)
+    assert (code, errors.strip()) == (0, f"{name}-2: SUCCEEDED")
+    assert printed.splitlines()[-1] == f"{path}-2"
+    code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
+    assert (code, printed.strip()) == (0, f"{name}-2")
+    assert f"{name}-2: has ended, SUCCEEDED" in errors
+
 
 def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: Path) -> None:
     program = f"""

@@ -271,6 +271,11 @@ def test_a_run_goes_on_from_any_directory(
     assert code == 0, err
     assert len(list((run / "commits").iterdir())) == 2
     assert rows(run) == expected
+    # From then on they are meant from there.
+    unfinished(run)
+    monkeypatch.chdir("/")
+    assert command("resume", run, *HERE)[0] == 0
+    assert rows(run) == expected
 
 
 def test_what_has_moved_is_set(
