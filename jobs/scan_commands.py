@@ -282,6 +282,9 @@ def scan(
         for override in overrides or ():
             scan_text += f"\n# --set {override}"
         prepare_run(scan_plan, scan_text)
+        if new:
+            # The same command would start one more.
+            say(console, f"{scan_plan.run.run_id}: another run; {command.text()} goes on with it")
         _print_bad_rows(console, scan_plan.bad_rows)
         failed = run_to_end(
             scan_plan, resources, console, verify, allow_other_code=allow_other_code

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from typer.testing import CliRunner
 
+from headcount import app
 from jobs.removal import remove
 from jobs.scan_runs import last_run, next_run, runs_of
 from queries.connection import connect
 from schemas.errors import ModelError, RunError
 from schemas.run_directory import RunDirectory
+from schemas.scan import Scan
 from tests import toy_models as toy
 from tests.toy_runs import local, write_run
 from workers.model.text_tokenizer import TextTokenizer, _check_size
@@ -178,10 +181,9 @@ def test_a_tokenizer_is_the_same_however_its_file_is_laid_out(home: Path) -> Non
 
 SIZES = [
     (50_254, 50_432, None),  # GPT-NeoX
-    (50_277, 50_688, None),  # Pythia 12B
-    (151_665, 152_064, None),  # Qwen 2.5
-    (50_295, 51_200, None),  # Phi-2
-    (100_015, 102_400, None),  # DeepSeek LLM
+    (50_257, 50_400, None),  # GPT-J
+    (151_669, 151_936, None),  # Qwen
+    (100_015, 102_400, None),  # DeepSeekMoE 16B
     (257, 257, None),
     (257, 512, None),
     (257, 513, "257 tokens and the model 513; expected 258 to 513"),
@@ -393,3 +395,26 @@ def test_whoever_is_killed_leaves_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert not run.manifest_file.is_file()
     remove(run)
     assert not local(run.path).exists()
+
+
+# A plan
+
+
+def test_a_plan_shows_what_the_scan_sets_and_all_when_asked(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shown: list[str] = []
+    for words in ([], ["--all"]):
+        result = CliRunner().invoke(app, ["plan", "toy.toml", "--set", "seed=2", *words])
+        assert result.exit_code == 0, result.output
+        shown.append(result.stdout)
+    fields = [re.findall(r"^│ ([\w.]+) +│", text, re.MULTILINE) for text in shown]
+    values = {"model", "n_ctx", "statistics", "sequences", "sequences_per_shard", "seed"}
+    values |= {"input.family", "input.files"}
+    tables = {"device", "batches", "shards", "tokens", "corpus", "memory", "none", "heads", "all"}
+    assert set(fields[0]) - tables == values
+    assert set(Scan.model_fields) - {"input"} | {"input.packing"} <= set(fields[1])
+    hidden = len(set(fields[1]) - set(fields[0]))
+    assert f"{hidden} more fields with the default; --all shows them" in shown[0]
+    assert "--all" not in shown[1]

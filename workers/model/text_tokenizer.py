@@ -17,7 +17,7 @@ multiples of 64, 128 or 256.
 """
 
 PADDING_SHARE = 0.1
-"""Share of a model's tokens that may be padding: DeepSeek LLM has 0.023, Phi-2 0.018."""
+"""Share of a model's tokens that may be padding; DeepSeekMoE 16B has 0.023."""
 
 VOCABULARIES = ("vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
 """Files, one of which a tokenizer without a tokenizer.json has."""
