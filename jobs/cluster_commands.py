@@ -19,6 +19,7 @@ from jobs.scan_commands import (
     Cores,
     DeviceOption,
     LocalReplicas,
+    New,
     Overrides,
     Replicas,
     Verify,
@@ -62,6 +63,7 @@ def submit(
     cores: Cores = 0,
     device: DeviceOption = "auto",
     env: Env = None,
+    new: New = False,
 ) -> None:
     """Run a scan as a job of a Ray cluster, with the code that is here. Submitting it twice is one
     job.
@@ -74,8 +76,9 @@ def submit(
     prepare_process()
     scan = portable_scan(scan_file, overrides or [])
     resources = Resources(replicas, cores, device, address)
-    _tell(submit_scan(scan, scan_file, overrides or [], resources, env or []))
-    print(scan.run_id(scan_file.stem))
+    line, run = submit_scan(scan, scan_file, overrides or [], resources, env or [], new)
+    _tell(line)
+    print(run.run_id)
 
 
 def status(
@@ -184,7 +187,8 @@ def resume(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Set batch_size, or sequences, which extends the run.",
+            help="Set batch_size; sequences, which extends the run; or where something lies that "
+            "has moved: model, input.files, input.text.",
         ),
     ] = None,
     verify: Verify = False,
@@ -201,7 +205,7 @@ def resume(
     if address is not None:
         from jobs.submission import resume as submit_resume
 
-        check_overrides(overrides or [])
+        check_overrides(directory, overrides or [])
         _tell(
             submit_resume(
                 directory, resources, env or [], overrides or [], verify, allow_other_code
@@ -214,17 +218,21 @@ def resume(
             "variables"
         )
     from jobs.run_loop import run_to_end
+    from jobs.run_places import where_begun
+    from jobs.scan_runs import ScanCommand, resumption
     from workers.process import prepare_process
 
     prepare_process()
     console = Console(highlight=False, stderr=True)
-    plan = replan(directory, overrides or [])
-    failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
+    command = ScanCommand.of_run(directory.manifest())
+    with where_begun(directory, overrides or []) as anchored:
+        plan = replan(directory, anchored, command)
+        failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
     print(directory.path)
     if failures:
         raise RunError(
-            f"{len(failures)} shards failed, all others are committed; "
-            "mend the cause and resume again"
+            f"{len(failures)} shards failed, all others are committed; mend the cause, then "
+            f"{resumption(directory)} goes on, {plan.way}"
         )
 
 

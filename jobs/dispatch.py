@@ -132,7 +132,8 @@ class _Dispatcher:
         # A replica gets the reference as bytes. Ray warns of a reference among an actor's
         # arguments, because it does not keep the object for an actor that restarts; but this
         # process keeps it as long as there are replicas.
-        self.corpus_reference = ray.put((plan.sequences.index, plan.sequences.corpus))
+        tokenizer = plan.manifest.identity.get("tokenizer")
+        self.corpus_reference = ray.put((plan.sequences.index, plan.sequences.corpus, tokenizer))
         reference_bytes = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
             self.corpus_reference
         )

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from jobs.plan import check_scan
+from jobs.run_places import FILE_OPTIONS
 from schemas.errors import ScanError
 from schemas.places import StorePath, place
 from schemas.scan import Scan, load_scan
@@ -30,7 +31,7 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
             "job"
         )
     _check_everywhere("out", scan.out, "--set out=s3://BUCKET/runs")
-    for option in ("files", "text"):
+    for option in FILE_OPTIONS:
         value = scan.input.options.get(option)
         files = value if isinstance(value, list) else [value]
         for file in files:

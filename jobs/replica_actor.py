@@ -62,9 +62,14 @@ class ReplicaActor:
             )
         self.run = run
         # The driver has listed and indexed the corpus's files; no replica does it again.
-        index, corpus = ray.get(cloudpickle.loads(corpus_reference))
+        index, corpus, tokenizer = ray.get(cloudpickle.loads(corpus_reference))
         partners = needs_partners(scan.interventions)
         self.sequences = Sequences(scan, local_info, index, corpus, partners)
+        if tokenizer not in (None, self.sequences.tokenizer.fingerprint):
+            raise RunError(
+                f"model {scan.model}: this node has the tokenizer "
+                f"{self.sequences.tokenizer.fingerprint}, the run {tokenizer}"
+            )
         self.reading = threading.Lock()
         self.replica = self.computing.submit(
             replica_class, local_info, scan, resources.device

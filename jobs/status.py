@@ -11,6 +11,8 @@ one, and only that one with the clock here.
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -110,7 +112,11 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     tokens, tokens_done = tokens_of(manifest), int(pc.sum(ledger["tokens"]).as_py() or 0)
     complete = len(done) == manifest.shards
     last = _last_commit(ledger, (now or datetime.now(UTC)).timestamp())
+    at_work = _locked(run.path)
     paces = [] if complete else _paces(ledger, (now or datetime.now(UTC)).timestamp())
+    if at_work is False:
+        # Replicas of this machine end with the process that has the lock; others may be at work.
+        paces = [pace for pace in paces if pace.host != socket.gethostname()]
     speed = sum(pace.tokens_per_second for pace in paces) or None
     return Status(
         run_id=run.run_id,
@@ -131,7 +137,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         tokens_per_second=speed,
         seconds_left=max(0, tokens - tokens_done) / speed if speed else None,
         replicas=paces,
-        at_work=_locked(run.path),
+        at_work=at_work,
         **last,
     )
 
@@ -246,6 +252,11 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
         lines.append(
             f"speed     {status.tokens_per_second:,.0f} tokens/s, {duration(status.seconds_left)} "
             "left"
+        )
+    elif status.at_work is False:
+        lines.append(
+            "stopped   no process of this machine is at work on this run; headcount resume "
+            f"{shlex.quote(status.run)} goes on"
         )
     if status.last_commit is not None:
         ahead = (

@@ -1,8 +1,8 @@
 """Runs as jobs of a Ray cluster, from a machine that need not belong to it.
 
 A job has the run's id, so that submitting twice is one job. Ray does not support giving the id of a
-deleted job to another, so one that resumes a run has a number of its own: NAME-HASH, NAME-HASH-2,
-NAME-HASH-3. The last one speaks for the run.
+deleted job to another, so one that resumes a run has a number of its own: NAME-HASH, NAME-HASH.2,
+NAME-HASH.3. The last one speaks for the run. (NAME-HASH-2 is another run of the same scan.)
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from jobs.ray_cluster import Resources, last_line, staged_code
+from jobs.scan_runs import last_run, next_run
 from schemas.errors import HeadcountError, RunError, unknown
 from schemas.places import reason
 from schemas.run_directory import RunDirectory
@@ -120,7 +121,7 @@ class JobClient:
         if last is not None and not last.ended:
             return self._at_work(last)
         attempt = 1 if last is None else last.attempt + 1
-        job_id = run.run_id if attempt == 1 else f"{run.run_id}-{attempt}"
+        job_id = run.run_id if attempt == 1 else f"{run.run_id}.{attempt}"
         with self._explained(), staged_code() as code:
             if scan_file is not None:
                 shutil.copy(scan_file, code / scan_file.name)
@@ -229,15 +230,28 @@ class JobClient:
 
 
 def submit(
-    scan: Scan, scan_file: Path, overrides: list[str], resources: Resources, env: list[str]
-) -> str:
-    """Start the job of a scan, unless it has one; returns a line that says which of the two."""
+    scan: Scan,
+    scan_file: Path,
+    overrides: list[str],
+    resources: Resources,
+    env: list[str],
+    new: bool = False,
+) -> tuple[str, RunDirectory]:
+    """Start the job of a scan's newest run, unless it has one, or of a `new` run; returns a line that
+    says which of the two, and the run.
+    """
     cluster = JobClient(resources.address or "")
-    run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
+    first = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
+    known = [
+        job.run_id
+        for job in cluster.jobs()
+        if job.run == f"{first.path.parent / f'run_id={job.run_id}'}"
+    ]
+    run = next_run(first, known) if new else last_run(first, known)
     last = cluster.last(run.run_id)
     if last is not None and last.ended and not _extends(run, scan):
         if last.state == "SUCCEEDED":
-            return f"{last.job_id}: has ended, SUCCEEDED; headcount status {last.run}"
+            return f"{last.job_id}: has ended, SUCCEEDED; headcount status {last.run}", run
         message = f" ({last.message})" if last.message else ""
         raise RunError(
             f"{last.job_id}: has ended, {last.state}{message}; "
@@ -246,7 +260,11 @@ def submit(
     words = ["scan", scan_file.name]
     for override in overrides:
         words += ["--set", override]
-    return cluster.start(run, [*words, *_flags(resources)], _forwarded(env), scan_file)
+    if new:
+        words.append("--new")
+    elif run != first:
+        words += ["--run", run.run_id]
+    return cluster.start(run, [*words, *_flags(resources)], _forwarded(env), scan_file), run
 
 
 def _extends(run: RunDirectory, scan: Scan) -> bool:

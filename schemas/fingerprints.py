@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FunctionType
-from typing import Any, cast
+from typing import Annotated, Any, cast, get_args, get_origin
 
 LENGTH = 12
 """Hexadecimal digits of a fingerprint."""
@@ -83,6 +83,8 @@ def _code_of_function(
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            _forget_ranges(node.annotation, function.__globals__)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     named = [function.__globals__.get(name) for name in sorted(names - {function.__name__})]
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -105,6 +107,15 @@ def _code_of_function(
     constants = [repr(value) for value in named if isinstance(value, int | float | str)]
     closed_over = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
     return "\n".join([_canonical(tree), *closed_over, *constants, *helpers])
+
+
+def _forget_ranges(annotation: ast.expr, known: dict[str, Any]) -> None:
+    """Write the plain type in the place of an alias that adds a range to it: what is refused changes
+    no number.
+    """
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name) and get_origin(known.get(node.id)) is Annotated:
+            node.id = get_args(known[node.id])[0].__name__
 
 
 def _plain(value: Any) -> Any:

@@ -36,7 +36,7 @@ from schemas.commits import (
     read_parts,
 )
 from schemas.damage import BY_SIZE, Damage, by_content, by_size
-from schemas.errors import RunError
+from schemas.errors import OtherRunError, RunError
 from schemas.manifest import Manifest
 from schemas.places import Place, names, place, reason
 
@@ -123,7 +123,7 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
         except ValidationError as error:
-            raise RunError(
+            raise OtherRunError(
                 f"{self.manifest_file}: not a manifest ({error.error_count()} problems); bring back "
                 f"a copy, or delete the run with headcount rm {self.path} and scan again"
             ) from None

@@ -90,7 +90,7 @@ def test_what_is_done_to_the_first_position_is_done_elsewhere(model: Model) -> N
     ("text", "problem"),
     [
         ("blend_position(39)", "expected a position from 0 to 38, got 39"),
-        ("scale_position(-1,2)", "position -1 of a sequence, which has 40"),
+        ("scale_position(-1,2)", "position: expected 0 or more, got -1"),
         ("zero_token(9)", "expected a position from 0 to 8, got 9"),
     ],
 )

@@ -773,7 +773,7 @@ def test_a_file_that_changed_after_it_was_indexed_is_named(
     with pytest.raises(CorpusError) as caught:
         sequences.shard(0)
     assert str(caught.value).startswith(f"{path}:")
-    assert str(caught.value).endswith(": changed since the run began; start a new run")
+    assert str(caught.value).endswith(": changed since the run was begun")
 
 
 def test_a_file_that_was_missing_for_a_while_is_read_again(tmp_path: Path, info: ModelInfo):

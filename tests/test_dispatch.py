@@ -29,6 +29,7 @@ from jobs.run_loop import MOST_FAILURES, run_to_end
 from schemas.errors import RunError
 from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
+from tests import toy_models as toy
 from tests.toy_replica import ToyReplica
 from tests.toy_runs import local
 from workers.model.model_info import ModelInfo
@@ -296,3 +297,24 @@ run_to_end(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
     plan = replan(run)
     assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
     assert done(plan) == list(range(60))
+
+
+def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
+    model = toy.save_byte_model(tmp_path / "bytes")
+    (tmp_path / "a.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')
+    fields = {
+        "model": str(model),
+        "n_ctx": 8,
+        "sequences": 1,
+        "statistics": ["entropy"],
+        "input": {"family": "pile", "files": str(tmp_path / "a.jsonl")},
+        "out": str(tmp_path / "runs"),
+    }
+    here = make_plan(parse_scan(fields), "toy")
+    prepare_run(here, "")
+    tokenizer = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(tokenizer.replace('"a": 97', '"a": 98', 1))
+    assert (model / "tokenizer.json").read_text() != tokenizer
+    with pytest.raises(RunError, match=r"this node has the tokenizer \w{16}, the run \w{16}"):
+        run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica)
+    assert done(here) == []

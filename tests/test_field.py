@@ -323,7 +323,7 @@ def test_a_chunk_may_be_repeated_with_its_bos(tmp_path: Path, bos: bool) -> None
     info = describe(toy.save_byte_model(tmp_path / "model"))
     options = {"family": "repeated_text", "files": str(tmp_path / "a.txt"), "chunk": 3}
     tokens: list[list[int]] = []
-    for repeat_bos in (True, False):
+    for repeat_bos in (True, False) if bos else (False,):
         scan = toy.toy_scan(
             n_ctx=9, bos=bos, sequences=1, input=options | {"repeat_bos": repeat_bos}
         )
@@ -335,7 +335,7 @@ def test_a_chunk_may_be_repeated_with_its_bos(tmp_path: Path, bos: bool) -> None
         first = toy.BYTE_BOS
         assert tokens == [[first, a, b, c, first, a, b, c, first], [first, a, b, c, a, b, c, a, b]]
     else:
-        assert tokens == [[a, b, c] * 3] * 2
+        assert tokens == [[a, b, c] * 3]
 
 
 # Masked keys
@@ -359,7 +359,7 @@ def test_masked_keys_are_seen_by_nobody_and_all_others_are(gpt2: Path) -> None:
     assert hidden_keys(gpt2, "none") == []
     assert hidden_keys(gpt2, "mask_last_keys(4)") == [13, 14, 15, 16]
     assert hidden_keys(gpt2, "mask_middle_keys(3)") == [8, 9, 10]
-    assert hidden_keys(gpt2, "mask_last_keys(99)") == list(range(1, 17))
+    assert hidden_keys(gpt2, "mask_last_keys(39)") == list(range(1, 17))
     draws = [hidden_keys(gpt2, f"mask_random_keys(4,{draw})") for draw in (0, 1, 0)]
     assert draws[0] == draws[2] != draws[1]
     assert [len(keys) for keys in draws] == [4] * 3

@@ -119,7 +119,7 @@ def test_weights_that_are_not_numbers_are_an_error_under_a_mask_too(tmp_path: Pa
 def test_a_row_with_everything_hidden_is_refused(
     replica: toy.TextReplica, tokens: np.ndarray
 ) -> None:
-    for text in ("keep_window(0,0)", "mask_last_keys(99)+mask_first_keys"):
+    for text in ("keep_window(1,0)+mask_first_keys", "mask_last_keys(39)+mask_first_keys"):
         with pytest.raises(ScanError, match=r"hides every key from query \d+"):
             replica.measure(tokens, text)
 

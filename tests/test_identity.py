@@ -137,14 +137,17 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("inputs", "ngram_overlap"), ("interventions", "mean_head")]
+    ("kind", "name", "word"),
+    [("inputs", "ngram_overlap", "input family"), ("interventions", "mean_head", "intervention")],
 )
-def test_a_run_does_not_go_on_with_other_code(tmp_path: Path, kind: str, name: str) -> None:
+def test_a_run_does_not_go_on_with_other_code(
+    tmp_path: Path, kind: str, name: str, word: str
+) -> None:
     change(
         planned(tmp_path, "a"), lambda manifest: manifest[kind][name].update(fingerprint="0" * 12)
     )
     with pytest.raises(
-        RunError, match=rf'differing keys: {kind}\.{name} \("000000000000", now "\w+"\)'
+        RunError, match=rf'the code of {word} {name} \("000000000000", now "\w+"\); headcount rm '
     ):
         planned(tmp_path, "a")
 

@@ -197,8 +197,8 @@ def test_random_keys_are_the_published_ones() -> None:
             "zero_head(1,2,3)",
             r"'zero_head\(1,2,3\)' has 3 options; expected zero_head\(layer,head\)",
         ),
-        ("zero_head(1,x)", r"head is 'x', expected a whole number"),
-        ("scale_query_bias(much)", r"alpha is 'much', expected a number"),
+        ("zero_head(1,x)", r"head: expected an integer, got 'x'"),
+        ("scale_query_bias(much)", r"alpha: expected a number, got 'much'"),
         ("none+", r"expected NAME, NAME\(1,0.5\) or A\+B, got 'none\+'"),
         ("zero_hed(1,2)", r"did you mean 'zero_head'"),
         (

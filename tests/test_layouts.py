@@ -128,7 +128,7 @@ def test_with_replacement_tokens_may_meet():
     assert (shard.tokens[:, [2, 6]] == shard.tokens[:, [12]]).all()
     with pytest.raises(
         ScanError,
-        match=r"^input: 10 token ids wanted from low = 2 on and below high = 5, 3 are there",
+        match=r"below high = 5: expected 10 or more, got 3; widen low and high",
     ):
         shard_of("abac", 13, options)
 

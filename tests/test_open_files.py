@@ -75,7 +75,7 @@ def expected(runs: Path) -> dict[tuple[str, str], int]:
     """How many rows each run has under each intervention."""
     model = json.loads(next((runs / "runs").glob("run_id=a-*/manifest.json")).read_bytes())["model"]
     rows = SEQUENCES * model["n_layers"] * model["n_heads"]
-    return dict.fromkeys([("a", "none"), ("a", MASKED), ("b", "none")], rows)
+    return {key: rows for key in [("a", "none"), ("a", MASKED), ("b", "none")]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -107,7 +107,7 @@ def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
 ) -> None:
     monkeypatch.chdir(runs)
     with pytest.raises(duckdb.Error, match="union_by_name"):
-        duckdb.sql("FROM 'runs/*/heads/**/*.parquet'").fetchall()
+        duckdb.execute("FROM 'runs/*/heads/**/*.parquet'").fetchall()
     with pytest.raises(polars.exceptions.SchemaError, match="extra column"):
         polars.read_parquet("runs/*/heads/**/*.parquet")
     with pytest.raises(pa.ArrowInvalid):

@@ -256,7 +256,7 @@ def test_the_command_says_what_will_run_and_leaves_no_run(model: Path, tmp_path:
 
 def test_what_cannot_run_is_refused_before_anything_is_tokenised(tmp_path: Path) -> None:
     """The engine and the precision are settled for the device that is asked for."""
-    model = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig"))
+    model = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", vocab_size=257))
     toy.byte_tokenizer(model)
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 20)
     changes = {"interventions": ["swap_first_key(5)"], "precision": "float16x2_linears"}

@@ -139,11 +139,14 @@ def test_a_run_goes_on_with_other_code_only_when_that_is_allowed(
     other_code(OTHER)
     # There is nothing to measure, so no code is needed.
     assert "2 of them done" in measured(planned(tmp_path))[-1]
-    for extended in (lambda: planned(tmp_path, 6), lambda: replan(begun.run, ["sequences=6"])):
+    for extended, way in (
+        (lambda: planned(tmp_path, 6), f"headcount rm {begun.run.path} deletes it"),
+        (lambda: replan(begun.run, ["sequences=6"]), "headcount scan SCAN --new starts another"),
+    ):
         with pytest.raises(RunError) as refused:
             measured(extended())
         (line,) = str(refused.value).splitlines()
-        for part in (HERE, OTHER, "--allow-other-code", "start a new run"):
+        for part in (HERE, OTHER, "--allow-other-code", way):
             assert part in line
     assert begun.run.manifest() == begun.manifest
     lines = measured(planned(tmp_path, 6), allow_other_code=True)
@@ -334,7 +337,7 @@ def test_a_run_of_older_code_is_not_gone_on_with(older: RunDirectory) -> None:
         replan(older)
     (line,) = str(refused.value).splitlines()
     assert "begun by an older headcount" in line
-    assert "run the scan again without --run" in line
+    assert line.endswith("; headcount scan SCAN --new starts another run")
 
 
 def test_a_commit_of_older_code_is_one_of_today(older: RunDirectory) -> None:

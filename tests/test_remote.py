@@ -193,9 +193,9 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert f"headcount resume {path} --address {cluster} goes on" in ended
 
     code, _, errors = headcount("resume", path, *at)
-    assert (code, errors.strip()) == (0, f"{name}-2: submitted to {cluster}")
+    assert (code, errors.strip()) == (0, f"{name}.2: submitted to {cluster}")
     code, printed, errors = headcount("logs", path, "-f", *at)
-    assert (code, errors.strip()) == (0, f"{name}-2: SUCCEEDED")
+    assert (code, errors.strip()) == (0, f"{name}.2: SUCCEEDED")
     assert printed.splitlines()[-1] == path
 
     done = list(run.commits())
@@ -216,7 +216,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
         jobs, runs, status, unknown = pool.map(lambda words: headcount(*words, *at), asked)
     assert [line.split()[:2] for line in jobs[1].splitlines()[1:]] == [
         [name, "STOPPED"],
-        [f"{name}-2", "SUCCEEDED"],
+        [f"{name}.2", "SUCCEEDED"],
     ]
     assert runs[1].splitlines()[1].split()[1::4] == [f"{SHARDS}/{SHARDS}", "SUCCEEDED"]
     found = json.loads(status[1])
@@ -224,6 +224,16 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert unknown[0] == 2
     assert f"unknown job '{name}0': did you mean '{name}'?" in unknown[2]
     assert SECRET not in (run.path / "manifest.json").read_bytes().decode()
+
+    # Another run of the same scan, which the same command then means.
+    code, printed, errors = headcount(*submit, "--new", FAR_AWAY=SECRET)
+    assert (code, printed.strip()) == (0, f"{name}-2"), errors
+    code, printed, errors = headcount("logs", f"{name}-2", "-f", *at)
+    assert (code, errors.strip()) == (0, f"{name}-2: SUCCEEDED")
+    assert printed.splitlines()[-1] == f"{path}-2"
+    code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
+    assert (code, printed.strip()) == (0, f"{name}-2")
+    assert f"{name}-2: has ended, SUCCEEDED" in errors
 
 
 def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: Path) -> None:

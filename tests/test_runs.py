@@ -243,7 +243,7 @@ def test_a_changed_scan_is_refused_for_a_named_run_with_the_keys_that_differ(
     )
     with pytest.raises(RunError) as refused:
         make_plan(changed, "killed", run.run_id)
-    assert "scan.input.distinct (false, now true), scan.seed (0, now 7)" in str(refused.value)
+    assert "input.distinct (false, now true), seed (0, now 7); headcount rm " in str(refused.value)
     assert make_plan(changed, "killed").run.path != run.path
     assert make_plan(scan, "killed", run.run_id).run.path == run.path
 
@@ -254,5 +254,7 @@ def test_other_weights_under_the_same_name_are_refused(scan_file: Path, tmp_path
     manifest = json.loads(run.manifest_file.read_bytes())
     manifest["identity"]["model"]["sha256"] = "0" * 16
     local(run.manifest_file).write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match=r"model\.sha256"):
+    with pytest.raises(
+        RunError, match=r"something else: the model's files \(0000000000000000, now"
+    ):
         make_plan(scan, "killed")

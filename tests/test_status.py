@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -206,6 +207,23 @@ def test_a_process_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
     with FileLock(Path(str(run.path)) / ".lock"):
         assert read_status(run, NOW).at_work is True
     assert not read_status(run, NOW).at_work
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux tells who holds a lock")
+def test_a_run_that_was_stopped_has_no_speed_and_says_how_it_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fold_shards(run, np.arange(3), host=socket.gethostname())
+    with FileLock(Path(str(run.path)) / ".lock"):
+        assert as_lines(read_status(run, NOW))[3].startswith("speed     32 tokens/s, ")
+    status = read_status(run, NOW)
+    assert (status.tokens_per_second, status.seconds_left, status.replicas) == (None, None, [])
+    assert as_lines(status)[3] == (
+        "stopped   no process of this machine is at work on this run; headcount resume "
+        f"{run.path} goes on"
+    )
+    # Another machine may be at work on the same disk.
+    fold_shards(run, np.array([4]), host="two", replica="two-9")
+    assert as_lines(read_status(run, NOW))[3].startswith("speed     ")
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from queries.connection import connect
 from schemas.commits import fold
 from schemas.errors import CorpusError, QueryError, RunError, ScanError
 from schemas.places import StorePath, matching, names, place, write_whole
+from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests.s3_server import FaultProxy, Rule, S3Server
 from workers.replica import Replica
@@ -241,3 +242,17 @@ def test_globs_in_a_store(store: FaultProxy) -> None:
     assert found("g/e.txt") == ["e.txt"]
     assert found("g/nothing") == []
     assert [size for _, size in matching(StorePath("s3://bucket/g/e.txt"))] == [7]
+
+
+def test_a_run_in_a_store_is_deleted_and_its_neighbours_stay(store: FaultProxy) -> None:
+    plans = [plan_of(name, "s3://bucket/deleted") for name in ("a", "b")]
+    for plan in plans:
+        measure(plan, range(1))
+    kept, gone = (str(plan.run.path) for plan in plans)
+    result = CliRunner().invoke(app, ["rm", gone, "--yes"])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"deleted {gone}\n")
+    assert matching(StorePath(f"{gone}/**/*")) == []
+    assert [str(run.path) for run in find_runs(place("s3://bucket/deleted"))] == [kept]
+    assert read_status(plans[0].run).done == 1
+    result = CliRunner().invoke(app, ["rm", gone, "--yes"])
+    assert str(result.exception) == f"{gone}: not there; expected the directory of a run"

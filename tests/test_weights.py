@@ -390,7 +390,7 @@ def test_a_run_that_measured_others_is_not_gone_on_with(tmp_path: Path, gpt2: Pa
     assert other.fingerprint != first.scan.fingerprint
     with pytest.raises(
         RunError,
-        match=r"differing keys: scan\.weight_statistics .*weight_statistics\.position_norm",
+        match=r"weight statistic position_norm \(no longer\), weight_statistics \(",
     ):
         make_plan(other, "toy", first.run.run_id)
 

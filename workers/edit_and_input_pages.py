@@ -9,12 +9,13 @@ import re
 import types
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from schemas.values import range_of
 from workers.engine.edits import EDITABLE_ACTIVATIONS
 from workers.inputs import INPUTS, InputFamily
 from workers.interventions import INTERVENTIONS
-from workers.interventions.intervention_registry import Registered
+from workers.interventions.intervention_registry import Largest, Registered
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -62,7 +63,9 @@ def interventions_page() -> str:
         ]
         for registered in family:
             target = f"`{registered.target}`" if registered.target else "–"
-            options = "; ".join(_option(p, "`") for p in registered.options.values())
+            options = "; ".join(
+                _option(p, "`", registered.most.get(name)) for name, p in registered.options.items()
+            )
             lines.append(
                 f"| `{_call(registered)}` | {target} | {registered.meaning} | {options or '–'} |"
             )
@@ -124,9 +127,11 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _option(parameter: inspect.Parameter, quote: str = '"') -> str:
+def _option(parameter: inspect.Parameter, quote: str = '"', largest: Largest | None = None) -> str:
     """An option: what it may be and its default, in plain words."""
     allowed = values(parameter.annotation, quote)
+    if largest is not None:
+        allowed += f", at most {largest.words}"
     return f"`{parameter.name}`: {allowed}{_default(parameter, quote)}"
 
 
@@ -142,6 +147,8 @@ def values(annotation: Any, quote: str = '"') -> str:
     if annotation in NAMES_OF_TYPES:
         return NAMES_OF_TYPES[annotation]
     members = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return ", ".join(filter(None, (values(members[0], quote), range_of(annotation))))
     if get_origin(annotation) is Literal:
         return _either([f"{quote}{name}{quote}" for name in members])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -311,8 +311,7 @@ class SequenceReader:
         ids = [] if document is None else self.tokenizer.encode(document.text)
         if document is None or len(ids) != self.index.n_tokens[number]:
             raise CorpusError(
-                f"{self.corpus.sources[source].name}:{row}: changed since the run began; start a "
-                "new run"
+                f"{self.corpus.sources[source].name}:{row}: changed since the run was begun"
             )
         if self.corpus.packing == "concat":
             assert self.separator is not None

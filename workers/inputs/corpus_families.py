@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from schemas.errors import CorpusError, ScanError
 from schemas.places import StorePath, matching, place, reason
@@ -20,7 +20,13 @@ PILE = {".jsonl": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
 ANY_TEXT = PILE | {".csv": "csv", "": "text"}
 
 
-@input_family
+def _split_of_files(options: dict[str, Any]) -> str | None:
+    if options["files"] is None or options["split"] == "train":
+        return None
+    return "input.split: expected with a dataset only, got files; leave it out"
+
+
+@input_family(refuse=_split_of_files)
 def pile(
     *,
     files: str | list[str] | None = None,

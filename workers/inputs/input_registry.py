@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ValidationError, create_model
 
 from schemas.errors import ScanError, unknown
 from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
-from schemas.scan import by_key, wrong_value
+from schemas.scan import Scan
+from schemas.values import OPTIONS, by_key, wrong_value
 from workers.inputs.corpus import Tokenizer
 
 
@@ -120,8 +121,8 @@ class Draw:
         if len(ids) < (count if distinct else 1):
             end = "" if high is None else f" and below high = {high}"
             raise ScanError(
-                f"input: {count if distinct else 1} token ids wanted from low = {low} on{end}, "
-                f"{len(ids)} are there; widen low and high"
+                f"input: ordinary token ids from low = {low} on{end}: expected "
+                f"{count if distinct else 1} or more, got {len(ids)}; widen low and high"
             )
         return self.rng.choice(ids, size=count, replace=not distinct)
 
@@ -140,6 +141,8 @@ class InputFamily:
     """The family whose sequence of the same number is the partner, for interventions that take
     something from its run.
     """
+    refuse: Callable[[dict[str, Any]], str | None] | None = None
+    """Says what is wrong with its options together; none if nothing is."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -164,19 +167,22 @@ class InputFamily:
         fields: Any = {
             p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters
         }
-        model = create_model(
-            "Options", __config__=ConfigDict(extra="forbid", strict=True), **fields
-        )
+        model = create_model("Options", __config__=OPTIONS, **fields)
         try:
-            return model(**options).model_dump()
+            checked = model(**options).model_dump()
         except ValidationError as error:
             found = by_key(error).items()
             raise ScanError(
                 "\n".join(self._explain(key, problems, fields) for key, problems in found)
             ) from None
+        if problem := self.refuse and self.refuse(checked):
+            raise ScanError(problem)
+        return checked
 
     def _explain(self, key: str, problems: list[Any], known: Iterable[str]) -> str:
         match problems[0]["type"]:
+            case "extra_forbidden" if key in Scan.model_fields and key not in known:
+                return f"input.{key}: {key} is a field of the scan; move it above [input]"
             case "extra_forbidden":
                 return f"input.{key}: {unknown(f'option of {self.name}', key, known)}"
             case "missing":
@@ -193,20 +199,22 @@ def input_family(
     *,
     stream: str | None = None,
     partner: str | None = None,
+    refuse: Callable[[dict[str, Any]], str | None] | None = None,
 ) -> Callable[..., Any]:
     """Register a function as an input family; `stream` names the family whose draws it shares.
 
     `partner` names one of the same stream and options, whose sequences are the partners of its own.
+    `refuse` says what is wrong with options that are right one by one.
     """
     if function is None:
-        return partial(input_family, stream=stream, partner=partner)
+        return partial(input_family, stream=stream, partner=partner, refuse=refuse)
     name = function.__name__
     if name in INPUTS:
         raise ValueError(f"input family {name!r} is defined twice")
     parameters = inspect.signature(function).parameters.values()
     synthetic = any(p.kind is not p.KEYWORD_ONLY for p in parameters)
     meaning = first_paragraph(function)
-    INPUTS[name] = InputFamily(name, function, meaning, synthetic, stream or name, partner)
+    INPUTS[name] = InputFamily(name, function, meaning, synthetic, stream or name, partner, refuse)
     return function
 
 

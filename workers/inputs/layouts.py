@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from schemas.errors import ScanError
+from schemas.values import Count, SubSequence, TokenId
 from workers.inputs.input_registry import Draw, Labelled, input_family
 
 
 @input_family
 def abac(
-    draw: Draw, *, second: int, low: int = 0, high: int | None = None, distinct: bool = True
+    draw: Draw, *, second: int, low: TokenId = 0, high: Count | None = None, distinct: bool = True
 ) -> Labelled:
     """`R A B R… A C R… A`: which of two continuations of A the last A calls for (Farrell 2023,
     recency bias).
@@ -45,7 +46,7 @@ def abac(
 
 @input_family
 def induction_pos0(
-    draw: Draw, *, low: int = 0, high: int | None = None, distinct: bool = True
+    draw: Draw, *, low: TokenId = 0, high: Count | None = None, distinct: bool = True
 ) -> Labelled:
     """`A B R… A`: induction whose first A is the first token of the text (Farrell 2023,
     previous-token heads).
@@ -63,7 +64,12 @@ def induction_pos0(
 
 @input_family(partner="ngram_corrupt")
 def ngram_overlap(
-    draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True
+    draw: Draw,
+    *,
+    n: SubSequence = 3,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = True,
 ) -> Labelled:
     """`A X… B C X… D A X…`: two sub-sequences of `n` tokens share a middle; the last asks for B
     (Farrell 2023, longer sequences).
@@ -76,7 +82,12 @@ def ngram_overlap(
 
 @input_family(stream="ngram_overlap", partner="ngram_overlap")
 def ngram_corrupt(
-    draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True
+    draw: Draw,
+    *,
+    n: SubSequence = 3,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = True,
 ) -> Labelled:
     """`A X… B C X… D C X…`: `ngram_overlap` with the last A made C, which asks for D (Farrell 2023,
     longer sequences).
@@ -89,7 +100,12 @@ def ngram_corrupt(
 
 @input_family(stream="ngram_overlap")
 def ngram_reversed(
-    draw: Draw, *, n: int = 3, low: int = 0, high: int | None = None, distinct: bool = True
+    draw: Draw,
+    *,
+    n: SubSequence = 3,
+    low: TokenId = 0,
+    high: Count | None = None,
+    distinct: bool = True,
 ) -> Labelled:
     """`C X… D A X… B A X…`: `ngram_overlap` with the first two sub-sequences exchanged (Farrell
     2023, longer sequences).
@@ -104,8 +120,8 @@ def ngram_order(
     draw: Draw,
     *,
     random_context: bool = False,
-    low: int = 0,
-    high: int | None = None,
+    low: TokenId = 0,
+    high: Count | None = None,
     distinct: bool = True,
 ) -> Labelled:
     """`A X2 X1 B C X1 X2 D`, twice, then `X2 A X1`: does the order of the context matter? (Farrell

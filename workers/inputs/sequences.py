@@ -21,8 +21,8 @@ from workers.inputs.corpus import (
     build_index,
     unwatched,
 )
-from workers.inputs.text_files import text_record
-from workers.model.model_info import ModelInfo
+from workers.inputs.text_files import check_bundled, text_record
+from workers.model.model_info import ModelInfo, no_token
 from workers.model.text_tokenizer import TextTokenizer
 
 
@@ -68,7 +68,17 @@ class Sequences:
                 f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}"
             )
         if scan.bos and info.bos_token_id is None:
-            raise ModelError(f"{info.name} names no beginning-of-sequence token; set bos = false")
+            raise ModelError(
+                f"{no_token(info, 'bos_token_id', 'beginning-of-sequence')}; set bos = false"
+            )
+        if self.options.get("repeat_bos") and not scan.bos:
+            raise ScanError("input.repeat_bos: expected with bos = true only; leave it out")
+        _check_range(self.options, info)
+        for key in ("files", "text"):
+            value = self.options.get(key)
+            for path in [value] if isinstance(value, str) else value or ():
+                if path != BUNDLED_TEXT:
+                    check_bundled(f"input.{key}", path)
         if self.length < 1:
             raise ScanError(
                 f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
@@ -101,6 +111,16 @@ class Sequences:
     def tokenizer(self) -> TextTokenizer:
         """The model's tokenizer."""
         return TextTokenizer(Path(self.info.path), self.info.d_vocab)
+
+    @cached_property
+    def reads_text(self) -> bool:
+        """Whether the tokenizer has a part in the sequences: in those of a corpus, and of a synthetic
+        family that asks for it when its first sequence is drawn.
+        """
+        if self.corpus is None:
+            self._labelled(0, self.family)
+            return "tokenizer" in self.__dict__
+        return True
 
     def use_index(self, index: Index | None) -> None:
         """Read the corpus by another index, or by one that is still to be made."""
@@ -194,8 +214,8 @@ class Sequences:
         )
         if self.corpus.packing == "concat" and separator is None:
             raise ModelError(
-                f"{self.info.name} names no end-of-text token to join documents with; pack by "
-                "document"
+                f"{no_token(self.info, 'eos_token_id', 'end-of-text')} to join documents with; "
+                "pack by document"
             )
         return SequenceReader(self.corpus, self.index, self.tokenizer, self.text_length, separator)
 
@@ -246,3 +266,20 @@ class Sequences:
         return np.concatenate(
             [np.full((len(tokens), 1), self.info.bos_token_id, np.int32), tokens], axis=1
         )
+
+
+def _check_range(options: dict[str, Any], info: ModelInfo) -> None:
+    """Refuse to draw from tokens that a model does not have, or from none."""
+    low, high = options.get("low"), options.get("high")
+    if low is not None and low >= info.d_vocab:
+        raise ScanError(
+            f"input.low: expected 0 to {info.d_vocab - 1}, the token ids of {info.name}, got {low}"
+        )
+    if high is None:
+        return
+    if high > info.d_vocab:
+        raise ScanError(
+            f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}"
+        )
+    if low is not None and low >= high:
+        raise ScanError(f"input.low: expected less than high = {high}, got {low}")

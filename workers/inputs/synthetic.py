@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from schemas.errors import ScanError
+from schemas.values import Count, TokenId, Zipf
 from workers.inputs.corpus import Tokenizer
 from workers.inputs.input_registry import Draw, Labelled, input_family
 from workers.inputs.text_files import read_texts
@@ -14,7 +16,7 @@ from workers.inputs.text_files import read_texts
 
 @input_family
 def uniform_random(
-    draw: Draw, *, low: int = 0, high: int | None = None, distinct: bool = False
+    draw: Draw, *, low: TokenId = 0, high: Count | None = None, distinct: bool = False
 ) -> np.ndarray:
     """Tokens drawn uniformly from `low .. high-1` (or the vocabulary); with `distinct`, none occurs
     twice.
@@ -27,8 +29,8 @@ def repeated_random(
     draw: Draw,
     *,
     period: int | None = None,
-    low: int = 0,
-    high: int | None = None,
+    low: TokenId = 0,
+    high: Count | None = None,
     distinct: bool = False,
 ) -> np.ndarray:
     """A block of `period` random tokens, repeated to the end; twice where no period is given.
@@ -45,8 +47,8 @@ def corrupted_repeat(
     rate: float,
     replacement: int | None = None,
     period: int | None = None,
-    low: int = 0,
-    high: int | None = None,
+    low: TokenId = 0,
+    high: Count | None = None,
     distinct: bool = False,
 ) -> Labelled:
     """A repeated block in whose copies each token is replaced with probability `rate` (after
@@ -73,9 +75,15 @@ def corrupted_repeat(
     return Labelled(tokens, {"replaced": replaced})
 
 
-@input_family
+def _token_and_range(options: dict[str, Any]) -> str | None:
+    if options["token"] is None or (options["low"], options["high"]) == (0, None):
+        return None
+    return "input: single_token_repeat takes token, or low and high, got both; leave out one"
+
+
+@input_family(refuse=_token_and_range)
 def single_token_repeat(
-    draw: Draw, *, token: int | None = None, low: int = 0, high: int | None = None
+    draw: Draw, *, token: int | None = None, low: TokenId = 0, high: Count | None = None
 ) -> np.ndarray:
     """One token, over and over: `token`, or another random one in every sequence (Gu et al. 2024)."""
     one = draw.tokens(1, low, high)[0] if token is None else _ordinary(draw, "token", token)
@@ -87,9 +95,9 @@ def unigram_random(
     draw: Draw,
     *,
     text: str | None = None,
-    exponent: float | None = None,
-    low: int = 0,
-    high: int | None = None,
+    exponent: Zipf | None = None,
+    low: TokenId = 0,
+    high: Count | None = None,
 ) -> np.ndarray:
     """Independent tokens, as frequent as in a `text`; without one, by Zipf's law in the order of
     their ids.

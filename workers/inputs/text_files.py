@@ -30,6 +30,19 @@ def located(path: str) -> str:
     return str(file)
 
 
+def check_bundled(key: str, path: str) -> None:
+    """Refuse a path of bundled files that leads elsewhere: LICENSE and the models' are all."""
+    if not path.startswith(BUNDLED_PREFIX):
+        return
+    inside = Path(path.removeprefix(BUNDLED_PREFIX)).parts
+    if inside == ("LICENSE",) or (inside[:1] == ("models",) and ".." not in inside):
+        return
+    raise ScanError(
+        f"{key}: {path} is no file of headcount; expected {BUNDLED_PREFIX}LICENSE, or one in "
+        f"{BUNDLED_PREFIX}models/"
+    )
+
+
 @lru_cache(maxsize=4)
 def read_text(path: str) -> str:
     """A UTF-8 text file; a process reads it once, so that all its sequences come from the same

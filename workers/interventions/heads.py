@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from schemas.values import Index
 from workers.engine.edits import replaced
 from workers.interventions.intervention_registry import intervention
 
 
 @intervention
-def zero_head(z: Tensor, *, layer: int, head: int) -> Tensor:
+def zero_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
     """One head moves nothing: its output before W_O is set to zero."""
     return replaced(z, (..., head, slice(None)), 0)
 
 
 @intervention
-def keep_head(z: Tensor, *, layer: int, head: int) -> Tensor:
+def keep_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
     """All heads of a layer but one move nothing (Farrell 2023, where the other patterns are set to
     zero).
     """
@@ -24,7 +25,7 @@ def keep_head(z: Tensor, *, layer: int, head: int) -> Tensor:
 
 
 @intervention
-def mean_head(z: Tensor, *, layer: int, head: int) -> Tensor:
+def mean_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
     """The output of one head becomes its mean over the positions so far, so that no later token is
     heard of.
     """
@@ -33,7 +34,7 @@ def mean_head(z: Tensor, *, layer: int, head: int) -> Tensor:
 
 
 @intervention
-def patch_head(z: Tensor, partner: Tensor, *, layer: int, head: int) -> Tensor:
+def patch_head(z: Tensor, partner: Tensor, *, layer: Index, head: Index) -> Tensor:
     """The output of one head comes from the run on the partner sequence, in which all other edits
     are made too (activation patching; Farrell 2023).
     """
@@ -41,13 +42,15 @@ def patch_head(z: Tensor, partner: Tensor, *, layer: int, head: int) -> Tensor:
 
 
 @intervention
-def patch_head_at(z: Tensor, partner: Tensor, *, layer: int, head: int, position: int) -> Tensor:
+def patch_head_at(
+    z: Tensor, partner: Tensor, *, layer: Index, head: Index, position: Index
+) -> Tensor:
     """The same at one position alone."""
     return replaced(z, (slice(None), position, head), partner[:, position, head])
 
 
 @intervention
-def head_to_first(pattern: Tensor, *, layer: int, head: int) -> Tensor:
+def head_to_first(pattern: Tensor, *, layer: Index, head: Index) -> Tensor:
     """One head attends to the first token alone (Guo et al. 2024; Stolfo et al. 2024)."""
     edited = pattern.clone()
     edited[:, head] = 0

@@ -4,6 +4,7 @@ taken out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from schemas.statistics.head_results import head_output_norm_last
 from schemas.statistics.norms import head_output_norm, sink_value_norm, value_norm
 from schemas.statistics.shape import entropy
 from schemas.statistics.sink import sink_alpha
+from schemas.values import BelowOne, Positive, Seed
 from workers.interventions.intervention_registry import intervention
 
 Score = Literal[
@@ -25,7 +27,18 @@ Scale = Literal["raw", "layer_mean"]
 """Whether a score is taken as it is, or in parts of its layer's mean."""
 
 
-@intervention
+def _never(options: Mapping[str, Any], n_ctx: int) -> str | None:
+    """Why no head can be inactive, whatever the sequence."""
+    threshold, raw = options["threshold"], options["scale"] == "raw"
+    if options["score"] != "sink_alpha":
+        return None if threshold > 0 else f"threshold: expected more than 0, got {threshold:g}"
+    if threshold < 0 or (raw and threshold >= 1):
+        expected = "0 or more and below 1" if raw else "0 or more"
+        return f"threshold: expected {expected}, got {threshold:g}"
+    return None
+
+
+@intervention(refuse=_never)
 def zero_inactive_heads(
     z: Tensor, pattern: Any, v: Tensor, *, score: Score, threshold: float, scale: Scale = "raw"
 ) -> Tensor:
@@ -36,7 +49,7 @@ def zero_inactive_heads(
     return _without(z, _inactive(z, pattern, v, score, threshold, scale))
 
 
-@intervention
+@intervention(refuse=_never)
 def zero_random_heads(
     z: Tensor,
     pattern: Any,
@@ -47,7 +60,7 @@ def zero_random_heads(
     score: Score,
     threshold: float,
     scale: Scale = "raw",
-    draw: int = 0,
+    draw: Seed = 0,
 ) -> Tensor:
     """The control of zero_inactive_heads: in every layer of a sequence as many heads as would be
     inactive there, drawn from all by a hash of the tokens, the layer and the draw.
@@ -57,7 +70,7 @@ def zero_random_heads(
 
 
 @intervention
-def zero_entropy_sinks(pattern: Tensor, *, row: float, column: float) -> Tensor:
+def zero_entropy_sinks(pattern: Tensor, *, row: Positive, column: BelowOne) -> Tensor:
     """Heads whose mean row entropy is below `row` and largest column entropy above `column` attend
     to nothing (Guo et al. 2024). Row q ≥ 1 counts in parts of ln(q+1), column k, divided by its
     sum, in parts of ln(T-k).
@@ -66,7 +79,7 @@ def zero_entropy_sinks(pattern: Tensor, *, row: float, column: float) -> Tensor:
 
 
 @intervention
-def entropy_sinks_to_first(pattern: Tensor, *, row: float, column: float) -> Tensor:
+def entropy_sinks_to_first(pattern: Tensor, *, row: Positive, column: BelowOne) -> Tensor:
     """The same heads attend to the first token alone (Guo et al. 2024)."""
     first = torch.zeros_like(pattern)
     first[..., 0] = 1

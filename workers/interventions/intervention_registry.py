@@ -9,6 +9,9 @@ layer has known before (`workers.engine.edits.readable`), and `partner`, which i
 the run on the partner sequences. Keyword-only parameters are options, numbers or one of some names,
 written in a scan as `name(1,0.5)` in their order; one named `layer` says where the edit is made,
 otherwise it is made in every layer. `a+b` is a, then b.
+
+What an option may be is in its type (`schemas.values`) and, where the model or the length of the
+sequences bounds it, in the decorator's `most`; what only several of them tell is in its `refuse`.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from torch import Tensor
 
 from schemas.errors import ModelError, ScanError, unknown
 from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
-from schemas.intervention import Argument, Intervention, InterventionPart
+from schemas.intervention import NONE, Argument, Intervention, InterventionPart
+from schemas.values import problem_of
 from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, Edit, Edits, readable
 from workers.model.model import Model
 from workers.model.model_info import ModelInfo
@@ -32,6 +36,23 @@ from workers.model.model_info import ModelInfo
 EDITABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 EDITABLE_EMBEDDINGS = ("W_pos",)
 """Weights that are not a layer's."""
+
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest value of an option with which an edit still does what it says."""
+
+    words: str
+    """It, in terms of the model and of the sequences."""
+    of: Callable[[ModelInfo, int], int]
+    """It, from a model and from `n_ctx`."""
+
+
+Refuse = Callable[[Options, int], str | None]
+"""Says what is wrong with options together, for sequences of `n_ctx` tokens; none if nothing is."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +65,18 @@ class Registered:
     reads: tuple[str, ...]
     options: dict[str, inspect.Parameter]
     meaning: str
+    most: Mapping[str, Largest]
+    """The largest value of the options that have one."""
+    refuse: Refuse | None
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
         """The options that are one of some names, and these names."""
-        return {key: names for key, p in self.options.items() if (names := get_args(p.annotation))}
+        return {
+            key: get_args(p.annotation)
+            for key, p in self.options.items()
+            if get_origin(p.annotation) is Literal
+        }
 
     @property
     def record(self) -> dict[str, Any]:
@@ -89,22 +117,27 @@ class BoundIntervention:
     parts: tuple[BoundPart, ...]
 
     def check(self, info: ModelInfo, n_ctx: int) -> None:
-        """Refuse layers and heads that a model does not have, and positions that a sequence does
-        not have.
-        """
+        """Refuse what a model or a sequence does not have, and edits that would edit nothing."""
         has = {
             "layer": (info.n_layers, info.name),
             "head": (info.n_heads, info.name),
             "position": (n_ctx, "a sequence"),
         }
         for part in self.parts:
+            what = f"interventions: '{self.intervention}'"
             for key, (count, whose) in has.items():
                 number = part.options.get(key, 0)
-                if not 0 <= number < count:
+                if number >= count:
+                    raise ScanError(f"{what}: {key} {number} of {whose}, which has {count}")
+            for key, largest in part.registered.most.items():
+                most, number = largest.of(info, n_ctx), part.options[key]
+                if number > most:
                     raise ScanError(
-                        f"interventions: '{self.intervention}': {key} {number} of {whose}, "
-                        f"which has {count}"
+                        f"{what}: {key}: expected at most {most} ({largest.words}), got {number}"
                     )
+            problem = part.registered.refuse and part.registered.refuse(part.options, n_ctx)
+            if problem:
+                raise ScanError(f"{what}: {problem}")
 
     def check_measured(self, depth: int) -> None:
         """Refuse edits of layers after those that a forward pass goes through: they would change
@@ -149,8 +182,15 @@ class BoundIntervention:
 INTERVENTIONS: dict[str, Registered] = {}
 
 
-def intervention(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function as an intervention."""
+def intervention(
+    function: Callable[..., Any] | None = None,
+    *,
+    most: Mapping[str, Largest] | None = None,
+    refuse: Refuse | None = None,
+) -> Callable[..., Any]:
+    """Register a function as an intervention, with what its options may be at most and together."""
+    if function is None:
+        return partial(intervention, most=most, refuse=refuse)
     parameters = inspect.signature(function, eval_str=True).parameters
     options = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     target, *reads = [name for name in parameters if name not in options] or [""]
@@ -168,9 +208,15 @@ def intervention(function: Callable[..., Any]) -> Callable[..., Any]:
             )
     if function.__name__ in INTERVENTIONS:
         raise ValueError(f"intervention {function.__name__!r} is defined twice")
-    meaning = first_paragraph(function)
     INTERVENTIONS[function.__name__] = Registered(
-        function.__name__, function, target, tuple(reads), options, meaning
+        function.__name__,
+        function,
+        target,
+        tuple(reads),
+        options,
+        meaning=first_paragraph(function),
+        most=most or {},
+        refuse=refuse,
     )
     return function
 
@@ -192,7 +238,21 @@ def bind(intervention: Intervention) -> BoundIntervention:
     >>> [(part.registered.name, part.options) for part in bound.parts]
     [('zero_query_bias', {}), ('scale_query_bias', {'alpha': 0.5})]
     """
-    return BoundIntervention(intervention, tuple(map(_bound_part, intervention.parts)))
+    parts = tuple(map(_bound_part, intervention.parts))
+    if len(parts) > 1:
+        names = [str(part) for part in intervention.parts]
+        if (none := str(NONE)) in names:
+            raise ScanError(
+                f"interventions: '{intervention}': {none} is the untouched model and stands alone; "
+                "leave it out, or name it as an intervention of its own"
+            )
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ScanError(
+                f"interventions: '{intervention}': expected each edit once, got {twice} "
+                f"{names.count(twice)} times"
+            )
+    return BoundIntervention(intervention, parts)
 
 
 def needs_partners(interventions: Iterable[Intervention]) -> bool:
@@ -226,17 +286,19 @@ def _bound_part(part: InterventionPart) -> BoundPart:
 
 
 def _option(what: str, annotation: Any, argument: Argument) -> Any:
-    """A number, or one of the names that a `Literal` lists."""
-    if names := get_args(annotation):
-        if argument not in names:
-            raise ScanError(f"{what}: {unknown('name', str(argument), names)}")
+    """A number in the range of its type, or one of the names that a `Literal` lists."""
+    if get_origin(annotation) is Literal:
+        if argument not in get_args(annotation):
+            raise ScanError(f"{what}: {unknown('name', str(argument), get_args(annotation))}")
         return argument
-    if annotation is int and isinstance(argument, int):
-        return argument
-    if annotation is float and not isinstance(argument, str):
-        return float(argument)
-    expected = "a whole number" if annotation is int else "a number"
-    raise ScanError(f"{what} is {str(argument)!r}, expected {expected}")
+    problem = problem_of(annotation, argument)
+    if problem is not None:
+        raise ScanError(f"{what}: expected {problem}, got {argument!r}")
+    return float(argument) if _is_float(annotation) else argument
+
+
+def _is_float(annotation: Any) -> bool:
+    return float in (annotation, *get_args(annotation))
 
 
 def _signature(found: Registered) -> str:

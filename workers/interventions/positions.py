@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from schemas.errors import ScanError
+from schemas.values import Factor, Index, Seed
 from workers.engine.edits import replaced
 from workers.interventions.intervention_registry import intervention
 from workers.interventions.sinks import random_directions
 from workers.model.circuit import Circuit
+
+
+def _one_position(options: Mapping[str, Any], n_ctx: int) -> str | None:
+    return None if n_ctx > 1 else "positions 0 and 1 of a sequence, which has 1; raise n_ctx"
 
 
 @intervention
@@ -19,13 +27,13 @@ def first_position_second(W_pos: Tensor) -> Tensor:
 
 
 @intervention
-def blend_first_position(W_pos: Tensor, *, alpha: float) -> Tensor:
+def blend_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
     """Position 0 gets alpha times its own embedding and 1 - alpha times that of position 1."""
     return _row(W_pos, 0, alpha * W_pos[0] + (1 - alpha) * W_pos[1])
 
 
 @intervention
-def random_first_position(W_pos: Tensor, *, draw: int = 0, alpha: float = 0.0) -> Tensor:
+def random_first_position(W_pos: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0) -> Tensor:
     """The control of first_position_second and blend_first_position: position 0 moves as far, in a
     random direction.
     """
@@ -34,7 +42,7 @@ def random_first_position(W_pos: Tensor, *, draw: int = 0, alpha: float = 0.0) -
 
 
 @intervention
-def blend_position(W_pos: Tensor, *, position: int, alpha: float = 0.0) -> Tensor:
+def blend_position(W_pos: Tensor, *, position: Index, alpha: Factor = 0.0) -> Tensor:
     """A position gets alpha times its own embedding and 1 - alpha times that of the next: what is
     done to the first, elsewhere.
     """
@@ -43,13 +51,13 @@ def blend_position(W_pos: Tensor, *, position: int, alpha: float = 0.0) -> Tenso
 
 
 @intervention
-def scale_first_position(W_pos: Tensor, *, alpha: float) -> Tensor:
+def scale_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
     """The embedding of position 0 is multiplied by alpha."""
     return _row(W_pos, 0, alpha * W_pos[0])
 
 
 @intervention
-def scale_position(W_pos: Tensor, *, position: int, alpha: float) -> Tensor:
+def scale_position(W_pos: Tensor, *, position: Index, alpha: Factor) -> Tensor:
     """The embedding of a position is multiplied by alpha: what scale_first_position does,
     elsewhere.
     """
@@ -97,7 +105,7 @@ def zero_first_token(embed: Tensor) -> Tensor:
 
 
 @intervention
-def zero_token(embed: Tensor, *, position: int) -> Tensor:
+def zero_token(embed: Tensor, *, position: Index) -> Tensor:
     """The embedding of the token at a position is set to zero: what zero_first_token does,
     elsewhere.
     """
@@ -107,16 +115,16 @@ def zero_token(embed: Tensor, *, position: int) -> Tensor:
     return edited
 
 
-@intervention
-def swap_effective_positions(mlp_out: Tensor, circuit: Circuit, *, layer: int = 0) -> Tensor:
+@intervention(refuse=_one_position)
+def swap_effective_positions(mlp_out: Tensor, circuit: Circuit, *, layer: Index = 0) -> Tensor:
     """The first MLP writes the direction of effective position 0 at position 1, and that of 1 at 0:
     a·(u1 - u0) is added at 0 and subtracted at 1, with a = mlp_out[0]·u0 (Ran-Milo et al. 2026, d).
     """
     return _swapped(mlp_out, circuit.effective[:2])
 
 
-@intervention
-def swap_raw_positions(mlp_out: Tensor, circuit: Circuit, *, layer: int = 0) -> Tensor:
+@intervention(refuse=_one_position)
+def swap_raw_positions(mlp_out: Tensor, circuit: Circuit, *, layer: Index = 0) -> Tensor:
     """The control of swap_effective_positions: the same with raw position embeddings (Ran-Milo et
     al. 2026, e).
     """
@@ -143,12 +151,12 @@ def zero_mlps(mlp_out: Tensor) -> Tensor:
 
 
 @intervention
-def zero_mlp(mlp_out: Tensor, *, layer: int) -> Tensor:
+def zero_mlp(mlp_out: Tensor, *, layer: Index) -> Tensor:
     """The MLP of one layer adds nothing."""
     return torch.zeros_like(mlp_out)
 
 
 @intervention
-def zero_attention(attn_out: Tensor, *, layer: int) -> Tensor:
+def zero_attention(attn_out: Tensor, *, layer: Index) -> Tensor:
     """The attention of one layer adds nothing."""
     return torch.zeros_like(attn_out)

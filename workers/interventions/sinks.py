@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from schemas.values import Count, Factor, Index, Seed
 from workers.engine.edits import hide, replaced
-from workers.interventions.intervention_registry import intervention
+from workers.interventions.intervention_registry import Largest, intervention
 from workers.model.circuit import Circuit
+
+N_CTX_LESS_1 = Largest("n_ctx - 1", lambda info, n_ctx: n_ctx - 1)
+"""The keys that a query can see besides itself."""
+
+UPPER_HALF = Largest("the upper half of n_ctx", lambda info, n_ctx: n_ctx - max(n_ctx // 2, 1))
+HALF = Largest("half of n_ctx", lambda info, n_ctx: n_ctx // 2)
+D_MODEL = Largest("d_model", lambda info, n_ctx: info.d_model)
+HALF_D_MODEL = Largest("half of d_model", lambda info, n_ctx: info.d_model // 2)
+
+
+def _whole_window(options: Mapping[str, Any], n_ctx: int) -> str | None:
+    """Why a window hides everything, or nothing."""
+    kept = options["sinks"] + options["window"]
+    if kept == 0:
+        return "keeps no key; expected sinks or window of 1 or more"
+    if kept >= n_ctx:
+        return f"hides nothing; expected sinks + window below n_ctx = {n_ctx}, got {kept}"
+    return None
 
 
 @intervention
@@ -25,13 +45,13 @@ def zero_query_bias(b_Q: Tensor) -> Tensor:
 
 
 @intervention
-def scale_query_bias(b_Q: Tensor, *, alpha: float) -> Tensor:
+def scale_query_bias(b_Q: Tensor, *, alpha: Factor) -> Tensor:
     """The query bias is multiplied by alpha."""
     return b_Q * alpha
 
 
 @intervention
-def random_query_bias(b_Q: Tensor, *, draw: int = 0, alpha: float = 0.0) -> Tensor:
+def random_query_bias(b_Q: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0) -> Tensor:
     """The control of zero_query_bias and scale_query_bias: the bias moves as far, in a random
     direction for each head, the same in all layers.
     """
@@ -46,9 +66,9 @@ def random_directions(like: Tensor, draw: int) -> Tensor:
     return drawn / drawn.norm(dim=-1, keepdim=True)
 
 
-@intervention
+@intervention(most={"count": D_MODEL})
 def scale_massive_keys(
-    W_K: Tensor, circuit: Circuit, *, alpha: float = 0.0, count: int = 3
+    W_K: Tensor, circuit: Circuit, *, alpha: Factor = 0.0, count: Count = 3
 ) -> Tensor:
     """Keys read the coordinates in which the untouched first effective position is largest in size
     alpha times (Ran-Milo et al. 2026, intervention i).
@@ -56,9 +76,15 @@ def scale_massive_keys(
     return _scaled(W_K, circuit.massive_coordinates(count), alpha)
 
 
-@intervention
+@intervention(most={"count": HALF_D_MODEL})
 def scale_random_keys(
-    W_K: Tensor, circuit: Circuit, layer: int, *, draw: int = 0, alpha: float = 0.0, count: int = 3
+    W_K: Tensor,
+    circuit: Circuit,
+    layer: int,
+    *,
+    draw: Seed = 0,
+    alpha: Factor = 0.0,
+    count: Count = 3,
 ) -> Tensor:
     """The control of scale_massive_keys: as many coordinates, drawn from the others in each layer
     (Ran-Milo et al. 2026, j).
@@ -101,13 +127,13 @@ def zero_first_value(v: Tensor) -> Tensor:
 
 
 @intervention
-def zero_first_mlp_out(mlp_out: Tensor, *, layer: int = 0) -> Tensor:
+def zero_first_mlp_out(mlp_out: Tensor, *, layer: Index = 0) -> Tensor:
     """One layer's MLP adds nothing to position 0."""
     return replaced(mlp_out, (slice(None), 0), 0)
 
 
-@intervention
-def mask_first_keys(attn_scores: Tensor, *, count: int = 1) -> Tensor:
+@intervention(most={"count": N_CTX_LESS_1})
+def mask_first_keys(attn_scores: Tensor, *, count: Count = 1) -> Tensor:
     """The first keys cannot be attended to; the queries among them keep themselves (Xiao et al.
     2023).
     """
@@ -115,24 +141,24 @@ def mask_first_keys(attn_scores: Tensor, *, count: int = 1) -> Tensor:
     return hide(attn_scores, (queries[None] < count) & (queries[None] != queries[:, None]))
 
 
-@intervention
-def mask_recent_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
+@intervention(most={"count": N_CTX_LESS_1})
+def mask_recent_keys(attn_scores: Tensor, *, count: Count = 4) -> Tensor:
     """The keys just before a query cannot be attended to; the query keeps itself."""
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
     distance = queries[:, None] - queries[None]
     return hide(attn_scores, (distance >= 1) & (distance <= count))
 
 
-@intervention
-def keep_window(attn_scores: Tensor, *, sinks: int, window: int) -> Tensor:
+@intervention(refuse=_whole_window)
+def keep_window(attn_scores: Tensor, *, sinks: Index, window: Index) -> Tensor:
     """A query sees the last `window` keys and the first `sinks` alone (Xiao et al. 2023)."""
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
     distance = queries[:, None] - queries[None]
     return hide(attn_scores, (distance >= window) & (queries[None] >= sinks))
 
 
-@intervention
-def mask_last_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
+@intervention(most={"count": N_CTX_LESS_1})
+def mask_last_keys(attn_scores: Tensor, *, count: Count = 4) -> Tensor:
     """The last keys of the sequence cannot be attended to, not even by themselves; key 0 always can
     (Scheuer, attention-sink-profiler).
     """
@@ -140,8 +166,8 @@ def mask_last_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
     return _without_keys(attn_scores, range(max(n_ctx - count, 1), n_ctx))
 
 
-@intervention
-def mask_middle_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
+@intervention(most={"count": UPPER_HALF})
+def mask_middle_keys(attn_scores: Tensor, *, count: Count = 4) -> Tensor:
     """A control of mask_first_keys: as many keys from the middle of the sequence on (Scheuer,
     attention-sink-profiler).
     """
@@ -149,8 +175,8 @@ def mask_middle_keys(attn_scores: Tensor, *, count: int = 4) -> Tensor:
     return _without_keys(attn_scores, range(max(n_ctx // 2, 1), min(n_ctx // 2 + count, n_ctx)))
 
 
-@intervention
-def mask_random_keys(attn_scores: Tensor, *, count: int = 4, draw: int = 0) -> Tensor:
+@intervention(most={"count": HALF})
+def mask_random_keys(attn_scores: Tensor, *, count: Count = 4, draw: Seed = 0) -> Tensor:
     """A control of mask_first_keys: as many random keys, none of the first, the same in every head
     and layer (Scheuer).
     """

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from schemas.values import Count
 from workers.engine.edits import replaced
 from workers.interventions.intervention_registry import intervention
 
 
 @intervention
-def swap_first_key(k: Tensor, *, position: int) -> Tensor:
+def swap_first_key(k: Tensor, *, position: Count) -> Tensor:
     """Position 0 and another exchange their keys, before any rotation: does the sink follow the
     key?
     """
@@ -17,7 +18,7 @@ def swap_first_key(k: Tensor, *, position: int) -> Tensor:
 
 
 @intervention
-def swap_first_value(v: Tensor, *, position: int) -> Tensor:
+def swap_first_value(v: Tensor, *, position: Count) -> Tensor:
     """Position 0 and another exchange their values."""
     return _swapped(v, position)
 

@@ -50,24 +50,38 @@ class ModelInfo:
     d_vocab: int
     bos_token_id: int | None
     eos_token_id: int | None
+    files: tuple[tuple[str, str], ...] = ()
+    """Name and fingerprint of each file that `sha256` covers."""
 
     @property
     def record(self) -> dict[str, Any]:
         """The description without the place it was loaded from."""
-        return {key: value for key, value in asdict(self).items() if key != "path"}
+        known = {key: value for key, value in asdict(self).items() if key != "path"}
+        return known | {"files": dict(self.files)}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes it the same model: `sha256` stands for its files."""
+        return {key: value for key, value in self.record.items() if key != "files"}
 
 
 def find_model(spec: str, revision: str | None = None) -> Path:
     """The directory of a model: bundled, local, or fetched from the Hub (which needs the network
     once).
     """
+    local = Path(os.path.expanduser(spec))
+    if revision is not None and (spec.startswith("bundled:") or local.is_dir()):
+        what = "a directory of this machine" if local.is_dir() else "a model of headcount"
+        raise ModelError(
+            f"revision: expected with a model of the Hub only, and {spec} is {what}, got "
+            f"{revision!r}; leave it out"
+        )
     if spec.startswith("bundled:"):
         name = spec.removeprefix("bundled:")
         known = [p.parent.name for p in BUNDLED_MODELS.glob("*/config.json")]
         if name not in known:
             raise ModelError(f"model: {unknown('bundled model', name, known)}")
         return BUNDLED_MODELS / name
-    local = Path(os.path.expanduser(spec))
     if local.is_dir():
         return local
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
@@ -98,7 +112,25 @@ def describe(path: Path) -> ModelInfo:
         if "model_type" in config
         else ("legacy", _legacy_shape(path, config))
     )
-    return ModelInfo(str(path), path.name, layout, _fingerprint(path, layout), **shape)
+    digests = _digests(path, layout)
+    whole = hashlib.sha256(b"".join(digests.values())).hexdigest()[:16]
+    files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
+    return ModelInfo(str(path), path.name, layout, whole, **shape, files=files)
+
+
+def no_token(info: ModelInfo, field: str, word: str) -> str:
+    """Why a model has no special token, by the field of its config.json that names it."""
+    try:
+        config = json.loads((Path(info.path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    named = config.get(field)
+    if named is None:
+        return f"{info.name} names no {word} token"
+    return (
+        f"{info.name}: {field} is {named!r} in its config.json, expected 0 to {info.d_vocab - 1}, "
+        f"so it has no {word} token"
+    )
 
 
 def weight_files(path: Path, layout: str) -> list[Path]:
@@ -115,12 +147,23 @@ def weight_files(path: Path, layout: str) -> list[Path]:
     return files
 
 
-def _fingerprint(path: Path, layout: str) -> str:
-    digest = hashlib.sha256()
+def _digests(path: Path, layout: str) -> dict[str, bytes]:
+    """SHA-256 of the configuration and of every file of weights, by name."""
+    digests: dict[str, bytes] = {}
     for file in [path / "config.json", *weight_files(path, layout)]:
         with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
+            digests[file.name] = hashlib.file_digest(stream, "sha256").digest()
+    return digests
+
+
+HF_SHAPE = {
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "d_model": "hidden_size",
+    "n_ctx": "max_position_embeddings",
+    "d_vocab": "vocab_size",
+}
+"""Fields of a Hugging Face config, by what they are here."""
 
 
 def _hf_shape(path: Path) -> dict[str, Any]:
@@ -130,24 +173,45 @@ def _hf_shape(path: Path) -> dict[str, Any]:
         config: Any = AutoConfig.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-        shape = {
-            "n_layers": config.num_hidden_layers,
-            "n_heads": config.num_attention_heads,
-            "d_model": config.hidden_size,
-            "n_ctx": config.max_position_embeddings,
-            "d_vocab": config.vocab_size,
-        }
-        _check_positive(shape)
-        d_head = getattr(config, "head_dim", None) or shape["d_model"] // shape["n_heads"]
     except Exception as error:
         raise ModelError(
             f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
         ) from None
+    shape: dict[str, Any] = {name: getattr(config, field, None) for name, field in HF_SHAPE.items()}
+    if absent := [HF_SHAPE[name] for name, value in shape.items() if value is None]:
+        raise ModelError(
+            f"{path}/config.json: a {config.model_type} model names no {' and no '.join(absent)}, "
+            "which a scan needs; choose another model"
+        )
+    try:
+        _check_positive(shape)
+        d_head = _d_head(config, shape)
+    except ValueError as error:
+        raise ModelError(f"{path}/config.json: {error}") from None
     return shape | {
         "d_head": d_head,
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
         "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
     }
+
+
+def _d_head(config: Any, shape: dict[str, Any]) -> int:
+    """The width of a head; heads that do not share the width, or keys, evenly raise `ValueError`."""
+    heads = shape["n_heads"]
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if not isinstance(key_heads, int) or key_heads < 1 or heads % key_heads:
+        raise ValueError(
+            f"num_key_value_heads is {key_heads!r}, expected a divisor of num_attention_heads = "
+            f"{heads}"
+        )
+    d_head = getattr(config, "head_dim", None)
+    if d_head is None and shape["d_model"] % heads:
+        raise ValueError(
+            f"hidden_size is {shape['d_model']}, expected a multiple of num_attention_heads = "
+            f"{heads}"
+        )
+    _check_positive({"head_dim": d_head if d_head is not None else shape["d_model"] // heads})
+    return d_head if d_head is not None else shape["d_model"] // heads
 
 
 def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:

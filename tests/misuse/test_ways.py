@@ -1,0 +1,420 @@
+"""What a run is, and which command goes on where it cannot be gone on with."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from typer.testing import CliRunner
+
+from headcount import app
+from jobs.removal import remove
+from jobs.scan_runs import last_run, next_run, runs_of
+from queries.connection import connect
+from schemas.errors import ModelError, RunError
+from schemas.run_directory import RunDirectory
+from schemas.scan import Scan
+from tests import toy_models as toy
+from tests.toy_runs import local, write_run
+from workers.model.text_tokenizer import TextTokenizer, _check_size
+
+Command = Callable[..., tuple[int, list[str]]]
+HERE = ("--replicas", "0", "--device", "cpu")
+
+
+@pytest.fixture
+def home(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model, texts and a scan of them, all by relative names."""
+    path = tmp_path / "home"
+    shutil.copytree(model, path / "bytes")
+    monkeypatch.chdir(path)
+    lines = [json.dumps({"text": chr(97 + i) * 40}) + "\n" for i in range(6)]
+    (path / "a.jsonl").write_text("".join(lines))
+    write_scan(path / "toy.toml")
+    return path
+
+
+def write_scan(file: Path, **changes: Any) -> Path:
+    """Write a scan of two shards."""
+    fields = {
+        "model": "bytes",
+        "n_ctx": 8,
+        "sequences": 4,
+        "sequences_per_shard": 2,
+        "statistics": ["entropy"],
+        "input.family": "pile",
+        "input.files": "*.jsonl",
+    }
+    content = (f"{key} = {json.dumps(value)}\n" for key, value in (fields | changes).items())
+    file.write_text("".join(content))
+    return file
+
+
+def scanned(command: Command, *words: str) -> Path:
+    """The run that was made or gone on with last, after `headcount scan toy.toml …`."""
+    code, err = command("scan", "toy.toml", *words, *HERE)
+    assert code == 0, err
+    commits = Path.cwd().glob("runs/*/commits/*.json")
+    return max(commits, key=lambda file: file.stat().st_mtime_ns).parent.parent
+
+
+def unfinished(run: Path) -> Path:
+    """A run whose last shard is not done."""
+    (run / "commits" / "shard-000001.json").unlink()
+    return run
+
+
+def rows(run: Path) -> list[Any]:
+    """What a run measured, of which tokens."""
+    columns = "sequence, layer, head, entropy, tokens, file"
+    sql = f"SELECT {columns} FROM heads JOIN sequences USING (sequence) ORDER BY ALL"
+    return connect(run).execute(sql).fetchall()
+
+
+def edit(file: Path, change: Callable[[Any], object]) -> None:
+    """Change a JSON file."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+# What a run is
+
+
+def exchange_two_ids(home: Path) -> None:
+    def exchange(tokenizer: Any) -> None:
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    edit(home / "bytes" / "tokenizer.json", exchange)
+
+
+def change_weights(home: Path) -> None:
+    name = "transformer.wpe.weight"
+    toy.change_weights(home / "bytes", lambda w: w[name].view(-1)[5].add_(1e-3))
+
+
+def change_configuration(home: Path) -> None:
+    toy.change_config(home / "bytes", layer_norm_epsilon=1e-3)
+
+
+def change_code(home: Path) -> None:
+    (manifest,) = home.glob("runs/*/manifest.json")
+    known = {"fingerprint": "0123456789ab"}
+    edit(manifest, lambda fields: fields["kinds"]["statistics"]["entropy"].update(known))
+
+
+CHANGES = [
+    (exchange_two_ids, 'the tokenizer ("X", now "X")'),
+    (change_weights, "the model's weights (model.safetensors: X, now X)"),
+    (change_configuration, "the model's configuration (config.json: X, now X)"),
+    (change_code, 'the code of statistic entropy ("X", now "X")'),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES)
+def test_what_changed_is_named_and_the_command_that_goes_on(
+    home: Path, command: Command, change: Callable[[Path], None], told: str
+) -> None:
+    run = unfinished(scanned(command, "--set", "seed=3"))
+    change(home)
+    expected = (
+        f"this run measured something else: {told}; headcount scan toy.toml --set seed=3 --new "
+        "starts another run"
+    )
+    for words in (("scan", "toy.toml", "--set", "seed=3"), ("resume", run)):
+        code, (line,) = command(*words, *HERE)
+        assert code == 2
+        assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line).endswith(f"{run.name}: {expected}")
+    other = scanned(command, "--set", "seed=3", "--new")
+    assert other.name == f"{run.name}-2"
+    # The same command goes on with the one that fits.
+    unfinished(other)
+    assert scanned(command, "--set", "seed=3") == other
+    assert connect(other).execute("SELECT name FROM runs").fetchall() == [("toy",)]
+    tokenizer = TextTokenizer(home / "bytes", 257).fingerprint
+    assert connect(other).execute("SELECT tokenizer FROM runs").fetchall() == [(tokenizer,)]
+
+
+def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command) -> None:
+    write_scan(home / "toy.toml", **{"input.family": "uniform_random"})
+    text = (home / "toy.toml").read_text().replace('input.files = "*.jsonl"\n', "")
+    (home / "toy.toml").write_text(text)
+    run = unfinished(scanned(command))
+    exchange_two_ids(home)
+    assert scanned(command) == run
+    assert connect(run).execute("SELECT tokenizer FROM runs").fetchall() == [(None,)]
+    text += "input.text = 'bundled:LICENSE'\n"
+    (home / "toy.toml").write_text(text.replace("uniform_random", "unigram_random"))
+    run = unfinished(scanned(command))
+    exchange_two_ids(home)
+    code, (line,) = command("scan", "toy.toml", *HERE)
+    assert code == 2
+    assert "something else: the tokenizer (" in line
+
+
+def test_other_libraries_are_said_before_anything_is_measured(home: Path, command: Command) -> None:
+    run = unfinished(scanned(command))
+    known = {"tokenizers": "0.1", "gone": "2.0"}
+    edit(run / "manifest.json", lambda fields: fields["versions"].update(known))
+    code, lines = command("resume", run, *HERE)
+    assert code == 0
+    assert lines[0].startswith(
+        f'{run.name[7:]}: begun with other libraries: tokenizers ("0.1", now'
+    )
+
+
+def test_a_tokenizer_is_the_same_however_its_file_is_laid_out(home: Path) -> None:
+    path = home / "bytes" / "tokenizer.json"
+    before = TextTokenizer(home / "bytes", 257).fingerprint
+    edit(path, lambda tokenizer: tokenizer.update(truncation=None))
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=3, sort_keys=True))
+    assert TextTokenizer(home / "bytes", 257).fingerprint == before
+
+
+SIZES = [
+    (50_254, 50_432, None),  # GPT-NeoX
+    (50_257, 50_400, None),  # GPT-J
+    (151_669, 151_936, None),  # Qwen
+    (100_015, 102_400, None),  # DeepSeekMoE 16B
+    (257, 257, None),
+    (257, 512, None),
+    (257, 513, "257 tokens and the model 513; expected 258 to 513"),
+    (257, 50_257, "257 tokens and the model 50,257; expected 45,232 to 50,257"),
+    (45_231, 50_257, "45,231 tokens and the model 50,257; expected 45,232 to 50,257"),
+    (50_258, 50_257, "50,258 tokens and the model 50,257; expected 45,232 to 50,257"),
+    (1, 2, "1 tokens and the model 2; expected 2 to 2"),
+]
+
+
+@pytest.mark.parametrize(("size", "d_vocab", "told"), SIZES)
+def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, told: str | None) -> None:
+    vocabulary = {str(token): token for token in range(size)}
+    if told is None:
+        _check_size(Path("model"), vocabulary, d_vocab)
+        return
+    reason = (
+        ", because models are padded by 255 tokens or 10% at most; tokenizer files are missing or "
+        "another model's"
+    )
+    with pytest.raises(ModelError, match=re.escape(f"model: its tokenizer has {told}{reason}")):
+        _check_size(Path("model"), vocabulary, d_vocab)
+
+
+# Numbered runs
+
+
+def test_new_runs_have_numbers_and_the_newest_that_fits_goes_on(
+    home: Path, command: Command
+) -> None:
+    first = scanned(command)
+    names = [first.name, f"{first.name}-2", f"{first.name}-3"]
+    assert [scanned(command, "--new").name for _ in range(2)] == names[1:]
+    (home / "runs" / f"{first.name}-x").mkdir()
+    (home / "runs" / f"{first.name}-9").mkdir()  # Half deleted.
+    directory = RunDirectory(first)
+    assert [run.path.name for run in runs_of(directory)] == names[::-1]
+    assert next_run(directory).path.name == f"{first.name}-10"
+    assert next_run(directory, [f"{first.name[7:]}-12"]).path.name == f"{first.name}-13"
+    assert last_run(directory, []).path.name == names[2]
+    assert last_run(directory, [f"{first.name[7:]}-10"]).path.name == f"{first.name}-10"
+    # A manifest that is broken does not close the others.
+    (home / "runs" / names[2] / "manifest.json").write_text("{")
+    unfinished(home / "runs" / names[1])
+    assert scanned(command).name == names[1]
+    for name in names:
+        (home / "runs" / name / "manifest.json").write_text("{")
+    told = "manifest.json: not a manifest (1 problems); headcount scan toy.toml --new starts"
+    code, (line,) = command("scan", "toy.toml", *HERE)
+    assert (code, told in line) == (2, True)
+    assert command("scan", "toy.toml", "--new", "--run", "x") == (
+        2,
+        ["error: --new starts a run, --run x goes on with one; leave out one"],
+    )
+
+
+def test_what_is_left_of_a_run_is_not_taken_for_one(home: Path, command: Command) -> None:
+    run = scanned(command)
+    (run / "manifest.json").unlink()
+    code, (line,) = command("scan", "toy.toml", *HERE)
+    assert code == 2
+    assert line.endswith(
+        f"{run.name}: holds commits and no manifest.json, so nothing says what they measured; "
+        f"headcount rm runs/{run.name} deletes it, and then the same command starts anew"
+    )
+
+
+# Runs are gone on with from anywhere
+
+
+def test_a_run_goes_on_from_any_directory(
+    home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = rows(scanned(command))
+    run = unfinished(scanned(command, "--new"))
+    elsewhere = home.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert command("resume", run, *HERE)[0] == 0
+    assert Path.cwd() == elsewhere
+    assert rows(run) == expected
+    # By the same relative names from another directory, by content.
+    for name in ("bytes", "a.jsonl", "toy.toml"):
+        shutil.move(home / name, elsewhere / name)
+    unfinished(run)
+    code, err = command("scan", "toy.toml", "--set", f"out={home}/runs", *HERE)
+    assert code == 0, err
+    assert len(list((run / "commits").iterdir())) == 2
+    assert rows(run) == expected
+    # From then on they are meant from there.
+    unfinished(run)
+    monkeypatch.chdir("/")
+    assert command("resume", run, *HERE)[0] == 0
+    assert rows(run) == expected
+
+
+def test_what_has_moved_is_set(
+    home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = rows(scanned(command))
+    run = unfinished(scanned(command, "--new"))
+    (home / "new place").mkdir()
+    shutil.move("bytes", "new place/moved")
+    monkeypatch.chdir(home / "new place")
+    line = (
+        f"error: {run}: bytes, the directory of its model, is not in {home}; "
+        f"headcount resume {run} --set model=PATH goes on with PATH in its place"
+    )
+    assert command("resume", run, *HERE) == (2, [line])
+    (home / "texts").mkdir()
+    shutil.move("../a.jsonl", "../texts/a.jsonl")
+    code, err = command("resume", run, "--set", "model=moved", *HERE)
+    assert code == 2
+    assert err[0].startswith(f"error: {run}: *.jsonl, files of its input, is not in {home}; ")
+    shutil.move("../texts/a.jsonl", "../a.jsonl")
+    assert command("resume", run, "--set", "model=moved", *HERE)[0] == 0
+    assert rows(run) == expected
+    unfinished(run)
+    shutil.move("../a.jsonl", "../texts/a.jsonl")
+    places = ("--set", "model=moved", "--set", "input.files=../texts/*")
+    code, err = command("resume", run, *places, *HERE)
+    assert code == 0, err
+    assert [row[:5] for row in rows(run)] == [row[:5] for row in expected]
+    # It is remembered.
+    unfinished(run)
+    monkeypatch.chdir("/")
+    assert command("resume", run, *HERE)[0] == 0
+    # Another model under the name is another model.
+    toy.change_config(home / "new place" / "moved", layer_norm_epsilon=1e-3)
+    unfinished(run)
+    code, (line,) = command("resume", run, *HERE)
+    assert code == 2
+    assert "the model's configuration (config.json: " in line
+    assert line.endswith(f"cd {home} && headcount scan toy.toml --new starts another run")
+
+
+def test_the_rest_cannot_be_set(home: Path, command: Command) -> None:
+    run = scanned(command, "--set", "seed=1")
+    for setting in ("n_ctx=16", "input.packing=concat", "out=elsewhere"):
+        assert command("resume", run, "--set", setting, *HERE) == (
+            2,
+            [
+                f"error: --set {setting}: {run.name[7:]} goes on with another batch_size, "
+                "sequences, model, input.files or input.text, which change no row of it, and with "
+                f"nothing else; headcount scan toy.toml --set seed=1 --set {setting} makes a run "
+                "of its own"
+            ],
+        )
+
+
+# Runs are deleted
+
+
+def test_a_run_is_deleted(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = scanned(command)
+    other = scanned(command, "--new")
+    refused = f"headcount rm {run} --yes does not ask"
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert command("rm", run) == (
+        2,
+        [f"error: nobody can be asked here whether to delete; {refused}"],
+    )
+    (run / "manifest.json").write_text("{")
+    with FileLock(run / ".lock"):
+        code, (line,) = command("rm", run, "--yes")
+        assert code == 2
+        assert "another process is at work on this run" in line
+    assert (run / "manifest.json").exists()
+    assert command("rm", run, f"runs/{other.name}", "--yes") == (
+        0,
+        [f"deleted {run}", f"deleted {other}"],
+    )
+    assert list((home / "runs").iterdir()) == []
+
+
+REFUSED = [
+    ("runs", "runs: no manifest.json; expected the directory of a run"),
+    ("bytes", "bytes: no manifest.json; expected the directory of a run"),
+    ("page", "page/manifest.json: not a manifest (9 problems)"),
+    ("absent", "absent: not there; expected the directory of a run"),
+    ("toy.toml", "toy.toml: not there; expected the directory of a run"),
+    ("run_id=link", "run_id=link: a link to {home}/bytes; delete what it leads to"),
+]
+
+
+@pytest.mark.parametrize(("path", "told"), REFUSED)
+def test_what_is_no_run_is_not_deleted(home: Path, command: Command, path: str, told: str) -> None:
+    write_run(home / "runs", "kept", {"entropy": lambda _: 1.0})
+    (home / "page").mkdir()
+    (home / "page" / "manifest.json").write_text('{"name": "a page"}')
+    (home / "run_id=link").symlink_to(home / "bytes")
+    before = sorted(home.rglob("*"))
+    line = f"error: {home}/{told.format(home=home)}"
+    # One that is none: the others are kept, too.
+    assert command("rm", "runs/run_id=kept", path, "--yes") == (2, [line])
+    assert sorted(home.rglob("*")) == before
+
+
+def test_whoever_is_killed_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path, "toy", {"entropy": lambda _: 1.0})
+
+    def die(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(RunError, match="cannot be deleted whole"):
+            remove(run)
+    assert not run.manifest_file.is_file()
+    remove(run)
+    assert not local(run.path).exists()
+
+
+# A plan
+
+
+def test_a_plan_shows_what_the_scan_sets_and_all_when_asked(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shown: list[str] = []
+    for words in ([], ["--all"]):
+        result = CliRunner().invoke(app, ["plan", "toy.toml", "--set", "seed=2", *words])
+        assert result.exit_code == 0, result.output
+        shown.append(result.stdout)
+    fields = [re.findall(r"^│ ([\w.]+) +│", text, re.MULTILINE) for text in shown]
+    values = {"model", "n_ctx", "statistics", "sequences", "sequences_per_shard", "seed"}
+    values |= {"input.family", "input.files"}
+    tables = {"device", "batches", "shards", "tokens", "corpus", "memory", "none", "heads", "all"}
+    assert set(fields[0]) - tables == values
+    assert set(Scan.model_fields) - {"input"} | {"input.packing"} <= set(fields[1])
+    hidden = len(set(fields[1]) - set(fields[0]))
+    assert f"{hidden} more fields with the default; --all shows them" in shown[0]
+    assert "--all" not in shown[1]
