@@ -37,6 +37,9 @@ LONGEST_INTERVENTION = 240
 part of them.
 """
 
+PARTITIONS = ("run_id=", "intervention=")
+"""What readers take off the path of a file, wherever in it they find it."""
+
 LONGEST_NAME = 100
 """Of a run's name: with its fingerprint it is a directory, a job and a part of addresses."""
 
@@ -229,6 +232,12 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
             )
     if not scan.out.strip():
         raise ScanError(f"out: expected a directory, got {scan.out!r}")
+    parts = re.split(r"[/\\]", scan.out)
+    if taken := next((part for part in parts if part.startswith(PARTITIONS)), None):
+        raise ScanError(
+            f"out: expected a directory that holds runs, got {scan.out!r}; a name that begins like "
+            f"{taken.partition('=')[0]}= is one of a run"
+        )
     place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")

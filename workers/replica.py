@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from schemas.commits import Method
-from schemas.errors import ModelError
+from schemas.errors import MeasureError, ModelError
 from schemas.intervention import NONE, Intervention
 from schemas.scan import Scan
 from workers.engine.dense_engine import DenseEngine
@@ -88,7 +88,12 @@ class Replica:
         engine = self.engine.edited(edits) if fused else DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, bound):
             masks = _masks(labels) if labels and self.requested.reads("labels") else {}
-            measured = Measurements.of(self._batches(engine, tokens, masks, partner))
+            try:
+                measured = Measurements.of(self._batches(engine, tokens, masks, partner))
+            except MeasureError as error:
+                if (problem := self.model.weight_problem) is None:
+                    raise
+                raise MeasureError(f"{error}: {problem}") from None
         return InterventionMeasurements(**vars(measured), method=engine.method(str(intervention)))
 
     @property
