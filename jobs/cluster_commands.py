@@ -22,7 +22,7 @@ from jobs.scan_commands import (
     Overrides,
     Replicas,
 )
-from schemas.errors import RunError
+from schemas.errors import RunError, counted
 
 if TYPE_CHECKING:
     from schemas.run_directory import RunDirectory
@@ -217,7 +217,7 @@ def resume(
     print(directory.path)
     if failures:
         raise RunError(
-            f"{len(failures)} shards failed, all others are committed; "
+            f"{counted(len(failures), 'shard')} failed, all others are committed; "
             "mend the cause and resume again"
         )
 

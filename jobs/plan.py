@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from jobs.corpus_index import index_corpus
-from schemas.errors import RunError, ScanError
+from schemas.errors import RunError, ScanError, counted
 from schemas.manifest import Manifest, Meanings, fingerprints
 from schemas.places import Place, write_whole
 from schemas.run_directory import RunDirectory, covered, differing_keys
@@ -83,10 +83,10 @@ class Plan:
         notes: list[str] = []
         had, has = self.before.sequences, self.manifest.sequences
         if has > had:
-            notes.append(f"extended from {had:,} to {has:,} sequences")
+            notes.append(f"extended from {had:,} to {counted(has, 'sequence')}")
         if self.requested < has:
             notes.append(
-                f"{self.requested:,} sequences are asked for and the run has {has:,}; "
+                f"{counted(self.requested, 'sequence')} asked for, and the run has {has:,}; "
                 "they all stay, and nothing beyond those asked for is measured"
             )
         if self.code != self.before.code:

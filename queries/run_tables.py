@@ -20,6 +20,7 @@ from schemas.manifest import Manifest
 from schemas.places import Place, absolute
 from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
 from schemas.tables import Column
+from schemas.values import LARGEST_INTEGER
 
 Columns = dict[str, tuple[pa.DataType, str]]
 
@@ -50,7 +51,10 @@ RUNS: Columns = {
     "input_options": (pa.string(), "Options of the input family, as JSON."),
     "interventions": (pa.list_(pa.string()), "Edits of the model; none is the untouched model."),
     "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
-    "seed": (pa.int64(), "Seed of synthetic input."),
+    "seed": (
+        pa.int64(),
+        "Seed of synthetic input; NULL where it is 2^63 or more, which older versions took.",
+    ),
     "n_layers": (pa.int32(), "Layers of the model."),
     "n_heads": (pa.int32(), "Heads in a layer."),
     "d_model": (pa.int32(), "Width of the residual stream."),
@@ -309,11 +313,11 @@ def _formula_rows(runs: list[Run], field: str) -> list[dict[str, Any]]:
 def _run_row(run: Run) -> dict[str, Any]:
     manifest, scan, done = run.manifest, run.scan, run.done
     inputs = dict(scan.get("input", {}))
+    seed = scan.get("seed")
     return {
-        **{
-            key: scan.get(key)
-            for key in ("model", "weight_processing", "engine", "n_ctx", "bos", "seed")
-        },
+        **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
+        # Older versions took seeds that no column of integers holds.
+        "seed": seed if seed is None or seed <= LARGEST_INTEGER else None,
         **{key: manifest.model.get(key) for key in ("n_layers", "n_heads", "d_model", "d_head")},
         "run_id": run.directory.run_id,
         "name": manifest.run_id.rpartition("-")[0] or manifest.run_id,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from schemas.commits import Method
-from schemas.errors import MeasureError, ModelError
+from schemas.errors import MeasureError, ModelError, counted
 from schemas.intervention import NONE, Intervention
 from schemas.scan import Scan
 from workers.engine.dense_engine import DenseEngine
@@ -146,7 +146,7 @@ class Replica:
                     raise
                 if self.batch.size == 1:
                     raise ModelError(
-                        f"one sequence of {tokens.shape[1]} tokens does not fit the memory; lower "
+                        f"one sequence of {counted(tokens.shape[1], 'token')} does not fit the memory; lower "
                         "n_ctx"
                     ) from None
                 self.batch.halve()

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from torch import Tensor
 
-from schemas.errors import ModelError, ScanError, unknown
+from schemas.errors import ModelError, ScanError, counted, unknown
 from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
 from schemas.intervention import NONE, Argument, Intervention, InterventionPart
@@ -255,7 +255,7 @@ def _bound_part(part: InterventionPart) -> BoundPart:
     parameters = registered.options
     if len(part.arguments) > len(parameters):
         raise ScanError(
-            f"interventions: '{part}' has {len(part.arguments)} options; "
+            f"interventions: '{part}' has {counted(len(part.arguments), 'option')}; "
             f"expected {_signature(registered)}"
         )
     options: dict[str, Any] = {}
