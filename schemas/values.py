@@ -103,7 +103,10 @@ def expected(problems: list[Any]) -> str:
 def _expected(problem: Any) -> str:
     words = EXPECTED.get(problem["type"])
     if words is not None:
-        return words.format(**problem.get("ctx", {}))
+        limits = problem.get("ctx", {}).items()
+        return words.format(
+            **{name: value if isinstance(value, str) else _number(value) for name, value in limits}
+        )
     # A message of our own says "expected …" itself.
     return problem["msg"].removeprefix("expected ")
 

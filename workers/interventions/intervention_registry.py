@@ -131,6 +131,11 @@ class BoundIntervention:
                     raise ScanError(f"{what}: {key} {number} of {whose}, which has {count}")
             for key, largest in part.registered.most.items():
                 most, number = largest.of(info, n_ctx), part.options[key]
+                if most < 1:
+                    raise ScanError(
+                        f"{what}: n_ctx = {n_ctx} leaves nothing to hide ({key} is at most "
+                        f"{largest.words}); raise n_ctx"
+                    )
                 if number > most:
                     raise ScanError(
                         f"{what}: {key}: expected at most {most} ({largest.words}), got {number}"
