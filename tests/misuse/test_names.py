@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jobs.plan import make_plan, prepare_run
 from jobs.portable_scan import portable_scan
 from queries.connection import connect
 from schemas.scan import LONGEST_NAME, load_scan, parse_scan, safe_name
@@ -80,21 +80,33 @@ ODD = ["a=b-1", "a?b-1", "a%20b-1", "a b-1", "a*b-1", "a[b]-1", "it's-1", "a\\b-
 """Runs of an older version, which took the names of scans as they are."""
 
 
+def write_run(out: Path, name: str) -> Path:
+    """A run of two interventions, one of which has punctuation in its name."""
+    names = ("none", "scale_query_bias(0.5)+zero_mlps")
+    run = toy_runs.write_run(out, name, {"entropy": lambda _: 0.5}, interventions=names)
+    return toy_runs.local(run.path)
+
+
 def counts(path: Path, names: list[str]) -> dict[str, int]:
-    rows = connect(path).execute("SELECT run_id, count(*) FROM heads GROUP BY run_id").fetchall()
-    assert len(rows) == len(names)
-    return dict(rows)
+    """Rows of `heads` by run."""
+    sql = "SELECT run_id, intervention, count(*) FROM heads GROUP BY ALL"
+    rows = connect(path).execute(sql).fetchall()
+    assert {intervention for _, intervention, _ in rows} == {
+        "none", "scale_query_bias(0.5)+zero_mlps"
+    }  # fmt: skip
+    assert len(rows) == 2 * len(names)
+    return {run: count for run, _, count in rows}
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_a_run_with_an_odd_name_is_read_as_itself(tmp_path: Path, name: str):
-    run = toy_runs.write_run(tmp_path / "runs", name)
+    run = write_run(tmp_path / "runs", name)
     assert counts(run, [name]).keys() == {name}
 
 
 def test_runs_with_odd_names_are_read_together_and_none_twice(tmp_path: Path):
     for name in (*ODD, "plain-1"):
-        toy_runs.write_run(tmp_path / "runs", name)
+        write_run(tmp_path / "runs", name)
     found = counts(tmp_path / "runs", [*ODD, "plain-1"])
     assert found.keys() == {*ODD, "plain-1"}
     assert len(set(found.values())) == 1
@@ -103,13 +115,13 @@ def test_runs_with_odd_names_are_read_together_and_none_twice(tmp_path: Path):
 @pytest.mark.parametrize("out", ["lr=0.1", "a?b", "a*", "[ab]", "a%20b", "it's", "x=1/y=2", "a b"])
 def test_a_directory_of_any_name_holds_its_own_runs_alone(tmp_path: Path, out: str):
     for name, directory in (("one-1", out), ("two-1", "a_b"), ("two-2", "axb"), ("two-3", "b")):
-        toy_runs.write_run(tmp_path / directory, name)
+        write_run(tmp_path / directory, name)
     assert counts(tmp_path / out, ["one-1"]).keys() == {"one-1"}
 
 
 def test_a_seed_of_an_older_version_closes_no_directory(tmp_path: Path):
     for name, seed in (("old-1", 2**64), ("new-1", 2**63 - 1)):
-        file = toy_runs.write_run(tmp_path, name) / "manifest.json"
+        file = write_run(tmp_path, name) / "manifest.json"
         manifest = json.loads(file.read_text())
         manifest["identity"]["scan"]["seed"] = seed
         file.write_text(json.dumps(manifest))
@@ -118,11 +130,7 @@ def test_a_seed_of_an_older_version_closes_no_directory(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["lr=0.1", "it's", "日本"])
-def test_the_same_file_is_the_same_run(
-    command: Callable[..., tuple[int, list[str]]], tmp_path: Path, name: str
-):
-    from jobs.plan import make_plan, prepare_run
-
+def test_the_same_file_is_the_same_run(tmp_path: Path, name: str):
     file = tmp_path / f"{name}.toml"
     file.write_text(TEXT + f'out = "{tmp_path}/runs"\n')
     for _ in range(2):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import toy_models as toy
+from workers.model.model_info import describe
 
 KNOWN = (
     "batch_size, bos, curves, engine, input, interventions, model, n_ctx, out, precision, "
@@ -363,7 +364,7 @@ CONFIGS = [
      "num_attention_heads = 4"),
     (llama(head_dim=-8), "TMP/m/config.json: head_dim is -8, expected a positive integer"),
     (lambda p: (p / "config.json").write_text('{"model_type": "bloom"}'), "TMP/m/config.json: a bloom model "
-     "names no max_position_embeddings, which a scan needs; choose another model"),
+     "names no max_position_embeddings, which a scan needs; add what is missing to it, or choose another model"),
 ]  # fmt: skip
 
 
@@ -376,6 +377,14 @@ def test_a_config_that_cannot_be_is_refused(
     line: str,
 ):
     assert plan_error(model=str(toy.copy_of(model, tmp_path / "m", edit))) == [line]
+
+
+def test_a_bloom_is_as_long_as_it_was_trained(tmp_path: Path):
+    path = toy.save_model(tmp_path / "bloom", toy.family("BloomConfig"))
+    config = json.loads((path / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (path / "config.json").write_text(json.dumps(config | {"seq_length": 24}))
+    assert describe(path).n_ctx == 24
 
 
 WEIGHT = "transformer.h.0.attn.c_attn.weight"
