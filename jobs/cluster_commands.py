@@ -24,7 +24,7 @@ from jobs.scan_commands import (
     Replicas,
     Verify,
 )
-from schemas.errors import RunError
+from schemas.errors import RunError, counted
 
 if TYPE_CHECKING:
     from schemas.run_directory import RunDirectory
@@ -231,8 +231,8 @@ def resume(
     print(directory.path)
     if failures:
         raise RunError(
-            f"{len(failures)} shards failed, all others are committed; mend the cause, then "
-            f"{resumption(directory)} goes on, {plan.way}"
+            f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
+            f"then {resumption(directory)} goes on, {plan.way}"
         )
 
 

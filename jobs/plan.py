@@ -20,7 +20,7 @@ from jobs.scan_runs import (
     runs_of,
     saying_the_way,
 )
-from schemas.errors import OtherRunError, RunError, ScanError
+from schemas.errors import OtherRunError, RunError, ScanError, counted
 from schemas.manifest import Manifest, Meanings, fingerprints
 from schemas.places import Place, names, write_whole
 from schemas.run_directory import RunDirectory, covered, differing_keys
@@ -86,10 +86,10 @@ class Plan:
         notes = changed_versions(self.before)
         had, has = self.before.sequences, self.manifest.sequences
         if has > had:
-            notes.append(f"extended from {had:,} to {has:,} sequences")
+            notes.append(f"extended from {had:,} to {counted(has, 'sequence')}")
         if self.requested < has:
             notes.append(
-                f"{self.requested:,} sequences are asked for and the run has {has:,}; "
+                f"{counted(self.requested, 'sequence')} asked for, and the run has {has:,}; "
                 "they all stay, and nothing beyond those asked for is measured"
             )
         if self.code != self.before.code:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from jobs.plan import check_scan
@@ -15,9 +14,6 @@ from workers.inputs.sequences import Sequences
 from workers.interventions import needs_partners
 from workers.model.model_info import describe, find_model
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""A scan's name also names its job, and a job's name is part of addresses and of file names."""
-
 
 def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
     """Read a scan; refuse what is wrong and what the nodes of a cluster cannot reach.
@@ -25,11 +21,6 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
     The corpus is not opened: this machine may not see it.
     """
     scan = load_scan(scan_file, overrides)
-    if not NAME.fullmatch(scan_file.stem):
-        raise ScanError(
-            f"{scan_file}: expected a file name of letters, digits, '.', '_' and '-'; it names the "
-            "job"
-        )
     _check_everywhere("out", scan.out, "--set out=s3://BUCKET/runs")
     for option in FILE_OPTIONS:
         value = scan.input.options.get(option)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from jobs.console import duration
 from schemas.commits import Commit, Failure
+from schemas.errors import counted
 
 if TYPE_CHECKING:
     from workers.inputs.corpus import IndexProgress
@@ -78,8 +79,8 @@ def index_line(progress: IndexProgress) -> str:
     """How far the tokenising of a corpus is."""
     needed = "" if progress.enough is None else f" of {progress.enough:,}"
     parts = [
-        f"{progress.documents:,} documents",
-        f"{progress.tokens:,} tokens",
+        counted(progress.documents, "document"),
+        counted(progress.tokens, "token"),
         f"{progress.sequences:,}{needed} sequences",
     ]
     if progress.sources > 1:
@@ -128,5 +129,5 @@ class _Progress:
             seconds_left = (self.tokens - self.done) / speed
             parts += [f"{speed:,.0f} tokens/s", f"{duration(seconds_left)} left"]
         if self.failures:
-            parts.append(f"{len(self.failures)} shards failed")
+            parts.append(f"{counted(len(self.failures), 'shard')} failed")
         return ", ".join(parts)

@@ -22,7 +22,7 @@ from jobs.ray_cluster import Resources, connect
 from jobs.run_lock import locked
 from schemas.commits import FOLD, Commit, Failure, commits_of, delete, drop, fold
 from schemas.damage import BY_CONTENT, BY_SIZE
-from schemas.errors import RunError
+from schemas.errors import RunError, counted
 from schemas.manifest import Manifest
 from schemas.run_directory import RunDirectory, covered, differing_keys
 from workers.replica import Replica
@@ -59,7 +59,7 @@ def run_to_end(
             say(console, f"{plan.run.run_id}: {note}")
         say(
             console,
-            f"{plan.run.run_id}: {plan.tokens:,} tokens, {shards:,} shards, {done:,} of them done",
+            f"{plan.run.run_id}: {counted(plan.tokens, 'token')}, {counted(shards, 'shard')}, {done:,} of them done",
         )
         missing = _requested(plan, missing)
         if not len(missing):
@@ -227,7 +227,7 @@ def stop_if_none_succeeds(
             failures += 1
             if failures >= MOST_FAILURES and not any_success:
                 raise RunError(
-                    f"{run_id}: {failures} shards failed and none succeeded, the last with: "
+                    f"{run_id}: {counted(failures, 'shard')} failed and none succeeded, the last with: "
                     f"{outcome.error}; mend the cause and run the same command again"
                 )
         yield outcome

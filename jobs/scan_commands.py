@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from jobs.console import say
 from schemas.errors import HeadcountError, RunError
+from schemas.errors import counted as _counted
 
 if TYPE_CHECKING:
     from jobs.corpus_index import KeptIndex
@@ -179,7 +180,9 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
     if index is not None:
         tokens = int(index.n_tokens[index.n_tokens > 0].sum())
         place = "not kept (a data set of the Hub)" if kept is None else f"kept as {kept.file}"
-        corpus = f"{len(index.row):,} documents, {tokens:,} tokens; index {place}"
+        corpus = (
+            f"{_counted(len(index.row), 'document')}, {_counted(tokens, 'token')}; index {place}"
+        )
         table.add_row("corpus", corpus)
     memory = f"{_bytes(cost.peak_memory)} at the peak of one replica"
     if cost.gpu_memory:
@@ -226,10 +229,6 @@ def _size_table(plan: Plan, cost: Cost) -> Table:
         table.add_row(one.table, f"{one.rows:,}", f"about {_bytes(one.bytes)}")
     table.add_row("all", "", f"about {_bytes(cost.bytes_on_disk)}")
     return table
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def scan(
@@ -299,8 +298,8 @@ def scan(
         print(scan_plan.run.path)
     if failures:
         raise RunError(
-            f"{len(failures)} shards failed, all others are committed; mend the cause, then "
-            f"{'; '.join(ways)}"
+            f"{_counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
+            f"then {'; '.join(ways)}"
         )
 
 
@@ -355,7 +354,9 @@ def compact(
         except RunError as error:
             problems += [str(error)]
             continue
-        files = f"{result.before.files:,} files are now {result.after.files:,}"
+        before = result.before.files
+        verb = "is" if before == 1 else "are"
+        files = f"{_counted(before, 'file')} {verb} now {result.after.files:,}"
         size = f"{_bytes(result.before.bytes)} are now {_bytes(result.after.bytes)}"
         say(console, f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")
         problems += [f"{run.run_id}: {problem}" for problem in result.problems]
@@ -408,7 +409,7 @@ def _print_bad_rows(console: Console, problems: dict[str, str], most: int = 5) -
         return
     examples = [f"{place} ({problem})" for place, problem in list(problems.items())[:most]]
     more = f" and {len(problems) - most} more" if len(problems) > most else ""
-    say(console, f"{len(problems)} bad rows left out: {', '.join(examples)}{more}")
+    say(console, f"{_counted(len(problems), 'bad row')} left out: {', '.join(examples)}{more}")
 
 
 def _bytes(count: float) -> str:

@@ -31,7 +31,7 @@ from jobs.scan_runs import last_run, next_run
 from schemas.errors import HeadcountError, RunError, unknown
 from schemas.places import reason
 from schemas.run_directory import RunDirectory
-from schemas.scan import Scan
+from schemas.scan import Scan, safe_name
 
 CONNECT_SECONDS = 10.0
 """Give up after this many seconds if a cluster does not take a connection."""
@@ -124,7 +124,7 @@ class JobClient:
         job_id = run.run_id if attempt == 1 else f"{run.run_id}.{attempt}"
         with self._explained(), staged_code() as code:
             if scan_file is not None:
-                shutil.copy(scan_file, code / scan_file.name)
+                shutil.copy(scan_file, code / f"{safe_name(scan_file.stem)}.toml")
             try:
                 self.client.submit_job(
                     entrypoint=shlex.join(["python", "-m", "headcount", *words]),
@@ -257,7 +257,7 @@ def submit(
             f"{last.job_id}: has ended, {last.state}{message}; "
             f"headcount resume {last.run} --address {cluster.url} goes on"
         )
-    words = ["scan", scan_file.name]
+    words = ["scan", f"{safe_name(scan_file.stem)}.toml"]
     for override in overrides:
         words += ["--set", override]
     if new:

@@ -22,6 +22,7 @@ from queries.verified_files import Tell, damage_in
 from schemas.errors import QueryError
 from schemas.kinds import TABLES
 from schemas.places import Place, place
+from schemas.scan import safe_name
 from schemas.tables import OF_HEAD, PARTITIONS, SEQUENCES, Column, Table
 
 QUERIES = Path(__file__).parent
@@ -268,15 +269,19 @@ def _files_of(table: Table, runs: list[Run]) -> str:
         return sorted(run_tables.measured_columns([run])[table.name])
 
     selects = [f"FROM ledger.{table.name}_content"]
-    for names, group in groupby(sorted(runs, key=own), key=own):
+    plain = [run for run in runs if safe_name(run.directory.run_id) == run.directory.run_id]
+    for names, group in groupby(sorted(plain, key=own), key=own):
         files = [file for run in group for file in run.files(table.name)]
         if files:
             selects.append(
                 f"SELECT {', '.join(map(_name, [*keys, *names]))} FROM "
-                f"read_parquet([{', '.join(map(_text, files))}], "
+                f"read_parquet([{', '.join(map(_file, files))}], "
                 "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': "
                 "VARCHAR})" + _but_hidden(table, runs)
             )
+    for run in runs:
+        if run not in plain:
+            selects += _selects_of_odd(run, table, own(run))
     return " UNION ALL BY NAME ".join(selects)
 
 
@@ -288,6 +293,29 @@ def _but_hidden(table: Table, runs: list[Run]) -> str:
         if (shards := run.hidden(table.name))
     ]
     return f" WHERE NOT ({' OR '.join(conditions)})" if conditions else ""
+
+
+def _file(path: str) -> str:
+    """A path that DuckDB takes for itself alone, whatever characters it has."""
+    return _text(re.sub(r"[*?\[]", r"[\g<0>]", path))
+
+
+def _selects_of_odd(run: Run, table: Table, names: list[str]) -> list[str]:
+    """How to read a table of a run of an older version, whose name has characters that DuckDB does
+    not read off a path: one select for each intervention.
+    """
+
+    def folder(file: str) -> str:
+        return file.split("/")[-2]
+
+    columns = ", ".join(map(_name, [*table.own, *names]))
+    return [
+        f"SELECT {_text(run.directory.run_id)} AS run_id, "
+        f"{_text(partition.removeprefix('intervention='))} AS intervention, {columns} FROM "
+        f"read_parquet([{', '.join(map(_file, files))}], hive_partitioning = false)"
+        f"{_but_hidden(table, [run])}"
+        for partition, files in groupby(sorted(run.files(table.name), key=folder), key=folder)
+    ]
 
 
 def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict[str, str]:
@@ -400,7 +428,9 @@ def _lock(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> None:
     temporary directory.
     """
     spill = os.path.join(tempfile.gettempdir(), f"headcount-{os.getpid()}")
-    directories = ", ".join(_text(str(run.directory.path)) for run in runs)
+    paths = [str(run.directory.path) for run in runs]
+    # DuckDB holds a path against these as it is written, with what `_file` puts into it.
+    directories = ", ".join(dict.fromkeys([*map(_text, paths), *map(_file, paths)]))
     for setting in (
         "parquet_metadata_cache = true",
         f"temp_directory = {_text(spill)}",

@@ -23,6 +23,7 @@ from schemas.places import Place, absolute
 from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
 from schemas.scan import scan_name
 from schemas.tables import Column
+from schemas.values import LARGEST_INTEGER
 
 Columns = dict[str, tuple[pa.DataType, str]]
 
@@ -51,7 +52,10 @@ RUNS: Columns = {
         pa.string(),
         "Heads that the scan names: all, or layers as layers 0, 3, or names as L0H1, L3H7.",
     ),
-    "seed": (pa.int64(), "Seed of synthetic input."),
+    "seed": (
+        pa.int64(),
+        "Seed of synthetic input; NULL where it is 2^63 or more, which older versions took.",
+    ),
     "n_layers": (pa.int32(), "Layers of the model."),
     "n_heads": (pa.int32(), "Heads in a layer."),
     "d_model": (pa.int32(), "Width of the residual stream."),
@@ -340,11 +344,11 @@ def _formula_rows(runs: list[Run], field: str) -> list[dict[str, Any]]:
 def _run_row(run: Run) -> dict[str, Any]:
     manifest, scan, done = run.manifest, run.scan, run.done
     inputs = dict(scan.get("input", {}))
+    seed = scan.get("seed")
     return {
-        **{
-            key: scan.get(key)
-            for key in ("model", "weight_processing", "engine", "n_ctx", "bos", "seed")
-        },
+        **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
+        # Older versions took seeds that no column of integers holds.
+        "seed": seed if seed is None or seed <= LARGEST_INTEGER else None,
         **{key: manifest.model.get(key) for key in ("n_layers", "n_heads", "d_model", "d_head")},
         "run_id": run.directory.run_id,
         "name": scan_name(manifest.run_id),

@@ -50,6 +50,15 @@ class QueryError(HeadcountError):
     """A question that cannot be answered."""
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "shard"), counted(2000, "bad row")
+    ('1 shard', '2,000 bad rows')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Say that `name` is no `kind`, and which known name comes nearest.
 

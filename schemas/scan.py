@@ -22,7 +22,7 @@ from schemas.kinds import KINDS
 from schemas.measured_heads import Head, MeasuredHeads, ModelSize, check_named, find_heads
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
-from schemas.values import LARGEST_INTEGER, Count, Seed, by_key, wrong_value
+from schemas.values import LARGEST_INTEGER, Count, Seed, by_key, shortened, wrong_value
 
 LayerNumber = Annotated[int, Field(ge=0)]
 Layers = Annotated[tuple[LayerNumber, ...], AfterValidator(lambda layers: tuple(sorted(layers)))]
@@ -37,10 +37,14 @@ MOST_SHARDS = 10_000_000
 MOST_IN_A_SHARD = 1_000_000
 """The sequences of a shard are held in memory at once."""
 
+LONGEST_FILE_NAME = 255
+"""What file systems take, in bytes."""
+
 LONGEST_INTERVENTION = 240
-"""An intervention names a directory, and a file system takes 255 bytes: the column's name is one
-part of them.
-"""
+"""An intervention names a directory, behind the name of its column."""
+
+PARTITIONS = ("run_id=", "intervention=")
+"""What readers take off the path of a file, wherever in it they find it."""
 
 LONGEST_NAME = 100
 """Of a run's name: with its fingerprint it is a directory, a job and a part of addresses."""
@@ -223,8 +227,10 @@ def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
         raise ScanError(
             f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
         ) from None
-    except ValueError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScanError(f"{path}: not valid TOML: {error}") from None
+    except ValueError:
+        raise ScanError(f"{path}: not valid TOML: an integer has too many digits") from None
     except RecursionError:
         raise ScanError(f"{path}: not valid TOML: nested too deeply") from None
     fields = override_fields(fields, overrides)
@@ -274,9 +280,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
                 f"{MOST_SHARDS:,}; raise sequences_per_shard ({scan.sequences_per_shard:,}) or "
                 "lower sequences"
             )
-    if not scan.out.strip():
-        raise ScanError(f"out: expected a directory, got {scan.out!r}")
-    place(scan.out)
+    _check_paths(scan)
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
     if scan.precision not in BRIDGE_PRECISIONS and (
@@ -287,6 +291,26 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
             f"{' or '.join(BRIDGE_PRECISIONS[1:])}, got {scan.precision!r}"
         )
     return scan
+
+
+def _check_paths(scan: Scan) -> None:
+    """Refuse names that no file system takes, and directories that cannot hold runs."""
+    for key, path in (("model", scan.model), ("out", scan.out)):
+        longest = max(path.split("/"), key=len)
+        if len(longest.encode()) > LONGEST_FILE_NAME:
+            raise ScanError(
+                f"{key}: expected names of at most {LONGEST_FILE_NAME} bytes, got "
+                f"{shortened(repr(longest), 60)}"
+            )
+    where = place(scan.out)
+    if not scan.out.strip() or str(where).startswith(("~", "bundled:")):
+        raise ScanError(f"out: expected a directory that can be written, got {scan.out!r}")
+    names = re.split(r"[/\\]", scan.out)
+    if taken := next((name for name in names if name.startswith(PARTITIONS)), None):
+        raise ScanError(
+            f"out: expected a directory that holds runs, got {scan.out!r}; a name that begins like "
+            f"{taken.partition('=')[0]}= is one of a run"
+        )
 
 
 def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -334,9 +358,8 @@ def _override_value(override: str, text: str) -> Any:
     bare = text.strip()
     if bare[:1] + bare[-1:] in ("[]", "{}") or bare[:1] in ("'", '"'):
         raise ScanError(
-            f"--set {override}: {bare} is no TOML value; strings within it stand in quotation "
-            "marks, and the shell takes away those that it is not kept from: "
-            """--set 'statistics=["entropy"]'"""
+            f"--set {override}: not a TOML value; strings in it stand in quotation marks, for "
+            """instance --set 'statistics=["entropy"]'"""
         )
     return text
 

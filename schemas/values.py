@@ -92,18 +92,27 @@ def by_key(error: ValidationError) -> dict[str, list[Any]]:
 
 def wrong_value(key: str, problems: list[Any]) -> str:
     """One line for a value that is wrong: what every member of a union expects, and what arrived."""
-    return f"{key}: expected {expected(problems)}, got {in_toml(problems[0]['input'])}"
+    return f"{key}: expected {expected(problems)}, got {shortened(in_toml(problems[0]['input']))}"
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """A text that fits a line of an error."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def expected(problems: list[Any]) -> str:
     """What would have been right, in TOML's words; the members of a union one after the other."""
-    return " or ".join(dict.fromkeys(map(_expected, problems)))
+    each = list(dict.fromkeys(map(_expected, problems)))
+    return (", or " if any(" or " in words for words in each) else " or ").join(each)
 
 
 def _expected(problem: Any) -> str:
     words = EXPECTED.get(problem["type"])
     if words is not None:
-        return words.format(**problem.get("ctx", {}))
+        limits = problem.get("ctx", {}).items()
+        return words.format(
+            **{name: value if isinstance(value, str) else _number(value) for name, value in limits}
+        )
     # A message of our own says "expected …" itself.
     return problem["msg"].removeprefix("expected ")
 

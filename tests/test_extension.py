@@ -166,7 +166,7 @@ def test_fewer_sequences_than_there_are_measure_nothing(
     fewer = planned(tmp_path, 4)
     assert (fewer.manifest.sequences, fewer.requested, fewer.done) == (11, 4, 4)
     lines = measured(fewer)
-    assert "4 sequences are asked for and the run has 11; they all stay" in lines[0]
+    assert "4 sequences asked for, and the run has 11; they all stay" in lines[0]
     assert "4 shards, 4 of them done" in lines[1]
     assert rows(fewer.run).equals(whole(11))
 

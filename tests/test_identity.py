@@ -24,6 +24,8 @@ from workers.interventions import INTERVENTIONS
 
 CODE = '''
 from functools import cached_property, lru_cache
+from typing import Annotated
+from pydantic import Field
 
 SIZE = 3
 
@@ -52,7 +54,9 @@ def told(x):
 def unused():
     return 1
 
-def edit(x):
+Size = Annotated[int, Field(ge=0)]
+
+def edit(x, size: int | None = None):
     """Say something."""
     table = Table()
     return helper(x) * table.total
@@ -97,6 +101,7 @@ def test_a_change_of_meaning_shows(tmp_path: Path, old: str, new: str) -> None:
         ("return 5", "return 6"),  # a method likewise
         ("is too small", "is too low"),  # how it is said
         ("str(x)", "repr(x)"),  # likewise
+        ("size: int |", "size: Size |"),  # which options are refused
     ],
 )
 def test_nothing_else_shows(tmp_path: Path, old: str, new: str) -> None:

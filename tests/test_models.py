@@ -538,7 +538,7 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
         (config_with(vocab_size=None), f"{NO_MODEL}Validation error for field 'vocab_size': TypeError"),
         (config_with(n_head=0), "/config.json: n_heads is 0, expected a positive integer"),
         (config_with(n_layer=0), "/config.json: n_layers is 0, expected a positive integer"),
-        (config_is(b'{"model_type": "mamba"}'), "/config.json: a mamba model names no num_attention_heads and no max_position_embeddings, which a scan needs"),
+        (config_is(b'{"model_type": "mamba"}'), "/config.json: a mamba model names no num_attention_heads and no max_position_"),
         (config_with(model_type="own", auto_map={"AutoConfig": "own.Config"}), f"{NO_MODEL}The repository"),
         (config_with(n_head=5), "/config.json: hidden_size is 32, expected a multiple of num_attention_heads = 5"),
         (config_with(vocab_size=70), ": weights missing or of another shape: transformer.wte.weight (1 in all)"),

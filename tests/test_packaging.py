@@ -115,7 +115,7 @@ def run_in(directory: Path, *words: str | Path, said: str = "") -> str:
     return done.stdout
 
 
-SCANNED = r"(\S+: [\d,]+ tokens, \d+ shards, 0 of them done\n[\d,]+ tokens in .*\n)"
+SCANNED = r"(\S+: [\d,]+ tokens, \d+ shards?, 0 of them done\n[\d,]+ tokens in .*\n)"
 """What a scan says of one run."""
 
 

@@ -224,7 +224,7 @@ def test_a_poisoned_shard_fails_alone_and_is_retried(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert f"{texts}:10 (invalid JSON)" in ended.stderr
-    assert "error: 1 shards failed" in ended.stderr
+    assert "error: 1 shard failed" in ended.stderr
     run = RunDirectory(next((tmp_path / "runs").iterdir()))
     assert [c.shard for c in run.commits()] == [0, 2]
     failure = run.failure(1)

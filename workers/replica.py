@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from schemas.commits import Method
-from schemas.errors import ModelError
+from schemas.errors import MeasureError, ModelError, counted
 from schemas.intervention import NONE, Intervention
 from schemas.scan import Scan
 from workers.engine.dense_engine import DenseEngine
@@ -90,7 +90,12 @@ class Replica:
         engine = self.engine.edited(edits) if fused else DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, bound):
             masks = _masks(labels) if labels and self.requested.reads("labels") else {}
-            measured = Measurements.of(self._batches(engine, tokens, masks, partner))
+            try:
+                measured = Measurements.of(self._batches(engine, tokens, masks, partner))
+            except MeasureError as error:
+                if (problem := self.model.weight_problem) is None:
+                    raise
+                raise MeasureError(f"{error}: {problem}") from None
         method = engine.method(str(intervention), self.depth)
         return InterventionMeasurements(**vars(measured), method=method)
 
@@ -144,7 +149,7 @@ class Replica:
                     raise
                 if self.batch.size == 1:
                     raise ModelError(
-                        f"one sequence of {tokens.shape[1]} tokens does not fit the memory; lower "
+                        f"one sequence of {counted(tokens.shape[1], 'token')} does not fit the memory; lower "
                         "n_ctx"
                     ) from None
                 self.batch.halve()

@@ -180,7 +180,10 @@ class DenseEngine:
         """
         name = self.model.info.name
         shown = tensors["unedited pattern"]
+        problem = self.model.weight_problem if shown.isnan().any() else None
         beyond = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
+        if problem is not None:
+            beyond = f"{name}: layer {layer} has no attention pattern: {problem}"
         if self.model.shows_scores(layer):
             if (tensors["unedited attn_scores"].tril() <= MASKED).any():
                 raise ModelError(beyond)

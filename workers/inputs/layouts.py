@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from schemas.errors import ScanError
+from schemas.errors import ScanError, counted
 from schemas.values import Count, SubSequence, TokenId
 from workers.inputs.input_registry import Draw, Labelled, input_family
 
@@ -157,7 +157,7 @@ def _lay_out(
     """One token for each of `symbols`, whether or not it occurs, and one for every ""."""
     if len(layout) != draw.length:
         raise ScanError(
-            f"n_ctx: the layout has {len(layout)} tokens besides the beginning-of-sequence token, "
+            f"n_ctx: the layout has {counted(len(layout), 'token')} besides the beginning-of-sequence token, "
             f"the sequence has room for {draw.length}; change n_ctx by "
             f"{len(layout) - draw.length:+d}"
         )

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from torch import Tensor
 
-from schemas.errors import ModelError, ScanError, unknown
+from schemas.errors import ModelError, ScanError, counted, unknown
 from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
 from schemas.intervention import NONE, Argument, Intervention, InterventionPart
@@ -131,6 +131,11 @@ class BoundIntervention:
                     raise ScanError(f"{what}: {key} {number} of {whose}, which has {count}")
             for key, largest in part.registered.most.items():
                 most, number = largest.of(info, n_ctx), part.options[key]
+                if most < 1:
+                    raise ScanError(
+                        f"{what}: n_ctx = {n_ctx} leaves nothing to hide ({key} is at most "
+                        f"{largest.words}); raise n_ctx"
+                    )
                 if number > most:
                     raise ScanError(
                         f"{what}: {key}: expected at most {most} ({largest.words}), got {number}"
@@ -267,7 +272,7 @@ def _bound_part(part: InterventionPart) -> BoundPart:
     parameters = registered.options
     if len(part.arguments) > len(parameters):
         raise ScanError(
-            f"interventions: '{part}' has {len(part.arguments)} options; "
+            f"interventions: '{part}' has {counted(len(part.arguments), 'option')}; "
             f"expected {_signature(registered)}"
         )
     options: dict[str, Any] = {}

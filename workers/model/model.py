@@ -20,6 +20,9 @@ from workers.model.model_info import ModelInfo
 CHECK_TOKENS = 8
 """Tokens of the sequences on which the scale is checked: fewer than any model looks back."""
 
+LARGEST_WEIGHT = 1e6
+"""No model that was trained has a weight as large as this."""
+
 LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of a config that change logits after the unembedding."""
 
@@ -221,6 +224,17 @@ class Model:
     def _parameters(self) -> dict[int, str]:
         """Names of the bare modules' parameters, by the place of their storage."""
         return {p.untyped_storage().data_ptr(): name for name, p in self.bare.named_parameters()}
+
+    @property
+    def weight_problem(self) -> str | None:
+        """Which weight, as it is now, makes what is no number; none if that is not known."""
+        largest = (0.0, "")
+        for name, weight in self.bare.named_parameters():
+            if not weight.isfinite().all():
+                return f"{name} holds numbers that are NaN or infinite"
+            largest = max(largest, (weight.abs().max().item(), name))
+        size, name = largest
+        return f"{name} holds {size:.3g}, which overflows" if size > LARGEST_WEIGHT else None
 
     @property
     def logit_field(self) -> str | None:

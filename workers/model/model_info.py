@@ -178,10 +178,13 @@ def _hf_shape(path: Path) -> dict[str, Any]:
             f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
         ) from None
     shape: dict[str, Any] = {name: getattr(config, field, None) for name, field in HF_SHAPE.items()}
+    if shape["n_ctx"] is None:
+        # BLOOM has no embeddings of positions, and names the length it was trained on.
+        shape["n_ctx"] = getattr(config, "seq_length", None)
     if absent := [HF_SHAPE[name] for name, value in shape.items() if value is None]:
         raise ModelError(
             f"{path}/config.json: a {config.model_type} model names no {' and no '.join(absent)}, "
-            "which a scan needs; choose another model"
+            "which a scan needs; add what is missing to it, or choose another model"
         )
     try:
         _check_positive(shape)
