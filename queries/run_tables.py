@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from schemas.commits import COMMITS
 from schemas.errors import QueryError, unknown
-from schemas.kinds import KINDS, columns_of
+from schemas.kinds import KINDS, carried_columns, columns_of
 from schemas.manifest import Manifest
 from schemas.places import Place, absolute
 from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
@@ -260,8 +260,12 @@ def formulas(runs: list[Run], field: str) -> dict[str, dict[str, Any]]:
 
 
 def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
-    """The columns that some run measured, by table and name."""
-    return columns_of({kind.field: formulas(runs, kind.field) for kind in KINDS})
+    """The columns that some run measured or carries from its corpus, by table and name."""
+    columns = columns_of({kind.field: formulas(runs, kind.field) for kind in KINDS})
+    carried = [field for run in runs for field in run.scan.get("input", {}).get("columns") or []]
+    for table, more in carried_columns(carried).items():
+        columns[table] |= more
+    return columns
 
 
 def bounds(entry: dict[str, Any]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from schemas.errors import ScanError, unknown
 from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
 from schemas.scan import by_key, wrong_value
-from workers.inputs.corpus import Tokenizer
+from workers.inputs.corpus import Corpus, Tokenizer, choice
 
 
 @dataclass(frozen=True)
@@ -154,26 +154,38 @@ class InputFamily:
             "fingerprint": code if self.stream == self.name else f"{code}-{self.stream}",
         }
 
+    @property
+    def parameters(self) -> list[inspect.Parameter]:
+        """The options, those that every family of text has last."""
+        signature = inspect.signature(self.function, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        return own if self.synthetic else own + CHOICE
+
+    def corpus(self, options: dict[str, Any]) -> Corpus:
+        """The corpus of a family of text, its files listed."""
+        common = {p.name: options[p.name] for p in CHOICE}
+        own = {name: value for name, value in options.items() if name not in common}
+        return replace(self.function(**own), choice=choice(**common))
+
     def check(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with every default resolved; a wrong one raises `ScanError`."""
-        parameters = [
-            p
-            for p in inspect.signature(self.function, eval_str=True).parameters.values()
-            if p.kind is p.KEYWORD_ONLY
-        ]
         fields: Any = {
-            p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters
+            p.name: (p.annotation, ... if p.default is p.empty else p.default)
+            for p in self.parameters
         }
         model = create_model(
             "Options", __config__=ConfigDict(extra="forbid", strict=True), **fields
         )
         try:
-            return model(**options).model_dump()
+            checked = model(**options).model_dump()
         except ValidationError as error:
             found = by_key(error).items()
             raise ScanError(
                 "\n".join(self._explain(key, problems, fields) for key, problems in found)
             ) from None
+        if not self.synthetic:
+            choice(**{p.name: checked[p.name] for p in CHOICE})
+        return checked
 
     def _explain(self, key: str, problems: list[Any], known: Iterable[str]) -> str:
         match problems[0]["type"]:
@@ -184,6 +196,9 @@ class InputFamily:
             case _:
                 return wrong_value(f"input.{key}", problems)
 
+
+CHOICE = list(inspect.signature(choice, eval_str=True).parameters.values())
+"""Options that every family of text has."""
 
 INPUTS: dict[str, InputFamily] = {}
 
