@@ -183,7 +183,8 @@ def resume(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Set batch_size, or sequences, which extends the run.",
+            help="Set batch_size; sequences, which extends the run; or where something lies that "
+            "has moved: model, input.files, input.text.",
         ),
     ] = None,
     allow_other_code: AllowOtherCode = False,
@@ -199,7 +200,7 @@ def resume(
     if address is not None:
         from jobs.submission import resume as submit_resume
 
-        check_overrides(overrides or [])
+        check_overrides(directory, overrides or [])
         _tell(submit_resume(directory, resources, env or [], overrides or [], allow_other_code))
         return
     if env:
@@ -208,17 +209,20 @@ def resume(
             "variables"
         )
     from jobs.run_loop import run_to_end
+    from jobs.run_places import where_begun
+    from jobs.scan_runs import resumption
     from workers.process import prepare_process
 
     prepare_process()
     console = Console(highlight=False, stderr=True)
-    plan = replan(directory, overrides or [])
-    failures = run_to_end(plan, resources, console, allow_other_code=allow_other_code)
+    with where_begun(directory, overrides or []) as anchored:
+        plan = replan(directory, anchored)
+        failures = run_to_end(plan, resources, console, allow_other_code=allow_other_code)
     print(directory.path)
     if failures:
         raise RunError(
-            f"{len(failures)} shards failed, all others are committed; "
-            "mend the cause and resume again"
+            f"{len(failures)} shards failed, all others are committed; mend the cause, then "
+            f"{resumption(directory)} goes on, {plan.way}"
         )
 
 

@@ -50,6 +50,7 @@ class KeptIndex:
             return None
         record = {
             "tokenizer": sequences.tokenizer.fingerprint,
+            "library": sequences.tokenizer.library,
             "packing": corpus.packing,
             "length": sequences.text_length,
             "sequences": sequences.enough,

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
 from jobs.corpus_index import index_corpus
-from schemas.errors import RunError, ScanError
+from jobs.run_identity import LIBRARIES, changed_identity, changed_meanings, changed_versions
+from jobs.run_places import places_of
+from jobs.scan_runs import (
+    UNKNOWN,
+    ScanCommand,
+    next_run,
+    removal,
+    runs_of,
+    saying_the_way,
+)
+from schemas.errors import OtherRunError, RunError, ScanError
 from schemas.manifest import Manifest, Meanings, fingerprints
-from schemas.places import Place, write_whole
+from schemas.places import Place, names, write_whole
 from schemas.run_directory import RunDirectory, covered, differing_keys
 from schemas.scan import Scan
 from workers.inputs import INPUTS, find_input
@@ -24,16 +35,6 @@ from workers.provenance.providers import column_record
 
 Records = dict[str, dict[str, Any]]
 """What is said of each name."""
-
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "transformer_lens",
-    "ray",
-    "pyarrow",
-    "datasets",
-    "tokenizers",
-)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Plan:
     """Fingerprint of the code here, which may not be the code that began the run."""
     requested: int
     """How many sequences were asked for; the run may have more."""
+    way: str = ""
+    """The command that starts another run of the same scan."""
 
     @property
     def tokens(self) -> int:
@@ -80,7 +83,7 @@ class Plan:
         """What a user should know of the run before it goes on."""
         if self.before is None:
             return []
-        notes: list[str] = []
+        notes = changed_versions(self.before)
         had, has = self.before.sequences, self.manifest.sequences
         if has > had:
             notes.append(f"extended from {had:,} to {has:,} sequences")
@@ -116,16 +119,44 @@ def check_scan(scan: Scan) -> list[BoundIntervention]:
     return interventions
 
 
-def make_plan(scan: Scan, name: str, run_id: str | None = None, watch: Watch = unwatched) -> Plan:
-    """Resolve a scan; `run_id` names an existing run that it must fit. `watch` is told how far the
-    tokenising of a corpus is.
+def make_plan(
+    scan: Scan,
+    name: str,
+    run_id: str | None = None,
+    watch: Watch = unwatched,
+    command: ScanCommand = UNKNOWN,
+    new: bool = False,
+) -> Plan:
+    """Resolve a scan, and go on with the newest of its runs that measures the same; with `new`, or
+    where there is none, with a run of its own. `run_id` names an existing run that it must fit.
+    `watch` is told how far the tokenising of a corpus is.
     """
-    return plan_run(
-        resolve(scan),
-        RunDirectory.of(scan.out, run_id or scan.run_id(name)),
-        old=run_id is not None,
-        watch=watch,
-    )
+    resolved = resolve(scan)
+    if run_id is not None:
+        run = RunDirectory.of(scan.out, run_id)
+    else:
+        run = find_run(resolved, RunDirectory.of(scan.out, scan.run_id(name)), command, new)
+    return plan_run(resolved, run, old=run_id is not None, watch=watch, command=command)
+
+
+def find_run(
+    resolved: Resolved, first: RunDirectory, command: ScanCommand = UNKNOWN, new: bool = False
+) -> RunDirectory:
+    """The newest of a scan's runs that measured what is to be measured, and `first` where there is
+    none; with `new`, one that is not there yet.
+    """
+    if new:
+        return next_run(first)
+    refusals: list[OtherRunError] = []
+    for run in runs_of(first):
+        try:
+            check_same(run, run.manifest(), resolved)
+            return run
+        except OtherRunError as error:
+            refusals.append(error)
+    if refusals:
+        raise RunError(f"{refusals[0]}; {command.way(first)}")
+    return first
 
 
 @dataclass(frozen=True)
@@ -162,9 +193,11 @@ def resolve(scan: Scan) -> Resolved:
     sequences = Sequences(scan, info, partners=needs_partners(scan.interventions))
     identity = {
         "scan": scan.record | {"input": {"family": scan.input.family, **sequences.options}},
-        "model": info.record,
+        "model": info.identity,
         "corpus": sequences.record,
     }
+    if sequences.reads_text:
+        identity["tokenizer"] = sequences.tokenizer.fingerprint
     parts = [part.registered for intervention in interventions for part in intervention.parts]
     kinds = {
         kind.field: {formula.name: column_record(formula) for formula in scan.formulas(kind)}
@@ -176,19 +209,26 @@ def resolve(scan: Scan) -> Resolved:
 
 
 def plan_run(
-    resolved: Resolved, run: RunDirectory, old: bool = False, watch: Watch = unwatched
+    resolved: Resolved,
+    run: RunDirectory,
+    old: bool = False,
+    watch: Watch = unwatched,
+    command: ScanCommand = UNKNOWN,
 ) -> Plan:
     """The plan of a run, which fits what lies in its directory; an `old` one has to lie there."""
     before = run.manifest() if run.manifest_file.is_file() else None
-    if before is None and old:
-        raise RunError(f"{run.path}: no such run to go on with; leave out --run to start one")
+    if before is None:
+        _check_absent(run, old, command)
+    elif not command.words:
+        command = ScanCommand.of_run(before)
     sequences = resolved.sequences
-    if before is not None:
-        _check_same(run, before, resolved)
-    if sequences.corpus is not None:
-        _find_documents(run, before, sequences, watch)
-    elif before is None:
-        sequences.shard(0)  # Impossible options show when the first sequences are drawn.
+    with saying_the_way(run, command):
+        if before is not None:
+            check_same(run, before, resolved)
+        if sequences.corpus is not None:
+            _find_documents(run, before, sequences, watch)
+        elif before is None:
+            sequences.shard(0)  # Impossible options show when the first sequences are drawn.
     requested = len(sequences)
     total = requested if before is None else max(requested, before.sequences)
     scan = resolved.scan
@@ -210,10 +250,26 @@ def plan_run(
             kinds=resolved.kinds,
             inputs=resolved.inputs,
             interventions=resolved.interventions,
+            begun_in=os.getcwd(),
+            begun_with=command.words,
+            places=places_of(scan),
         )
     else:
         manifest = _continued(before, resolved, sequences, code)
-    return Plan(scan, resolved.info, sequences, run, manifest, before, code, requested)
+    way = command.way(run)
+    return Plan(scan, resolved.info, sequences, run, manifest, before, code, requested, way)
+
+
+def _check_absent(run: RunDirectory, old: bool, command: ScanCommand) -> None:
+    """Refuse a run that should be there and is not, and to begin one among what is left of another."""
+    if old:
+        start = f"; {command.text()} starts one" if command.words else ""
+        raise RunError(f"{run.path}: no such run to go on with{start}")
+    if any(True for _ in names(run.commits_directory)):
+        raise RunError(
+            f"{run.path}: holds commits and no manifest.json, so nothing says what they measured; "
+            f"{removal(run)} deletes it, and then the same command starts anew"
+        )
 
 
 def _continued(before: Manifest, resolved: Resolved, sequences: Sequences, code: str) -> Manifest:
@@ -223,44 +279,36 @@ def _continued(before: Manifest, resolved: Resolved, sequences: Sequences, code:
         corpus = resolved.identity["corpus"]
         changes["identity"] = before.identity | {"corpus": json.loads(json.dumps(corpus))}
         changes |= {"sequences": len(sequences), "shards": sequences.shards}
+    places = places_of(sequences.scan)
+    if places != before.places:
+        changes |= {"places": places, "begun_in": os.getcwd()}
     if code not in before.codes:
         changes["other_codes"] = before.other_codes | {code: resolved.meanings}
     return before.model_copy(update=changes)
 
 
-def _check_same(run: RunDirectory, before: Manifest, resolved: Resolved) -> None:
+def check_same(run: RunDirectory, before: Manifest, resolved: Resolved) -> None:
     """Refuse to go on with a run that measured something else, or that other code began in words
     that only it knows.
     """
     check_not_older(run, before)
     identity = json.loads(json.dumps(resolved.identity))
-    known, now = _without_corpus(before.identity), _without_corpus(identity)
-    known |= {kind: dict.fromkeys(names, True) for kind, names in before.records.items()}
-    now |= {kind: dict.fromkeys(names, True) for kind, names in resolved.records.items()}
-    differing = differing_keys(known, now)
+    changed = changed_identity(before, identity, resolved.records, resolved.info.record)
     meanings = before.meanings(code_fingerprint())
-    if not differing and meanings is not None:
-        differing = differing_keys(meanings, resolved.meanings)
-    if differing:
-        raise RunError(
-            f"{run.path}: this run measured something else; differing keys: "
-            f"{', '.join(differing)}. Start a new run"
-        )
+    if not changed and meanings is not None:
+        changed = changed_meanings(meanings, resolved.meanings)
+    if changed:
+        raise OtherRunError(f"{run.path}: this run measured something else: {', '.join(changed)}")
     _check_corpus(run, before.identity.get("corpus") or {}, identity["corpus"])
 
 
 def check_not_older(run: RunDirectory, manifest: Manifest) -> None:
     """Refuse to go on with a run whose identity meant something else when it was begun."""
     if manifest.older:
-        raise RunError(
+        raise OtherRunError(
             f"{run.path}: begun by an older headcount (code {manifest.code}), so it can be read "
-            "and not gone on with; run the scan again without --run, which starts a new run, or "
-            "go on with that code"
+            "and not gone on with"
         )
-
-
-def _without_corpus(identity: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in identity.items() if key != "corpus"}
 
 
 def _check_corpus(run: RunDirectory, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -274,10 +322,10 @@ def _check_corpus(run: RunDirectory, before: dict[str, Any], now: dict[str, Any]
         if old != new:
             differing = differing_keys({"corpus": old}, {"corpus": new})
             break
-    raise RunError(
+    raise OtherRunError(
         f"{run.path}: the corpus is not the one that the run was begun with: "
         f"{', '.join(differing)}; files may be added after those that were there, none changed or "
-        "taken away. Start a new run"
+        "taken away"
     )
 
 
@@ -303,9 +351,8 @@ def _find_documents(
     assert sequences.index is not None
     changed = known.difference(sequences.index, sources)
     if changed is not None:
-        raise RunError(
-            f"{run.path}: the corpus has changed since the run was begun: {changed}; start a new "
-            "run"
+        raise OtherRunError(
+            f"{run.path}: the corpus has changed since the run was begun: {changed}"
         )
 
 

@@ -3,42 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jobs.plan import Plan, check_not_older, make_plan
+from jobs.run_places import PLACES, placed
+from jobs.scan_runs import UNKNOWN, ScanCommand, saying_the_way
 from schemas.errors import RunError, ScanError
 from schemas.run_directory import RunDirectory
-from schemas.scan import CHANGES_NO_ROW, override_fields, parse_scan
+from schemas.scan import CHANGES_NO_ROW, parse_scan
 
-SETTABLE = tuple(field for field in CHANGES_NO_ROW if field != "out")
-"""Fields of a scan that a run may go on with otherwise: more sequences extend it."""
+SETTABLE = (*(field for field in CHANGES_NO_ROW if field != "out"), *PLACES)
+"""Fields of a scan that a run may go on with otherwise: more sequences extend it, and what has moved
+is found by its content.
+"""
 
 
 def replan(run: RunDirectory, overrides: Sequence[str] = ()) -> Plan:
     """The plan of a run, from its manifest alone: the scan file is not needed. `overrides` may set
-    what changes no row.
+    what changes no row. Relative names are meant from the working directory
+    (`jobs.run_places.where_begun`).
     """
-    check_overrides(overrides)
     manifest = run.manifest()
+    command = ScanCommand.of_run(manifest)
+    check_overrides(run, overrides, command)
     if manifest.run_id != run.run_id:
         raise RunError(
             f"{run.path}: this is run {manifest.run_id}; call its directory "
             f"run_id={manifest.run_id} again"
         )
-    check_not_older(run, manifest)
-    fields: Any = manifest.identity.get("scan")
-    if not isinstance(fields, dict):
+    with saying_the_way(run, command):
+        check_not_older(run, manifest)
+    if not isinstance(manifest.identity.get("scan"), dict):
         raise RunError(f"{run.manifest_file}: not a manifest (no scan in it)")
-    fields |= {"sequences": manifest.sequences, "batch_size": manifest.batch_size}
-    scan = parse_scan(override_fields(fields, overrides) | {"out": str(run.path.parent)})
+    kept = {"sequences": manifest.sequences, "batch_size": manifest.batch_size}
+    fields = placed(run, manifest, kept, overrides)
+    scan = parse_scan(fields | {"out": str(run.path.parent)})
     return make_plan(scan, run.run_id, run.run_id)
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse to set anything that would change rows of a run."""
+def check_overrides(
+    run: RunDirectory, overrides: Sequence[str], command: ScanCommand = UNKNOWN
+) -> None:
+    """Refuse to set anything that would change rows of a run; `command` began it."""
     for override in overrides:
         if override.partition("=")[0].strip() not in SETTABLE:
+            typed = command if command.words else ScanCommand(("SCAN",))
             raise ScanError(
-                f"--set {override}: expected {' or '.join(SETTABLE)}, which change no row of a "
-                "run; for anything else start a new run with headcount scan"
+                f"--set {override}: {run.run_id} goes on with another {', '.join(SETTABLE[:-1])} or "
+                f"{SETTABLE[-1]}, which change no row of it, and with nothing else; "
+                f"{typed.text('--set', override)} makes a run of its own"
             )

@@ -90,8 +90,7 @@ def _refuse_other_code(plan: Plan, verify: bool) -> None:
         raise RunError(
             f"{plan.run.run_id}: begun with code {plan.before.code}, and the code here is "
             f"{plan.code}, which may measure something else; --allow-other-code goes on, and every "
-            "shard says which code measured it; or start a new run with --set "
-            "out=ANOTHER_DIRECTORY"
+            f"shard says which code measured it; or {plan.way}"
         )
 
 

@@ -1,7 +1,10 @@
-"""The subcommands `plan`, `scan`, `compact` and `doctor`. Heavy imports wait until a command runs."""
+"""The subcommands `plan`, `scan`, `rm`, `compact` and `doctor`. Heavy imports wait until a command
+runs.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from jobs.cost import Cost
     from jobs.plan import Plan
     from schemas.commits import Failure
+    from schemas.scan import Scan
 
 Overrides = Annotated[
     list[str] | None,
@@ -39,6 +43,13 @@ DeviceOption = Annotated[
     typer.Option(help="What replicas compute on; auto: GPUs if there are any."),
 ]
 
+New = Annotated[
+    bool,
+    typer.Option(
+        "--new",
+        help="Start another run of the scan, NAME-HASH-2, -3 …, beside those that there are.",
+    ),
+]
 AllowOtherCode = Annotated[
     bool,
     typer.Option(
@@ -51,7 +62,7 @@ AllowOtherCode = Annotated[
 
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
-    for command in (plan, scan, compact, doctor):
+    for command in (plan, scan, rm, compact, doctor):
         app.command()(command)
 
 
@@ -60,37 +71,44 @@ def plan(
     overrides: Overrides = None,
     replicas: LocalReplicas = 1,
     device: DeviceOption = "auto",
+    new: New = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print the fields that have their default, too.")
+    ] = False,
 ) -> None:
-    """Print every resolved value of a scan, and its cost before it is paid."""
+    """Print what a scan says, with its meaning, and its cost before it is paid."""
     from schemas.scan import load_scan
 
     # Before the seconds that the imports below take.
     parsed_scan = load_scan(scan_file, overrides or ())
     from jobs.corpus_index import KeptIndex
     from jobs.cost import Rehearsal, threads_of
-    from jobs.plan import begun_precisions, plan_run, resolve
+    from jobs.plan import begun_precisions, find_run, plan_run, resolve
     from jobs.progress import watch_index
+    from jobs.scan_runs import ScanCommand
     from schemas.run_directory import RunDirectory
     from workers.interventions.settlement import check_begun
     from workers.process import prepare_process
 
     prepare_process(threads_of(device, replicas))
-    run = RunDirectory.of(parsed_scan.out, parsed_scan.run_id(scan_file.stem))
+    command = ScanCommand.typed(scan_file, overrides or ())
     resolved = resolve(parsed_scan)
+    first = RunDirectory.of(parsed_scan.out, parsed_scan.run_id(scan_file.stem))
+    run = find_run(resolved, first, command, new)
     # What cannot run is refused before the time that the tokenising of a corpus takes.
     rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
     precision = rehearsal.settlement.precision
     if run.manifest_file.is_file():
         check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
     with watch_index(Console(highlight=False, stderr=True)) as watch:
-        scan_plan = plan_run(resolved, run, watch=watch)
+        scan_plan = plan_run(resolved, run, watch=watch, command=command)
     scan_plan.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
     kept = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
     if kept is not None:
         kept.write(scan_plan.sequences)
 
     console = Console(highlight=False)
-    console.print(_values_table(scan_plan))
+    _print_values(console, scan_plan, parsed_scan, every)
     cost = rehearsal.measure(scan_plan)
     console.print(_run_table(scan_plan, cost, kept))
     console.print(_time_table(cost))
@@ -101,11 +119,13 @@ def plan(
             f"This machine has no {cost.device}: times and memory were measured on its "
             f"{cost.measured_on} in {cost.measured_in}.",
         )
+    for note in scan_plan.notes:
+        say(console, f"{scan_plan.run.run_id}: {note}")
     _print_bad_rows(console, scan_plan.bad_rows)
 
 
-def _values_table(plan: Plan) -> Table:
-    """Every field of a scan, with its meaning."""
+def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) -> None:
+    """Print the fields that a scan sets, with their meaning; with `every`, the others too."""
     from jobs.cost import meanings
 
     table = Table(
@@ -115,12 +135,22 @@ def _values_table(plan: Plan) -> Table:
         title=f"run {plan.run.run_id}",
         title_justify="left",
     )
-    for row in meanings(plan.scan):
-        table.add_row(*row)
-    table.add_row("input.family", plan.scan.input.family, plan.sequences.family.meaning)
-    for option, value in plan.sequences.options.items():
-        table.add_row(f"input.{option}", str(value), "")
-    return table
+    rows = meanings(plan.scan)
+    rows.append(("input.family", plan.scan.input.family, plan.sequences.family.meaning))
+    rows += [
+        (f"input.{option}", str(value), "") for option, value in plan.sequences.options.items()
+    ]
+    set_here = {*parsed_scan.model_fields_set, "input.family"}
+    set_here |= {f"input.{option}" for option in parsed_scan.input.options}
+    hidden = 0
+    for row in rows:
+        if every or row[0] in set_here:
+            table.add_row(*row)
+        else:
+            hidden += 1
+    console.print(table)
+    if hidden:
+        say(console, f"{_counted(hidden, 'field')} more with the default: --all shows them")
 
 
 def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
@@ -219,9 +249,13 @@ def scan(
         typer.Option(help="Open every file of shards that are done, and measure broken ones anew."),
     ] = False,
     allow_other_code: AllowOtherCode = False,
+    new: New = False,
 ) -> None:
     """Run scans. A run that was stopped, however it was, goes on with the same command."""
     from schemas.scan import load_scan
+
+    if new and run is not None:
+        raise RunError(f"--new starts a run, --run {run} goes on with one; leave out one")
 
     # Read all of them first: the imports below take seconds, and the first scan may take hours.
     scans = [(file, load_scan(file, overrides or ())) for file in scan_files]
@@ -229,16 +263,19 @@ def scan(
     from jobs.progress import watch_index
     from jobs.ray_cluster import Resources
     from jobs.run_loop import run_to_end
+    from jobs.scan_runs import ScanCommand
     from workers.process import prepare_process
 
     prepare_process()
     console = Console(highlight=False, stderr=True)
     resources = Resources(replicas, cores, device, address)
     failures: list[Failure] = []
+    ways: list[str] = []
     for scan_file, parsed_scan in scans:
+        command = ScanCommand.typed(scan_file, overrides or ())
         try:
             with watch_index(console) as watch:
-                scan_plan = make_plan(parsed_scan, scan_file.stem, run, watch)
+                scan_plan = make_plan(parsed_scan, scan_file.stem, run, watch, command, new)
         except HeadcountError as error:
             raise type(error)(f"{scan_file}: {error}" if len(scans) > 1 else str(error)) from None
         scan_text = scan_file.read_text(encoding="utf-8")
@@ -246,15 +283,43 @@ def scan(
             scan_text += f"\n# --set {override}"
         prepare_run(scan_plan, scan_text)
         _print_bad_rows(console, scan_plan.bad_rows)
-        failures += run_to_end(
+        failed = run_to_end(
             scan_plan, resources, console, verify, allow_other_code=allow_other_code
         )
+        if failed:
+            failures += failed
+            ways.append(f"{command.text()} goes on, {scan_plan.way}")
         print(scan_plan.run.path)
     if failures:
         raise RunError(
-            f"{len(failures)} shards failed, all others are committed; "
-            "mend the cause and run the same command again"
+            f"{len(failures)} shards failed, all others are committed; mend the cause, then "
+            f"{'; '.join(ways)}"
         )
+
+
+def rm(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run directories, or their addresses in a store."),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete runs. Of a run in a store, first make sure that nobody is at work on it: a store has no
+    locks.
+    """
+    from jobs.removal import check_removable, describe_run, remove
+
+    console = Console(highlight=False, stderr=True)
+    found = [check_removable(location) for location in runs]
+    if not yes and not sys.stdin.isatty():
+        raise RunError(
+            "nobody can be asked here whether to delete; "
+            f"{shlex.join(['headcount', 'rm', *runs, '--yes'])} does not ask"
+        )
+    for run in found:
+        if yes or typer.confirm(f"Delete {describe_run(run)}?", err=True):
+            remove(run)
+            say(console, f"deleted {run.path}")
 
 
 def compact(

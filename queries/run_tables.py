@@ -15,19 +15,14 @@ import pyarrow as pa
 
 from schemas.commits import COMMITS
 from schemas.errors import QueryError, unknown
-from schemas.kinds import KINDS, carried_columns, columns_of
+from schemas.kinds import KINDS, WORDS, carried_columns, columns_of
 from schemas.manifest import Manifest
 from schemas.places import Place, absolute
 from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
+from schemas.scan import scan_name
 from schemas.tables import Column
 
 Columns = dict[str, tuple[pa.DataType, str]]
-
-WORDS = {kind.field: kind.word for kind in KINDS} | {
-    "inputs": "input family",
-    "interventions": "intervention",
-}
-"""What the names are that a field of a manifest describes."""
 
 RUNS: Columns = {
     "run_id": (pa.string(), "Run: the name of the scan and the fingerprint of what it measures."),
@@ -68,6 +63,10 @@ RUNS: Columns = {
     "seconds": (
         pa.float64(),
         "Seconds of work in the shards that are done, added up over replicas.",
+    ),
+    "tokenizer": (
+        pa.string(),
+        "The same for runs with the same tokenizer; NULL where the input reads no text.",
     ),
     "model_fingerprint": (pa.string(), "The same for runs of the same model: names its weights."),
     "code": (pa.string(), "Fingerprint of the code that began the run; shards.code says more."),
@@ -320,7 +319,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         },
         **{key: manifest.model.get(key) for key in ("n_layers", "n_heads", "d_model", "d_head")},
         "run_id": run.directory.run_id,
-        "name": manifest.run_id.rpartition("-")[0] or manifest.run_id,
+        "name": scan_name(manifest.run_id),
         "created": manifest.created,
         "precision": ", ".join(_precisions(done)) or scan.get("precision"),
         "input_family": inputs.pop("family", None),
@@ -335,6 +334,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "rows": int(done["rows"].to_numpy().sum()),
         "tokens": int(done["tokens"].to_numpy().sum()),
         "seconds": float(done["seconds"].to_numpy().sum()),
+        "tokenizer": manifest.identity.get("tokenizer"),
         "model_fingerprint": _model_fingerprint(manifest),
         "code": manifest.code,
     }

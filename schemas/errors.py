@@ -6,6 +6,7 @@ HeadcountError
 ├── CorpusError     files of text
 ├── MeasureError    a number that is not one
 ├── RunError        a run directory, its manifest, shards and commits
+│   └── OtherRunError   a run that measured something else
 └── QueryError      SQL, query names, output formats
 """
 
@@ -37,6 +38,12 @@ class MeasureError(HeadcountError):
 
 class RunError(HeadcountError):
     """A run directory cannot be used as it is."""
+
+
+class OtherRunError(RunError):
+    """A run that cannot be gone on with, because of what it measured or what is left of it: another
+    run is the way on.
+    """
 
 
 class QueryError(HeadcountError):

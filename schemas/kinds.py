@@ -25,6 +25,12 @@ KINDS: tuple[Kind[Any], ...] = (
     weight_statistics.KIND,
 )
 
+WORDS = {kind.field: kind.word for kind in KINDS} | {
+    "inputs": "input family",
+    "interventions": "intervention",
+}
+"""What the names are that a field of a manifest describes."""
+
 TABLES: dict[str, Table] = {kind.table.name: kind.table for kind in KINDS}
 """Every table by name."""
 

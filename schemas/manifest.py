@@ -14,6 +14,9 @@ from schemas.scan import CHANGES_NO_ROW, RENAMED
 Meanings = dict[str, dict[str, str]]
 """Fingerprint by name, by field of the manifest that describes the name."""
 
+Location = str | list[str]
+"""A place, or several of them, as a scan names them."""
+
 
 class Manifest(BaseModel):
     """Everything that made the run: `identity` never changes; a run grows in `shards` and
@@ -39,6 +42,14 @@ class Manifest(BaseModel):
     other_codes: dict[str, Meanings] = {}
     """Other code that the run was gone on with, and what it says of every name."""
     versions: dict[str, str]
+    begun_in: str = ""
+    """The working directory in which it was begun: relative names of the scan are meant from there."""
+    begun_with: tuple[str, ...] = ()
+    """The words after `headcount scan` that began it: the scan file, and what was set."""
+    places: dict[str, Location] = {}
+    """Where the model and the files of the input lie, by dotted field of the scan: as the scan says,
+    or as was last set.
+    """
     older: bool = False
     """Whether it was written before identities left out the batch size and the number of sequences."""
 

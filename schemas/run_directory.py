@@ -38,7 +38,7 @@ from schemas.commits import (
     read_oldest,
     read_parts,
 )
-from schemas.errors import RunError
+from schemas.errors import OtherRunError, RunError
 from schemas.kinds import TABLES
 from schemas.manifest import Manifest
 from schemas.parquet import is_whole
@@ -121,7 +121,7 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
         except ValidationError as error:
-            raise RunError(
+            raise OtherRunError(
                 f"{self.manifest_file}: not a manifest ({error.error_count()} problems)"
             ) from None
 

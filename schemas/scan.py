@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -140,6 +141,17 @@ class Scan(Measured):
     def run_id(self, name: str) -> str:
         """The id of the run this scan makes: the same scan finds its run again."""
         return f"{name}-{self.fingerprint}"
+
+
+def scan_name(run_id: str) -> str:
+    """The name in a run's id: NAME-HASH, or NAME-HASH-2 of the second run of a scan.
+
+    >>> [scan_name(run_id) for run_id in ("my-texts-1a2b3c4d", "my-texts-1a2b3c4d-2", "toy")]
+    ['my-texts', 'my-texts', 'toy']
+    """
+    numbered = re.fullmatch(r"(.+-[0-9a-f]{8})-\d{1,7}", run_id)
+    first = numbered[1] if numbered else run_id
+    return first.rpartition("-")[0] or first
 
 
 def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:

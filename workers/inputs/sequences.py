@@ -111,6 +111,16 @@ class Sequences:
         """The model's tokenizer."""
         return TextTokenizer(Path(self.info.path), self.info.d_vocab)
 
+    @cached_property
+    def reads_text(self) -> bool:
+        """Whether the tokenizer has a part in the sequences: in those of a corpus, and of a synthetic
+        family that asks for it when its first sequence is drawn.
+        """
+        if self.corpus is None:
+            self._labelled(0, self.family)
+            return "tokenizer" in self.__dict__
+        return True
+
     def use_index(self, index: Index | None) -> None:
         """Read the corpus by another index, or by one that is still to be made."""
         self.index = index

@@ -100,6 +100,6 @@ def check_begun(begun: frozenset[str], precision: str, run_id: str, device: str)
     if begun and begun != {precision}:
         raise RunError(
             f"{run_id}: begun in {' and '.join(sorted(begun))}, and precision = 'auto' means "
-            f"{precision} on this {device}; go on where it was begun, or start a new run with that "
-            "precision in the scan"
+            f"{precision} on this {device}; go on where it was begun; the same scan with "
+            f"--set precision={precision} is a run of its own"
         )

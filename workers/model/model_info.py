@@ -50,11 +50,18 @@ class ModelInfo:
     d_vocab: int
     bos_token_id: int | None
     eos_token_id: int | None
+    files: tuple[tuple[str, str], ...] = ()
+    """Name and fingerprint of each file that `sha256` covers."""
 
     @property
     def record(self) -> dict[str, Any]:
         """The description without the place it was loaded from."""
         return {key: value for key, value in asdict(self).items() if key != "path"}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes it the same model: `sha256` stands for its files."""
+        return {key: value for key, value in self.record.items() if key != "files"}
 
 
 def find_model(spec: str, revision: str | None = None) -> Path:
@@ -98,7 +105,10 @@ def describe(path: Path) -> ModelInfo:
         if "model_type" in config
         else ("legacy", _legacy_shape(path, config))
     )
-    return ModelInfo(str(path), path.name, layout, _fingerprint(path, layout), **shape)
+    digests = _digests(path, layout)
+    whole = hashlib.sha256(b"".join(digests.values())).hexdigest()[:16]
+    files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
+    return ModelInfo(str(path), path.name, layout, whole, **shape, files=files)
 
 
 def weight_files(path: Path, layout: str) -> list[Path]:
@@ -115,12 +125,13 @@ def weight_files(path: Path, layout: str) -> list[Path]:
     return files
 
 
-def _fingerprint(path: Path, layout: str) -> str:
-    digest = hashlib.sha256()
+def _digests(path: Path, layout: str) -> dict[str, bytes]:
+    """SHA-256 of the configuration and of every file of weights, by name."""
+    digests: dict[str, bytes] = {}
     for file in [path / "config.json", *weight_files(path, layout)]:
         with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
+            digests[file.name] = hashlib.file_digest(stream, "sha256").digest()
+    return digests
 
 
 def _hf_shape(path: Path) -> dict[str, Any]:

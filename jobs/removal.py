@@ -1,0 +1,81 @@
+"""Delete a run, so that whoever is killed on the way leaves what no reader takes for a run.
+
+The manifest goes first, then the ledger, then the rows.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pyarrow.fs as pafs
+
+from jobs.run_lock import locked
+from schemas.errors import RunError
+from schemas.places import Place, absolute, names, reason, settle
+from schemas.run_directory import RunDirectory, covered
+
+
+def check_removable(location: str) -> RunDirectory:
+    """The run at a path or address; refuse what is no run directory, not even a broken or half
+    deleted one.
+    """
+    run = RunDirectory(absolute(location))
+    if not _is_directory(run.path):
+        raise RunError(f"{run.path}: not there; expected the directory of a run")
+    if isinstance(run.path, Path) and run.path.is_symlink():
+        raise RunError(f"{run.path}: a link to {run.path.resolve()}; delete what it leads to")
+    if not run.path.name.startswith("run_id="):
+        run.manifest()  # A run may be called otherwise, but only its manifest says that it is one.
+    return run
+
+
+def describe_run(run: RunDirectory) -> str:
+    """A run, and how much of it there is, in words."""
+    try:
+        manifest = run.manifest()
+        done = int(covered(manifest, run.ledger(["stop"])).sum())
+    except RunError as error:
+        return f"{run.path} ({error})"
+    return f"{run.path} ({done:,} of {manifest.shards:,} shards done)"
+
+
+def remove(run: RunDirectory) -> None:
+    """Delete a run; refused while a process of this machine is at work on it."""
+    try:
+        with locked(run):
+            run.manifest_file.unlink(missing_ok=True)
+            settle(run.path)
+            for name in [run.commits_directory.name, *sorted(names(run.path))]:
+                if name != ".lock":
+                    _delete(run.path / name)
+        if isinstance(run.path, Path):
+            shutil.rmtree(run.path)
+    except OSError as error:
+        raise RunError(
+            f"{run.path}: cannot be deleted whole ({reason(error)}); mend that, and the same "
+            "command goes on"
+        ) from None
+
+
+def _is_directory(path: Place) -> bool:
+    if isinstance(path, Path):
+        return path.is_dir()
+    return path.filesystem.get_file_info(path.key).type is pafs.FileType.Directory
+
+
+def _delete(path: Place) -> None:
+    """Delete a file, or a directory and all that is in it; nothing where there is none."""
+    if not isinstance(path, Path):
+        kind = path.filesystem.get_file_info(path.key).type
+        if kind is pafs.FileType.Directory:
+            path.filesystem.delete_dir(path.key)
+        elif kind is pafs.FileType.File:
+            path.unlink()
+    elif path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
