@@ -7,7 +7,8 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -20,10 +21,24 @@ from schemas.kind import Computed, Kind, check_names
 from schemas.kinds import KINDS
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
+from schemas.values import LARGEST_INTEGER, Count, Seed, by_key, wrong_value
 
-Count = Annotated[int, Field(ge=1)]
 F = TypeVar("F", bound=Formula)
+Text = Annotated[str, Field(min_length=1)]
 
+MOST_SHARDS = 10_000_000
+"""Every shard has a commit, which whoever reads a run holds in memory."""
+
+MOST_IN_A_SHARD = 1_000_000
+"""The sequences of a shard are held in memory at once."""
+
+LONGEST_INTERVENTION = 240
+"""An intervention names a directory, and a file system takes 255 bytes: the column's name is one
+part of them.
+"""
+
+LONGEST_NAME = 100
+"""Of a run's name: with its fingerprint it is a directory, a job and a part of addresses."""
 
 CHANGES_NO_ROW = ("batch_size", "sequences", "out", "bad_rows", "bad_rows_in_a_row")
 """Fields that say how, how much and where; a run is found again, whatever they are."""
@@ -51,9 +66,9 @@ class Setting(BaseModel):
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
     )
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Text
     """A Hub id, a local directory, or bundled:NAME."""
-    revision: str | None = None
+    revision: Text | None = None
     """Branch, tag or commit on the Hub; none means the default branch."""
     weight_processing: Literal["raw", "folded"] = "raw"
     """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens
@@ -96,19 +111,19 @@ class Scan(Measured):
     What it measures lies in one field for each of `KINDS`, such as `statistics`.
     """
 
-    sequences: Count | Literal["all"]
+    sequences: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | Literal["all"]
     """How many sequences; all means as many as the corpus holds."""
-    sequences_per_shard: Count = 256
+    sequences_per_shard: Annotated[int, Field(ge=1, le=MOST_IN_A_SHARD)] = 256
     """Sequences in one shard: the unit of work, of retry and of commit."""
     batch_size: Count | Literal["auto"] = "auto"
     """Sequences in one forward pass; auto finds the fastest while the scan runs."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Seed of synthetic input; sequence i depends on (seed, i) alone."""
     bad_rows: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of a corpus's documents that may be bad; they are left out."""
     bad_rows_in_a_row: Count = 100
     """Bad documents in a row, as a damaged file has them, that a corpus may have."""
-    out: str = "runs"
+    out: Text = "runs"
     """Directory that holds the runs: a path, s3://… or gs://…"""
 
     def names(self, kind: Kind[Any]) -> str | tuple[str, ...]:
@@ -140,7 +155,19 @@ class Scan(Measured):
 
     def run_id(self, name: str) -> str:
         """The id of the run this scan makes: the same scan finds its run again."""
-        return f"{name}-{self.fingerprint}"
+        return f"{safe_name(name)}-{self.fingerprint}"
+
+
+def safe_name(name: str) -> str:
+    """A scan's name in the characters that directories, addresses, jobs and SQL all take as they
+    are: accents are left out, anything else that is not a letter, digit, '.', '_' or '-' is '_'.
+
+    >>> [safe_name(name) for name in ("lr=0.1", "a%20b", "-x", ".toml", "Größe 3")]
+    ['lr_0.1', 'a_20b', '_x', '_toml', 'Gro_e_3']
+    """
+    apart = unicodedata.normalize("NFKD", name)
+    plain = "".join(letter for letter in apart if not unicodedata.combining(letter))
+    return re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", plain)[:LONGEST_NAME]
 
 
 def scan_name(run_id: str) -> str:
@@ -159,13 +186,16 @@ def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
     value.
     """
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Windows editors begin files with a mark of the encoding.
+        fields = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ScanError(
             f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ScanError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ScanError(f"{path}: not valid TOML: nested too deeply") from None
     fields = override_fields(fields, overrides)
     try:
         return parse_scan(fields)
@@ -178,17 +208,42 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
 
     >>> parse_scan({"model": "bundled:gpt2-mini", "n_ctx": 0, "input": {"family": "pile"}, "sequences": 1})
     Traceback (most recent call last):
-    schemas.errors.ScanError: n_ctx: input should be greater than or equal to 1, got 0
+    schemas.errors.ScanError: n_ctx: expected 1 or more, got 0
     """
+    control = [
+        f"{key}: expected text without control characters, got {text!a}"
+        for key, text in _texts(fields)
+        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
+    ]
+    if control:
+        raise ScanError("\n".join(control))
     try:
         scan = Scan.model_validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
+        below = fields.get("input")
+        misplaced = cast("dict[str, Any]", below) if isinstance(below, dict) else {}
         raise ScanError(
-            "\n".join(_explain(key, found) for key, found in by_key(error).items())
+            "\n".join(_explain(key, found, misplaced) for key, found in by_key(error).items())
         ) from None
     for kind in KINDS:
         kind.selected(scan.names(kind), scan)
     check_names("interventions", tuple(map(str, scan.interventions)), required=True)
+    for intervention in scan.interventions:
+        if len(str(intervention).encode()) > LONGEST_INTERVENTION:
+            raise ScanError(
+                f"interventions: expected at most {LONGEST_INTERVENTION} characters, for it names "
+                f"a directory, got {len(str(intervention))}: {str(intervention)[:60]}…"
+            )
+    if scan.sequences != "all":
+        shards = -(-scan.sequences // scan.sequences_per_shard)
+        if shards > MOST_SHARDS:
+            raise ScanError(
+                f"sequences: {scan.sequences:,} make {shards:,} shards, expected at most "
+                f"{MOST_SHARDS:,}; raise sequences_per_shard ({scan.sequences_per_shard:,}) or "
+                "lower sequences"
+            )
+    if not scan.out.strip():
+        raise ScanError(f"out: expected a directory, got {scan.out!r}")
     place(scan.out)
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
@@ -210,15 +265,24 @@ def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[st
     return changed
 
 
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of a scan's fields, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in cast("dict[str, object]", value).items():
+            yield from _texts(item, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for number, item in enumerate(cast("list[object]", value)):
+            yield from _texts(item, f"{key}.{number}")
+
+
 def _override(fields: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key:
+    *parents, last = (part.strip() for part in key.split("."))
+    if not equals or not all((*parents, last)):
         raise ScanError(f"--set {override}: expected key=value, for instance --set n_ctx=128")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, last = key.strip().split(".")
+    value = _override_value(override, text)
     for parent in parents:
         table: Any = fields.setdefault(parent, {})
         if not isinstance(table, dict):
@@ -227,34 +291,30 @@ def _override(fields: dict[str, Any], override: str) -> None:
     fields[last] = value
 
 
-def by_key(error: ValidationError) -> dict[str, list[Any]]:
-    """The problems of each dotted key; a value that fits no member of a union is one key with
-    several problems.
-    """
-    problems: dict[str, list[Any]] = {}
-    for problem in error.errors():
-        first, *rest = problem["loc"]
-        # The rest holds names of union members besides places in the scan.
-        places = [first, *(part for part in rest if isinstance(part, int) or part == "family")]
-        problems.setdefault(".".join(map(str, places)), []).append(problem)
-    return {
-        key: p
-        for key, p in problems.items()
-        if not any(other.startswith(f"{key}.") for other in problems)
-    }
+def _override_value(override: str, text: str) -> Any:
+    """A TOML value, or a string without its quotation marks."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        parsed = {}
+    if list(parsed) == ["value"]:
+        return parsed["value"]
+    bare = text.strip()
+    if bare[:1] + bare[-1:] in ("[]", "{}") or bare[:1] in ("'", '"'):
+        raise ScanError(
+            f"--set {override}: {bare} is no TOML value; strings within it stand in quotation "
+            "marks, and the shell takes away those that it is not kept from: "
+            """--set 'statistics=["entropy"]'"""
+        )
+    return text
 
 
-def wrong_value(key: str, problems: list[Any]) -> str:
-    """One line for a value that is wrong: what every member of a union expects, and what arrived."""
-    messages = dict.fromkeys(p["msg"][0].lower() + p["msg"][1:] for p in problems)
-    lead = "input should be "
-    first, *others = messages
-    expected = " or ".join([first, *(m.removeprefix(lead) for m in others)])
-    return f"{key}: {expected}, got {problems[0]['input']!r}"
-
-
-def _explain(key: str, problems: list[Any]) -> str:
+def _explain(key: str, problems: list[Any], misplaced: dict[str, Any]) -> str:
     match problems[0]["type"]:
+        case "missing" if key in misplaced:
+            return f"{key}: stands below [input]; move it above"
+        case "extra_forbidden" if key == "family":
+            return "family: stands outside of [input]; move it below"
         case "extra_forbidden" if key in RENAMED:
             return f"{key}: this field is now called {RENAMED[key]}; rename it in the scan"
         case "extra_forbidden":

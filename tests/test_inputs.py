@@ -272,13 +272,13 @@ def test_a_family_that_returns_too_little_is_named():
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("uniform_random", {"low": "3"}, "input.low: input should be a valid integer, got '3'"),
-        ("uniform_random", {"high": 2.5}, "input.high: input should be a valid integer, got 2.5"),
-        ("uniform_random", {"low": True}, "input.low: input should be a valid integer, got True"),
+        ("uniform_random", {"low": "3"}, "input.low: expected an integer, got '3'"),
+        ("uniform_random", {"high": 2.5}, "input.high: expected an integer, got 2.5"),
+        ("uniform_random", {"low": True}, "input.low: expected an integer, got true"),
         (
             "uniform_random",
             {"distinct": 1},
-            "input.distinct: input should be a valid boolean, got 1",
+            "input.distinct: expected true or false, got 1",
         ),
         (
             "uniform_random",
@@ -294,33 +294,33 @@ def test_a_family_that_returns_too_little_is_named():
         (
             "repeated_random",
             {"period": "4"},
-            "input.period: input should be a valid integer, got '4'",
+            "input.period: expected an integer, got '4'",
         ),
         ("text", {}, "input.files: missing; the family text needs it"),
         (
             "text",
             {"files": 3},
-            "input.files: input should be a valid string or a valid list, got 3",
+            "input.files: expected a string or an array, got 3",
         ),
-        ("text", {"files": ["a", 3]}, "input.files.1: input should be a valid string, got 3"),
+        ("text", {"files": ["a", 3]}, "input.files.1: expected a string, got 3"),
         (
             "pile",
             {"files": "a", "packing": "x"},
-            "input.packing: input should be 'document' or 'concat', got 'x'",
+            "input.packing: expected 'document' or 'concat', got 'x'",
         ),
         ("abac", {}, "input.second: missing; the family abac needs it"),
-        ("corrupted_repeat", {"rate": "1"}, "input.rate: input should be a valid number, got '1'"),
+        ("corrupted_repeat", {"rate": "1"}, "input.rate: expected a number, got '1'"),
         ("backcopy", {}, "input.text: missing; the family backcopy needs it"),
         (
             "backcopy",
             {"text": "a", "variant": "icl"},
-            "input.variant: input should be 'backcopy', 'markov', 'dormant_markov', 'interpolate' "
+            "input.variant: expected 'backcopy', 'markov', 'dormant_markov', 'interpolate' "
             "or 'uniform', got 'icl'",
         ),
         (
             "pile",
             {"files": "a", "split": None},
-            "input.split: input should be a valid string, got None",
+            "input.split: expected a string, got None",
         ),
         (
             "uniform_randon",

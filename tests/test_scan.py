@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from schemas.errors import ScanError
 from schemas.profiles import KIND as PROFILES
 from schemas.scan import Scan, load_scan, parse_scan
+from schemas.values import in_toml
 
 MINIMAL = {"model": "toy", "n_ctx": 8, "input": {"family": "pile"}, "sequences": 3}
 KNOWN = ", ".join(sorted(Scan.model_fields))
@@ -68,46 +69,46 @@ def test_a_minimal_scan_has_these_defaults():
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("model", 3, "input should be a valid string"),
-        ("model", "", "string should have at least 1 character"),
-        ("revision", 3, "input should be a valid string"),
-        ("weight_processing", "rwa", "input should be 'raw' or 'folded'"),
-        ("precision", 16, "input should be a valid string"),
-        ("engine", None, "input should be 'fused' or 'dense'"),
-        ("n_ctx", "8", "input should be a valid integer"),
-        ("n_ctx", 8.0, "input should be a valid integer"),
-        ("n_ctx", True, "input should be a valid integer"),
-        ("n_ctx", 0, "input should be greater than or equal to 1"),
-        ("bos", 1, "input should be a valid boolean"),
-        ("bos", "true", "input should be a valid boolean"),
-        ("input", "pile", "input should be an object"),
-        ("interventions", "none", "input should be a valid array"),
-        ("statistics", "al", "input should be 'standard' or 'all' or a valid array"),
-        ("statistics", 5, "input should be 'standard' or 'all' or a valid array"),
-        ("sequences", "al", "input should be a valid integer or 'all'"),
-        ("sequences", 0, "input should be greater than or equal to 1 or 'all'"),
-        ("sequences", 1.5, "input should be a valid integer or 'all'"),
-        ("sequences_per_shard", 0, "input should be greater than or equal to 1"),
-        ("batch_size", "large", "input should be a valid integer or 'auto'"),
-        ("batch_size", -4, "input should be greater than or equal to 1 or 'auto'"),
-        ("seed", -1, "input should be greater than or equal to 0"),
-        ("seed", "0", "input should be a valid integer"),
-        ("out", 3, "input should be a valid string"),
+        ("model", 3, "expected a string"),
+        ("model", "", "expected a string that is not empty"),
+        ("revision", 3, "expected a string"),
+        ("weight_processing", "rwa", "expected 'raw' or 'folded'"),
+        ("precision", 16, "expected a string"),
+        ("engine", None, "expected 'fused' or 'dense'"),
+        ("n_ctx", "8", "expected an integer"),
+        ("n_ctx", 8.0, "expected an integer"),
+        ("n_ctx", True, "expected an integer"),
+        ("n_ctx", 0, "expected 1 or more"),
+        ("bos", 1, "expected true or false"),
+        ("bos", "true", "expected true or false"),
+        ("input", "pile", "expected a table"),
+        ("interventions", "none", "expected an array"),
+        ("statistics", "al", "expected 'standard' or 'all' or an array"),
+        ("statistics", 5, "expected 'standard' or 'all' or an array"),
+        ("sequences", "al", "expected an integer or 'all'"),
+        ("sequences", 0, "expected 1 or more or 'all'"),
+        ("sequences", 1.5, "expected an integer or 'all'"),
+        ("sequences_per_shard", 0, "expected 1 or more"),
+        ("batch_size", "large", "expected an integer or 'auto'"),
+        ("batch_size", -4, "expected 1 or more or 'auto'"),
+        ("seed", -1, "expected 0 or more"),
+        ("seed", "0", "expected an integer"),
+        ("out", 3, "expected a string"),
     ],
 )
 def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
     key: str, value: object, problem: str
 ):
-    assert lines_of(MINIMAL | {key: value}) == [f"{key}: {problem}, got {value!r}"]
+    assert lines_of(MINIMAL | {key: value}) == [f"{key}: {problem}, got {in_toml(value)}"]
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"input": {"family": 3}}, "input.family: input should be a valid string, got 3"),
+        ({"input": {"family": 3}}, "input.family: expected a string, got 3"),
         ({"input": {}}, "input.family: missing; expected the name of an input family"),
-        ({"statistics": ["entropy", 2]}, "statistics.1: input should be a valid string, got 2"),
-        ({"interventions": [None]}, "interventions.0: input should be a valid string, got None"),
+        ({"statistics": ["entropy", 2]}, "statistics.1: expected a string, got 2"),
+        ({"interventions": [None]}, "interventions.0: expected a string, got None"),
         ({"statistics": []}, "statistics: expected at least one name, each once, got []"),
         ({"interventions": []}, "interventions: expected at least one name, each once, got []"),
         (
@@ -118,7 +119,7 @@ def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
             {"interventions": ["none", "none"]},
             "interventions: expected at least one name, each once, got ['none', 'none']",
         ),
-        ({"profiles": "all"}, "profiles: input should be a valid array, got 'all'"),
+        ({"profiles": "all"}, "profiles: expected an array, got 'all'"),
         (
             {"profiles": ["attention_by_lag", "attention_by_lag"]},
             "profiles: expected each name once, got ['attention_by_lag', 'attention_by_lag']",
@@ -185,8 +186,8 @@ def test_a_missing_key_is_named_with_what_it_means(key: str, expected: str):
 def test_several_problems_are_several_lines():
     assert lines_of({"n_ctx": 0, "input": {"family": "pile"}, "sequences": "al", "mode": 1}) == [
         "model: missing; expected a Hub id, a local directory, or bundled:NAME",
-        "n_ctx: input should be greater than or equal to 1, got 0",
-        "sequences: input should be a valid integer or 'all', got 'al'",
+        "n_ctx: expected 1 or more, got 0",
+        "sequences: expected an integer or 'all', got 'al'",
         f"unknown key 'mode': did you mean 'model'? Known: {KNOWN}",
     ]
 
@@ -204,7 +205,6 @@ def test_options_of_the_input_are_kept_as_written(scan_file: Path):
         ("bos=false", "bos", False),
         ("out=some/where", "out", "some/where"),
         ("out=a=b", "out", "a=b"),
-        ("out=", "out", ""),
         (" seed = 7", "seed", 7),
         ("model=bundled:gpt2-mini", "model", "bundled:gpt2-mini"),
         ('statistics=["entropy", "sink_mass"]', "statistics", ("entropy", "sink_mass")),
@@ -249,8 +249,8 @@ def test_a_wrong_override_is_explained_like_a_wrong_file(scan_file: Path):
     with pytest.raises(ScanError) as caught:
         load_scan(scan_file, ["bos=False", "n_ctx=0"])
     assert str(caught.value).splitlines() == [
-        f"{scan_file}: n_ctx: input should be greater than or equal to 1, got 0",
-        f"{scan_file}: bos: input should be a valid boolean, got 'False'",
+        f"{scan_file}: n_ctx: expected 1 or more, got 0",
+        f"{scan_file}: bos: expected true or false, got 'False'",
     ]
 
 

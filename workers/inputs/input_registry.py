@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ValidationError, create_model
 
 from schemas.errors import ScanError, unknown
 from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
-from schemas.scan import by_key, wrong_value
+from schemas.scan import Scan
+from schemas.values import OPTIONS, by_key, wrong_value
 from workers.inputs.corpus import Corpus, Tokenizer, choice
 
 
@@ -173,9 +174,7 @@ class InputFamily:
             p.name: (p.annotation, ... if p.default is p.empty else p.default)
             for p in self.parameters
         }
-        model = create_model(
-            "Options", __config__=ConfigDict(extra="forbid", strict=True), **fields
-        )
+        model = create_model("Options", __config__=OPTIONS, **fields)
         try:
             checked = model(**options).model_dump()
         except ValidationError as error:
@@ -189,6 +188,8 @@ class InputFamily:
 
     def _explain(self, key: str, problems: list[Any], known: Iterable[str]) -> str:
         match problems[0]["type"]:
+            case "extra_forbidden" if key in Scan.model_fields and key not in known:
+                return f"input.{key}: {key} is a field of the scan; move it above [input]"
             case "extra_forbidden":
                 return f"input.{key}: {unknown(f'option of {self.name}', key, known)}"
             case "missing":
