@@ -14,7 +14,7 @@ from jobs.console import duration
 from schemas.commits import Commit, Failure
 
 if TYPE_CHECKING:
-    from workers.inputs.corpus import IndexProgress
+    from workers.inputs.document_index import IndexProgress
 
 QUIET_SECONDS = 10.0
 """Seconds between two lines if the console is no terminal."""

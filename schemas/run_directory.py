@@ -3,7 +3,7 @@
 runs/run_id=NAME-HASH/
 ├── scan.toml        as submitted
 ├── manifest.json    everything resolved: what is measured, with what, by which code
-├── index/           lengths of the corpus's documents, where there is a corpus
+├── index/           documents of the corpus, where there is one: their lengths and hashes
 ├── heads/intervention=none/shard-000000.parquet …     (sequences/, profiles/ and curves/ alike)
 ├── weights/intervention=none/shard-000000.parquet     where the scan asks for some
 ├── failures/shard-000000.json     attempts that failed, and why
@@ -79,6 +79,20 @@ class RunDirectory:
     def index(self) -> Place:
         """The directory of the corpus index."""
         return self.path / "index"
+
+    @property
+    def fates_file(self) -> Place:
+        """What became of the corpus's documents, by part."""
+        return self.index / "fates.json"
+
+    def fates(self) -> dict[str, dict[str, int]] | None:
+        """How many of the corpus's documents were used, and what became of the others, by part; none
+        where there is no corpus, or nothing was kept of it.
+        """
+        try:
+            return json.loads(self.fates_file.read_bytes())["parts"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
 
     @property
     def commits_directory(self) -> Place:

@@ -20,7 +20,7 @@ import zstandard
 
 from schemas.errors import CorpusError, HeadcountError, ModelError, ScanError
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs.corpus import Index
+from workers.inputs.document_index import Index, named_problems
 from workers.inputs.documents import Source
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo

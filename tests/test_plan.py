@@ -30,7 +30,7 @@ from schemas.errors import ScanError
 from schemas.places import StorePath, place
 from schemas.scan import parse_scan
 from tests import toy_models as toy
-from workers.inputs.corpus import IndexProgress
+from workers.inputs.document_index import IndexProgress
 from workers.memory import PeakMemory, available_cores, total_memory
 
 ROOT = Path(__file__).parent.parent

@@ -13,18 +13,17 @@ from schemas.errors import CorpusError, ModelError, ScanError
 from schemas.scan import Scan
 from workers.inputs import Draw, InputFamily, Labelled, find_input
 from workers.inputs.bigram_backcopy import BUNDLED_TEXT
-from workers.inputs.corpus import (
+from workers.inputs.corpus import Corpus
+from workers.inputs.document_index import (
     BadRows,
-    Corpus,
-    Fates,
     Index,
-    SequenceReader,
     Watch,
     build_index,
     check_choice,
     named_problems,
     unwatched,
 )
+from workers.inputs.sequence_reader import Fates, SequenceReader
 from workers.inputs.text_files import text_record
 from workers.model.model_info import ModelInfo
 from workers.model.text_tokenizer import TextTokenizer
