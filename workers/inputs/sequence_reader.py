@@ -25,7 +25,10 @@ SHOWN_PARTS = 50
 """Parts of a corpus that are counted by name; the smaller ones are counted together."""
 
 FATES = ("used", "too short", "empty", "bad", "skipped", "not needed")
-"""What becomes of the documents of a corpus."""
+"""What becomes of the documents of a corpus that are what `where` asks for."""
+
+OTHER = "not asked for"
+"""What becomes of the others."""
 
 
 @dataclass(frozen=True)
@@ -139,18 +142,20 @@ class SequenceReader:
         names = ("", *index.part_names)
         counts = np.zeros((len(names), len(FATES)), np.int64)
         np.add.at(counts, (index.part + 1, fate), 1)
-        parts: dict[str, Counter[str]] = {}
-        for name, row in zip(names, counts.tolist(), strict=True):
-            parts[name] = Counter({f: n for f, n in zip(FATES, row, strict=True) if n})
+        parts = {
+            name: Counter({fate: n for fate, n in zip(FATES, row, strict=True) if n})
+            for name, row in zip(names, counts.tolist(), strict=True)
+            if any(row)
+        }
         for name, count in index.other_documents.items():
-            parts.setdefault(name, Counter())["other"] += count
+            parts.setdefault(name, Counter())[OTHER] += count
         largest = sorted(parts, key=lambda name: (-parts[name].total(), name))
-        shown = {name: dict(parts[name]) for name in largest[:SHOWN_PARTS] if parts[name]}
+        shown = {name: dict(parts[name]) for name in largest[:SHOWN_PARTS]}
         if rest := largest[SHOWN_PARTS:]:
-            others: Counter[str] = Counter()
+            together: Counter[str] = Counter()
             for name in rest:
-                others.update(parts[name])
-            shown[f"{len(rest):,} other parts"] = dict(others)
+                together.update(parts[name])
+            shown[f"{len(rest):,} other parts"] = dict(together)
         return Fates(shown)
 
     def _cut(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
