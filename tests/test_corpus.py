@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,119 +17,39 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from schemas.errors import CorpusError, HeadcountError, ModelError, ScanError
+from schemas.errors import CorpusError, ModelError, ScanError
+from tests.toy_corpora import (
+    LENGTH,
+    Row,
+    all_origins,
+    all_tokens,
+    as_json,
+    byte_info,
+    cut,
+    documents,
+    open_corpus,
+    plain_bytes,
+    problem_of,
+    problems,
+    write_csv,
+    write_jsonl,
+    write_lines,
+    write_parquet,
+    write_zst,
+)  # fmt: skip
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs.document_index import Index, named_problems
+from workers.inputs.document_index import Index
 from workers.inputs.documents import Source
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo
 
-LENGTH = 6
 PILE_MINI = Path(__file__).parent.parent.parent / "shared" / "data" / "pile-mini"
-
-Row = tuple[str, str | None]
-"""Text and pile_set_name."""
 
 
 @pytest.fixture(scope="session")
 def info(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
     """A model that reads bytes; its weights are never asked for."""
-    path = byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-    return toy_info(
-        path=str(path),
-        name="bytes",
-        n_ctx=1024,
-        d_vocab=257,
-        bos_token_id=BYTE_BOS,
-        eos_token_id=BYTE_BOS,
-    )
-
-
-def document(number: int, length: int) -> Row:
-    """A text of `length` bytes, which tells it from all others."""
-    letters = "abcdefghijklmnopqrstuvwxyzä"
-    text = (
-        "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä"
-        if length > 2
-        else "xy"[:length]
-    )
-    return text, [None, "ArXiv", "Pile-CC"][number % 3]
-
-
-def documents(*lengths: int, first: int = 0) -> list[Row]:
-    return [document(first + i, length) for i, length in enumerate(lengths)]
-
-
-def as_json(rows: Iterable[Row]) -> list[str]:
-    return [
-        json.dumps({"text": t} | ({"meta": {"pile_set_name": n}} if n else {}), ensure_ascii=False)
-        for t, n in rows
-    ]
-
-
-def write_jsonl(path: Path, rows: Iterable[Row]) -> Path:
-    path.write_text("".join(f"{line}\n" for line in as_json(rows)), encoding="utf-8")
-    return path
-
-
-def write_lines(path: Path, lines: Iterable[bytes]) -> Path:
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
-
-
-def open_corpus(
-    info: ModelInfo, files: Any, packing: str = "document", family: str = "pile", **changes: Any
-) -> Sequences:
-    """The sequences of LENGTH tokens of some files, indexed."""
-    files = [str(f) for f in files] if isinstance(files, list | tuple) else str(files)
-    options = {"family": family, "files": files, "packing": packing}
-    fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
-    sequences = Sequences(toy_scan(**fields), info)
-    sequences.make_index()
-    sequences.check_index()
-    return sequences
-
-
-def all_tokens(sequences: Sequences) -> list[list[int]]:
-    return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)]).tolist()
-
-
-def all_origins(sequences: Sequences) -> dict[str, list[Any]]:
-    shards = [sequences.shard(i).origin for i in range(sequences.shards)]
-    return {key: [value for origin in shards for value in origin[key]] for key in shards[0]}
-
-
-def problems(sequences: Sequences) -> list[str]:
-    """The bad documents of a corpus."""
-    assert sequences.index is not None
-    assert sequences.corpus is not None
-    return named_problems(sequences.index, sequences.corpus)
-
-
-def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> list[list[int]]:
-    """What the sequences must be, said plainly: bytes of documents, or of documents joined by the
-    end of text.
-    """
-    sequences: list[list[int]] = []
-    for rows in files:
-        texts = [list(text.encode()) for text, _ in rows]
-        if packing == "document":
-            sequences += [ids[:length] for ids in texts if len(ids) >= length]
-        else:
-            joined = [token for ids in texts for token in [*ids, BYTE_BOS]]
-            sequences += [
-                joined[i : i + length] for i in range(0, len(joined) - length + 1, length)
-            ]
-    return sequences
-
-
-def problem_of(info: ModelInfo, files: Any, **changes: Any) -> str:
-    """The one line that a corpus is refused with, by its index or by one of its shards."""
-    with pytest.raises(HeadcountError) as caught:
-        all_tokens(open_corpus(info, files, **changes))
-    assert isinstance(caught.value, CorpusError | ScanError)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return byte_info(tmp_path_factory.mktemp("bytes"))
 
 
 THREE_FILES = [
@@ -264,30 +183,7 @@ def test_the_index_survives_its_file(three_files: list[Path], info: ModelInfo, t
 # Formats
 
 
-def write_zst(path: Path, *frames: bytes) -> Path:
-    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames))
-    return path
-
-
-def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
-    texts, names = zip(*rows, strict=True)
-    metas: dict[str, list[Any]] = {
-        "struct": [{"pile_set_name": n} for n in names],
-        "json": [json.dumps({"pile_set_name": n}) for n in names],
-        "absent": [],
-    }
-    columns = {"id": list(range(len(texts))), "text": list(texts)} | (
-        {"meta": metas[meta]} if metas[meta] else {}
-    )
-    pq.write_table(pa.table(columns), path, **options)
-    return path
-
-
 ROWS = documents(3, 6, 20, 1, 5, 8, 9, 30)
-
-
-def plain_bytes(rows: Iterable[Row]) -> bytes:
-    return "".join(f"{line}\n" for line in as_json(rows)).encode()
 
 
 def test_a_zst_file_of_one_frame_or_many_reads_like_the_plain_file(tmp_path: Path, info: ModelInfo):
@@ -917,12 +813,6 @@ def test_packing_by_concat_needs_a_token_to_join_with(three_files: list[Path], i
 
 SINK_TEXTS = PILE_MINI.parent / "published" / "sink_circuit_300_texts.csv"
 GPT2_TOKENIZER = PILE_MINI.parent / "gpt2-tokenizer"
-
-
-def write_csv(path: Path, rows: Iterable[Sequence[str]], encoding: str = "utf-8") -> Path:
-    with path.open("w", encoding=encoding, newline="") as file:
-        csv.writer(file).writerows(rows)
-    return path
 
 
 def test_a_csv_file_has_a_text_and_perhaps_a_data_set_in_each_row(tmp_path: Path, info: ModelInfo):
