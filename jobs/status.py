@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from jobs.console import duration
+from schemas.document_fates import Fates
 from schemas.manifest import Manifest
 from schemas.places import Place
 from schemas.run_directory import RunDirectory, covered, pc
@@ -77,6 +78,10 @@ class Status:
     tokens: int
     tokens_done: int
     bad_rows: int
+    documents: dict[str, int] | None = None
+    """Documents of the corpus by what became of them; none where there is no corpus, or an older run
+    did not keep it.
+    """
     failures: dict[int, str] = field(default_factory=dict)
     """Reason by shard, of the first few."""
     last_commit: str | None = None
@@ -107,6 +112,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     last = _last_commit(ledger, (now or datetime.now(UTC)).timestamp())
     paces = [] if complete else _paces(ledger, (now or datetime.now(UTC)).timestamp())
     speed = sum(pace.tokens_per_second for pace in paces) or None
+    fates = run.fates()
     return Status(
         run_id=run.run_id,
         run=str(run.path),
@@ -118,6 +124,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         tokens=tokens,
         tokens_done=tokens_done,
         bad_rows=pc.count_distinct(pc.list_flatten(ledger["bad_rows"])).as_py(),
+        documents=fates.all if fates else None,
         failures={
             shard: note[1] if note else "its note cannot be read" for shard, note in notes.items()
         },
@@ -243,7 +250,9 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
         lines.append("commit    none yet")
     if status.at_work:
         lines.append("process   one of this machine is at work on this run")
-    if status.bad_rows:
+    if status.documents:
+        lines.append(f"corpus    {Fates({'': status.documents}).line}")
+    elif status.bad_rows:
         lines.append(f"bad rows  {status.bad_rows:,} left out")
     lines += [
         f"replica   {p.replica}: {p.tokens_per_second:,.0f} tokens/s, busy {p.busy:.0%}"

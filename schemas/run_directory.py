@@ -38,6 +38,7 @@ from schemas.commits import (
     read_oldest,
     read_parts,
 )
+from schemas.document_fates import Fates
 from schemas.errors import OtherRunError, RunError
 from schemas.kinds import TABLES
 from schemas.manifest import Manifest
@@ -85,13 +86,13 @@ class RunDirectory:
         """What became of the corpus's documents, by part."""
         return self.index / "fates.json"
 
-    def fates(self) -> dict[str, dict[str, int]] | None:
-        """How many of the corpus's documents were used, and what became of the others, by part; none
-        where there is no corpus, or nothing was kept of it.
+    def fates(self) -> Fates | None:
+        """What became of the corpus's documents; none where there is no corpus, or an older run did
+        not keep it.
         """
         try:
-            return json.loads(self.fates_file.read_bytes())["parts"]
-        except (OSError, ValueError, LookupError, TypeError):
+            return Fates.read(json.loads(self.fates_file.read_bytes()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
 
     @property

@@ -164,7 +164,7 @@ def test_a_wrong_override_is_explained(
     [
         ("a.jsonl.zst", b"no zstd", "cannot be read ("),
         ("a.parquet", b"no parquet", "cannot be read ("),
-        ("a.csv", b"text\nhello", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
+        ("a.csv", b"text\nhello", "expected a file that ends in .jsonl, .json, .parquet"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_named(
@@ -193,8 +193,8 @@ def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_p
     assert plan_error(
         sequences=1, input={"family": "pile", "files": str(tmp_path / "a.jsonl")}
     ) == [
-        "1 of 2 rows are bad, more than 1%: TMP/a.jsonl:1 (text is null, expected a string); mend "
-        "or remove them"
+        "input: 1 of 2 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 2 (text is "
+        "null, expected a string); mend or remove them, or leave them out: --set bad_rows=0.5"
     ]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
+from schemas.document_fates import FATES, OTHER, Fates
 from schemas.errors import CorpusError, printable
 from schemas.tables import carried_name
 from workers.inputs.corpus import Corpus, Tokenizer
@@ -20,36 +20,6 @@ WINDOW = 16_000_000
 """Tokens that are read at once where the documents of a shard lie anywhere in files that are read
 from their beginning: about 64 MB of text.
 """
-
-SHOWN_PARTS = 50
-"""Parts of a corpus that are counted by name; the smaller ones are counted together."""
-
-FATES = ("used", "too short", "empty", "bad", "skipped", "not needed")
-"""What becomes of the documents of a corpus that are what `where` asks for."""
-
-OTHER = "not asked for"
-"""What becomes of the others."""
-
-
-@dataclass(frozen=True)
-class Fates:
-    """How many documents of a corpus were used, and what became of the others."""
-
-    parts: dict[str, dict[str, int]]
-    """Documents by part and fate; "" where a document does not say its part."""
-
-    @property
-    def all(self) -> dict[str, int]:
-        """Documents by fate."""
-        total: Counter[str] = Counter()
-        for counts in self.parts.values():
-            total.update(counts)
-        return dict(total)
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What lies beside the index of a run, for whoever wants the numbers alone."""
-        return {"documents": self.all, "parts": self.parts}
 
 
 class SequenceReader:
@@ -149,14 +119,7 @@ class SequenceReader:
         }
         for name, count in index.other_documents.items():
             parts.setdefault(name, Counter())[OTHER] += count
-        largest = sorted(parts, key=lambda name: (-parts[name].total(), name))
-        shown = {name: dict(parts[name]) for name in largest[:SHOWN_PARTS]}
-        if rest := largest[SHOWN_PARTS:]:
-            together: Counter[str] = Counter()
-            for name in rest:
-                together.update(parts[name])
-            shown[f"{len(rest):,} other parts"] = dict(together)
-        return Fates(shown)
+        return Fates.of_parts(parts)
 
     def _cut(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sequences of the documents `begin .. end-1`: where each begins, at which token of

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from schemas.document_fates import Fates
 from schemas.errors import CorpusError, ModelError, ScanError
 from schemas.scan import Scan
 from workers.inputs import Draw, InputFamily, Labelled, find_input
@@ -23,7 +24,7 @@ from workers.inputs.document_index import (
     named_problems,
     unwatched,
 )
-from workers.inputs.sequence_reader import Fates, SequenceReader
+from workers.inputs.sequence_reader import SequenceReader
 from workers.inputs.text_files import text_record
 from workers.model.model_info import ModelInfo
 from workers.model.text_tokenizer import TextTokenizer
