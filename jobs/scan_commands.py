@@ -131,6 +131,7 @@ def plan(
 def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) -> None:
     """Print the fields that a scan sets, with their meaning; with `every`, the others too."""
     from jobs.cost import meanings
+    from schemas.values import in_toml
 
     table = Table(
         "field",
@@ -142,7 +143,8 @@ def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
     rows = meanings(plan.scan)
     rows.append(("input.family", plan.scan.input.family, plan.sequences.family.meaning))
     rows += [
-        (f"input.{option}", str(value), "") for option, value in plan.sequences.options.items()
+        (f"input.{option}", value if isinstance(value, str) else in_toml(value), "")
+        for option, value in plan.sequences.options.items()
     ]
     set_here = {*parsed_scan.model_fields_set, "input.family"}
     set_here |= {f"input.{option}" for option in parsed_scan.input.options}

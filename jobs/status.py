@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from jobs.console import duration
 from schemas.document_fates import Fates
+from schemas.errors import printable
 from schemas.manifest import Manifest
 from schemas.places import Place
 from schemas.run_directory import RunDirectory, covered, pc
@@ -266,7 +267,7 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     ]
     if status.failed > len(status.failures):
         lines.append(f"failed    and {status.failed - len(status.failures):,} more")
-    return lines
+    return [printable(line) for line in lines]
 
 
 def list_line(run: RunDirectory) -> tuple[str, ...]:

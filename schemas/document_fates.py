@@ -64,7 +64,9 @@ class Fates:
         '1,203 documents: 1,200 used, 3 empty'
         """
         counts = ", ".join(f"{count:,} {fate}" for fate, count in self.all.items())
-        return f"{sum(self.all.values()):,} documents{': ' if counts else ''}{counts}"
+        total = sum(self.all.values())
+        noun = "document" if total == 1 else "documents"
+        return f"{total:,} {noun}{': ' if counts else ''}{counts}"
 
 
 def _added_up(counts: Any) -> dict[str, int]:

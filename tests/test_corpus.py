@@ -718,37 +718,38 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, info: ModelInfo):
 @pytest.mark.parametrize(
     ("lengths", "changes", "line"),
     [
-        ([5, 4, 3], {}, "0 sequences of 6 tokens of text (document packing), at least 1 wanted"),
+        ([5, 4, 3], {}, "0 sequences, at least 1 wanted, of 3 documents: 3 too short"),
         (
             [2, 1],
             {"packing": "concat"},
-            "0 sequences of 6 tokens of text (concat packing), at least 1 wanted",
+            "0 sequences, at least 1 wanted, of 2 documents: 2 not needed",
         ),
-        (
-            [6, 5, 7],
-            {"sequences": 3},
-            "2 sequences of 6 tokens of text (document packing), 3 wanted",
-        ),
+        ([6, 5, 7], {"sequences": 3}, "2 sequences, 3 wanted, of 3 documents: 2 used, 1 too short"),
         (
             [6, 5, 7],
             {"sequences": 4, "packing": "concat"},
-            "3 sequences of 6 tokens of text (concat packing), 4 wanted",
+            "3 sequences, 4 wanted, of 3 documents: 3 used",
         ),
-        ([], {}, "0 sequences of 6 tokens of text (document packing), at least 1 wanted"),
+        ([], {}, "0 sequences, at least 1 wanted, of 0 documents"),
     ],
 )
 def test_a_corpus_that_is_too_small_says_what_it_holds(
     tmp_path: Path, info: ModelInfo, lengths: list[int], changes: dict[str, Any], line: str
 ):
     path = write_jsonl(tmp_path / "a.jsonl", documents(*lengths))
-    advice = "; lower n_ctx or sequences, or pack with concat"
-    assert problem_of(info, path, **changes) == f"input: the corpus holds {line}{advice}"
+    packing = changes.get("packing", "document")
+    what = f"sequences of 6 tokens of text ({packing} packing),"
+    advice = "; lower n_ctx or sequences" + ("" if packing == "concat" else ", or pack with concat")
+    assert problem_of(info, path, **changes) == (
+        f"input: the corpus holds {line.replace('sequences,', what)}{advice}"
+    )
 
 
 def test_a_corpus_of_bad_rows_alone_says_so(tmp_path: Path, info: ModelInfo):
     (tmp_path / "a.txt").write_bytes(b"abcdefgh\xff")
     assert problem_of(info, tmp_path / "a.txt", family="text", bad_rows=1.0).endswith(
-        f"; 1 bad row was left out, the first is {tmp_path / 'a.txt'} (not UTF-8 (byte 8))"
+        "wanted, of 1 document: 1 bad; lower n_ctx or sequences, or pack with concat, or mend "
+        f"{tmp_path / 'a.txt'} (not UTF-8 (byte 8))"
     )
 
 

@@ -183,8 +183,8 @@ def test_a_corpus_that_is_too_small_says_what_it_holds(
     assert plan_error(
         sequences=3, input={"family": "text", "files": files, "packing": "concat"}
     ) == [
-        "input: the corpus holds 2 sequences of 7 tokens of text (concat packing), 3 wanted; "
-        "lower n_ctx or sequences, or pack with concat"
+        "input: the corpus holds 2 sequences of 7 tokens of text (concat packing), 3 wanted, of "
+        "1 document: 1 used; lower n_ctx or sequences"
     ]
 
 

@@ -163,7 +163,8 @@ def _problems_named(source: Source) -> Iterator[None]:
         yield
     except (OSError, EOFError, zlib.error, zstandard.ZstdError, pa.ArrowException) as error:
         raise CorpusError(
-            f"{source.path}: cannot be read ({reason(error)}); is the file complete?"
+            f"{printable(source.path)}: cannot be read ({printable(reason(error))}); is the file "
+            "complete?"
         ) from None
 
 
@@ -217,7 +218,9 @@ def _decompressed(path: str, file: io.BufferedReader) -> Iterator[bytes]:
                 whole, compressed = True, frame.unused_data
                 frame = zstandard.ZstdDecompressor().decompressobj()
     if not whole:
-        raise CorpusError(f"{path}: the zstd stream ends in the middle; fetch the file again")
+        raise CorpusError(
+            f"{printable(path)}: the zstd stream ends in the middle; fetch the file again"
+        )
 
 
 def _read_lines(source: Source, reading: Reading, first: int) -> Iterator[Record]:
@@ -245,7 +248,7 @@ def _read_json(source: Source, reading: Reading, first: int) -> Iterator[Record]
         rows = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CorpusError(
-            f"{source.path}: not JSON ({reason(error)}); expected an array of objects, or an "
+            f"{printable(source.path)}: not JSON ({reason(error)}); expected an array of objects, or an "
             "object in each line"
         ) from None
     yield from (Record(row, fields) for row, fields in enumerate(rows))
@@ -350,7 +353,7 @@ def _check_column(source: str, reading: Reading, found: Sequence[str]) -> None:
     """Refuse a file none of whose rows can have a text."""
     if not {reading.text_field, reading.text_field.partition(".")[0]} & set(found):
         raise CorpusError(
-            f"{source}: expected a column {reading.text_field}, found {_listed(found)}; set "
+            f"{printable(source)}: expected a column {reading.text_field}, found {_listed(found)}; set "
             "input.text_field"
         )
 
@@ -399,7 +402,7 @@ def _read_csv(source: Source, reading: Reading, first: int) -> Iterator[Record]:
                 yield Record(row, _from_csv(fields, reading.text_field))
         except csv.Error as error:
             raise CorpusError(
-                f"{source.path}, line {rows.reader.line_num}: not CSV ({error})"
+                f"{printable(source.path)}, line {rows.reader.line_num}: not CSV ({error})"
             ) from None
 
 

@@ -184,13 +184,16 @@ class Sequences:
         if held == 0 or (asked != "all" and held < asked):
             assert self.index is not None
             bad = named_problems(self.index, self.corpus)
-            were = "1 bad row was" if len(bad) == 1 else f"{len(bad):,} bad rows were"
+            wanted = "at least 1" if asked == "all" else f"{asked:,}"
+            advice = ["lower n_ctx or sequences"]
+            if self.corpus.packing != "concat":
+                advice.append("or pack with concat")
+            if bad:
+                advice.append(f"or mend {bad[0]}")
             raise CorpusError(
-                f"input: the corpus holds {held} sequences of {self.text_length} tokens of text "
-                f"({self.corpus.packing} packing), "
-                f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or "
-                "pack with concat"
-                f"{f'; {were} left out, the first is {bad[0]}' if bad else ''}"
+                f"input: the corpus holds {held:,} sequences of {self.text_length} tokens of text "
+                f"({self.corpus.packing} packing), {wanted} wanted, of "
+                f"{self._reader.fates(held).line}; {', '.join(advice)}"
             )
         return held if asked == "all" else asked
 
