@@ -104,7 +104,6 @@ def plan(
         check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
     with watch_index(Console(highlight=False, stderr=True)) as watch:
         scan_plan = plan_run(resolved, run, watch=watch, command=command)
-    scan_plan.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
     kept = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
     if kept is not None:
         kept.write(scan_plan.sequences)

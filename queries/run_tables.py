@@ -43,6 +43,10 @@ RUNS: Columns = {
     "bos": (pa.bool_(), "Whether every sequence begins with the beginning-of-sequence token."),
     "input_family": (pa.string(), "Family of inputs."),
     "input_options": (pa.string(), "Options of the input family, as JSON."),
+    "documents": (
+        pa.string(),
+        "What became of the corpus's documents; NULL where there is no corpus, or nothing was kept.",
+    ),
     "interventions": (pa.list_(pa.string()), "Edits of the model; none is the untouched model."),
     "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
     "seed": (pa.int64(), "Seed of synthetic input."),
@@ -312,6 +316,7 @@ def _formula_rows(runs: list[Run], field: str) -> list[dict[str, Any]]:
 def _run_row(run: Run) -> dict[str, Any]:
     manifest, scan, done = run.manifest, run.scan, run.done
     inputs = dict(scan.get("input", {}))
+    fates = run.directory.fates() if "sources" in manifest.identity.get("corpus", {}) else None
     return {
         **{
             key: scan.get(key)
@@ -324,6 +329,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "precision": ", ".join(_precisions(done)) or scan.get("precision"),
         "input_family": inputs.pop("family", None),
         "input_options": json.dumps(inputs, ensure_ascii=False),
+        "documents": fates.line if fates else None,
         "interventions": list(scan.get("interventions", ["none"])),
         "statistics": list(manifest.kinds.get("statistics", {})),
         "shards": manifest.shards,

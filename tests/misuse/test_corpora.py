@@ -62,8 +62,8 @@ CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
         "nothing but empty documents",
         {"a.jsonl": b'{"text": ""}\n' * 5},
         {},
-        "input: the corpus holds 0 sequences of 7 tokens of text (document packing), 2 wanted; "
-        "lower n_ctx or sequences, or pack with concat",
+        "input: the corpus holds 0 sequences of 7 tokens of text (document packing), 2 wanted, of "
+        "5 documents: 5 empty; lower n_ctx or sequences, or pack with concat",
     ),
     (
         "control characters",
@@ -122,8 +122,8 @@ CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
         "more skipped than there are",
         {"a.jsonl": GOOD * 3},
         {"skip": 3},
-        "input: the corpus holds 0 sequences of 7 tokens of text (document packing), 2 wanted; "
-        "lower n_ctx or sequences, or pack with concat",
+        "input: the corpus holds 0 sequences of 7 tokens of text (document packing), 2 wanted, of "
+        "3 documents: 3 skipped; lower n_ctx or sequences, or pack with concat",
     ),
     ("a packed file of Parquet", {"a.parquet.gz": b""}, {}, f"TMP/a.parquet.gz: {ENDINGS}"),
     ("a file of no kind", {"a.doc": b""}, {}, f"TMP/a.doc: {ENDINGS}"),
