@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from schemas.errors import printable
+
 
 def say(console: Console, line: str) -> None:
-    """Print a line as it is: not wrapped, not interpreted."""
-    console.print(line, markup=False, soft_wrap=True)
+    """Print a line, or several: not wrapped, not interpreted, no control character but line ends."""
+    lines = map(printable, line.split("\n"))
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

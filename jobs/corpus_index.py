@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from schemas.places import Place, StorePath, place, write_whole
-from workers.inputs.corpus import Index, Watch, unwatched
+from workers.inputs.document_index import Index, Watch, unwatched
 from workers.inputs.documents import Source
 from workers.inputs.sequences import Sequences
 
 FOLDER = "corpus_index"
 
 
-def index_corpus(sequences: Sequences, out: Place, watch: Watch = unwatched) -> None:
-    """Give sequences of a corpus their index: the one that a plan kept in `out`, or a new one."""
+def index_corpus(
+    sequences: Sequences, out: Place, watch: Watch = unwatched, known: Index | None = None
+) -> None:
+    """Give sequences of a corpus their index: the one that a plan kept in `out`, or a new one, for
+    which the documents of a `known` one are not tokenised again.
+    """
     kept = KeptIndex.of(sequences, out)
     if kept is not None:
         sequences.index = kept.read(sequences)
-    sequences.make_index(watch)
+    sequences.make_index(watch, known)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class KeptIndex:
             "length": sequences.text_length,
             "sequences": sequences.enough,
             "sources": [[source.kind, source.path] for source in corpus.sources],
+            "choice": asdict(corpus.choice),
+            "bad_rows_in_a_row": sequences.bad_rows.in_a_row,
         }
         name = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]
         folder = out / FOLDER
@@ -68,7 +74,7 @@ class KeptIndex:
         except (OSError, ValueError, LookupError, pa.ArrowException):
             # Not there, or not whole: it is made anew, which costs time and nothing else.
             return None
-        if record != self.record | {"content": _content(sequences, index)}:
+        if record != json.loads(json.dumps(self.record)) | {"content": _content(sequences, index)}:
             return None
         return index
 
@@ -86,7 +92,7 @@ def _content(sequences: Sequences, index: Index) -> list[str]:
     assert sequences.corpus is not None
     sources = sequences.corpus.sources
     if sequences.enough is not None:
-        sources = sources[: int(index.source.max(initial=-1)) + 1]
+        sources = sources[: len(index.files)]
     return [_content_of(source) for source in sources]
 
 

@@ -16,12 +16,13 @@ from schemas.run_directory import RunDirectory
 def extend(plan: Plan) -> None:
     """Write a run's manifest as the plan has it; the caller has the run's lock."""
     before = plan.before
-    if before is None or plan.manifest == before:
+    if before is None or (plan.manifest == before and not plan.indexed_anew):
         return
     if plan.manifest.sequences > before.sequences:
         last = before.shards - 1
         if plan.manifest.stops(last) > before.sequences:
             take_back(plan.run, last)
+    if plan.indexed_anew or plan.manifest.sequences > before.sequences:
         write_index(plan)
     write_manifest(plan)
 

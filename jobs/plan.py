@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
+
+import pyarrow as pa
 
 from jobs.corpus_index import index_corpus
 from jobs.run_identity import LIBRARIES, changed_identity, changed_meanings, changed_versions
@@ -26,7 +29,17 @@ from schemas.places import Place, names, write_whole
 from schemas.run_directory import RunDirectory, covered, differing_keys
 from schemas.scan import Scan
 from workers.inputs import INPUTS, find_input
-from workers.inputs.corpus import Index, Watch, unwatched
+from workers.inputs.corpus import Corpus
+from workers.inputs.document_index import (
+    FileState,
+    Index,
+    Watch,
+    named_problems,
+    same_files,
+    unwatched,
+)
+from workers.inputs.documents import Source
+from workers.inputs.sequence_reader import moved_sequence
 from workers.inputs.sequences import Sequences
 from workers.interventions import BoundIntervention, bind, needs_partners
 from workers.model.model_info import ModelInfo, describe, find_model
@@ -56,6 +69,8 @@ class Plan:
     """How many sequences were asked for; the run may have more."""
     way: str = ""
     """The command that starts another run of the same scan."""
+    indexed_anew: bool = False
+    """Whether the run's corpus has grown or was mended, so that it has another index."""
 
     @property
     def tokens(self) -> int:
@@ -97,9 +112,10 @@ class Plan:
         return notes
 
     @property
-    def bad_rows(self) -> dict[str, str]:
-        """Problem by "file:row" of the corpus's rows that cannot be read."""
-        return self.sequences.index.problems if self.sequences.index is not None else {}
+    def bad_rows(self) -> list[str]:
+        """The corpus's rows that cannot be read, with their problems."""
+        index, corpus = self.sequences.index, self.sequences.corpus
+        return [] if index is None or corpus is None else named_problems(index, corpus)
 
 
 def check_scan(scan: Scan) -> list[BoundIntervention]:
@@ -225,11 +241,12 @@ def plan_run(
     elif not command.words:
         command = ScanCommand.of_run(before)
     sequences = resolved.sequences
+    indexed_anew = False
     with saying_the_way(run, command):
         if before is not None:
             check_same(run, before, resolved)
         if sequences.corpus is not None:
-            _find_documents(run, before, sequences, watch)
+            indexed_anew = _find_documents(run, before, sequences, watch)
         elif before is None:
             sequences.shard(0)  # Impossible options show when the first sequences are drawn.
     requested = len(sequences)
@@ -256,11 +273,15 @@ def plan_run(
             begun_in=os.getcwd(),
             begun_with=command.words,
             places=places_of(scan),
+            bad_rows=scan.bad_rows,
+            bad_rows_in_a_row=scan.bad_rows_in_a_row,
         )
     else:
-        manifest = _continued(before, resolved, sequences, code)
+        manifest = _continued(before, resolved, sequences, code, indexed_anew)
     way = command.way(run)
-    return Plan(scan, resolved.info, sequences, run, manifest, before, code, requested, way)
+    return Plan(
+        scan, resolved.info, sequences, run, manifest, before, code, requested, way, indexed_anew
+    )
 
 
 def _check_absent(run: RunDirectory, old: bool, command: ScanCommand) -> None:
@@ -275,12 +296,22 @@ def _check_absent(run: RunDirectory, old: bool, command: ScanCommand) -> None:
         )
 
 
-def _continued(before: Manifest, resolved: Resolved, sequences: Sequences, code: str) -> Manifest:
-    """The manifest of a run that goes on: with more sequences, another batch size or other code."""
-    changes: dict[str, Any] = {"batch_size": sequences.scan.batch_size}
-    if len(sequences) > before.sequences:
+def _continued(
+    before: Manifest, resolved: Resolved, sequences: Sequences, code: str, indexed_anew: bool
+) -> Manifest:
+    """The manifest of a run that goes on: with more sequences, a mended corpus, another batch size or
+    other code.
+    """
+    scan = sequences.scan
+    changes: dict[str, Any] = {
+        "batch_size": scan.batch_size,
+        "bad_rows": scan.bad_rows,
+        "bad_rows_in_a_row": scan.bad_rows_in_a_row,
+    }
+    if indexed_anew or len(sequences) > before.sequences:
         corpus = resolved.identity["corpus"]
         changes["identity"] = before.identity | {"corpus": json.loads(json.dumps(corpus))}
+    if len(sequences) > before.sequences:
         changes |= {"sequences": len(sequences), "shards": sequences.shards}
     places = places_of(sequences.scan)
     moved = before.begun_in != os.getcwd() and any_relative(places)
@@ -303,7 +334,7 @@ def check_same(run: RunDirectory, before: Manifest, resolved: Resolved) -> None:
         changed = changed_meanings(meanings, resolved.meanings)
     if changed:
         raise OtherRunError(f"{run.path}: this run measured something else: {', '.join(changed)}")
-    _check_corpus(run, before.identity.get("corpus") or {}, identity["corpus"])
+    _check_text(run, before.identity.get("corpus") or {}, identity["corpus"])
 
 
 def check_not_older(run: RunDirectory, manifest: Manifest) -> None:
@@ -315,49 +346,75 @@ def check_not_older(run: RunDirectory, manifest: Manifest) -> None:
         )
 
 
-def _check_corpus(run: RunDirectory, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse a corpus that has changed; new files may come after those that the run began with."""
-    files, files_now = before.get("sources", []), now.get("sources", [])
-    grown = now | {"sources": files_now[: len(files)]} if "sources" in now else now
-    if grown == before:
-        return
-    differing = differing_keys({"corpus": before}, {"corpus": grown})
-    for old, new in zip(files, files_now, strict=False):
-        if old != new:
-            differing = differing_keys({"corpus": old}, {"corpus": new})
-            break
-    raise OtherRunError(
-        f"{run.path}: the corpus is not the one that the run was begun with: "
-        f"{', '.join(differing)}; files may be added after those that were there, none changed or "
-        "taken away"
-    )
+def _check_text(run: RunDirectory, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse another text than the one that a synthetic family took its statistics from."""
+    differing = differing_keys({"corpus": before}, {"corpus": now})
+    if "sources" not in now and differing:
+        raise OtherRunError(
+            f"{run.path}: the text is not the one that the run was begun with: "
+            f"{', '.join(differing)}"
+        )
 
 
 def _find_documents(
     run: RunDirectory, before: Manifest | None, sequences: Sequences, watch: Watch
-) -> None:
+) -> bool:
     """Give the sequences of a corpus an index that reaches as far as they do: the run's, or a new
-    one that begins like it.
+    one by which all that is committed is the same. Says whether a run has a new one.
     """
     if before is None:
         index_corpus(sequences, run.path.parent, watch)
-        return
+        sequences.check_index()
+        return False
     known = Index.read(_index_file(run))
-    sources = len(before.identity["corpus"]["sources"])
+    files = known.files or _files_of(before)
     sequences.use_index(known)
-    same_files = sources == len(sequences.record["sources"])
-    if sequences.indexed_enough(before.sequences) and (
-        same_files or sequences.scan.sequences != "all"
-    ):
-        return
-    sequences.use_index(None)
-    index_corpus(sequences, run.path.parent, watch)
-    assert sequences.index is not None
-    changed = known.difference(sequences.index, sources)
-    if changed is not None:
+    corpus = sequences.corpus
+    assert corpus is not None
+    if known.content is None and corpus.packing == "concat" and (known.n_tokens == 0).any():
         raise OtherRunError(
-            f"{run.path}: the corpus has changed since the run was begun: {changed}"
+            f"{run.path}: begun by an older headcount, which put an end of text behind documents "
+            "without a token"
         )
+    if same_files(files, corpus.sources) and sequences.indexed_enough(before.sequences):
+        return False
+    sequences.use_index(None)
+    sequences.least = before.sequences
+    index_corpus(sequences, run.path.parent, watch, known)
+    sequences.check_index()
+    was = sequences.reader_of(known, replace(corpus, sources=_sources_of(files, corpus)))
+    moved = moved_sequence(was, sequences.reader, _committed(run, before))
+    if moved is None and len(sequences.reader) < before.sequences:
+        moved = f"it held {before.sequences:,} sequences and holds {len(sequences.reader):,}"
+    if moved is not None:
+        raise OtherRunError(f"{run.path}: the corpus has changed since the run was begun: {moved}")
+    return True
+
+
+def _files_of(before: Manifest) -> tuple[FileState, ...]:
+    """The files that a run was begun with, where its index is too old to say."""
+    sources = [Source(**source) for source in before.identity["corpus"]["sources"]]
+    return tuple(FileState(source.file_name, source.bytes, 0) for source in sources)
+
+
+def _sources_of(files: tuple[FileState, ...], corpus: Corpus) -> tuple[Source, ...]:
+    """The sources that a run was begun with, those that are gone included."""
+    sources = list(corpus.sources)
+    found: list[Source] = []
+    for file in files:
+        same = next((source for source in sources if source.file_name == file.name), None)
+        if same is not None:
+            sources.remove(same)
+        found.append(same or Source("jsonl", file.name, file.bytes))
+    return tuple(found)
+
+
+def _committed(run: RunDirectory, before: Manifest) -> Iterator[int]:
+    """The sequences of a run that are measured."""
+    ledger = run.ledger(["start", "stop"])
+    ledger = ledger.filter(pa.array(covered(before, ledger)))
+    for start, stop in zip(ledger["start"].to_pylist(), ledger["stop"].to_pylist(), strict=True):
+        yield from range(start, stop)
 
 
 def prepare_run(plan: Plan, scan_text: str) -> None:
@@ -370,9 +427,11 @@ def prepare_run(plan: Plan, scan_text: str) -> None:
 
 
 def write_index(plan: Plan) -> None:
-    """Keep the lengths of the corpus's documents with the run."""
-    if plan.sequences.index is not None:
+    """Keep with the run what its corpus's documents are, and what becomes of them."""
+    if plan.sequences.index is not None and plan.sequences.fates is not None:
         write_whole(_index_file(plan.run), plan.sequences.index.to_parquet())
+        fates = json.dumps(plan.sequences.fates.record, indent=1, ensure_ascii=False)
+        write_whole(plan.run.fates_file, fates.encode())
 
 
 def write_manifest(plan: Plan) -> None:

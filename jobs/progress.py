@@ -15,7 +15,7 @@ from schemas.commits import Commit, Failure
 from schemas.errors import counted
 
 if TYPE_CHECKING:
-    from workers.inputs.corpus import IndexProgress
+    from workers.inputs.document_index import IndexProgress
 
 QUIET_SECONDS = 10.0
 """Seconds between two lines if the console is no terminal."""

@@ -11,7 +11,10 @@ from schemas.errors import RunError, ScanError
 from schemas.run_directory import RunDirectory
 from schemas.scan import CHANGES_NO_ROW, parse_scan
 
-SETTABLE = (*(field for field in CHANGES_NO_ROW if field != "out"), *PLACES)
+KEPT = tuple(field for field in CHANGES_NO_ROW if field != "out")
+"""Fields that change no row, which a manifest has as they were last set."""
+
+SETTABLE = (*KEPT, *PLACES)
 """Fields of a scan that a run may go on with otherwise: more sequences extend it, and what has moved
 is found by its content.
 """
@@ -42,7 +45,7 @@ def replan(
         check_not_older(run, manifest)
     if not isinstance(manifest.identity.get("scan"), dict):
         raise RunError(f"{run.manifest_file}: not a manifest (no scan in it)")
-    kept = {"sequences": manifest.sequences, "batch_size": manifest.batch_size}
+    kept = {name: getattr(manifest, name) for name in KEPT}
     fields = placed(run, manifest, kept, overrides)
     scan = parse_scan(fields | {"out": str(run.path.parent)})
     return make_plan(scan, run.run_id, run.run_id, command=command)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from jobs.console import say
-from schemas.errors import HeadcountError, RunError
+from schemas.errors import HeadcountError, RunError, printable
 from schemas.errors import counted as _counted
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jobs.cost import Cost
     from jobs.plan import Plan
     from schemas.commits import Failure
+    from schemas.document_fates import Fates
     from schemas.scan import Scan
 
 Overrides = Annotated[
@@ -110,7 +112,6 @@ def plan(
         check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
     with watch_index(Console(highlight=False, stderr=True)) as watch:
         scan_plan = plan_run(resolved, run, watch=watch, command=command)
-    scan_plan.sequences.shard(0)  # Nothing is kept of a corpus whose first rows are bad.
     kept = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
     if kept is not None:
         kept.write(scan_plan.sequences)
@@ -119,6 +120,8 @@ def plan(
     _print_values(console, scan_plan, parsed_scan, every)
     cost = rehearsal.measure(scan_plan)
     console.print(_run_table(scan_plan, cost, kept))
+    if scan_plan.sequences.fates is not None:
+        console.print(_documents_table(scan_plan.sequences.fates))
     console.print(_time_table(cost))
     console.print(_size_table(scan_plan, cost))
     if cost.measured_on != cost.device:
@@ -135,6 +138,7 @@ def plan(
 def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) -> None:
     """Print the fields that a scan sets, with their meaning; with `every`, the others too."""
     from jobs.cost import meanings
+    from schemas.values import in_toml
 
     table = Table(
         "field",
@@ -146,14 +150,15 @@ def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
     rows = meanings(plan.scan)
     rows.append(("input.family", plan.scan.input.family, plan.sequences.family.meaning))
     rows += [
-        (f"input.{option}", str(value), "") for option, value in plan.sequences.options.items()
+        (f"input.{option}", value if isinstance(value, str) else in_toml(value), "")
+        for option, value in plan.sequences.options.items()
     ]
     set_here = {*parsed_scan.model_fields_set, "input.family"}
     set_here |= {f"input.{option}" for option in parsed_scan.input.options}
     hidden = 0
     for row in rows:
         if every or row[0] in set_here:
-            table.add_row(*row)
+            table.add_row(*(escape(printable(cell)) for cell in row))
         else:
             hidden += 1
     console.print(table)
@@ -180,14 +185,27 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
     if index is not None:
         tokens = int(index.n_tokens[index.n_tokens > 0].sum())
         place = "not kept (a data set of the Hub)" if kept is None else f"kept as {kept.file}"
-        corpus = (
-            f"{_counted(len(index.row), 'document')}, {_counted(tokens, 'token')}; index {place}"
-        )
-        table.add_row("corpus", corpus)
+        documents = _counted(index.documents, "document")
+        corpus = f"{documents} read, {_counted(tokens, 'token')}; index {place}"
+        table.add_row("corpus", escape(printable(corpus)))
     memory = f"{_bytes(cost.peak_memory)} at the peak of one replica"
     if cost.gpu_memory:
         memory += f", {_bytes(cost.gpu_memory)} on the GPU"
     table.add_row("memory", memory)
+    return table
+
+
+def _documents_table(fates: Fates) -> Table:
+    """What becomes of the corpus's documents, by part."""
+    kinds = list(fates.all)
+    numbers = [Column(kind, justify="right") for kind in ("all", *kinds)]
+    table = Table(Column("documents", overflow="fold"), *numbers)
+    parts = {printable(name) or "of no part": counts for name, counts in fates.parts.items()}
+    for name, counts in (parts if len(parts) > 1 else {}).items():
+        cells = [f"{counts.get(kind, 0):,}" for kind in kinds]
+        table.add_row(escape(name), f"{sum(counts.values()):,}", *cells)
+    total = [f"{count:,}" for count in fates.all.values()]
+    table.add_row("all", f"{sum(fates.all.values()):,}", *total)
     return table
 
 
@@ -404,12 +422,13 @@ def _compare_kernel(console: Console) -> None:
         sys.exit(1)
 
 
-def _print_bad_rows(console: Console, problems: dict[str, str], most: int = 5) -> None:
+def _print_bad_rows(console: Console, problems: list[str], most: int = 5) -> None:
     if not problems:
         return
-    examples = [f"{place} ({problem})" for place, problem in list(problems.items())[:most]]
-    more = f" and {len(problems) - most} more" if len(problems) > most else ""
-    say(console, f"{_counted(len(problems), 'bad row')} left out: {', '.join(examples)}{more}")
+    more = f" and {len(problems) - most:,} more" if len(problems) > most else ""
+    rows = _counted(len(problems), "bad row")
+    say(console, f"{rows} left out: {', '.join(problems[:most])}{more}")
+    say(console, "Lines and rows are counted from 1 here, and from 0 in sequences.row.")
 
 
 def _bytes(count: float) -> str:

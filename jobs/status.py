@@ -24,6 +24,8 @@ import pyarrow as pa
 
 from jobs.console import duration
 from schemas.damage import Damage
+from schemas.document_fates import Fates
+from schemas.errors import printable
 from schemas.manifest import Manifest
 from schemas.places import Place
 from schemas.run_directory import RunDirectory, covered, pc
@@ -85,6 +87,10 @@ class Status:
     bad_rows: int
     damage: list[str] = field(default_factory=list)
     """What is wrong with the first few damaged files."""
+    documents: dict[str, int] | None = None
+    """Documents of the corpus by what became of them; none where there is no corpus, or an older run
+    did not keep it.
+    """
     failures: dict[int, str] = field(default_factory=dict)
     """Reason by shard, of the first few."""
     last_commit: str | None = None
@@ -118,6 +124,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         # Replicas of this machine end with the process that has the lock; others may be at work.
         paces = [pace for pace in paces if pace.host != socket.gethostname()]
     speed = sum(pace.tokens_per_second for pace in paces) or None
+    fates = run.fates()
     return Status(
         run_id=run.run_id,
         run=str(run.path),
@@ -131,6 +138,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         tokens_done=tokens_done,
         bad_rows=pc.count_distinct(pc.list_flatten(ledger["bad_rows"])).as_py(),
         damage=[str(damage) for damage in damaged[:REASONS]],
+        documents=fates.all if fates else None,
         failures={
             shard: note[1] if note else "its note cannot be read" for shard, note in notes.items()
         },
@@ -273,7 +281,9 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
         lines.append("commit    none yet")
     if status.at_work:
         lines.append("process   one of this machine is at work on this run")
-    if status.bad_rows:
+    if status.documents:
+        lines.append(f"corpus    {Fates({'': status.documents}).line}")
+    elif status.bad_rows:
         lines.append(f"bad rows  {status.bad_rows:,} left out")
     lines += [
         f"replica   {p.replica}: {p.tokens_per_second:,.0f} tokens/s, busy {p.busy:.0%}"
@@ -293,7 +303,7 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     ]
     if status.failed > len(status.failures):
         lines.append(f"failed    and {status.failed - len(status.failures):,} more")
-    return lines
+    return [printable(line) for line in lines]
 
 
 def list_line(run: RunDirectory) -> tuple[str, ...]:

@@ -75,6 +75,8 @@ def _sections(
     predictions = _predictions(database, in_run)
     options = json.loads(run["input_options"])
     option_texts = [f"{key} {value}" for key, value in options.items() if value is not None]
+    if run["documents"] is not None:
+        option_texts.append(run["documents"])
     sections: list[Record] = []
     for intervention in run["interventions"]:
         where = f"{in_run} AND intervention = {_text(intervention)}"

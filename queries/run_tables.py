@@ -17,7 +17,7 @@ import pyarrow as pa
 from schemas.commits import COMMITS
 from schemas.damage import Damage
 from schemas.errors import QueryError, RunError, unknown
-from schemas.kinds import KINDS, WORDS, columns_of
+from schemas.kinds import KINDS, WORDS, carried_columns, columns_of
 from schemas.manifest import Manifest
 from schemas.places import Place, absolute
 from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
@@ -46,6 +46,10 @@ RUNS: Columns = {
     "bos": (pa.bool_(), "Whether every sequence begins with the beginning-of-sequence token."),
     "input_family": (pa.string(), "Family of inputs."),
     "input_options": (pa.string(), "Options of the input family, as JSON."),
+    "documents": (
+        pa.string(),
+        "What became of the corpus's documents; NULL where there is no corpus, or nothing was kept.",
+    ),
     "interventions": (pa.list_(pa.string()), "Edits of the model; none is the untouched model."),
     "statistics": (pa.list_(pa.string()), "Statistics that were measured."),
     "measured_heads": (
@@ -295,8 +299,12 @@ def formulas(runs: list[Run], field: str) -> dict[str, dict[str, Any]]:
 
 
 def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
-    """The columns that some run measured, by table and name."""
-    return columns_of({kind.field: formulas(runs, kind.field) for kind in KINDS})
+    """The columns that some run measured or carries from its corpus, by table and name."""
+    columns = columns_of({kind.field: formulas(runs, kind.field) for kind in KINDS})
+    carried = [field for run in runs for field in run.scan.get("input", {}).get("columns") or []]
+    for table, more in carried_columns(carried).items():
+        columns[table] |= more
+    return columns
 
 
 def bounds(entry: dict[str, Any]) -> tuple[float, float]:
@@ -345,6 +353,7 @@ def _run_row(run: Run) -> dict[str, Any]:
     manifest, scan, done = run.manifest, run.scan, run.done
     inputs = dict(scan.get("input", {}))
     seed = scan.get("seed")
+    fates = run.directory.fates() if "sources" in manifest.identity.get("corpus", {}) else None
     return {
         **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
         # Older versions took seeds that no column of integers holds.
@@ -356,6 +365,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "precision": ", ".join(_precisions(done)) or scan.get("precision"),
         "input_family": inputs.pop("family", None),
         "input_options": json.dumps(inputs, ensure_ascii=False),
+        "documents": fates.line if fates else None,
         "interventions": list(scan.get("interventions", ["none"])),
         "statistics": list(manifest.kinds.get("statistics", {})),
         "measured_heads": _measured_heads(scan),

@@ -21,7 +21,7 @@ from schemas.kinds import TABLES
 from schemas.places import place
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, override_fields, parse_scan
-from workers.inputs.corpus import Watch, unwatched
+from workers.inputs.document_index import Watch, unwatched
 from workers.model.model_info import describe, find_model
 
 OWN_FIELDS = ("bundled", "checkpoints", "sizes")

@@ -15,7 +15,7 @@ import pyarrow as pa
 from schemas import curves, predictions, profiles, statistics, weight_statistics
 from schemas.formulas import Formula
 from schemas.kind import Kind
-from schemas.tables import Column, Table
+from schemas.tables import SEQUENCES, Column, Table, carried_column
 
 KINDS: tuple[Kind[Any], ...] = (
     statistics.KIND,
@@ -52,7 +52,18 @@ def columns_of(
     return columns
 
 
-def table_schema(table: Table, formulas: Mapping[str, Iterable[Formula]]) -> pa.Schema:
-    """The schema of a table's files; `formulas` are those of a scan by field."""
+def table_schema(
+    table: Table, formulas: Mapping[str, Iterable[Formula]], carried: Iterable[str] = ()
+) -> pa.Schema:
+    """The schema of a table's files; `formulas` are those of a scan by field, `carried` the fields
+    of documents that `sequences` has.
+    """
     facts = {field: {f.name: f.facts for f in some} for field, some in formulas.items()}
-    return table.schema(columns_of(facts)[table.name].values())
+    columns = columns_of(facts)[table.name] | carried_columns(carried).get(table.name, {})
+    return table.schema(columns.values())
+
+
+def carried_columns(fields: Iterable[str]) -> dict[str, dict[str, Column]]:
+    """The columns that carry fields of documents, by table and name."""
+    columns = [carried_column(field) for field in fields]
+    return {SEQUENCES.name: {column.name: column for column in columns}}

@@ -32,6 +32,9 @@ class Manifest(BaseModel):
     sequences: int
     batch_size: int | Literal["auto"] = "auto"
     """As it was last set; it changes no row."""
+    bad_rows: float = 0.01
+    """Likewise, as is the next."""
+    bad_rows_in_a_row: int = 100
     kinds: dict[str, dict[str, dict[str, Any]]]
     """What each formula is, by field of the scan (`schemas.kinds.KINDS`) and name."""
     inputs: dict[str, dict[str, Any]] = {}

@@ -3,7 +3,7 @@
 runs/run_id=NAME-HASH/
 ├── scan.toml        as submitted
 ├── manifest.json    everything resolved: what is measured, with what, by which code
-├── index/           lengths of the corpus's documents, where there is a corpus
+├── index/           documents of the corpus, where there is one: their lengths and hashes
 ├── heads/intervention=none/shard-000000.parquet …     (sequences/, profiles/ and curves/ alike)
 ├── weights/intervention=none/shard-000000.parquet     where the scan asks for some
 ├── failures/shard-000000.json     attempts that failed, and why
@@ -36,6 +36,7 @@ from schemas.commits import (
     read_parts,
 )
 from schemas.damage import BY_SIZE, Damage, by_content, by_size
+from schemas.document_fates import Fates
 from schemas.errors import OtherRunError, RunError
 from schemas.manifest import Manifest
 from schemas.places import Place, names, place, reason
@@ -73,6 +74,20 @@ class RunDirectory:
     def index(self) -> Place:
         """The directory of the corpus index."""
         return self.path / "index"
+
+    @property
+    def fates_file(self) -> Place:
+        """What became of the corpus's documents, by part."""
+        return self.index / "fates.json"
+
+    def fates(self) -> Fates | None:
+        """What became of the corpus's documents; none where there is no corpus, or an older run did
+        not keep it.
+        """
+        try:
+            return Fates.read(json.loads(self.fates_file.read_bytes()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return None
 
     @property
     def commits_directory(self) -> Place:

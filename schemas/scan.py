@@ -49,7 +49,7 @@ PARTITIONS = ("run_id=", "intervention=")
 LONGEST_NAME = 100
 """Of a run's name: with its fingerprint it is a directory, a job and a part of addresses."""
 
-CHANGES_NO_ROW = ("batch_size", "sequences", "out")
+CHANGES_NO_ROW = ("batch_size", "sequences", "out", "bad_rows", "bad_rows_in_a_row")
 """Fields that say how, how much and where; a run is found again, whatever they are."""
 
 RENAMED = {"outputs": "predictions", "weights": "weight_processing"}
@@ -136,6 +136,10 @@ class Scan(Measured):
     """Sequences in one forward pass; auto finds the fastest while the scan runs."""
     seed: Seed = 0
     """Seed of synthetic input; sequence i depends on (seed, i) alone."""
+    bad_rows: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of a corpus's documents that may be bad; they are left out."""
+    bad_rows_in_a_row: Count = 100
+    """Bad documents in a row, as a damaged file has them, that a corpus may have."""
     out: Text = "runs"
     """Directory that holds the runs: a path, s3://… or gs://…"""
 

@@ -9,6 +9,7 @@ A table is an object. `schemas.kinds.TABLES` lists them all: each is filled by a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,6 +99,24 @@ def measured_chance(name: str, facts: Mapping[str, Any]) -> Column:
     """The column of `sequences` with what uniform attention would score as a statistic."""
     description = f"What uniform attention would score as {name}."
     return Column(chance_column(name), pa.float32(), description, facts=_column_facts(facts))
+
+
+def carried_name(field: str) -> str:
+    """The column of `sequences` that carries a field of the corpus's documents.
+
+    >>> carried_name("meta.year"), carried_name("Source URL")
+    ('doc_meta_year', 'doc_source_url')
+    """
+    return "doc_" + re.sub(r"\W+", "_", field.lower())
+
+
+def carried_column(field: str) -> Column:
+    """The column of `sequences` that carries a field of the corpus's documents."""
+    description = (
+        f"{field} of the document that holds the first token of the text, as text; NULL where it "
+        "has none."
+    )
+    return Column(carried_name(field), pa.string(), description)
 
 
 def _column_facts(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,111 +17,39 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from schemas.errors import CorpusError, HeadcountError, ModelError, ScanError
+from schemas.errors import CorpusError, ModelError, ScanError
+from tests.toy_corpora import (
+    LENGTH,
+    Row,
+    all_origins,
+    all_tokens,
+    as_json,
+    byte_info,
+    cut,
+    documents,
+    open_corpus,
+    plain_bytes,
+    problem_of,
+    problems,
+    write_csv,
+    write_jsonl,
+    write_lines,
+    write_parquet,
+    write_zst,
+)  # fmt: skip
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs.corpus import Index
+from workers.inputs.document_index import Index
 from workers.inputs.documents import Source
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo
 
-LENGTH = 6
 PILE_MINI = Path(__file__).parent.parent.parent / "shared" / "data" / "pile-mini"
-
-Row = tuple[str, str | None]
-"""Text and pile_set_name."""
 
 
 @pytest.fixture(scope="session")
 def info(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
     """A model that reads bytes; its weights are never asked for."""
-    path = byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-    return toy_info(
-        path=str(path),
-        name="bytes",
-        n_ctx=1024,
-        d_vocab=257,
-        bos_token_id=BYTE_BOS,
-        eos_token_id=BYTE_BOS,
-    )
-
-
-def document(number: int, length: int) -> Row:
-    """A text of `length` bytes, which tells it from all others."""
-    letters = "abcdefghijklmnopqrstuvwxyzä"
-    text = (
-        "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä"
-        if length > 2
-        else "xy"[:length]
-    )
-    return text, [None, "ArXiv", "Pile-CC"][number % 3]
-
-
-def documents(*lengths: int, first: int = 0) -> list[Row]:
-    return [document(first + i, length) for i, length in enumerate(lengths)]
-
-
-def as_json(rows: Iterable[Row]) -> list[str]:
-    return [
-        json.dumps({"text": t} | ({"meta": {"pile_set_name": n}} if n else {}), ensure_ascii=False)
-        for t, n in rows
-    ]
-
-
-def write_jsonl(path: Path, rows: Iterable[Row]) -> Path:
-    path.write_text("".join(f"{line}\n" for line in as_json(rows)), encoding="utf-8")
-    return path
-
-
-def write_lines(path: Path, lines: Iterable[bytes]) -> Path:
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
-
-
-def open_corpus(
-    info: ModelInfo, files: Any, packing: str = "document", family: str = "pile", **changes: Any
-) -> Sequences:
-    """The sequences of LENGTH tokens of some files, indexed."""
-    files = [str(f) for f in files] if isinstance(files, list | tuple) else str(files)
-    options = {"family": family, "files": files, "packing": packing}
-    fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
-    sequences = Sequences(toy_scan(**fields), info)
-    sequences.make_index()
-    return sequences
-
-
-def all_tokens(sequences: Sequences) -> list[list[int]]:
-    return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)]).tolist()
-
-
-def all_origins(sequences: Sequences) -> dict[str, list[Any]]:
-    shards = [sequences.shard(i).origin for i in range(sequences.shards)]
-    return {key: [value for origin in shards for value in origin[key]] for key in shards[0]}
-
-
-def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> list[list[int]]:
-    """What the sequences must be, said plainly: bytes of documents, or of documents joined by the
-    end of text.
-    """
-    sequences: list[list[int]] = []
-    for rows in files:
-        texts = [list(text.encode()) for text, _ in rows]
-        if packing == "document":
-            sequences += [ids[:length] for ids in texts if len(ids) >= length]
-        else:
-            joined = [token for ids in texts for token in [*ids, BYTE_BOS]]
-            sequences += [
-                joined[i : i + length] for i in range(0, len(joined) - length + 1, length)
-            ]
-    return sequences
-
-
-def problem_of(info: ModelInfo, files: Any, **changes: Any) -> str:
-    """The one line that a corpus is refused with, by its index or by one of its shards."""
-    with pytest.raises(HeadcountError) as caught:
-        all_tokens(open_corpus(info, files, **changes))
-    assert isinstance(caught.value, CorpusError | ScanError)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return byte_info(tmp_path_factory.mktemp("bytes"))
 
 
 THREE_FILES = [
@@ -246,8 +173,9 @@ def test_the_index_survives_its_file(three_files: list[Path], info: ModelInfo, t
     assert sequences.index is not None
     (tmp_path / "index.parquet").write_bytes(sequences.index.to_parquet())
     read = Index.read(tmp_path / "index.parquet")
-    assert read.problems == {f"{three_files[1]}:0": "invalid JSON"}
-    for name in ("source", "row", "n_tokens"):
+    assert problems(sequences) == [f"{three_files[1]}, line 1 (invalid JSON)"]
+    assert read.problems == sequences.index.problems
+    for name in ("source", "row", "n_tokens", "content", "offset", "part"):
         assert getattr(read, name).tolist() == getattr(sequences.index, name).tolist()
     assert all_tokens(Sequences(sequences.scan, info, read)) == all_tokens(sequences)
 
@@ -255,30 +183,7 @@ def test_the_index_survives_its_file(three_files: list[Path], info: ModelInfo, t
 # Formats
 
 
-def write_zst(path: Path, *frames: bytes) -> Path:
-    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames))
-    return path
-
-
-def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
-    texts, names = zip(*rows, strict=True)
-    metas: dict[str, list[Any]] = {
-        "struct": [{"pile_set_name": n} for n in names],
-        "json": [json.dumps({"pile_set_name": n}) for n in names],
-        "absent": [],
-    }
-    columns = {"id": list(range(len(texts))), "text": list(texts)} | (
-        {"meta": metas[meta]} if metas[meta] else {}
-    )
-    pq.write_table(pa.table(columns), path, **options)
-    return path
-
-
 ROWS = documents(3, 6, 20, 1, 5, 8, 9, 30)
-
-
-def plain_bytes(rows: Iterable[Row]) -> bytes:
-    return "".join(f"{line}\n" for line in as_json(rows)).encode()
 
 
 def test_a_zst_file_of_one_frame_or_many_reads_like_the_plain_file(tmp_path: Path, info: ModelInfo):
@@ -350,7 +255,7 @@ def test_a_local_data_set_reads_like_its_files(tmp_path: Path, info: ModelInfo, 
     ("content", "reason"),
     [
         (b'{"text": "abcdefgh"}\n{"text": \n', "cannot be read"),
-        (b'{"body": "abcdefgh"}\n', "expected a column text, found body"),
+        (b'{"body": "abcdefgh"}\n', "expected a column text, found body; set input.text_field"),
     ],
 )
 def test_a_local_data_set_that_is_broken_is_one_line(
@@ -468,8 +373,7 @@ def test_line_ends_blank_lines_and_a_missing_last_line_end_change_nothing(
         for path in (plain, write_zst(tmp_path / f"{name}.jsonl.zst", content.encode())):
             sequences = open_corpus(info, path, "concat")
             assert all_tokens(sequences) == cut([ROWS], "concat"), name
-            assert sequences.index is not None
-            assert sequences.index.problems == {}
+            assert problems(sequences) == []
 
 
 def test_rows_are_lines_blank_ones_included(tmp_path: Path, info: ModelInfo):
@@ -507,11 +411,11 @@ BAD_LINES = [
     (b"[1, 2]", "expected a JSON object, got list"),
     (b'"text"', "expected a JSON object, got str"),
     (b"null", "expected a JSON object, got NoneType"),
-    (b"{}", "text is null, expected a string"),
+    (b"{}", "has no field text; found nothing; set input.text_field"),
+    (b'{"id": 1, "body": "b"}', "has no field text; found id, body; set input.text_field"),
     (b'{"text": null}', "text is null, expected a string"),
     (b'{"text": 3}', "text is int, expected a string"),
     (b'{"text": ["abcdefgh"]}', "text is list, expected a string"),
-    (b'{"text": ""}', "text is empty"),
     (b'{"text": "abc\xff\xfedefgh"}', "not UTF-8"),
     (b'{"text": "abc\\ud800defgh"}', "text has lone surrogates, which are not UTF-8"),
 ]
@@ -526,10 +430,9 @@ def test_a_bad_row_is_named_and_left_out(
     good = [line.encode() for line in as_json(rows)]
     path = write_lines(tmp_path / "a.jsonl", [*good[:50], line, *good[50:]])
     sequences = open_corpus(info, path, packing)
-    assert sequences.index is not None
-    assert sequences.index.problems == {f"{path}:50": problem}
+    assert problems(sequences) == [f"{path}, line 51 ({problem})"]
     assert all_tokens(sequences) == cut([rows], packing)
-    assert sequences.shard(0).bad_rows == [f"{path}:50 ({problem})"]
+    assert sequences.shard(0).bad_rows == [f"{path}, line 51 ({problem})"]
 
 
 def test_a_row_is_bad_in_one_shard_alone(tmp_path: Path, info: ModelInfo):
@@ -538,49 +441,140 @@ def test_a_row_is_bad_in_one_shard_alone(tmp_path: Path, info: ModelInfo):
     sequences = open_corpus(info, path, sequences_per_shard=100)
     bad = [sequences.shard(i).bad_rows for i in range(3)]
     assert bad == [
-        [f"{path}:100 (invalid JSON)"],
+        [f"{path}, line 101 (invalid JSON)"],
         [],
-        [f"{path}:300 (text is null, expected a string)"],
+        [f"{path}, line 301 (has no field text; found nothing; set input.text_field)"],
     ]
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "fails"), [(99, 1, False), (98, 1, True), (198, 2, False), (197, 2, True)]
+    ("good", "bad", "share", "advice"),
+    [
+        (99, 1, 0.01, None),
+        (98, 1, 0.01, "0.011"),
+        (198, 2, 0.01, None),
+        (197, 2, 0.01, "0.011"),
+        (3, 1, 0.25, None),
+        (3, 1, 0.24, "0.25"),
+        (99, 1, 0.0, "0.01"),
+    ],
 )
-def test_more_than_a_hundredth_of_bad_rows_fails_the_shard(
-    tmp_path: Path, info: ModelInfo, good: int, bad: int, fails: bool
+def test_a_corpus_with_too_large_a_share_of_bad_rows_is_refused(
+    tmp_path: Path, info: ModelInfo, good: int, bad: int, share: float, advice: str | None
 ):
     rows = documents(*[8] * good)
     path = write_lines(
         tmp_path / "a.jsonl", [*[b"{"] * bad, *(line.encode() for line in as_json(rows))]
     )
-    sequences = open_corpus(info, path, sequences_per_shard=1000)
-    if not fails:
-        assert all_tokens(sequences) == cut([rows], "document")
+    # However few sequences a shard has: the share is that of the corpus.
+    changes: dict[str, Any] = {"bad_rows": share, "sequences_per_shard": 2}
+    if advice is None:
+        assert all_tokens(open_corpus(info, path, **changes)) == cut([rows], "document")
         return
-    named = ", ".join(f"{path}:{i} (invalid JSON)" for i in range(bad))
-    with pytest.raises(CorpusError) as caught:
-        sequences.shard(0)
-    assert (
-        str(caught.value)
-        == f"{bad} of {good + bad} rows are bad, more than 1%: {named}; mend or remove them"
+    named = ", ".join(f"{path}, line {i + 1} (invalid JSON)" for i in range(bad))
+    assert problem_of(info, path, **changes) == (
+        f"input: {bad} of {good + bad} documents are bad, more than bad_rows = {share:g}: {named}; "
+        f"mend or remove them, or leave them out: --set bad_rows={advice}"
     )
 
 
-def test_a_failing_shard_leaves_the_others_alone_and_names_three_rows(
-    tmp_path: Path, info: ModelInfo
-):
+def test_too_many_bad_rows_in_a_row_end_the_reading(tmp_path: Path, info: ModelInfo):
+    good = [line.encode() for line in as_json(documents(*[8] * 3000))]
+    path = write_lines(tmp_path / "a.jsonl", [*good[:10], *[b"{"] * 6, *good[10:]])
+    named = ", ".join(f"{path}, line {i} (invalid JSON)" for i in (11, 12, 13))
+    assert problem_of(info, path, bad_rows_in_a_row=5) == (
+        f"input: more than 5 documents in a row are bad: {named} …; mend or remove them, or leave "
+        "them out: --set bad_rows_in_a_row=50"
+    )
+    sequences = open_corpus(info, path, bad_rows_in_a_row=6)
+    assert len(sequences) == 3000
+    fields = {"sequences": "all", "input": {"family": "pile", "files": str(path)}}
+    stopped = Sequences(toy_scan(bos=False, n_ctx=LENGTH, bad_rows_in_a_row=5, **fields), info)
+    stopped.make_index()
+    assert stopped.index is not None
+    assert len(stopped.index.row) == 512
+
+
+def test_a_shard_names_the_bad_rows_that_it_spans(tmp_path: Path, info: ModelInfo):
     good = [line.encode() for line in as_json(documents(*[8] * 300))]
-    path = write_lines(tmp_path / "a.jsonl", [*good[:150], *[b"{"] * 9, *good[150:]])
+    path = write_lines(tmp_path / "a.jsonl", [*good[:150], *[b"{"] * 3, *good[150:]])
     sequences = open_corpus(info, path, sequences_per_shard=100)
-    with pytest.raises(CorpusError) as caught:
-        sequences.shard(1)
-    named = ", ".join(f"{path}:{i} (invalid JSON)" for i in (150, 151, 152))
-    assert (
-        str(caught.value) == f"9 of 109 rows are bad, more than 1%: {named} …; mend or remove them"
-    )
-    assert sequences.shard(0).tokens.tolist() == cut([documents(*[8] * 300)], "document")[:100]
-    assert sequences.shard(2).tokens.tolist() == cut([documents(*[8] * 300)], "document")[200:]
+    assert [len(sequences.shard(i).bad_rows) for i in range(3)] == [0, 3, 0]
+    assert all_tokens(sequences) == cut([documents(*[8] * 300)], "document")
+
+
+# Empty documents
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_empty_documents_are_left_out_and_are_not_bad(
+    tmp_path: Path, info: ModelInfo, packing: str
+):
+    rows = documents(8, 9, 7)
+    lines = [line.encode() for line in as_json(rows)]
+    empty = b'{"text": ""}'
+    path = write_lines(tmp_path / "a.jsonl", [empty, lines[0], empty, empty, *lines[1:], empty])
+    sequences = open_corpus(info, path, packing)
+    assert all_tokens(sequences) == cut([rows], packing)
+    assert problems(sequences) == []
+    assert [shard.bad_rows for shard in map(sequences.shard, range(sequences.shards))] == [
+        [] for _ in range(sequences.shards)
+    ]
+    assert sequences.fates is not None
+    assert sequences.fates.all == {"used": 3, "empty": 4}
+    assert all_origins(sequences)["row"][0] == 1
+
+
+def test_text_that_the_tokenizer_drops_is_empty(tmp_path: Path):
+    path = byte_tokenizer(tmp_path)
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    info = toy_info(path=str(path), n_ctx=64, d_vocab=257, bos_token_id=256, eos_token_id=256)
+    rows: list[Row] = [("abcdefgh", None), ("  \n ", None), ("ijklmnop", None)]
+    sequences = open_corpus(info, write_jsonl(tmp_path / "a.jsonl", rows), "concat")
+    assert all_tokens(sequences) == cut([[rows[0], rows[2]]], "concat")
+    assert sequences.fates is not None
+    assert sequences.fates.all == {"used": 2, "empty": 1}
+
+
+# What became of the documents
+
+
+def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path, info: ModelInfo):
+    # Parts by document: none, ArXiv, Pile-CC, none, …
+    rows = documents(8, 3, 8, 2, 9, 8, 8, 4, 5)
+    lines = [line.encode() for line in as_json(rows)]
+    lines[4:4] = [b"{", b'{"text": "", "meta": {"pile_set_name": "ArXiv"}}']
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    sequences = open_corpus(info, path, sequences=3, bad_rows=0.2)
+    assert sequences.fates is not None
+    assert sequences.fates.parts == {
+        "": {"used": 1, "too short": 1, "not needed": 1, "bad": 1},
+        "ArXiv": {"used": 1, "too short": 2, "empty": 1},
+        "Pile-CC": {"used": 1, "too short": 1, "not needed": 1},
+    }
+    assert sequences.fates.all == {
+        "used": 3, "too short": 4, "not needed": 2, "bad": 1, "empty": 1,
+    }  # fmt: skip
+    assert sum(sequences.fates.all.values()) == len(lines)
+
+
+def test_joined_documents_are_used_or_not_needed(tmp_path: Path, info: ModelInfo):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(3, 1, 4, 8, 8))
+    sequences = open_corpus(info, path, "concat", sequences=2)
+    assert sequences.fates is not None
+    # 3 + 1, 1 + 1 are the first six tokens, 4 + 1 and one of the fourth document the next.
+    assert sequences.fates.all == {"used": 4, "not needed": 1}
+
+
+def test_small_parts_are_counted_together(tmp_path: Path, info: ModelInfo):
+    rows: list[Row] = [("abcdefgh", f"part {i % 60:02}") for i in range(100)]
+    sequences = open_corpus(info, write_jsonl(tmp_path / "a.jsonl", rows))
+    assert sequences.fates is not None
+    assert len(sequences.fates.parts) == 51
+    assert sequences.fates.parts["10 other parts"] == {"used": 10}
+    assert sequences.fates.parts["part 00"] == {"used": 2}
 
 
 @pytest.mark.parametrize(
@@ -616,12 +610,11 @@ def test_a_parquet_row_that_is_not_utf8_is_bad_and_its_neighbours_are_not(
     column = pa.array([*texts[:7], b"abc\xff\xfedef", None, *texts[7:]], pa.binary())
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": column.view(pa.string())}), path)
-    sequences = open_corpus(info, path)
-    assert sequences.index is not None
-    assert sequences.index.problems == {
-        f"{path}:7": "not UTF-8",
-        f"{path}:8": "text is null, expected a string",
-    }
+    sequences = open_corpus(info, path, bad_rows=0.02)
+    assert problems(sequences) == [
+        f"{path}, row 8 (not UTF-8)",
+        f"{path}, row 9 (text is null, expected a string)",
+    ]
 
 
 # Whole files that cannot be used
@@ -642,9 +635,19 @@ def test_a_truncated_zst_file_is_named(tmp_path: Path, info: ModelInfo):
         ("a.jsonl.zst", b"no zstd at all", "cannot be read ("),
         ("a.parquet", b"", "cannot be read ("),
         ("a.parquet", b"PAR1 and then nothing", "cannot be read ("),
-        ("a.txt", b"abcdefgh", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
-        ("a.zst", b"", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
-        ("a.json", b"{}", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
+        (
+            "a.txt",
+            b"abcdefgh",
+            "expected a file that ends in .jsonl, .json, .parquet; those of text",
+        ),
+        ("a.zst", b"", "expected a file that ends in .jsonl, .json, .parquet; those of text"),
+        (
+            "a.parquet.gz",
+            b"",
+            "expected a file that ends in .jsonl, .json, .parquet; those of text",
+        ),
+        ("a.json", b"[{},", "not JSON ("),
+        ("a.jsonl.gz", b"no gzip at all", "cannot be read ("),
     ],
 )
 def test_a_file_that_is_not_what_it_says_is_named(
@@ -663,7 +666,9 @@ def test_a_truncated_parquet_file_is_named(tmp_path: Path, info: ModelInfo):
 def test_a_parquet_file_without_text_is_named_with_its_columns(tmp_path: Path, info: ModelInfo):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["abcdefgh"], "meta": ["{}"]}), path)
-    assert problem_of(info, path) == f"{path}: expected a column text, found content, meta"
+    assert problem_of(info, path) == (
+        f"{path}: expected a column text, found content, meta; set input.text_field"
+    )
 
 
 def test_a_file_that_is_not_there_is_named_with_the_directory(
@@ -713,37 +718,38 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, info: ModelInfo):
 @pytest.mark.parametrize(
     ("lengths", "changes", "line"),
     [
-        ([5, 4, 3], {}, "0 sequences of 6 tokens of text (document packing), at least 1 wanted"),
+        ([5, 4, 3], {}, "0 sequences, at least 1 wanted, of 3 documents: 3 too short"),
         (
             [2, 1],
             {"packing": "concat"},
-            "0 sequences of 6 tokens of text (concat packing), at least 1 wanted",
+            "0 sequences, at least 1 wanted, of 2 documents: 2 not needed",
         ),
-        (
-            [6, 5, 7],
-            {"sequences": 3},
-            "2 sequences of 6 tokens of text (document packing), 3 wanted",
-        ),
+        ([6, 5, 7], {"sequences": 3}, "2 sequences, 3 wanted, of 3 documents: 2 used, 1 too short"),
         (
             [6, 5, 7],
             {"sequences": 4, "packing": "concat"},
-            "3 sequences of 6 tokens of text (concat packing), 4 wanted",
+            "3 sequences, 4 wanted, of 3 documents: 3 used",
         ),
-        ([], {}, "0 sequences of 6 tokens of text (document packing), at least 1 wanted"),
+        ([], {}, "0 sequences, at least 1 wanted, of 0 documents"),
     ],
 )
 def test_a_corpus_that_is_too_small_says_what_it_holds(
     tmp_path: Path, info: ModelInfo, lengths: list[int], changes: dict[str, Any], line: str
 ):
     path = write_jsonl(tmp_path / "a.jsonl", documents(*lengths))
-    advice = "; lower n_ctx or sequences, or pack with concat"
-    assert problem_of(info, path, **changes) == f"input: the corpus holds {line}{advice}"
+    packing = changes.get("packing", "document")
+    what = f"sequences of 6 tokens of text ({packing} packing),"
+    advice = "; lower n_ctx or sequences" + ("" if packing == "concat" else ", or pack with concat")
+    assert problem_of(info, path, **changes) == (
+        f"input: the corpus holds {line.replace('sequences,', what)}{advice}"
+    )
 
 
 def test_a_corpus_of_bad_rows_alone_says_so(tmp_path: Path, info: ModelInfo):
     (tmp_path / "a.txt").write_bytes(b"abcdefgh\xff")
-    assert problem_of(info, tmp_path / "a.txt", family="text").endswith(
-        f"; 1 bad rows were left out, the first is {tmp_path / 'a.txt'}:0 (not UTF-8 (byte 8))"
+    assert problem_of(info, tmp_path / "a.txt", family="text", bad_rows=1.0).endswith(
+        "wanted, of 1 document: 1 bad; lower n_ctx or sequences, or pack with concat, or mend "
+        f"{tmp_path / 'a.txt'} (not UTF-8 (byte 8))"
     )
 
 
@@ -761,6 +767,9 @@ def test_an_empty_file_holds_nothing(tmp_path: Path, info: ModelInfo, name: str)
     [
         lambda path: write_jsonl(path, documents(8, 9, 7, 8)),
         lambda path: write_jsonl(path, documents(8, 8)),
+        # As long as before: another text, and the same texts in another order.
+        lambda path: write_jsonl(path, documents(8, 8, 8, 8, first=1)),
+        lambda path: write_jsonl(path, reversed(documents(8, 8, 8, 8))),
         lambda path: write_lines(path, [as_json(documents(8))[0].encode(), b"{", b"{", b"{"]),
     ],
 )
@@ -772,8 +781,11 @@ def test_a_file_that_changed_after_it_was_indexed_is_named(
     change(path)
     with pytest.raises(CorpusError) as caught:
         sequences.shard(0)
-    assert str(caught.value).startswith(f"{path}:")
-    assert str(caught.value).endswith(": changed since the run was begun")
+    assert str(caught.value).startswith(f"{path}, line ")
+    assert str(caught.value).endswith(
+        ": changed since the run began; run the same command again, which looks at the whole "
+        "corpus anew"
+    )
 
 
 def test_a_file_that_was_missing_for_a_while_is_read_again(tmp_path: Path, info: ModelInfo):
@@ -804,12 +816,6 @@ SINK_TEXTS = PILE_MINI.parent / "published" / "sink_circuit_300_texts.csv"
 GPT2_TOKENIZER = PILE_MINI.parent / "gpt2-tokenizer"
 
 
-def write_csv(path: Path, rows: Iterable[Sequence[str]], encoding: str = "utf-8") -> Path:
-    with path.open("w", encoding=encoding, newline="") as file:
-        csv.writer(file).writerows(rows)
-    return path
-
-
 def test_a_csv_file_has_a_text_and_perhaps_a_data_set_in_each_row(tmp_path: Path, info: ModelInfo):
     texts = ['one, "two"', "line\nbreak in it", "short", "ärgerlich", "long" * 50_000]
     rows = [
@@ -838,7 +844,7 @@ def test_a_csv_file_of_texts_alone_may_start_with_a_byte_order_mark(
     [
         (b"abc\xff\xfedef,a", "not UTF-8"),
         (b"", None),
-        (b",a", "text is empty"),
+        (b",a", None),
         (b"abcdefgh,a,b", "more fields than the header names"),
         (b"abcdefgh", None),
     ],
@@ -851,15 +857,18 @@ def test_a_bad_row_of_a_csv_file_is_left_out(
     assert len(sequences) == 200 + (line == b"abcdefgh")
     shards = [sequences.shard(i) for i in range(sequences.shards)]
     assert [bad for shard in shards for bad in shard.bad_rows] == (
-        [f"{file}:200 ({problem})"] if problem else []
+        [f"{file}, row 201 ({problem})"] if problem else []
     )
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"body,dataset\nabcdefgh,a\n", "FILE: expected a column text, found body, dataset"),
-        (b"", "FILE: expected a column text, found nothing"),
+        (
+            b"body,dataset\nabcdefgh,a\n",
+            "FILE: expected a column text, found body, dataset; set input.text_field",
+        ),
+        (b"", "FILE: expected a column text, found nothing; set input.text_field"),
         (b'text\n"abcdefgh\n', "FILE, line 2: not CSV (unexpected end of data)"),
     ],
 )
@@ -874,7 +883,7 @@ def test_a_csv_file_that_is_none_is_one_line(
 
 def test_csv_texts_are_csv_files(tmp_path: Path, info: ModelInfo):
     (tmp_path / "a.txt").write_text("abcdefgh")
-    expected = f"{tmp_path / 'a.txt'}: expected a file that ends in .csv"
+    expected = f"{tmp_path / 'a.txt'}: expected a file that ends in .csv; those of text may also be packed (.zst, .gz)"
     assert problem_of(info, tmp_path / "a.txt", family="csv_texts") == expected
 
 

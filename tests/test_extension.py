@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -22,11 +23,11 @@ from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
 from jobs.replan import replan
 from jobs.run_loop import missing_shards, run_to_end
-from jobs.status import read_status
+from jobs.status import as_lines, read_status
 from queries.connection import connect
 from schemas import places
 from schemas.commits import fold
-from schemas.errors import RunError, ScanError
+from schemas.errors import HeadcountError, RunError, ScanError
 from schemas.places import write_whole
 from schemas.run_directory import RunDirectory
 from schemas.scan import parse_scan
@@ -403,20 +404,173 @@ def test_a_corpus_run_is_extended(tmp_path: Path, packing: str) -> None:
     assert found == expected
 
 
-def test_a_corpus_that_has_changed_is_refused(tmp_path: Path) -> None:
+def mended_run(tmp_path: Path, **options: Any) -> tuple[dict[str, Any], Path, RunDirectory]:
+    """A run of 16 documents of which shard 2, sequences 6 to 8, is not measured."""
+    options = {"packing": "document"} | options
     first = write_texts(tmp_path / "texts" / "b.jsonl", *range(8, 24))
-    fields = corpus_fields(first, packing="document") | {"model": "bundled:gpt2-mini"}
-    measured(planned(tmp_path / "out", 4, **fields))
-    before = first.read_text()
+    fields = corpus_fields(first, **options) | {"model": "bundled:gpt2-mini", "n_ctx": 5}
+    begun = planned(tmp_path / "out", "all", **fields)
+    measured(begun)
+    local(begun.run.commit_file(2)).unlink()
+    return fields, first, begun.run
+
+
+def other_text(file: Path, row: int) -> None:
+    """Put other letters into a document; the file stays as long as it is."""
+    lines = file.read_text().splitlines(keepends=True)
+    text = json.loads(lines[row])["text"]
+    lines[row] = lines[row].replace(text, text[::-1])
+    file.write_text("".join(lines))
+
+
+def tokens_of(run: RunDirectory) -> list[Any]:
+    sql = "SELECT sequence, row, tokens FROM sequences WHERE intervention = 'none' ORDER BY ALL"
+    return connect(run.path).execute(sql).fetchall()
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("options", [{}, {"shuffle": 3}, {"skip": 1}])
+def test_a_run_goes_on_with_a_corpus_that_was_mended_where_nothing_is_measured(
+    tmp_path: Path, packing: str, options: dict[str, Any]
+) -> None:
+    fields, file, run = mended_run(tmp_path, packing=packing, **options)
+    again = planned(tmp_path / "out", "all", **fields)
+    assert not again.indexed_anew
+    reader = again.sequences.reader
+    document = int(reader.first[7])
+    # Where documents are joined, the shards beside it are made of the document too.
+    made_of_it = {i // SIZE for i in range(len(reader)) if document in reader.spanned(i, i + 1)}
+    for shard in made_of_it:
+        local(run.commit_file(shard)).unlink(missing_ok=True)
+    before = tokens_of(run)
+    other_text(file, int(reader.index.row[document]))
+    plan = planned(tmp_path / "out", "all", **fields)
+    assert plan.indexed_anew
+    measured(plan)
+    assert not planned(tmp_path / "out", "all", **fields).indexed_anew
+    alone = planned(tmp_path / "alone", "all", **fields)
+    measured(alone)
+    assert tokens_of(run) == tokens_of(alone.run)
+    assert before == [found for found in tokens_of(run) if found[0] // SIZE not in made_of_it]
+
+
+def test_a_file_that_was_only_written_again_changes_nothing(tmp_path: Path) -> None:
+    fields, file, _ = mended_run(tmp_path)
+    os.utime(file, (1, 1))
+    plan = planned(tmp_path / "out", "all", **fields)
+    assert plan.indexed_anew
+    measured(plan)
+    assert not planned(tmp_path / "out", "all", **fields).indexed_anew
+
+
+@pytest.mark.parametrize("change", [3, 0])
+def test_a_document_that_is_measured_may_not_change(tmp_path: Path, change: int) -> None:
+    fields, file, run = mended_run(tmp_path)
+    other_text(file, change)
+    with pytest.raises(RunError) as refused:
+        planned(tmp_path / "out", "all", **fields)
+    assert str(refused.value).startswith(
+        f"{run.path}: the corpus has changed since the run was begun: {file}, line {change + 1} is "
+        f"another text, which sequence {change} was made of; "
+    )
+
+
+def test_a_change_that_no_time_tells_is_found_where_it_is_read(tmp_path: Path) -> None:
+    fields, file, run = mended_run(tmp_path)
+    times = os.stat(file)
+    other_text(file, 7)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    plan = planned(tmp_path / "out", "all", **fields)
+    assert not plan.indexed_anew
+    with pytest.raises(
+        HeadcountError, match=r"b\.jsonl, line 8: changed since the run began; run "
+    ):
+        plan.sequences.shard(2)
+    assert 2 not in {commit.shard for commit in run.commits()}
+
+
+def test_a_bad_row_may_be_mended(tmp_path: Path) -> None:
+    file = write_texts(tmp_path / "texts" / "b.jsonl", *range(8, 24))
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:12], "{\n", *lines[12:]]))
+    fields = corpus_fields(file) | {"model": "bundled:gpt2-mini", "n_ctx": 5, "bad_rows": 0.1}
+    begun = planned(tmp_path / "out", 9, **fields)
+    measured(begun)
+    status = read_status(begun.run)
+    assert status.documents == {"used": 9, "bad": 1, "not needed": 7}
+    assert "corpus    17 documents: 9 used, 1 bad, 7 not needed" in as_lines(status)
+    file.write_text("".join([*lines[:12], lines[0], *lines[12:]]))
+    measured(planned(tmp_path / "out", "all", **fields))
+    assert read_status(begun.run).documents == {"used": 17}
+    # With the bad row in it, it would have been refused.
+    assert begun.run.manifest().bad_rows == 0.1
+
+
+def test_files_and_documents_that_are_taken_away_are_missed(tmp_path: Path) -> None:
+    fields, file, run = mended_run(tmp_path)
+    before = file.read_text()
+    file.write_text("".join(before.splitlines(keepends=True)[:-1]))
+    begun = f"{run.path}: the corpus has changed since the run was begun: "
+    with pytest.raises(RunError) as refused:
+        planned(tmp_path / "out", "all", **fields)
+    assert str(refused.value).startswith(f"{begun}it held 16 sequences and holds 15")
+    file.write_text(before)
+    # Another file before it moves every sequence.
     write_texts(tmp_path / "texts" / "a.jsonl", 30)
-    with pytest.raises(RunError, match=r"not the one that the run was begun with: .*a\.jsonl"):
-        planned(tmp_path / "out", 8, **fields)
-    (tmp_path / "texts" / "a.jsonl").unlink()
-    first.write_text(before + before)
-    with pytest.raises(RunError, match=r"not the one that the run was begun with: corpus\.bytes"):
+    with pytest.raises(RunError) as refused:
         planned(tmp_path / "out", "all", **fields)
-    # As many bytes, and other lengths of documents.
-    write_texts(first, *reversed(range(8, 24)))
-    assert len(first.read_text()) == len(before)
-    with pytest.raises(RunError, match="changed since the run was begun: document 0 had 8 tokens"):
+    assert str(refused.value).startswith(
+        f"{begun}sequence 0 came from {file}, line 1 and would come from "
+        f"{file.with_name('a.jsonl')}, line 1"
+    )
+
+
+def test_an_index_of_before_is_held_to_its_lengths(tmp_path: Path) -> None:
+    fields, file, run = mended_run(tmp_path)
+    index_file = local(run.index) / "documents.parquet"
+    table = pq.read_table(index_file)
+    metadata = {"problems": "{}", "whole_sources": "1"}
+    pq.write_table(
+        table.select(["source", "row", "n_tokens"]).replace_schema_metadata(metadata), index_file
+    )
+    manifest = json.loads(local(run.manifest_file).read_text())
+    manifest["identity"]["corpus"]["sources"][0]["bytes"] = file.stat().st_size
+    local(run.manifest_file).write_text(json.dumps(manifest))
+    assert not planned(tmp_path / "out", "all", **fields).indexed_anew
+    write_texts(file, *reversed(range(8, 24)))
+    # As many bytes: nothing says that it has changed, until it is read.
+    plan = planned(tmp_path / "out", "all", **fields)
+    with pytest.raises(HeadcountError, match="line 7: changed since the run began"):
+        plan.sequences.shard(2)
+    write_texts(file, 9, *range(9, 24))
+    with pytest.raises(RunError, match=r"b\.jsonl, line 1 is another text, which sequence 0"):
         planned(tmp_path / "out", "all", **fields)
+
+
+def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path) -> None:
+    file = tmp_path / "texts" / "a.jsonl"
+    file.parent.mkdir()
+    lines = [{"text": "abcdefgh" * 3, "id": i, "meta": {"year": 2000 + i}} for i in range(4)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for columns in ([], ["id"], ["id", "meta.year"]):
+        fields = corpus_fields(file, columns=columns) | {"model": "bundled:gpt2-mini", "n_ctx": 5}
+        measured(planned(tmp_path / "out", "all", **fields))
+    asked = connect(tmp_path / "out")
+    sql = (
+        "SELECT doc_id, doc_meta_year, count(*) FROM sequences WHERE intervention = 'none' AND "
+        "row = 2 GROUP BY ALL ORDER BY ALL"
+    )
+    assert asked.execute(sql).fetchall() == [("2", "2002", 1), ("2", None, 1), (None, None, 1)]
+    described = (
+        "SELECT comment FROM duckdb_columns() WHERE column_name = 'doc_meta_year' AND "
+        "table_name = 'sequences' AND schema_name = 'main'"
+    )
+    assert asked.execute(described).fetchall() == [
+        ("meta.year of the document that holds the first token of the text, as text; NULL where it "
+         "has none.",)
+    ]  # fmt: skip
+    for run in (tmp_path / "out").glob("run_id=*"):
+        compact(RunDirectory(run))
+    assert connect(tmp_path / "out").execute(sql).fetchall() == [
+        ("2", "2002", 1), ("2", None, 1), (None, None, 1)
+    ]  # fmt: skip

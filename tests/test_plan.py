@@ -30,7 +30,7 @@ from schemas.errors import ScanError
 from schemas.places import StorePath, place
 from schemas.scan import parse_scan
 from tests import toy_models as toy
-from workers.inputs.corpus import IndexProgress
+from workers.inputs.document_index import IndexProgress
 from workers.memory import PeakMemory, available_cores, total_memory
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,9 @@ def test_a_scan_reads_the_index_that_its_plan_kept(model: Path, tmp_path: Path) 
         np.testing.assert_array_equal(
             getattr(again.sequences.index, name), getattr(plan.sequences.index, name)
         )
-    assert again.bad_rows == {f"{tmp_path}/a.jsonl:2": "text is empty"}
+    assert again.bad_rows == []
+    assert again.sequences.fates is not None
+    assert again.sequences.fates.all == {"used": 2, "empty": 1}
     # Other interventions, another family that packs the same: the same index.
     _, seen = planned(fields | {"interventions": ["zero_query_bias"], "batch_size": 1})
     assert seen == []
@@ -248,7 +250,7 @@ def test_the_command_says_what_will_run_and_leaves_no_run(model: Path, tmp_path:
     assert "This machine has no cuda" in done.stdout
     assert "measured on its cpu in float32" in done.stdout
     assert re.search(r"all .* about [\d.]+ ", done.stdout)
-    assert "201 documents, 4,400 tokens; index kept as" in done.stdout
+    assert "201 documents read, 4,400 tokens; index kept as" in done.stdout
     assert "1 bad row left out" in done.stdout
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [FOLDER]
     assert planned(fields)[1] == []

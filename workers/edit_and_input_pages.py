@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from schemas.values import range_of
 from workers.engine.edits import EDITABLE_ACTIVATIONS
 from workers.inputs import INPUTS, InputFamily
+from workers.inputs.corpus import choice
+from workers.inputs.input_registry import CHOICE
 from workers.interventions import INTERVENTIONS
 from workers.interventions.intervention_registry import Largest, Registered
 
@@ -52,6 +54,29 @@ An option without a default must be given, unless it says that it may be left ou
 """
 
 
+TEXT_INTRODUCTION = """\
+## Families of text
+
+`pile`, `csv_texts`, `shuffled_text`, `repeated_text` and `text` read files, in the order of their names: .jsonl and .json (an
+array of objects, or an object in each line), .parquet, .csv and plain text. All but Parquet may be packed (.zst, .gz), and a UTF-8
+byte order mark is no part of a text. They all have these options:
+"""
+
+TEXT_FATES = """\
+The order is: what `where` asks for, shuffled, without the first `skip`. So `shuffle = 1` and the same with `skip = 5000` are two
+samples that share no document, if the first one has used less than 5,000. A shuffled corpus is indexed whole before anything is
+measured; files of lines are then read where a document lies, others are gone through once for every 16 million tokens.
+
+Documents without text, or with nothing but what the tokenizer drops, are left out. So are bad ones: no JSON, no text, no UTF-8.
+A corpus is refused if a larger share of its documents than `bad_rows` (a field of the scan, 0.01) is bad, or more than
+`bad_rows_in_a_row` (100) one after the other. `headcount plan` and `headcount status` say what became of all of them.
+
+A run keeps a hash of every document. What has changed since is refused where it is read. A run whose corpus was mended, or has
+more files, goes on if every sequence that is measured already is made of the same documents at the same places; if not, one line
+says which document is not.
+"""
+
+
 def interventions_page() -> str:
     """The page of the interventions, as Markdown."""
     lines = [INTERVENTIONS_INTRODUCTION]
@@ -83,7 +108,8 @@ def interventions_page() -> str:
 
 def inputs_page() -> str:
     """The page of the input families, as Markdown."""
-    lines = [INPUTS_INTRODUCTION]
+    _, choices = _without_options(inspect.cleandoc(choice.__doc__ or ""))
+    lines = [INPUTS_INTRODUCTION, TEXT_INTRODUCTION, f"{_listed(CHOICE, choices)}\n", TEXT_FATES]
     for family in INPUTS.values():
         prose, meanings = _without_options(inspect.cleandoc(family.function.__doc__ or ""))
         lines += [f"## {family.name}\n", f"{prose}\n", _options(family, meanings), ""]
@@ -116,10 +142,13 @@ def _options(family: InputFamily, meanings: dict[str, str]) -> str:
     own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     if unknown := set(meanings) - {p.name for p in own}:
         raise ValueError(f"input family {family.name}: its docstring has no option {unknown}")
-    if not own:
-        return "No options."
+    return _listed(own, meanings) if own else "No options."
+
+
+def _listed(parameters: list[inspect.Parameter], meanings: dict[str, str]) -> str:
+    """Options as a list: what each may be, and what it means."""
     lines: list[str] = []
-    for parameter in own:
+    for parameter in parameters:
         meaning = meanings.get(parameter.name)
         lines.append(f"* {_option(parameter)}{f'. {_sentence(meaning)}' if meaning else ''}")
     return "\n".join(lines)
@@ -158,6 +187,8 @@ def values(annotation: Any, quote: str = '"') -> str:
         return _either([values(member, quote) for member in members if member is not type(None)])
     if annotation == list[str]:
         return "a list of strings"
+    if get_origin(annotation) is dict:
+        return "a table"
     raise ValueError(f"no words for the values of {annotation!r}; add them here")
 
 

@@ -182,7 +182,8 @@ def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measure
     if table is SEQUENCES:
         columns |= _origin(shard)
     formulas = {kind.field: scan.formulas(kind) for kind in scan.kinds()}
-    return table_of(columns, table_schema(table, formulas))
+    carried: list[str] = scan.input.options.get("columns") or []
+    return table_of(columns, table_schema(table, formulas, carried))
 
 
 def _origin(shard: ShardInput) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def test_a_wrong_override_is_explained(
     [
         ("a.jsonl.zst", b"no zstd", "cannot be read ("),
         ("a.parquet", b"no parquet", "cannot be read ("),
-        ("a.csv", b"text\nhello", "expected a file that ends in .jsonl, .jsonl.zst, .parquet"),
+        ("a.csv", b"text\nhello", "expected a file that ends in .jsonl, .json, .parquet"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_named(
@@ -180,8 +180,8 @@ def test_a_corpus_that_is_too_small_says_what_it_holds(
     assert plan_error(
         sequences=3, input={"family": "text", "files": files, "packing": "concat"}
     ) == [
-        "input: the corpus holds 2 sequences of 7 tokens of text (concat packing), 3 wanted; "
-        "lower n_ctx or sequences, or pack with concat"
+        "input: the corpus holds 2 sequences of 7 tokens of text (concat packing), 3 wanted, of "
+        "1 document: 1 used; lower n_ctx or sequences"
     ]
 
 
@@ -190,8 +190,8 @@ def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_p
     assert plan_error(
         sequences=1, input={"family": "pile", "files": str(tmp_path / "a.jsonl")}
     ) == [
-        "1 of 2 rows are bad, more than 1%: TMP/a.jsonl:1 (text is null, expected a string); mend "
-        "or remove them"
+        "input: 1 of 2 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 2 (text is "
+        "null, expected a string); mend or remove them, or leave them out: --set bad_rows=0.5"
     ]
 
 

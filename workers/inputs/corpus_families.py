@@ -7,17 +7,20 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from schemas.errors import CorpusError, ScanError
+from schemas.errors import CorpusError, ScanError, printable
 from schemas.places import StorePath, matching, place, reason
 from workers.inputs.corpus import Corpus
-from workers.inputs.documents import Source, open_hub
+from workers.inputs.documents import COMPRESSED, Source, open_hub
 from workers.inputs.input_registry import input_family
 from workers.inputs.text_files import located
 
 Packing = Literal["document", "concat"]
 
-PILE = {".jsonl": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
-ANY_TEXT = PILE | {".csv": "csv", "": "text"}
+PILE = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
+CSV = {".csv": "csv"}
+TEXT = {"": "text"}
+ANY_TEXT = PILE | CSV | TEXT
+"""Kind of a file by its ending, .zst and .gz left out."""
 
 
 def _split_of_files(options: dict[str, Any]) -> str | None:
@@ -34,8 +37,8 @@ def pile(
     split: str = "train",
     packing: Packing = "document",
 ) -> Corpus:
-    """Documents in the Pile's format (`text`, `meta.pile_set_name`): .jsonl, .jsonl.zst or .parquet
-    files, or a Hub data set.
+    """Documents with fields, as the Pile has them (`text`, `meta.pile_set_name`): .jsonl, .json or
+    .parquet files, or a Hub data set.
 
     * `dataset`: a data set of the Hub, for example `NeelNanda/pile-10k`, instead of `files`.
     * `split`: the part of the data set that is read.
@@ -59,7 +62,7 @@ def csv_texts(*, files: str | list[str], packing: Packing = "document") -> Corpu
 
     Made for the 300 texts of Ran-Milo et al. 2026, of 40 tokens each (n_ctx = 40, bos = false).
     """
-    return Corpus(_list(files, {".csv": "csv"}), packing)
+    return Corpus(_list(files, CSV), packing)
 
 
 @input_family
@@ -69,7 +72,7 @@ def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> C
     After Mahmood's reproduction of Ran-Milo et al. 2026. The permutation depends on the seed and
     the sequence.
     """
-    return Corpus(_list(files, ANY_TEXT), packing, shuffled=True)
+    return Corpus(_list(files, ANY_TEXT), packing, tokens_shuffled=True)
 
 
 @input_family
@@ -90,7 +93,7 @@ def repeated_text(
 @input_family
 def text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
     """Plain UTF-8 text files, each one document; `bundled:LICENSE` is a file of this project."""
-    return Corpus(_list(files, {"": "text"}), packing)
+    return Corpus(_list(files, TEXT), packing)
 
 
 def _list(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
@@ -121,11 +124,21 @@ def _list(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
             found.setdefault(os.path.realpath(p), (p, os.path.getsize(p)))
     sources: list[Source] = []
     for path, size in sorted(found.values(), key=lambda p: (Path(p[0]).name, p[0])):
-        kind = next((kind for ending, kind in kinds.items() if path.endswith(ending)), None)
-        if kind is None:
-            raise CorpusError(f"{path}: expected a file that ends in {', '.join(kinds)}")
-        sources.append(Source(kind, path, size))
+        sources.append(Source(_kind(path, kinds), path, size))
     return tuple(sources)
+
+
+def _kind(path: str, kinds: dict[str, str]) -> str:
+    """What is in a file, by its ending."""
+    packed = path.endswith(COMPRESSED)
+    inner = path.rpartition(".")[0] if packed else path
+    kind = next((kind for ending, kind in kinds.items() if inner.endswith(ending)), None)
+    if kind is None or (packed and kind == "parquet"):
+        raise CorpusError(
+            f"{printable(path)}: expected a file that ends in {', '.join(kinds)}; those of text may "
+            "also be packed (.zst, .gz)"
+        )
+    return kind
 
 
 def _in_store(pattern: StorePath) -> list[tuple[StorePath, int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
 from schemas.scan import Scan
 from schemas.values import OPTIONS, by_key, wrong_value
-from workers.inputs.corpus import Tokenizer
+from workers.inputs.corpus import Corpus, Tokenizer, choice
 
 
 @dataclass(frozen=True)
@@ -157,15 +157,24 @@ class InputFamily:
             "fingerprint": code if self.stream == self.name else f"{code}-{self.stream}",
         }
 
+    @property
+    def parameters(self) -> list[inspect.Parameter]:
+        """The options, those that every family of text has last."""
+        signature = inspect.signature(self.function, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        return own if self.synthetic else own + CHOICE
+
+    def corpus(self, options: dict[str, Any]) -> Corpus:
+        """The corpus of a family of text, its files listed."""
+        common = {p.name: options[p.name] for p in CHOICE}
+        own = {name: value for name, value in options.items() if name not in common}
+        return replace(self.function(**own), choice=choice(**common))
+
     def check(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with every default resolved; a wrong one raises `ScanError`."""
-        parameters = [
-            p
-            for p in inspect.signature(self.function, eval_str=True).parameters.values()
-            if p.kind is p.KEYWORD_ONLY
-        ]
         fields: Any = {
-            p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters
+            p.name: (p.annotation, ... if p.default is p.empty else p.default)
+            for p in self.parameters
         }
         model = create_model("Options", __config__=OPTIONS, **fields)
         try:
@@ -177,6 +186,8 @@ class InputFamily:
             ) from None
         if problem := self.refuse and self.refuse(checked):
             raise ScanError(problem)
+        if not self.synthetic:
+            choice(**{p.name: checked[p.name] for p in CHOICE})
         return checked
 
     def _explain(self, key: str, problems: list[Any], known: Iterable[str]) -> str:
@@ -190,6 +201,9 @@ class InputFamily:
             case _:
                 return wrong_value(f"input.{key}", problems)
 
+
+CHOICE = list(inspect.signature(choice, eval_str=True).parameters.values())
+"""Options that every family of text has."""
 
 INPUTS: dict[str, InputFamily] = {}
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from schemas.document_fates import Fates
 from schemas.errors import CorpusError, ModelError, ScanError
 from schemas.scan import Scan
 from workers.inputs import Draw, InputFamily, Labelled, find_input
 from workers.inputs.bigram_backcopy import BUNDLED_TEXT
-from workers.inputs.corpus import (
-    Corpus,
+from workers.inputs.corpus import Corpus
+from workers.inputs.document_index import (
+    BadRows,
     Index,
-    SequenceReader,
     Watch,
     build_index,
+    check_choice,
+    named_problems,
     unwatched,
 )
+from workers.inputs.sequence_reader import SequenceReader
 from workers.inputs.text_files import check_bundled, text_record
 from workers.model.model_info import ModelInfo, no_token
 from workers.model.text_tokenizer import TextTokenizer
@@ -59,8 +63,10 @@ class Sequences:
         partners: bool = False,
     ) -> None:
         self.scan, self.info, self.index, self.partners = scan, info, index, partners
+        self.least = 0
+        """Sequences that the index reaches as far as at least: a run has them already."""
         if corpus is not None:
-            self.corpus = corpus
+            self.corpus = self._chosen(corpus)
         self.family = find_input(scan.input.family)
         self.options = self.family.check(scan.input.options)
         if scan.n_ctx > info.n_ctx:
@@ -97,7 +103,10 @@ class Sequences:
     @cached_property
     def corpus(self) -> Corpus | None:
         """The corpus, its files listed; none where the family is synthetic."""
-        return None if self.family.synthetic else self.family.function(**self.options)
+        return None if self.family.synthetic else self._chosen(self.family.corpus(self.options))
+
+    def _chosen(self, corpus: Corpus) -> Corpus:
+        return replace(corpus, choice=corpus.choice.resolved(self.scan.seed))
 
     @property
     def record(self) -> dict[str, Any]:
@@ -135,17 +144,47 @@ class Sequences:
             return self.index.whole_sources == len(self.corpus.sources)
         return len(self._reader) >= max(least, self.scan.sequences)
 
-    def make_index(self, watch: Watch = unwatched) -> None:
-        """Index the corpus as far as the scan needs it; nothing to do for a synthetic family."""
+    def make_index(self, watch: Watch = unwatched, known: Index | None = None) -> None:
+        """Index the corpus as far as the scan needs it; nothing to do for a synthetic family.
+        Documents that `known` has are not tokenised again.
+        """
         if self.corpus is not None and self.index is None:
             self.index = build_index(
-                self.corpus, self.tokenizer, self.text_length, self.enough, watch
-            )
+                self.corpus, self.tokenizer, self.text_length, self.enough, watch, known,
+                self.bad_rows.in_a_row,
+            )  # fmt: skip
+
+    def check_index(self) -> None:
+        """Refuse a corpus that is too bad, or has nothing of what the scan asks for."""
+        if self.corpus is not None and self.index is not None:
+            self.bad_rows.check(self.index, self.corpus)
+            check_choice(self.index, self.corpus)
+
+    @property
+    def bad_rows(self) -> BadRows:
+        """How much of the corpus may be bad."""
+        return BadRows(self.scan.bad_rows, self.scan.bad_rows_in_a_row)
 
     @property
     def enough(self) -> int | None:
-        """Sequences that the scan takes from a corpus; none means all that there are."""
-        return None if self.scan.sequences == "all" else self.scan.sequences
+        """Sequences that the index is made for; none means all that there are."""
+        if self.scan.sequences == "all":
+            return None
+        return max(self.scan.sequences, self.least)
+
+    @property
+    def fates(self) -> Fates | None:
+        """What became of the documents of a corpus; none where the family is synthetic."""
+        return None if self.corpus is None else self._reader.fates(len(self))
+
+    def reader_of(self, index: Index, corpus: Corpus) -> SequenceReader:
+        """Sequences of this scan by another index of its corpus."""
+        return SequenceReader(corpus, index, self.tokenizer, self.text_length, self._separator)
+
+    @property
+    def reader(self) -> SequenceReader:
+        """Sequences by the index."""
+        return self._reader
 
     def __len__(self) -> int:
         """How many sequences the scan has; a corpus that holds fewer than asked for is an error."""
@@ -154,13 +193,17 @@ class Sequences:
         held, asked = len(self._reader), self.scan.sequences
         if held == 0 or (asked != "all" and held < asked):
             assert self.index is not None
-            bad = [f"{place} ({problem})" for place, problem in self.index.problems.items()]
+            bad = named_problems(self.index, self.corpus)
+            wanted = "at least 1" if asked == "all" else f"{asked:,}"
+            advice = ["lower n_ctx or sequences"]
+            if self.corpus.packing != "concat":
+                advice.append("or pack with concat")
+            if bad:
+                advice.append(f"or mend {bad[0]}")
             raise CorpusError(
-                f"input: the corpus holds {held} sequences of {self.text_length} tokens of text "
-                f"({self.corpus.packing} packing), "
-                f"{'at least 1' if asked == 'all' else asked} wanted; lower n_ctx or sequences, or "
-                "pack with concat"
-                f"{f'; {len(bad)} bad rows were left out, the first is {bad[0]}' if bad else ''}"
+                f"input: the corpus holds {held:,} sequences of {self.text_length} tokens of text "
+                f"({self.corpus.packing} packing), {wanted} wanted, of "
+                f"{self._reader.fates(held).line}; {', '.join(advice)}"
             )
         return held if asked == "all" else asked
 
@@ -198,7 +241,7 @@ class Sequences:
         assert self.corpus is not None
         if self.corpus.chunk is not None:
             return text[:, np.arange(self.length) % self.corpus.chunk]
-        if self.corpus.shuffled:
+        if self.corpus.tokens_shuffled:
             return np.array(
                 [self._draw_of(start + i).rng.permutation(row) for i, row in enumerate(text)]
             )
@@ -209,15 +252,18 @@ class Sequences:
         assert self.corpus is not None
         if self.index is None:
             raise RuntimeError("make_index() comes first")
-        separator = (
-            self.info.eos_token_id if self.info.eos_token_id is not None else self.info.bos_token_id
-        )
-        if self.corpus.packing == "concat" and separator is None:
+        if self.corpus.packing == "concat" and self._separator is None:
             raise ModelError(
                 f"{no_token(self.info, 'eos_token_id', 'end-of-text')} to join documents with; "
                 "pack by document"
             )
-        return SequenceReader(self.corpus, self.index, self.tokenizer, self.text_length, separator)
+        return self.reader_of(self.index, self.corpus)
+
+    @property
+    def _separator(self) -> int | None:
+        """The token that joins documents."""
+        end = self.info.eos_token_id
+        return self.info.bos_token_id if end is None else end
 
     @cached_property
     def _ordinary(self) -> np.ndarray:

@@ -55,7 +55,7 @@ def read_text(path: str) -> str:
             f"input.text: {path} cannot be read ({reason(error)}); expected a UTF-8 text file"
         ) from None
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScanError(
             f"input.text: {path} is not UTF-8 (byte {error.start}); expected a UTF-8 text file"

@@ -1,0 +1,159 @@
+"""Small corpora whose tokens are bytes, and what their sequences must be."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from schemas.errors import CorpusError, HeadcountError, ScanError
+from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
+from workers.inputs.document_index import named_problems
+from workers.inputs.input_registry import CHOICE
+from workers.inputs.sequences import Sequences
+from workers.model.model_info import ModelInfo
+
+LENGTH = 6
+
+Row = tuple[str, str | None]
+"""Text and pile_set_name."""
+
+
+def document(number: int, length: int) -> Row:
+    """A text of `length` bytes, which tells it from all others."""
+    letters = "abcdefghijklmnopqrstuvwxyzä"
+    text = (
+        "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä"
+        if length > 2
+        else "xy"[:length]
+    )
+    return text, [None, "ArXiv", "Pile-CC"][number % 3]
+
+
+def documents(*lengths: int, first: int = 0) -> list[Row]:
+    return [document(first + i, length) for i, length in enumerate(lengths)]
+
+
+def as_json(rows: Iterable[Row]) -> list[str]:
+    return [
+        json.dumps({"text": t} | ({"meta": {"pile_set_name": n}} if n else {}), ensure_ascii=False)
+        for t, n in rows
+    ]
+
+
+def write_jsonl(path: Path, rows: Iterable[Row]) -> Path:
+    path.write_text("".join(f"{line}\n" for line in as_json(rows)), encoding="utf-8")
+    return path
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> Path:
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def open_corpus(
+    info: ModelInfo, files: Any, packing: str = "document", family: str = "pile", **changes: Any
+) -> Sequences:
+    """The sequences of LENGTH tokens of some files, indexed; changes of the scan, or options of the
+    family.
+    """
+    files = [str(f) for f in files] if isinstance(files, list | tuple) else str(files)
+    choice = {p.name: changes.pop(p.name) for p in CHOICE if p.name in changes}
+    options = {"family": family, "files": files, "packing": packing, **choice}
+    fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
+    sequences = Sequences(toy_scan(**fields), info)
+    sequences.make_index()
+    sequences.check_index()
+    return sequences
+
+
+def all_tokens(sequences: Sequences) -> list[list[int]]:
+    return np.concatenate([sequences.shard(i).tokens for i in range(sequences.shards)]).tolist()
+
+
+def all_origins(sequences: Sequences) -> dict[str, list[Any]]:
+    shards = [sequences.shard(i).origin for i in range(sequences.shards)]
+    return {key: [value for origin in shards for value in origin[key]] for key in shards[0]}
+
+
+def problems(sequences: Sequences) -> list[str]:
+    """The bad documents of a corpus."""
+    assert sequences.index is not None
+    assert sequences.corpus is not None
+    return named_problems(sequences.index, sequences.corpus)
+
+
+def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> list[list[int]]:
+    """What the sequences must be, said plainly: bytes of documents, or of documents joined by the
+    end of text.
+    """
+    sequences: list[list[int]] = []
+    for rows in files:
+        texts = [list(text.encode()) for text, _ in rows]
+        if packing == "document":
+            sequences += [ids[:length] for ids in texts if len(ids) >= length]
+        else:
+            joined = [token for ids in texts for token in [*ids, BYTE_BOS]]
+            sequences += [
+                joined[i : i + length] for i in range(0, len(joined) - length + 1, length)
+            ]
+    return sequences
+
+
+def problem_of(info: ModelInfo, files: Any, **changes: Any) -> str:
+    """The one line that a corpus is refused with, by its index or by one of its shards."""
+    with pytest.raises(HeadcountError) as caught:
+        all_tokens(open_corpus(info, files, **changes))
+    assert isinstance(caught.value, CorpusError | ScanError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def byte_info(path: Path) -> ModelInfo:
+    """A model that reads bytes, in a directory; its weights are never asked for."""
+    byte_tokenizer(path)
+    return toy_info(
+        path=str(path),
+        name="bytes",
+        n_ctx=1024,
+        d_vocab=257,
+        bos_token_id=BYTE_BOS,
+        eos_token_id=BYTE_BOS,
+    )
+
+
+def write_zst(path: Path, *frames: bytes) -> Path:
+    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames))
+    return path
+
+
+def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
+    texts, names = zip(*rows, strict=True)
+    metas: dict[str, list[Any]] = {
+        "struct": [{"pile_set_name": n} for n in names],
+        "json": [json.dumps({"pile_set_name": n}) for n in names],
+        "absent": [],
+    }
+    columns = {"id": list(range(len(texts))), "text": list(texts)} | (
+        {"meta": metas[meta]} if metas[meta] else {}
+    )
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def plain_bytes(rows: Iterable[Row]) -> bytes:
+    return "".join(f"{line}\n" for line in as_json(rows)).encode()
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[str]], encoding: str = "utf-8") -> Path:
+    with path.open("w", encoding=encoding, newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
