@@ -37,7 +37,7 @@ from schemas.commits import (
 )
 from schemas.damage import BY_SIZE, Damage, by_content, by_size
 from schemas.document_fates import Fates
-from schemas.errors import OtherRunError, RunError
+from schemas.errors import OtherRunError, RunError, counted
 from schemas.manifest import Manifest
 from schemas.places import Place, names, place, reason
 
@@ -132,16 +132,22 @@ class RunDirectory:
             return Manifest.model_validate_json(self.manifest_file.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(
-                f"{self.path}: no manifest.json; expected the directory of a run. If it is one, "
-                f"headcount rm {self.path} deletes it"
+                f"{self.path}: no manifest.json; expected the directory of a run{self._removal}"
             ) from None
         except OSError as error:
             raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
         except ValidationError as error:
+            problems = counted(error.error_count(), "problem")
             raise OtherRunError(
-                f"{self.manifest_file}: not a manifest ({error.error_count()} problems); bring back "
-                f"a copy, or delete the run with headcount rm {self.path} and scan again"
+                f"{self.manifest_file}: not a manifest ({problems}){self._removal}"
             ) from None
+
+    @property
+    def _removal(self) -> str:
+        """What to do with what is left of a run; nothing of a directory that is none."""
+        if not self.path.name.startswith("run_id="):
+            return ""
+        return f"; bring back a copy, or headcount rm {self.path} deletes it"
 
     def ledger(self, columns: Sequence[str] | None = None) -> pa.Table:
         """The commits that count, in shard order: some columns of them, and whether they are

@@ -178,9 +178,9 @@ def test_a_corpus_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("bad_rows=-0.1", "TMP/toy.toml: bad_rows: expected 0.0 or more, got -0.1"),
-        ("bad_rows=1.5", "TMP/toy.toml: bad_rows: expected at most 1.0, got 1.5"),
-        ("bad_rows=nan", "TMP/toy.toml: bad_rows: expected at most 1.0, got nan"),
+        ("bad_rows=-0.1", "TMP/toy.toml: bad_rows: expected 0 or more, got -0.1"),
+        ("bad_rows=1.5", "TMP/toy.toml: bad_rows: expected at most 1, got 1.5"),
+        ("bad_rows=nan", "TMP/toy.toml: bad_rows: expected at most 1, got nan"),
         ("bad_rows_in_a_row=0", "TMP/toy.toml: bad_rows_in_a_row: expected 1 or more, got 0"),
     ],
 )
