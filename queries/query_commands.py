@@ -56,7 +56,7 @@ def query(
 
     if format == "parquet" and output is None:
         raise QueryError("--format parquet writes a file; say which one with -o FILE")
-    database = open_runs(runs, code=code, tell=_say)
+    database = open_runs(runs, code=code, tell=tell_user)
     warn_of_damage(database)
     if question is None:
         for name, description in view_descriptions(database.connection).items():
@@ -95,7 +95,7 @@ def report(
     from queries.asking import open_runs
     from queries.report import write_report
 
-    database = open_runs(runs, code=code, tell=_say)
+    database = open_runs(runs, code=code, tell=tell_user)
     warn_of_damage(database)
     write_report(database, output)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
@@ -104,10 +104,11 @@ def report(
 def warn_of_damage(database: RunDatabase) -> None:
     """Say on stderr which runs have damaged files: their shards are in no answer."""
     for line in database.damage():
-        _say(f"warning: {line}")
+        tell_user(f"warning: {line}")
 
 
-def _say(line: str) -> None:
+def tell_user(line: str) -> None:
+    """A line on stderr, beside whatever goes to stdout."""
     typer.echo(line, err=True)
 
 

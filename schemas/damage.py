@@ -122,7 +122,7 @@ def by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
             if path in found:
                 found[path].shards.append(shard)
             else:
-                why = _size_problem(there[i], committed[i].as_py())
+                why = _size_problem(int(there[i]), committed[i].as_py())
                 found[path] = Damage(path, [shard], why)
     return list(found.values())
 

@@ -1,5 +1,8 @@
 """What a file's content is known by."""
 
+# pyarrow has no types.
+# pyright: basic
+
 from __future__ import annotations
 
 import hashlib

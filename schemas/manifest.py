@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator, model_validator
 
 from schemas.kinds import KINDS
 from schemas.scan import CHANGES_NO_ROW, RENAMED
@@ -16,6 +16,14 @@ Meanings = dict[str, dict[str, str]]
 
 Location = str | list[str]
 """A place, or several of them, as a scan names them."""
+
+
+class _ScanFacts(BaseModel):
+    """What whoever reads a run asks of its scan."""
+
+    sequences_per_shard: PositiveInt
+    n_ctx: PositiveInt
+    interventions: list[str]
 
 
 class Manifest(BaseModel):
@@ -80,20 +88,11 @@ class Manifest(BaseModel):
         """The code that began the run, then all other code that it was gone on with."""
         return [self.code, *self.other_codes]
 
-    @model_validator(mode="after")
-    def _has_a_scan(self) -> Self:
-        """Whoever reads a run asks these."""
-        scan = self.identity.get("scan")
-        sizes = (
-            [scan.get(name) for name in ("sequences_per_shard", "n_ctx")]
-            if isinstance(scan, dict)
-            else []
-        )
-        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ValueError("identity.scan lacks sequences_per_shard or n_ctx")
-        if not isinstance(scan.get("interventions"), list):
-            raise ValueError("identity.scan lacks interventions")
-        return self
+    @field_validator("identity")
+    @classmethod
+    def _has_a_scan(cls, identity: dict[str, Any]) -> dict[str, Any]:
+        _ScanFacts.model_validate(identity.get("scan"))
+        return identity
 
     @model_validator(mode="before")
     @classmethod

@@ -450,6 +450,10 @@ def spoil_manifest(run: RunDirectory, text: str) -> None:
     local(run.manifest_file).write_text(text)
 
 
+def spoil_ledger(run: RunDirectory) -> None:
+    (local(run.commits_directory) / "fold-000000-1a2b3c4d.parquet").write_bytes(b"PAR1")
+
+
 BROKEN: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
     "no JSON": (lambda run: spoil_manifest(run, "{"), "not a manifest"),
     "empty": (lambda run: spoil_manifest(run, ""), "not a manifest"),
@@ -461,12 +465,7 @@ BROKEN: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
         "not a manifest",
     ),
     "gone": (lambda run: local(run.manifest_file).unlink(), "no manifest.json"),
-    "a fold": (
-        lambda run: (local(run.commits_directory) / "fold-000000-1a2b3c4d.parquet").write_bytes(
-            b"PAR1"
-        ) and None,
-        "damaged",
-    ),
+    "a fold": (lambda run: spoil_ledger(run), "damaged"),
     "another column": (
         lambda run: spoil_manifest(
             run,
