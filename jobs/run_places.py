@@ -68,13 +68,15 @@ def placed(
     """The fields of a run's scan, with its places and what was `kept` as last set; what is gone is
     named.
     """
-    for field, location in _missing(manifest, Path.cwd(), overrides).items():
-        what = "the directory of its model" if field == "model" else "files of its input"
+    missing = _missing(manifest, Path.cwd(), overrides)
+    if missing:
         gone = not Path(manifest.begun_in).is_dir()
-        begun = f", and {manifest.begun_in}, where it was begun, is gone" if gone else ""
+        begun = f" ({manifest.begun_in}, where it was begun, is gone)" if gone else ""
+        named = ", ".join(f"{field} = {location!r}" for field, location in missing.items())
+        settings = [word for field in missing for word in ("--set", f"{field}=PATH")]
         raise RunError(
-            f"{run.path}: {location}, {what}, is not in {os.getcwd()}{begun}; "
-            f"{resumption(run, '--set', f'{field}=PATH')} goes on with PATH in its place"
+            f"{run.path}: not there, seen from {os.getcwd()}{begun}: {named}; resume the run from "
+            f"where that lies, or say where: {resumption(run, *settings)}"
         )
     settings = [f"{field}={json.dumps(value)}" for field, value in manifest.places.items()]
     fields = override_fields(manifest.identity["scan"], settings) | kept

@@ -45,9 +45,11 @@ class ScanCommand:
     def text(self, *more: str) -> str:
         """The command with more words, as it is typed here."""
         typed = shlex.join(["headcount", "scan", *self.words, *more])
-        if self.directory in ("", self.here):
+        if not self.directory:
             return typed
         if (Path(self.directory) / self.words[0]).is_file():
+            if self.directory == self.here:
+                return typed
             return f"cd {shlex.quote(self.directory)} && {typed}"
         return f"{typed} (where {self.words[0]} lies)"
 

@@ -289,15 +289,17 @@ def test_what_has_moved_is_set(
     shutil.move("bytes", "new place/moved")
     monkeypatch.chdir(home / "new place")
     line = (
-        f"error: {run}: bytes, the directory of its model, is not in {home}; "
-        f"headcount resume {run} --set model=PATH goes on with PATH in its place"
+        f"error: {run}: not there, seen from {home}: model = 'bytes'; resume the run from where "
+        f"that lies, or say where: headcount resume {run} --set model=PATH"
     )
     assert command("resume", run, *HERE) == (2, [line])
     (home / "texts").mkdir()
     shutil.move("../a.jsonl", "../texts/a.jsonl")
     code, err = command("resume", run, "--set", "model=moved", *HERE)
     assert code == 2
-    assert err[0].startswith(f"error: {run}: *.jsonl, files of its input, is not in {home}; ")
+    assert err[0].startswith(
+        f"error: {run}: not there, seen from {home}: input.files = '*.jsonl'; "
+    )
     shutil.move("../texts/a.jsonl", "../a.jsonl")
     assert command("resume", run, "--set", "model=moved", *HERE)[0] == 0
     assert rows(run) == expected
@@ -318,6 +320,27 @@ def test_what_has_moved_is_set(
     assert code == 2
     assert "the model's configuration (config.json: " in line
     assert line.endswith(f"cd {home} && headcount scan toy.toml --new starts another run")
+
+
+def test_a_run_whose_home_is_gone_says_so_and_goes_on_where_things_lie(
+    home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned(command)
+    monkeypatch.chdir(home.parent)
+    shutil.move(home, home.parent / "moved")
+    (run,) = (home.parent / "moved" / "runs").glob("run_id=*")
+    unfinished(run)
+    line = (
+        f"error: {run}: not there, seen from {home.parent} ({home}, where it was begun, is gone): "
+        "model = 'bytes', input.files = '*.jsonl'; resume the run from where that lies, or say "
+        f"where: headcount resume {run} --set model=PATH --set input.files=PATH"
+    )
+    assert command("resume", run, *HERE) == (2, [line])
+    monkeypatch.chdir(home.parent / "moved")
+    assert command("resume", run, *HERE)[0] == 0
+    unfinished(run)
+    monkeypatch.chdir("/")
+    assert command("resume", run, *HERE)[0] == 0
 
 
 def test_the_rest_cannot_be_set(home: Path, command: Command) -> None:
