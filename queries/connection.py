@@ -18,7 +18,7 @@ from queries.stores import register_stores
 from schemas.errors import QueryError
 from schemas.kinds import TABLES
 from schemas.places import Place, place
-from schemas.tables import OF_HEAD, SEQUENCES, Column, Table
+from schemas.tables import OF_HEAD, PARTITIONS, SEQUENCES, Column, Table
 
 QUERIES = Path(__file__).parent
 """The folder whose `.sql` files become views: the stem is the name, the first comment the
@@ -31,14 +31,6 @@ VIEWS = {
     "shards": "One row per shard: done, missing or damaged, and who made it.",
     "statistics": "One row per statistic: unit, range, meaning, formula and source.",
     "formulas": "One row per formula of every kind: the table it fills, unit, meaning and source.",
-}
-
-PARTITIONS = {
-    "run_id": (pa.string(), "Run that the row belongs to."),
-    "intervention": (
-        pa.string(),
-        "Edit of the model under which it was measured; none is the untouched model.",
-    ),
 }
 
 OWN: dict[str, dict[str, str]] = {
@@ -62,7 +54,7 @@ OWN["profile_means"] = OWN["profiles"] | {
 }
 """What columns mean in one view, and perhaps not elsewhere."""
 
-KEYS = {column.name: column.description for column in (*OF_HEAD, *SEQUENCES.columns)}
+KEYS = {c.name: c.description for c in (*PARTITIONS, *OF_HEAD, *SEQUENCES.columns)}
 """What columns mean in every other view."""
 
 
@@ -106,7 +98,7 @@ def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
 
 
 def _empty(table: Table, measured: Mapping[str, Column]) -> pa.Table:
-    partitions = [pa.field(name, type_) for name, (type_, _) in PARTITIONS.items()]
+    partitions = [pa.field(column.name, pa.string()) for column in PARTITIONS]
     return pa.schema([*partitions, *table.schema(measured.values())]).empty_table()
 
 
@@ -135,7 +127,7 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, table: Table, runs: l
     `union_by_name` would open every file whenever a query is planned (20,000 files: 3 s); this
     opens one per call.
     """
-    keys = [*PARTITIONS, *table.own]
+    keys = [*(column.name for column in PARTITIONS), *table.own]
 
     def own(run: Run) -> list[str]:
         return sorted(run_tables.measured_columns([run])[table.name])
@@ -239,12 +231,11 @@ def _comment(
 ) -> None:
     for name, text in descriptions.items():
         connection.execute(f"COMMENT ON VIEW {_name(name)} IS {_text(text)}")
-    shared = {name: text for name, (_, text) in PARTITIONS.items()} | KEYS
     every = {n: c.description for columns in measured.values() for n, c in columns.items()}
     sql = "SELECT table_name, column_name FROM duckdb_columns() WHERE schema_name = 'main' AND NOT internal"
     for view, column in connection.execute(sql).fetchall():
         of_view = {n: c.description for n, c in measured.get(view, {}).items()}
-        known = every | shared | of_view | OWN.get(view, {})
+        known = every | KEYS | of_view | OWN.get(view, {})
         text = known.get(column) or _derived(column, every)
         if text:
             connection.execute(f"COMMENT ON COLUMN {_name(view)}.{_name(column)} IS {_text(text)}")

@@ -318,7 +318,7 @@ def rows_of(run: RunDirectory) -> pa.Table:
     tables = [pq.ParquetFile(pa.BufferReader((run.path / f).read_bytes())).read() for f in files]
     return (
         pa.concat_tables(tables)
-        .replace_schema_metadata()
+        .drop_columns("run_id")  # The runs that are compared have names of their own.
         .sort_by([(key, "ascending") for key in KEYS])
     )
 

@@ -92,9 +92,16 @@ def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
     assert table.schema.field("entropy").type == pa.float32()
 
 
+def test_every_file_says_its_run_and_its_intervention(plan: Plan) -> None:
+    for table in ("heads", "sequences"):
+        rows = pq.ParquetFile(plan.run.data_file(table, "none", 1)).read()
+        assert rows.column_names[:2] == ["run_id", "intervention"]
+        assert set(rows["run_id"].to_pylist()) == {plan.run.run_id}
+        assert set(rows["intervention"].to_pylist()) == {"none"}
+
+
 def test_files_say_what_their_columns_mean(plan: Plan) -> None:
     schema = pq.read_schema(plan.run.data_file("heads", "none", 0))
-    assert schema.metadata[b"run_id"].decode() == plan.run.run_id
     field = schema.field("sink_mass").metadata
     assert field[b"unit"] == b"probability"
     assert field[b"range"] == b"[0, 1]"

@@ -23,7 +23,7 @@ from schemas.parquet import parquet_bytes, table_of
 from schemas.places import write_whole
 from schemas.run_directory import RunDirectory, data_path
 from schemas.scan import Scan
-from schemas.tables import SEQUENCES, Table
+from schemas.tables import SEQUENCES, Table, with_partitions
 from workers.inputs.sequences import ShardInput
 from workers.measurements.batch import Measurements
 from workers.measurements.profile_means import means_table
@@ -109,9 +109,7 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: in
 def _write_table(
     run: RunDirectory, table: str, intervention: str, shard: int, rows: pa.Table
 ) -> DataFile:
-    content = parquet_bytes(
-        rows.replace_schema_metadata({"run_id": run.run_id, "intervention": intervention})
-    )
+    content = parquet_bytes(with_partitions(rows, run.run_id, intervention))
     file = run.data_file(table, intervention, shard)
     write_whole(file, content)
     path = data_path(table, intervention, file.name)
