@@ -64,6 +64,8 @@ def test_a_minimal_scan_has_these_defaults():
         "sequences_per_shard": 256,
         "batch_size": "auto",
         "seed": 0,
+        "bad_rows": 0.01,
+        "bad_rows_in_a_row": 100,
         "out": "runs",
     }
 
@@ -324,7 +326,7 @@ def test_the_fingerprint_changes_with(key: str):
 
 
 def test_every_field_that_can_change_a_row_is_known_to_change_the_fingerprint():
-    assert set(Scan.model_fields) - set(CHANGES) == {"out", "sequences", "batch_size"}
+    assert set(Scan.model_fields) - set(CHANGES) == set(CHANGES_NO_ROW)
 
 
 @pytest.mark.parametrize("change", [{"sequences": 4}, {"sequences": "all"}, {"batch_size": 2}])

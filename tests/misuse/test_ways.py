@@ -350,7 +350,8 @@ def test_the_rest_cannot_be_set(home: Path, command: Command) -> None:
             2,
             [
                 f"error: --set {setting}: {run.name[7:]} goes on with another batch_size, "
-                "sequences, bad_rows, bad_rows_in_a_row, model, input.files or input.text, which change no row of it, and with "
+                "sequences, bad_rows, bad_rows_in_a_row, model, input.files or input.text, which "
+                "change no row of it, and with "
                 f"nothing else; headcount scan toy.toml --set seed=1 --set {setting} makes a run "
                 "of its own"
             ],
