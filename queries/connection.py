@@ -22,7 +22,7 @@ from queries.verified_files import Tell, damage_in
 from schemas.errors import QueryError
 from schemas.kinds import TABLES
 from schemas.places import Place, place
-from schemas.scan import safe_name
+from schemas.scan import SAFE_NAME
 from schemas.tables import OF_HEAD, PARTITIONS, SEQUENCES, Column, Table
 
 QUERIES = Path(__file__).parent
@@ -269,7 +269,7 @@ def _files_of(table: Table, runs: list[Run]) -> str:
         return sorted(run_tables.measured_columns([run])[table.name])
 
     selects = [f"FROM ledger.{table.name}_content"]
-    plain = [run for run in runs if safe_name(run.directory.run_id) == run.directory.run_id]
+    plain = [run for run in runs if SAFE_NAME.fullmatch(run.directory.run_id)]
     for names, group in groupby(sorted(plain, key=own), key=own):
         files = [file for run in group for file in run.files(table.name)]
         if files:

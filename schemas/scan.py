@@ -43,7 +43,10 @@ LONGEST_FILE_NAME = 255
 LONGEST_INTERVENTION = 240
 """An intervention names a directory, behind the name of its column."""
 
-PARTITIONS = ("run_id=", "intervention=")
+SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""What directories, addresses, jobs and SQL all take as it is."""
+
+PARTITION_PREFIXES = ("run_id=", "intervention=")
 """What readers take off the path of a file, wherever in it they find it."""
 
 LONGEST_NAME = 100
@@ -310,7 +313,7 @@ def _check_paths(scan: Scan) -> None:
     if not scan.out.strip() or str(where).startswith(("~", "bundled:")):
         raise ScanError(f"out: expected a directory that can be written, got {scan.out!r}")
     names = re.split(r"[/\\]", scan.out)
-    if taken := next((name for name in names if name.startswith(PARTITIONS)), None):
+    if taken := next((name for name in names if name.startswith(PARTITION_PREFIXES)), None):
         raise ScanError(
             f"out: expected a directory that holds runs, got {scan.out!r}; a name that begins like "
             f"{taken.partition('=')[0]}= is one of a run"

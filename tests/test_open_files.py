@@ -75,7 +75,7 @@ def expected(runs: Path) -> dict[tuple[str, str], int]:
     """How many rows each run has under each intervention."""
     model = json.loads(next((runs / "runs").glob("run_id=a-*/manifest.json")).read_bytes())["model"]
     rows = SEQUENCES * model["n_layers"] * model["n_heads"]
-    return dict.fromkeys([("a", "none"), ("a", MASKED), ("b", "none")], rows)
+    return {("a", "none"): rows, ("a", MASKED): rows, ("b", "none"): rows}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

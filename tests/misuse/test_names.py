@@ -5,7 +5,6 @@ it is.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from jobs.plan import make_plan, prepare_run
 from jobs.portable_scan import portable_scan
 from queries.connection import connect
-from schemas.scan import LONGEST_NAME, load_scan, parse_scan, safe_name
+from schemas.scan import LONGEST_NAME, SAFE_NAME, load_scan, parse_scan, safe_name
 from tests import toy_runs
 
 NAMES = [
@@ -57,7 +56,7 @@ NAMES = [
 def test_a_run_is_named_in_characters_that_everything_takes(name: str, safe: str):
     run_id = parse_scan(FIELDS).run_id(name)
     assert run_id.rpartition("-")[0] == safe == safe_name(safe)
-    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run_id)
+    assert SAFE_NAME.fullmatch(run_id)
     assert len(f"run_id={run_id}-99") < 255
 
 
