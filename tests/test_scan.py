@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from schemas.errors import ScanError
 from schemas.profiles import KIND as PROFILES
-from schemas.scan import Scan, load_scan, parse_scan
+from schemas.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
 from schemas.values import in_toml
 
 MINIMAL = {"model": "toy", "n_ctx": 8, "input": {"family": "pile"}, "sequences": 3}
