@@ -120,6 +120,8 @@ def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
     is taken out of every view, and told of.
     """
     opened = OPENED[connection]
+    if not opened.runs:
+        return
     with opened.asking:
         tables = _tables_read(connection, sql)
         runs = [_verified(run, tables, opened.tell) for run in opened.runs] if tables else []

@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 from typer.testing import CliRunner
 
 from headcount import app
-from queries.asking import RunDatabase, open_runs
+from queries.asking import open_runs
 from reproduce.reproduce_commands import _judge
 from reproduce.system import Figure, systems
 from reproduce.system_figures import Heading, write_page
@@ -26,7 +26,7 @@ from reproduce.verdicts import Finding, Verdict, warning
 from schemas.errors import QueryError, RunError
 from tests import toy_models as toy
 from tests.browser import chromium
-from tests.toy_runs import write_run
+from tests.toy_runs import without_runs, write_run
 
 EVIL = "</script><b>Eve & co"
 HEADING = Heading(system="toy", title="A toy", source="Someone 2020", model="m", runs="1234abcd")
@@ -57,7 +57,7 @@ def written(
     connection = duckdb.connect()
     connection.execute(f"CREATE MACRO evil() AS '{EVIL}'")
     output = folder / "page.html"
-    write_page(output, heading, findings, figures, RunDatabase(connection))
+    write_page(output, heading, findings, figures, without_runs(connection))
     return output.read_text(encoding="utf-8")
 
 
@@ -202,7 +202,7 @@ def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
     )
     write_run(tmp_path / "1234abcd", "a-1", {"sink_mass": lambda row: 1.0})
     database = open_runs(tmp_path / "1234abcd")
-    monkeypatch.setattr("reproduce.system_runs.open_runs", lambda *_: database)
+    monkeypatch.setattr("reproduce.system_runs.open_runs", lambda *_, **__: database)
     for home in (str(tmp_path / "1234abcd"), "s3://bucket/previous_token/1234abcd"):
         assert _judge("t", system, system.bundled_model, home) == []
     assert [path.name for path in tmp_path.glob("*.html")] == ["1234abcd.html"]

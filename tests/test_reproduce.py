@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headcount import app
-from queries.asking import RunDatabase
 from reproduce.system import Check, Phenomenon, System, systems
 from reproduce.system_runs import plan_system
 from reproduce.verdicts import Finding, judge
@@ -28,6 +27,7 @@ from schemas.predictions import PREDICTIONS
 from schemas.statistics import STATISTICS
 from tests import published
 from tests import toy_models as toy
+from tests.toy_runs import without_runs
 from workers.model.loading import load_model
 from workers.model.model import bridge_of
 from workers.model.model_info import find_model
@@ -173,7 +173,7 @@ def toy_system(**fields: Any) -> System:
 
 def verdicts(system: System, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Findings on the published model and on another one; the SQL of the system reads no table."""
-    database = RunDatabase(duckdb.connect())
+    database = without_runs(duckdb.connect())
     monkeypatch.setattr("reproduce.verdicts.find_model", lambda model: Path(model))
     monkeypatch.setattr(
         "reproduce.verdicts.describe",

@@ -10,8 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import duckdb
 import pyarrow as pa
 
+from queries.asking import RunDatabase
+from queries.connection import OPENED, OpenedRuns
 from schemas.commits import Commit, DataFile, Method, Version
 from schemas.digests import digest_of
 from schemas.kinds import table_schema
@@ -194,6 +197,12 @@ def write_commit(
     path = local(directory.commit_file(shard))
     path.parent.mkdir(exist_ok=True)
     path.write_text(commit.model_dump_json())
+
+
+def without_runs(connection: duckdb.DuckDBPyConnection) -> RunDatabase:
+    """A database that reads no run."""
+    OPENED[connection] = OpenedRuns([], [], print)
+    return RunDatabase(connection)
 
 
 def _heads(
