@@ -53,3 +53,15 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown {kind} {name!r}: {hint}Known: {', '.join(names) or 'none'}"
+
+
+def printable(text: str) -> str:
+    """A text of somebody else's as a terminal may show it: what is no visible character is written
+    out, for instance line ends, escape sequences and marks that turn the direction of writing.
+
+    >>> printable("Pile-CC"), printable("a\\x1b[2Jb\\nc")
+    ('Pile-CC', 'a\\\\x1b[2Jb\\\\nc')
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
