@@ -7,8 +7,10 @@ import sys
 import typer
 
 import jobs.cluster_commands
+import jobs.run_model
 import jobs.scan_commands
 import queries.query_commands
+import queries.text_commands
 import reproduce.reproduce_commands
 from schemas.errors import HeadcountError
 
@@ -27,7 +29,8 @@ PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce", "models")
 
 jobs.scan_commands.mount(app)
 jobs.cluster_commands.mount(app)
-queries.query_commands.mount(app)
+queries.query_commands.mount(app, jobs.run_model.RunModel)
+queries.text_commands.mount(app, jobs.run_model.RunModel)
 reproduce.reproduce_commands.mount(app)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import duckdb
 
 from queries.answers import query_error, run_query
-from queries.connection import QUERIES, connect
+from queries.connection import MEMORY, QUERIES, connect
 from schemas.errors import QueryError
 from schemas.places import Place
 
@@ -68,11 +68,12 @@ def open_runs(
     views: Mapping[str, str] = NO_VIEWS,
     queries: Path = QUERIES,
     code: str | None = None,
+    memory: str = MEMORY,
 ) -> RunDatabase:
     """Open a run directory or a directory of runs, with some more views, SQL by name. Only the
-    shards that `code` measured, if it is given.
+    shards that `code` measured, if it is given; `memory` is what queries may take.
     """
-    connection = connect(path, queries, code)
+    connection = connect(path, queries, code, memory)
     for name, sql in views.items():
         try:
             connection.execute(f"CREATE VIEW {name} AS {sql}")

@@ -46,7 +46,7 @@ FLOORS = (
 ONLY_IN = {
     "aiohttp": ("jobs/submission.py",),
     "datasets": ("workers/inputs/documents.py",),
-    "duckdb": ("queries/answers.py", "queries/asking.py", "queries/connection.py", "queries/stores.py"),
+    "duckdb": ("queries/",),
     "fsspec": ("queries/stores.py",),
     "huggingface_hub": ("workers/model/model_info.py",),
     "jinja2": ("queries/html_page.py",),

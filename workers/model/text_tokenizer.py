@@ -40,6 +40,25 @@ class TextTokenizer:
         """The same for several texts, on all cores."""
         return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def text(self, tokens: list[int]) -> str:
+        """The text of some tokens, special ones included."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def texts(self, tokens: list[int]) -> list[str]:
+        """The text of each token; of one that is a part of a character, its name in the vocabulary."""
+        return [self._one(token) for token in tokens]
+
+    def _one(self, token: int) -> str:
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return f"<{token}>"  # Vocabularies are padded to round sizes.
+        if "▁" in name:
+            return name.replace(
+                "▁", " "
+            )  # SentencePiece's space, which decoding drops at the start.
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return name if not text or "\ufffd" in text else text
+
 
 def _load(path: Path) -> Any:
     from tokenizers import Tokenizer
