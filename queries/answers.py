@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ from queries.connection import view_descriptions, way_to
 from schemas.errors import QueryError, printable, unknown
 
 BATCH_ROWS = 10_000
+
+STOPPING = 300
+"""Tenths of a second that DuckDB has for stopping."""
 
 T = TypeVar("T")
 
@@ -40,17 +43,27 @@ class Patience:
         try:
             value = answer.result(self.left)
         except TimeoutError:
-            self.cursor.interrupt()
+            self._stop(answer)
             raise QueryError(
                 f"stopped after {self.allowed:g} s without an answer; --timeout SECONDS waits "
                 "longer, --timeout 0 as long as it takes"
             ) from None
         except KeyboardInterrupt:
-            self.cursor.interrupt()
+            self._stop(answer)
             raise
         if self.left is not None:
             self.left = max(self.left - (time.monotonic() - began), 0.001)
         return value
+
+    def _stop(self, answer: Future[Any]) -> None:
+        """Stop DuckDB and wait for its thread: Python cannot end while one is inside a library.
+
+        An interrupt before DuckDB has begun is lost, so there are several.
+        """
+        for _ in range(STOPPING):
+            self.cursor.interrupt()
+            if wait([answer], timeout=0.1).done:
+                return
 
 
 def _settle(answer: Future[T], call: Callable[[], T]) -> None:

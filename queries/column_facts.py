@@ -8,7 +8,7 @@ import re
 
 import duckdb
 
-from queries.connection import PREFIXES
+from queries.connection import PREFIXES, view_descriptions
 from schemas.kinds import KINDS, TABLES
 
 SAME_RANGE = ("mean_", "max_", "chance_")
@@ -18,15 +18,10 @@ Facts = dict[str, dict[str, str]]
 
 
 def read_views(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
-    """The views that a question names, in order of their names."""
-    name = question.strip()
-    try:
-        found = connection.cursor().get_table_names(
-            f"FROM {name}" if re.fullmatch(r"\w+", name) else name
-        )
-    except duckdb.Error:
-        return []  # PIVOT and the like have no list of tables.
-    return sorted(found)
+    """The views whose names stand in a question, in order. DuckDB would name the tables below them."""
+    words = re.findall(r"\w+", question.lower())
+    views = view_descriptions(connection)
+    return [word for word in dict.fromkeys(words) if word in views]
 
 
 def column_facts(connection: duckdb.DuckDBPyConnection, question: str) -> Facts:

@@ -330,7 +330,12 @@ def _lock(connection: duckdb.DuckDBPyConnection, runs: list[Run], memory: str) -
         "enable_external_access = false",
         "lock_configuration = true",
     ):
-        connection.execute(f"SET {setting}")
+        try:
+            connection.execute(f"SET {setting}")
+        except duckdb.OutOfMemoryException:
+            raise QueryError(
+                f"--memory {memory}: is less than the runs themselves need; try 1GB"
+            ) from None
 
 
 def _text(value: str) -> str:

@@ -98,6 +98,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         )
         from queries.text_columns import with_text
 
+        seconds = timeout if 0 < timeout < float("inf") else None
         sql = _question(question, file)
         format = format_of(format, output, vertical)
         database = open_runs(runs, code=code, memory=check_memory(memory))
@@ -108,7 +109,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
                     first_sentence = description.partition(". ")[0].rstrip(".")
                     out.write(f"{name:<24} {first_sentence}.\n")
             return
-        answer = run_query(database.connection, sql, rows_to_read(format, limit), timeout or None)
+        answer = run_query(database.connection, sql, rows_to_read(format, limit), seconds)
         if text:
             ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
             answer = with_text(answer, RunModels(runs, open_model), ids)

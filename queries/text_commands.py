@@ -181,8 +181,9 @@ def _write_looks(texts: list[str], looks: Sequence[LookLike], out: TextIO, width
 
     digits = max(len(str(len(texts))), 3)
     room = max((width - 2 * digits - 18) // 2, 5)
-    longest = max(map(cell_len, texts))
-    room = min(room, max(longest, 6))
+    # Quotes show where a token begins with a space.
+    texts = [f"'{text}'" for text in texts]
+    room = min(room, max(*map(cell_len, texts), 6))
 
     def cut(text: str) -> str:
         return set_cell_size(text if cell_len(text) <= room else f"{text[: room - 1]}+", room)

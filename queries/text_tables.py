@@ -32,25 +32,42 @@ VALUE = 2_000
 VERTICAL_LINES = 60
 """A table wider than its terminal is written one column a line if that makes no more lines."""
 
+NAMED = 12
+"""Columns that are named where they do not fit."""
+
 SEPARATOR = 3
 """Characters between two columns."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The signs of a table that not every encoding has."""
+    """The signs that an encoding has."""
 
+    encoding: str
     null: str
     more: str
 
     @classmethod
     def of(cls, out: TextIO) -> Marks:
         """Those that can be written."""
+        encoding = out.encoding or "utf-8"
         try:
-            "–…".encode(out.encoding or "utf-8")
-        except (LookupError, UnicodeEncodeError):
-            return cls("-", "...")
-        return cls("–", "…")
+            "–…".encode(encoding)
+        except UnicodeEncodeError:
+            return cls(encoding, "-", "...")
+        return cls(encoding, "–", "…")
+
+    def written(self, text: str) -> str:
+        """A text with the number of every sign that the encoding lacks or a terminal obeys."""
+        return printable(text).encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+
+class _Console(Console):
+    """Leaves it to the command what a reader who has left means."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while the error is being handled."""
+        raise
 
 
 @dataclass(frozen=True)
@@ -63,21 +80,17 @@ class _Shown:
     rest: int
     """Rows that are not shown, counted up to a bound."""
 
-    @property
-    def cells(self) -> list[list[Any]]:
-        return [list(row) for row in self.rows]
-
 
 def write_table(
     answer: Answer, out: TextIO, limit: int | None = None, vertical: bool = False
 ) -> None:
     """Write a table; `vertical` writes one column a line."""
-    console = Console(file=out, highlight=False)
+    console = _Console(file=out, highlight=False)
     marks = Marks.of(out)
     if answer.schema.names[:1] == ["explain_key"]:
         console.print("\n".join(str(row[1]) for row in answer.rows()), markup=False, soft_wrap=True)
         return
-    shown = _read(answer, TABLE_ROWS if limit is None else limit)
+    shown = _read(answer, TABLE_ROWS if limit is None else limit, marks)
     width = console.width if console.is_terminal else None
     if vertical:
         _write_vertically(shown, console, width, marks)
@@ -86,7 +99,7 @@ def write_table(
     _write_rest(shown, console, limit, marks)
 
 
-def _read(answer: Answer, most: int) -> _Shown:
+def _read(answer: Answer, most: int, marks: Marks) -> _Shown:
     """The first rows of an answer, and how many more there are."""
     rows: list[tuple[Any, ...]] = []
     rest = 0
@@ -96,7 +109,7 @@ def _read(answer: Answer, most: int) -> _Shown:
         rest += batch.num_rows - head.num_rows
         if rest > COUNTED_ROWS:
             break
-    names = [printable(name) for name in answer.schema.names]
+    names = [marks.written(name) for name in answer.schema.names]
     return _Shown(names, [_is_number(type_) for type_ in answer.schema.types], rows, rest)
 
 
@@ -129,13 +142,13 @@ def _write_across(shown: _Shown, console: Console, width: int | None, marks: Mar
     # rich squeezes what is wider than its console; a pipe or a file has no width.
     room = max(sum(widths[i] for i in fitting), console.width)
     if fitting:
-        Console(file=console.file, highlight=False, width=room).print(table)
+        _Console(file=console.file, highlight=False, width=room).print(table)
     left = [names[i] for i in columns if i not in fitting]
     if left:
         count = f"{len(left)} more column{'s' if len(left) > 1 else ''}"
+        some = [*left[:NAMED], *([marks.more] if len(left) > NAMED else [])]
         console.print(
-            f"{marks.more} {count}: {', '.join(left)} (--vertical shows all, -o FILE.csv keeps "
-            "all)",
+            f"{marks.more} {count}: {', '.join(some)} (--vertical or -o FILE.csv has all)",
             markup=False,
         )
 
@@ -221,7 +234,7 @@ def _text(value: Any, marks: Marks) -> str:
         return f"{value:,}"
     if isinstance(value, str):
         value = " ".join(value.split())
-    return printable(str(value))
+    return marks.written(str(value))
 
 
 def _is_number(type_: pa.DataType) -> bool:
