@@ -3,8 +3,8 @@
 -- A pair is one sequence on which both are defined; standard_error is that of the mean change, NULL for a single pair.
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
-    -- A list of all statistics: one join serves them all.
-    listed AS (
+    -- A list of all statistics: one join serves them all. Kept as a table, no condition would reach its files.
+    listed AS NOT MATERIALIZED (
         SELECT
             run_id, intervention, input_family, sequence, layer, head,
             list_value(*COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label))) AS values

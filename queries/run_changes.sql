@@ -3,17 +3,15 @@
 -- A pair is one sequence of the same number and tokens on which both are defined; NULL as in effects.
 -- Needs: two runs of the same input (family, seed, n_ctx, corpus).
 WITH
-    same AS (
+    -- 64 bits stand for the tokens: only sequences of the same number are compared by them.
+    inputs AS (SELECT run_id, intervention, sequence, hash(tokens) AS input FROM sequences),
+    listed AS NOT MATERIALIZED (
         SELECT
-            one.run_id, other.run_id AS other_run, sequence, intervention, input_family
-        FROM sequences AS one JOIN sequences AS other USING (sequence, intervention, input_family, tokens)
-        WHERE one.run_id <> other.run_id
-    ),
-    listed AS (
-        SELECT
-            run_id, intervention, input_family, sequence, layer, head,
-            list_value(*COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label))) AS values
-        FROM heads
+            run_id, intervention, input_family, sequence, layer, head, input,
+            list_value(*COLUMNS(
+                heads.* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)
+            )) AS values
+        FROM heads JOIN inputs USING (run_id, intervention, sequence)
     ),
     names AS (
         SELECT struct_keys(struct_pack(*COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)))) AS names
@@ -22,15 +20,13 @@ WITH
     ),
     pairs AS (
         SELECT
-            same.run_id, same.other_run, same.intervention, same.input_family, one.layer, one.head,
+            one.run_id, other.run_id AS other_run, intervention, input_family, layer, head,
             generate_subscripts(one.values, 1) AS number,
             unnest(other.values)::DOUBLE AS before,
             unnest(one.values)::DOUBLE AS after
-        FROM same
-        JOIN listed AS one USING (run_id, intervention, input_family, sequence)
-        JOIN listed AS other
-            ON other.run_id = same.other_run AND other.intervention = same.intervention
-            AND other.sequence = same.sequence AND other.layer = one.layer AND other.head = one.head
+        FROM listed AS one
+        JOIN listed AS other USING (intervention, input_family, sequence, layer, head, input)
+        WHERE one.run_id <> other.run_id
     ),
     changes AS (
         SELECT

@@ -67,7 +67,9 @@ def shown(
 
 
 def test_what_does_not_differ_is_said_once_and_what_does_not_fit_is_named(runs: Path) -> None:
-    lines = shown(runs, "SELECT *, layer + head AS something FROM by_head, range(2) AS t(copied)", 48)
+    lines = shown(
+        runs, "SELECT *, layer + head AS something FROM by_head, range(2) AS t(copied)", 48
+    )
     assert lines[:5] == [
         "run_id: a-1",
         "model: toy",

@@ -69,6 +69,7 @@ ONLY_IN = {
         "jobs/cluster_commands.py",
         "jobs/scan_commands.py",
         "queries/query_commands.py",
+        "queries/text_commands.py",
         "reproduce/reproduce_commands.py",
     ),
 }  # fmt: skip

@@ -11,6 +11,16 @@ from typing import Any
 from schemas.errors import ModelError
 
 
+def _byte_names() -> dict[str, int]:
+    """The signs by which vocabularies of bytes name them: a visible one is itself (GPT-2)."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTES = _byte_names()
+
+
 class TextTokenizer:
     """A model's tokenizer; special tokens written out in a text are text."""
 
@@ -45,7 +55,7 @@ class TextTokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def texts(self, tokens: list[int]) -> list[str]:
-        """The text of each token; of one that is a part of a character, its name in the vocabulary."""
+        """The text of each token; of one that is a part of a character, its bytes."""
         return [self._one(token) for token in tokens]
 
     def _one(self, token: int) -> str:
@@ -57,7 +67,11 @@ class TextTokenizer:
                 "▁", " "
             )  # SentencePiece's space, which decoding drops at the start.
         text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return name if not text or "\ufffd" in text else text
+        if text and "\ufffd" not in text:
+            return text
+        if not BYTES.keys() >= set(name):
+            return name
+        return bytes(BYTES[sign] for sign in name).decode(errors="backslashreplace")
 
 
 def _load(path: Path) -> Any:
