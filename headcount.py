@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+import jobs.check_commands
 import jobs.cluster_commands
 import jobs.run_model
 import jobs.scan_commands
@@ -28,6 +29,7 @@ PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce", "models")
 """Our own packages: one that cannot be imported is a mistake here, not a missing library."""
 
 jobs.scan_commands.mount(app)
+jobs.check_commands.mount(app)
 jobs.cluster_commands.mount(app)
 queries.query_commands.mount(app, jobs.run_model.RunModel)
 queries.text_commands.mount(app, jobs.run_model.RunModel)

@@ -34,6 +34,7 @@ from jobs.ray_cluster import Resources, connect
 from jobs.run_loop import missing_shards, say_what_differs
 from jobs.status import read_status
 from schemas.commits import COMMITS, DROPPED, FOLD, Method
+from schemas.digests import digest_of
 from schemas.intervention import NONE, Intervention
 from schemas.run_directory import data_path
 from schemas.scan import parse_scan
@@ -48,6 +49,9 @@ from workers.shard import run_shard
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 MILLION = 1_000_000
+BYTES = 20_000
+"""Size of each of its data files."""
+
 WRITTEN = ("heads", "sequences")
 """Tables that a shard writes where the scan asks for no profiles."""
 
@@ -171,11 +175,11 @@ def write_million(out: Path, missing: int = 1000) -> Path:
     for table in WRITTEN:
         (home / data_path(table, "none", "")).mkdir(parents=True)
         for shard in done:
-            os.close(
-                os.open(
-                    str(plan.run.data_file(table, "none", int(shard))), os.O_CREAT | os.O_WRONLY
-                )
+            file = os.open(
+                str(plan.run.data_file(table, "none", int(shard))), os.O_CREAT | os.O_RDWR
             )
+            os.ftruncate(file, BYTES)  # A size, and no content on the disk.
+            os.close(file)
     (home / "commits").mkdir()
     for number, start in enumerate(range(0, len(done), FOLD)):
         rows = [_commit(plan, int(shard)) for shard in done[start : start + FOLD]]
@@ -194,7 +198,8 @@ def _commit(plan: Plan, shard: int) -> dict[str, Any]:
             "intervention": "none",
             "path": data_path(t, "none", plan.run.data_file(t, "none", shard).name),
         }
-        | {"rows": 16, "bytes": 20_000, "shards": 1}
+        | {"rows": 16, "bytes": BYTES, "shards": 1}
+        | {"digest": digest_of(f"{t} {shard}".encode())}
         for t in WRITTEN
     ]
     times = {

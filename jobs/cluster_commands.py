@@ -21,6 +21,7 @@ from jobs.scan_commands import (
     LocalReplicas,
     Overrides,
     Replicas,
+    Verify,
 )
 from schemas.errors import RunError
 
@@ -186,6 +187,7 @@ def resume(
             help="Set batch_size, or sequences, which extends the run.",
         ),
     ] = None,
+    verify: Verify = False,
     allow_other_code: AllowOtherCode = False,
 ) -> None:
     """Go on with a run from its directory alone: here, or as a job of a cluster. The scan file is
@@ -200,7 +202,11 @@ def resume(
         from jobs.submission import resume as submit_resume
 
         check_overrides(overrides or [])
-        _tell(submit_resume(directory, resources, env or [], overrides or [], allow_other_code))
+        _tell(
+            submit_resume(
+                directory, resources, env or [], overrides or [], verify, allow_other_code
+            )
+        )
         return
     if env:
         raise RunError(
@@ -213,7 +219,7 @@ def resume(
     prepare_process()
     console = Console(highlight=False, stderr=True)
     plan = replan(directory, overrides or [])
-    failures = run_to_end(plan, resources, console, allow_other_code=allow_other_code)
+    failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
     print(directory.path)
     if failures:
         raise RunError(

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,13 @@ from schemas.commits import (
     fold,
     write_fold,
 )
+from schemas.damage import Bounds, CommittedFile, declared_bounds, in_words, problem
+from schemas.digests import digest_of
 from schemas.errors import RunError
 from schemas.kinds import TABLES
-from schemas.parquet import parquet_bytes, read_parquet
-from schemas.places import names, reason, settle, write_whole
+from schemas.manifest import Manifest
+from schemas.parquet import parquet_bytes, read_content
+from schemas.places import Place, names, open_whole, reason, settle, write_whole
 from schemas.run_directory import RunDirectory, data_path, pc
 
 ROWS = 2_000_000
@@ -81,8 +85,8 @@ class _Unit:
     """Whether its files hold rows of other shards, which no longer count there."""
 
 
-class _Damaged(Exception):
-    """Files of some shards that cannot be merged, and why."""
+class DamagedShards(Exception):
+    """Shards that cannot be merged because a file of theirs is damaged, and why."""
 
     def __init__(self, shards: set[int], why: str) -> None:
         super().__init__(why)
@@ -163,17 +167,15 @@ def _shards(ledger: pa.Table, unit: _Unit) -> set[int]:
 
 def _damaged(run: RunDirectory, ledger: pa.Table) -> dict[int, str]:
     """Shards with a damaged file, and what to tell the user of it."""
-    found = run.damaged_files([ledger])
     return {
-        shard: _problem(shards, f"{path} is damaged")
-        for path, shards in found.items()
-        for shard in shards
+        shard: _problem(run, damage.shards, f"{damage.path} {damage.why}")
+        for damage in run.damaged_files([ledger])
+        for shard in damage.shards
     }
 
 
-def _problem(shards: Sequence[int], what: str, advice: str = "") -> str:
-    most = f"shards {min(shards)} to {max(shards)}" if len(shards) > 1 else f"shard {shards[0]}"
-    return f"{most}: {what}; {advice}run the scan again, then compact"
+def _problem(run: RunDirectory, shards: Sequence[int], what: str) -> str:
+    return f"{in_words(shards)}: {what}; headcount resume {run.path} --verify, then compact"
 
 
 def _merge_readable(run: RunDirectory, ledger: pa.Table, group: list[_Unit]) -> dict[int, str]:
@@ -186,9 +188,9 @@ def _merge_readable(run: RunDirectory, ledger: pa.Table, group: list[_Unit]) -> 
         try:
             merge(run, list(commits_of(ledger.take(pa.array(positions)))))
             break
-        except _Damaged as damage:
+        except DamagedShards as damage:
             problems |= dict.fromkeys(
-                damage.shards, _problem(sorted(damage.shards), damage.why, "delete it, ")
+                damage.shards, _problem(run, sorted(damage.shards), damage.why)
             )
             group = [unit for unit in group if not damage.shards & _shards(ledger, unit)]
     return problems
@@ -200,23 +202,29 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
     The files they lie in may hold rows of shards that are `dropped` in the same step, and of shards
     that no longer count there.
     """
+    manifest = run.manifest()
     name = f"merged-{commits[0].shard:06d}-{commits[-1].shard:06d}-{secrets.token_hex(4)}.parquet"
-    tables: dict[tuple[str, str], list[tuple[int, DataFile]]] = {}
+    tables: dict[tuple[str, str], list[tuple[Commit, DataFile]]] = {}
     for commit in commits:
         for file in commit.files:
-            tables.setdefault((file.table, file.intervention), []).append((commit.shard, file))
+            tables.setdefault((file.table, file.intervention), []).append((commit, file))
     changes: dict[tuple[str, str], dict[str, Any]] = {}
     for (table, intervention), files in tables.items():
         if len(files) == 1 and files[0][1].shards == 1:
             changes[table, intervention] = {}  # A lone file, of weights, stays.
             continue
         content = parquet_bytes(
-            _sorted(_read(run, files), TABLES[table].order), row_group_size=ROW_GROUP
+            _sorted(_read(run, manifest, files), TABLES[table].order), row_group_size=ROW_GROUP
         )
         path = data_path(table, intervention, name)
         write_whole(run.path / path, content)
         settle((run.path / path).parent)
-        changes[table, intervention] = {"path": path, "bytes": content.size, "shards": len(files)}
+        changes[table, intervention] = {
+            "path": path,
+            "bytes": content.size,
+            "shards": len(files),
+            "digest": digest_of(content),
+        }
     moved = [
         c.model_copy(
             update={
@@ -230,37 +238,62 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
     delete(run.path / path for path in sorted(moved_from))
 
 
-def _read(run: RunDirectory, files: list[tuple[int, DataFile]]) -> pa.Table:
+def _read(run: RunDirectory, manifest: Manifest, files: list[tuple[Commit, DataFile]]) -> pa.Table:
     """The rows of some shards, from all the files that hold them."""
-    sources: dict[str, list[tuple[int, DataFile]]] = {}
-    for shard, file in files:
-        sources.setdefault(file.path, []).append((shard, file))
+    by_path: dict[str, list[tuple[Commit, DataFile]]] = {}
+    for commit, file in files:
+        by_path.setdefault(file.path, []).append((commit, file))
+    sources = [_committed_file(found) for found in by_path.values()]
+    bounds = declared_bounds(manifest)
     with ThreadPoolExecutor(READERS) as pool:
-        tables = list(pool.map(lambda source: _read_source(run, *source), sources.items()))
-    for path, table in zip(sources, tables, strict=True):
+        tables = list(pool.map(lambda file: _read_file(run, manifest, file, bounds), sources))
+    for file, table in zip(sources, tables, strict=True):
         if table.schema != tables[0].schema:
-            raise _Damaged(
-                {s for s, _ in sources[path]},
-                f"{path} has other columns than {next(iter(sources))}",
+            raise DamagedShards(
+                set(file.shards), f"{file.path} has other columns than {sources[0].path}"
             )
     return pa.concat_tables(tables).combine_chunks()
 
 
-def _read_source(run: RunDirectory, path: str, files: list[tuple[int, DataFile]]) -> pa.Table:
-    """The rows of a file that count."""
-    shards = [shard for shard, _ in files]
+def _committed_file(found: list[tuple[Commit, DataFile]]) -> CommittedFile:
+    """One file, as the commits of its shards have it."""
+    file = found[0][1]
+    rows = sum(of_shard.rows for _, of_shard in found)
+    return CommittedFile(
+        path=file.path,
+        table=file.table,
+        intervention=file.intervention,
+        bytes=file.bytes,
+        digest=file.digest,
+        shards=[commit.shard for commit, _ in found],
+        rows=rows if len(found) == file.shards else None,
+        start=min(commit.start for commit, _ in found),
+        stop=max(commit.stop for commit, _ in found),
+    )
+
+
+def _read_file(
+    run: RunDirectory, manifest: Manifest, file: CommittedFile, bounds: Mapping[str, Bounds]
+) -> pa.Table:
+    """The rows of a file that count; a file that is not as committed is never merged."""
     try:
-        table = read_parquet(run.path / path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise _Damaged(set(shards), f"{path} cannot be read ({reason(error)})") from None
-    if len(files) != files[0][1].shards:
-        table = table.filter(pc.is_in(table["shard"], pa.array(shards, table["shard"].type)))
-    expected = sum(file.rows for _, file in files)
-    if table.num_rows != expected:
-        raise _Damaged(
-            set(shards), f"{path} holds {table.num_rows:,} rows where {expected:,} were committed"
-        )
+        with _opened(run.path / file.path) as content:
+            why = problem(run.path, manifest, file, bounds, content)
+            if why is None:
+                content.seek(0)
+                table = read_content(content)
+    except (OSError, pa.ArrowException) as error:
+        why = f"cannot be read ({reason(error)})"
+    if why is not None:
+        raise DamagedShards(set(file.shards), f"{file.path} {why}")
+    if file.rows is None:
+        return table.filter(pc.is_in(table["shard"], pa.array(file.shards, table["shard"].type)))
     return table
+
+
+def _opened(where: Place) -> Any:
+    """A file that is read twice; from a store it is fetched once."""
+    return open_whole(where) if isinstance(where, Path) else pa.BufferReader(where.read_bytes())
 
 
 def _sorted(table: pa.Table, keys: Sequence[str]) -> pa.Table:

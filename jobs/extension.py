@@ -6,9 +6,9 @@ command extends again.
 
 from __future__ import annotations
 
-from jobs.compaction import clean, merge
+from jobs.compaction import DamagedShards, clean, merge
 from jobs.plan import Plan, write_index, write_manifest
-from schemas.commits import Commit, drop
+from schemas.commits import Commit, delete, drop
 from schemas.errors import RunError
 from schemas.run_directory import RunDirectory
 
@@ -44,10 +44,16 @@ def take_back(run: RunDirectory, shard: int) -> None:
     commits = {commit.shard: commit for commit in run.commits()}
     if shard in commits:
         together = _in_the_same_files(commits, shard)
-        if together:
-            merge(run, together, dropped=[shard])
-        else:
-            drop(run.commits_directory, run.run_id, [shard])
+        try:
+            if together:
+                merge(run, together, dropped=[shard])
+            else:
+                drop(run.commits_directory, run.run_id, [shard])
+        except DamagedShards:
+            # The others lie in the same damaged file: all of them are measured again.
+            others = [commit.shard for commit in together]
+            delete(run.commit_file(other) for other in others)
+            drop(run.commits_directory, run.run_id, [*others, shard])
     clean(run, run.ledger())
 
 

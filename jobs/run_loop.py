@@ -20,7 +20,8 @@ from jobs.plan import Plan
 from jobs.progress import show_progress
 from jobs.ray_cluster import Resources, connect
 from jobs.run_lock import locked
-from schemas.commits import FOLD, Commit, Failure, commits_of, drop, fold
+from schemas.commits import FOLD, Commit, Failure, commits_of, delete, drop, fold
+from schemas.damage import BY_CONTENT, BY_SIZE
 from schemas.errors import RunError
 from schemas.manifest import Manifest
 from schemas.run_directory import RunDirectory, covered, differing_keys
@@ -41,7 +42,7 @@ def run_to_end(
 ) -> list[Failure]:
     """Measure every shard that is not done; returns the failures.
 
-    `verify` opens every data file and measures broken ones again. `stop_at_failure` raises at the
+    `verify` reads every data file and measures damaged ones again. `stop_at_failure` raises at the
     first failure instead of going on with the other shards. `allow_other_code` goes on with a run
     that other measuring code began.
     """
@@ -110,17 +111,21 @@ def tokens_of(plan: Plan, shards: np.ndarray) -> int:
 
 
 def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
-    """The shards that have no commit yet, and those whose files are gone or broken.
+    """The shards that have no commit yet, and those whose files are not as committed: by name and
+    size, or by content to `verify` them.
 
-    Commits of the latter are taken out of the ledger's merged file, so that nothing counts them.
+    Commits of the latter are taken out of the ledger: nothing counts them, and a replica does not
+    write a shard that is committed.
     """
     survey = _LedgerSurvey(plan.manifest)
-    parts = survey.watch(plan.run.ledger_parts(["stop", "files"]))
-    damaged_files = plan.run.damaged_files(parts, verify)
+    columns = BY_CONTENT if verify else BY_SIZE
+    parts = survey.watch(plan.run.ledger_parts(["stop", *columns]))
     damaged: set[int] = set(survey.short)
-    for shards in damaged_files.values():
-        damaged.update(shard for shard in shards if shard < plan.manifest.shards)
+    for damage in plan.run.damaged_files(parts, plan.manifest if verify else None):
+        damaged.update(shard for shard in damage.shards if shard < plan.manifest.shards)
 
+    # Files first: without the fold, a file of the same shard would count.
+    delete(plan.run.commit_file(shard) for shard in sorted(damaged))
     folded_and_damaged = [shard for shard in sorted(damaged) if survey.folded[shard]]
     if folded_and_damaged:
         drop(plan.run.commits_directory, plan.run.run_id, folded_and_damaged)

@@ -48,6 +48,13 @@ AllowOtherCode = Annotated[
     ),
 ]
 
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify", help="Read every file of shards that are done, and measure damaged ones anew."
+    ),
+]
+
 
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
@@ -214,10 +221,7 @@ def scan(
             help="Ray cluster that this machine belongs to. Default: Ray is started here.",
         ),
     ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(help="Open every file of shards that are done, and measure broken ones anew."),
-    ] = False,
+    verify: Verify = False,
     allow_other_code: AllowOtherCode = False,
 ) -> None:
     """Run scans. A run that was stopped, however it was, goes on with the same command."""
@@ -278,7 +282,11 @@ def compact(
     console = Console(highlight=False, stderr=True)
     problems: list[str] = []
     for run in find_runs(absolute(path)):
-        result = compact(run, rows, lambda line: say(console, line))
+        try:
+            result = compact(run, rows, lambda line: say(console, line))
+        except RunError as error:
+            problems += [str(error)]
+            continue
         files = f"{result.before.files:,} files are now {result.after.files:,}"
         size = f"{_bytes(result.before.bytes)} are now {_bytes(result.after.bytes)}"
         say(console, f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")

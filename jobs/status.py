@@ -11,6 +11,7 @@ one, and only that one with the clock here.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from jobs.console import duration
+from schemas.damage import Damage
 from schemas.manifest import Manifest
 from schemas.places import Place
 from schemas.run_directory import RunDirectory, covered, pc
@@ -74,9 +76,13 @@ class Status:
     missing: int
     failed: int
     """Of the missing ones, those with an attempt that failed."""
+    damaged: int
+    """Of the missing ones, those with a commit whose files are gone or of another size."""
     tokens: int
     tokens_done: int
     bad_rows: int
+    damage: list[str] = field(default_factory=list)
+    """What is wrong with the first few damaged files."""
     failures: dict[int, str] = field(default_factory=dict)
     """Reason by shard, of the first few."""
     last_commit: str | None = None
@@ -97,8 +103,7 @@ class Status:
 def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     """Read a run's manifest, ledger and notes of failures."""
     manifest = run.manifest()
-    ledger = run.ledger(COLUMNS)
-    ledger = ledger.filter(pa.array(covered(manifest, ledger)))
+    ledger, damaged = done_and_damaged(run, manifest, COLUMNS)
     done = ledger["shard"].to_numpy()
     failed = np.setdiff1d(np.array(run.failed_shards(), np.int64), done)
     notes = {int(shard): run.failure(int(shard)) for shard in failed[:REASONS]}
@@ -115,9 +120,11 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         done=len(done),
         missing=manifest.shards - len(done),
         failed=len(failed),
+        damaged=len({shard for damage in damaged for shard in damage.shards}),
         tokens=tokens,
         tokens_done=tokens_done,
         bad_rows=pc.count_distinct(pc.list_flatten(ledger["bad_rows"])).as_py(),
+        damage=[str(damage) for damage in damaged[:REASONS]],
         failures={
             shard: note[1] if note else "its note cannot be read" for shard, note in notes.items()
         },
@@ -127,6 +134,18 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         at_work=_locked(run.path),
         **last,
     )
+
+
+def done_and_damaged(
+    run: RunDirectory, manifest: Manifest, columns: Sequence[str]
+) -> tuple[pa.Table, list[Damage]]:
+    """Columns of the commits of shards that are done, and files that are gone or of another size."""
+    ledger = run.ledger(columns)
+    # In parts, because the names of all files take as much memory as everything else.
+    damaged = run.damaged_by_size()
+    broken = [shard for damage in damaged for shard in damage.shards]
+    done = covered(manifest, ledger) & ~np.isin(ledger["shard"].to_numpy(), broken)
+    return ledger.filter(pa.array(done)), damaged
 
 
 def tokens_of(manifest: Manifest) -> int:
@@ -251,6 +270,12 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     ]
     if len(status.replicas) > most:
         lines.append(f"replica   and {len(status.replicas) - most:,} more")
+    if status.damaged:
+        lines.append(
+            f"damaged   {status.damaged:,} of the missing were committed; headcount resume "
+            f"{status.run} measures them anew"
+        )
+        lines += [f"damaged   {line}" for line in status.damage]
     lines += [
         f"failed    shard {shard}: {' '.join(error.split())}"
         for shard, error in status.failures.items()
@@ -263,8 +288,7 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
 def list_line(run: RunDirectory) -> tuple[str, ...]:
     """A run in a table of runs: id, shards, failed, tokens, created."""
     manifest = run.manifest()
-    ledger = run.ledger(["stop", "tokens"])
-    ledger = ledger.filter(pa.array(covered(manifest, ledger)))
+    ledger, _ = done_and_damaged(run, manifest, ["stop", "tokens"])
     done = ledger["shard"].to_numpy()
     failed = np.setdiff1d(np.array(run.failed_shards(), np.int64), done)
     tokens = pc.sum(ledger["tokens"]).as_py() or 0

@@ -261,12 +261,15 @@ def resume(
     resources: Resources,
     env: list[str],
     overrides: list[str],
+    verify: bool,
     allow_other_code: bool,
 ) -> str:
     """Start another job for a run whose last one has ended; returns a line for the user."""
     words = ["resume", str(run.path)]
     for override in overrides:
         words += ["--set", override]
+    if verify:
+        words.append("--verify")
     if allow_other_code:
         words.append("--allow-other-code")
     words += _flags(resources)

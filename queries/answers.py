@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import duckdb
 import pyarrow as pa
 
-from queries.connection import view_descriptions, way_to
+from queries.connection import hold_to_commits, view_descriptions, way_to
 from schemas.errors import QueryError, printable, unknown
 
 BATCH_ROWS = 10_000
@@ -139,6 +139,7 @@ def run_query(
     prefix, sql = _one_question(f"FROM {text}" if is_view else text)
     # The rows of an EXPLAIN are the plan, not the answer.
     ending = f" LIMIT {limit}" if limit is not None and not prefix else ""
+    hold_to_commits(connection, f"FROM (\n{sql}\n)")
     cursor = connection.cursor()
     patience = Patience(cursor, timeout)
 

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import duckdb
 
 from queries.answers import query_error, run_query
-from queries.connection import MEMORY, QUERIES, connect
+from queries.connection import MEMORY, OPENED, QUERIES, connect, damage_lines, hold_to_commits
+from queries.verified_files import Tell
 from schemas.errors import QueryError
 from schemas.places import Place
 
@@ -28,6 +29,7 @@ class RunDatabase:
 
     def rows(self, sql: str) -> list[Row]:
         """The rows of an answer."""
+        hold_to_commits(self.connection, sql)
         try:
             return self.connection.execute(sql).fetchall()
         except duckdb.Error as error:
@@ -51,16 +53,10 @@ class RunDatabase:
         return dict(self.connection.execute("FROM ledger.unmeasured_views").fetchall())
 
     def damage(self) -> list[str]:
-        """One line for each run of which committed files are gone or broken."""
-        sql = "SELECT run_id, list(file) FROM ledger.damaged_files GROUP BY run_id ORDER BY run_id"
-        lines: list[str] = []
-        for run_id, files in self.connection.execute(sql).fetchall():
-            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-            lines.append(
-                f"run {run_id}: {files[0]}{more} is damaged (not as committed); its shard is left "
-                "out of every view. Run the same scan again to measure it anew."
-            )
-        return lines
+        """One line for each run that cannot be read, or of which files are not as committed, as far
+        as is known: opening looks at sizes, and every question reads what it needs.
+        """
+        return damage_lines(OPENED[self.connection])
 
 
 def open_runs(
@@ -69,12 +65,15 @@ def open_runs(
     queries: Path = QUERIES,
     code: str | None = None,
     memory: str = MEMORY,
+    tell: Tell = lambda line: None,
 ) -> RunDatabase:
     """Open a run directory or a directory of runs, with some more views, SQL by name. Only the
-    shards that `code` measured, if it is given; `memory` is what queries may take.
+    shards that `code` measured, if it is given; `memory` is what queries may take. `tell` hears
+    what questions find damaged.
     """
-    connection = connect(path, queries, code, memory)
+    connection = connect(path, queries, code, memory, tell)
     for name, sql in views.items():
+        hold_to_commits(connection, sql)  # DuckDB opens a file to make a view.
         try:
             connection.execute(f"CREATE VIEW {name} AS {sql}")
         except duckdb.Error as error:

@@ -7,8 +7,11 @@ import re
 import shutil
 import tempfile
 from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from threading import Lock
+from weakref import WeakKeyDictionary
 
 import duckdb
 import pyarrow as pa
@@ -16,10 +19,11 @@ import pyarrow as pa
 from queries import run_tables
 from queries.run_tables import Run
 from queries.stores import register_stores
+from queries.verified_files import Tell, damage_in
 from schemas.errors import QueryError
 from schemas.kinds import KINDS, TABLES
 from schemas.places import Place, place
-from schemas.tables import OF_HEAD, SEQUENCES, Column, Table
+from schemas.tables import OF_HEAD, PARTITIONS, SEQUENCES, Column, Table
 
 QUERIES = Path(__file__).parent
 """The folder whose `.sql` files become views: the stem is the name, the first comment the
@@ -32,14 +36,6 @@ VIEWS = {
     "shards": "One row per shard: done, missing or damaged, and who made it.",
     "statistics": "One row per statistic: unit, range, meaning, formula and source.",
     "formulas": "One row per formula of every kind: the table it fills, unit, meaning and source.",
-}
-
-PARTITIONS = {
-    "run_id": (pa.string(), "Run that the row belongs to."),
-    "intervention": (
-        pa.string(),
-        "Edit of the model under which it was measured; none is the untouched model.",
-    ),
 }
 
 OWN: dict[str, dict[str, str]] = {
@@ -63,7 +59,7 @@ OWN["profile_means"] = OWN["profiles"] | {
 }
 """What columns mean in one view, and perhaps not elsewhere."""
 
-KEYS = {column.name: column.description for column in (*OF_HEAD, *SEQUENCES.columns)}
+KEYS = {c.name: c.description for c in (*PARTITIONS, *OF_HEAD, *SEQUENCES.columns)}
 KEYS["label"] = "Layer and head as people write them, L5H1; NULL where heads share the values."
 KEYS["statistic"] = "Statistic that the row is about."
 KEYS["pairs"] = "Sequences on which both sides are defined."
@@ -93,15 +89,20 @@ def check_memory(size: str) -> str:
 
 
 def connect(
-    path: str | Place, queries: Path = QUERIES, code: str | None = None, memory: str = MEMORY
+    path: str | Place,
+    queries: Path = QUERIES,
+    code: str | None = None,
+    memory: str = MEMORY,
+    tell: Tell = lambda line: None,
 ) -> duckdb.DuckDBPyConnection:
     """Open a run directory, or a directory of runs: views of what is committed, locked against
     everything else. Only the shards that `code` measured, if it is given. `memory` is what queries
     may take: `4GB`, or a share of the machine's, `50%`.
 
-    Hand user SQL to `queries.answers.run_query`, which also refuses to write.
+    Opening holds files to their names and sizes. Hand user SQL to `queries.answers.run_query`, which
+    also holds what a question reads to its commits (`tell` hears of it), and refuses to write.
     """
-    runs = run_tables.read_runs(place(path), code)
+    runs, unreadable = run_tables.read_runs(place(path), code)
     connection = duckdb.connect()
     register_stores(connection, [run.directory.path for run in runs])
     # DuckDB would otherwise take a misspelt view for a Python variable of whoever calls.
@@ -110,19 +111,156 @@ def connect(
     measured = run_tables.measured_columns(runs)
     for name, table in TABLES.items():
         _create(connection, name, _empty(table, measured[name]))
-    _create(connection, "runs", run_tables.runs_table(runs))
-    _create(connection, "shards", run_tables.shards_table(runs))
+    _create(connection, "runs", run_tables.runs_table([]))
+    _create(connection, "shards", run_tables.shards_table([]))
     _create(connection, "statistics", run_tables.statistics_table(runs))
     _create(connection, "formulas", run_tables.formulas_table(runs))
-    _record_damage(connection, runs)
     descriptions = VIEWS | _create_queries(connection, queries)
     _comment(connection, descriptions, measured)
     # Binding a view opens a file of every run, so the views above are made while the tables below
     # them are empty.
-    for table in TABLES.values():
-        _point_at_files(connection, table, runs)
+    opened = OpenedRuns(runs, [str(error) for error in unreadable], tell)
+    _fill(connection, opened)
     _lock(connection, runs, memory)
+    OPENED[connection] = opened
     return connection
+
+
+@dataclass(eq=False)
+class OpenedRuns:
+    """What a connection reads of runs, as far as it was found whole."""
+
+    runs: list[Run]
+    left_out: list[str]
+    """Why a run cannot be read at all."""
+    tell: Tell
+    asking: Lock = field(default_factory=Lock)
+    """One question at a time is looked at: which tables it reads, and whether they are whole."""
+
+
+OPENED: WeakKeyDictionary[duckdb.DuckDBPyConnection, OpenedRuns] = WeakKeyDictionary()
+"""What each connection reads."""
+
+
+def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+    """Find out which tables a question reads and hold their files to their commits; what is damaged
+    is taken out of every view, and told of.
+    """
+    opened = OPENED[connection]
+    with opened.asking:
+        tables = _tables_read(connection, sql)
+        runs = [_verified(run, tables, opened.tell) for run in opened.runs] if tables else []
+        if all(one is other for one, other in zip(runs, opened.runs, strict=False)):
+            return
+        known = set(damage_lines(opened))
+        opened.runs = runs
+        _fill(connection.cursor(), opened)
+    for line in damage_lines(opened):
+        if line not in known:
+            opened.tell(f"warning: {line}")
+
+
+def damage_lines(opened: OpenedRuns) -> list[str]:
+    """One line for each run that cannot be read, or of which files are not as committed."""
+    lines = [f"{why}; the run is left out of every view" for why in opened.left_out]
+    for run in opened.runs:
+        if run.damaged:
+            first, *others = run.damaged
+            more = f"; so are {len(others):,} more files" if others else ""
+            lines.append(
+                f"run {run.directory.run_id}: {first} and is left out of every view{more}. "
+                f"headcount resume {run.directory.path} --verify measures it anew"
+            )
+    return lines
+
+
+def _tables_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
+    """The tables with files that a question reads, through whatever views.
+
+    DuckDB is asked while no table has files: for that it need not open one, which may be damaged.
+    """
+    cursor = connection.cursor()
+    cursor.execute("BEGIN TRANSACTION")
+    try:
+        for name in TABLES:
+            cursor.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS FROM ledger.{name}_content")
+        found = cursor.get_table_names(sql, qualified=True)
+    except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
+        return []  # A mistake in the question, which whoever asks it will meet.
+    except duckdb.Error:
+        return list(TABLES)  # It cannot be told, as of PIVOT, which is several statements.
+    finally:
+        cursor.execute("ROLLBACK")
+    return [name for name in TABLES if f"ledger.{name}_content" in found]
+
+
+def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
+    """The run without what is damaged of some tables; the same run if nothing is."""
+    found = damage_in(run, tables, tell)
+    if not found:
+        return run
+    # A file that was measured again, extended or merged since the run was opened is no damage.
+    now = run_tables.read_run(run.directory, run.code)
+    if not now.ledger.equals(run.ledger):
+        run, found = now, damage_in(now, tables, tell)
+    return replace(run, damaged=[*run.damaged, *found]) if found else run
+
+
+def _fill(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
+    """Point the tables at the files that count, and make them say what runs hold."""
+    # DuckDB opens a file of each run to make a view: only where it cannot is it worth while to look
+    # for damage now. What is damaged leaves a shard out of all tables, so all are looked at again.
+    while misfits := [
+        table for table in TABLES.values() if _misfit(connection, table, opened.runs)
+    ]:
+        opened.runs = [
+            _verified(run, [table.name for table in misfits], opened.tell) for run in opened.runs
+        ]
+        for table in misfits:
+            _leave_out_misfits(connection, table, opened)
+    for table in TABLES.values():
+        connection.execute(
+            f"CREATE OR REPLACE VIEW ledger.{table.name} AS {_files_of(table, opened.runs)}"
+        )
+    for name, content in (
+        ("runs", run_tables.runs_table(opened.runs)),
+        ("shards", run_tables.shards_table(opened.runs)),
+    ):
+        connection.register("content", content)
+        connection.execute(f"CREATE OR REPLACE TABLE ledger.{name}_content AS FROM content")
+        connection.unregister("content")
+
+
+def _misfit(connection: duckdb.DuckDBPyConnection, table: Table, runs: list[Run]) -> str | None:
+    """Why DuckDB does not find the columns of a table in the files that it opens for that; none if
+    it does.
+    """
+    try:
+        connection.execute(f"EXPLAIN {_files_of(table, runs)}")
+    except duckdb.Error as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _leave_out_misfits(
+    connection: duckdb.DuckDBPyConnection, table: Table, opened: OpenedRuns
+) -> None:
+    """Leave out runs whose files of a table do not fit their manifests, unless there is no other."""
+    fitting: list[Run] = []
+    misfits: list[str] = []
+    for run in opened.runs:
+        why = _misfit(connection, table, [run])
+        if why is None:
+            fitting.append(run)
+        else:
+            misfits.append(
+                f"{run.directory.path}: the files of table {table.name} do not fit the manifest: "
+                f"{why}; bring back a copy of manifest.json, or headcount rm {run.directory.path}"
+            )
+    if misfits and not fitting:
+        raise QueryError(misfits[0])
+    opened.runs = fitting
+    opened.left_out += misfits
 
 
 def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
@@ -133,7 +271,7 @@ def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
 
 
 def _empty(table: Table, measured: Mapping[str, Column]) -> pa.Table:
-    partitions = [pa.field(name, type_) for name, (type_, _) in PARTITIONS.items()]
+    partitions = [pa.field(column.name, pa.string()) for column in PARTITIONS]
     return pa.schema([*partitions, *table.schema(measured.values())]).empty_table()
 
 
@@ -151,24 +289,14 @@ def _labelled(columns: list[str]) -> bool:
     return {"layer", "head"} <= set(columns) and "label" not in columns
 
 
-def _record_damage(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> None:
-    """Keep the names of damaged files as a table: who asks decides whether to warn of them."""
-    connection.execute("CREATE TABLE ledger.damaged_files (run_id TEXT, file TEXT)")
-    for run in runs:
-        for file in run.damaged:
-            connection.execute(
-                "INSERT INTO ledger.damaged_files VALUES (?, ?)", [run.directory.run_id, file]
-            )
-
-
-def _point_at_files(connection: duckdb.DuckDBPyConnection, table: Table, runs: list[Run]) -> None:
-    """Let the view of a table read the committed files: one `read_parquet` for all runs that have
-    the same columns.
+def _files_of(table: Table, runs: list[Run]) -> str:
+    """The committed rows of a table, in SQL: one `read_parquet` for all runs that have the same
+    columns.
 
     `union_by_name` would open every file whenever a query is planned (20,000 files: 3 s); this
     opens one per call.
     """
-    keys = [*PARTITIONS, *table.own]
+    keys = [*(column.name for column in PARTITIONS), *table.own]
 
     def own(run: Run) -> list[str]:
         return sorted(run_tables.measured_columns([run])[table.name])
@@ -181,17 +309,19 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, table: Table, runs: l
                 f"SELECT {', '.join(map(_name, [*keys, *names]))} FROM "
                 f"read_parquet([{', '.join(map(_text, files))}], "
                 "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': "
-                "VARCHAR})"
+                "VARCHAR})" + _but_hidden(table, runs)
             )
-    try:
-        connection.execute(
-            f"CREATE OR REPLACE VIEW ledger.{table.name} AS {' UNION ALL BY NAME '.join(selects)}"
-        )
-    except duckdb.Error as error:
-        raise QueryError(
-            f"the files of table {table.name} do not fit their manifests: "
-            f"{str(error).partition(chr(10))[0]}"
-        ) from None
+    return " UNION ALL BY NAME ".join(selects)
+
+
+def _but_hidden(table: Table, runs: list[Run]) -> str:
+    """A condition that leaves out damaged shards with rows in merged files that count for others."""
+    conditions = [
+        f"(run_id = {_text(run.directory.run_id)} AND shard IN ({', '.join(map(str, shards))}))"
+        for run in runs
+        if (shards := run.hidden(table.name))
+    ]
+    return f" WHERE NOT ({' OR '.join(conditions)})" if conditions else ""
 
 
 def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict[str, str]:
@@ -282,12 +412,11 @@ def _comment(
 ) -> None:
     for name, text in descriptions.items():
         connection.execute(f"COMMENT ON VIEW {_name(name)} IS {_text(text)}")
-    shared = {name: text for name, (_, text) in PARTITIONS.items()} | KEYS
     every = {n: c.description for columns in measured.values() for n, c in columns.items()}
     sql = "SELECT table_name, column_name FROM duckdb_columns() WHERE schema_name = 'main' AND NOT internal"
     for view, column in connection.execute(sql).fetchall():
         of_view = {n: c.description for n, c in measured.get(view, {}).items()}
-        known = every | shared | of_view | OWN.get(view, {})
+        known = every | KEYS | of_view | OWN.get(view, {})
         text = known.get(column) or _derived(column, every)
         if text:
             connection.execute(f"COMMENT ON COLUMN {_name(view)}.{_name(column)} IS {_text(text)}")

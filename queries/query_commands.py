@@ -101,7 +101,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         seconds = timeout if 0 < timeout < float("inf") else None
         sql = _question(question, file)
         format = format_of(format, output, vertical)
-        database = open_runs(runs, code=code, memory=check_memory(memory))
+        database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
         warn_of_damage(database)
         if sql is None:
             with writing_to_stdout() as out:
@@ -166,7 +166,7 @@ def report(
     from queries.asking import open_runs
     from queries.report import write_report
 
-    database = open_runs(runs, code=code)
+    database = open_runs(runs, code=code, tell=tell_user)
     warn_of_damage(database)
     write_report(database, output)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
@@ -175,4 +175,9 @@ def report(
 def warn_of_damage(database: RunDatabase) -> None:
     """Say on stderr which runs have damaged files: their shards are in no answer."""
     for line in database.damage():
-        typer.echo(f"warning: {line}", err=True)
+        tell_user(f"warning: {line}")
+
+
+def tell_user(line: str) -> None:
+    """A line on stderr, beside whatever goes to stdout."""
+    typer.echo(line, err=True)

@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.commits import COMMITS
-from schemas.errors import QueryError, unknown
+from schemas.damage import Damage
+from schemas.errors import QueryError, RunError, unknown
 from schemas.kinds import KINDS, columns_of
 from schemas.manifest import Manifest
 from schemas.places import Place, absolute
@@ -56,7 +57,7 @@ RUNS: Columns = {
     "d_model": (pa.int32(), "Width of the residual stream."),
     "d_head": (pa.int32(), "Width of a head."),
     "shards": (pa.int64(), "Shards of the scan."),
-    "shards_done": (pa.int64(), "Shards with a commit and whole files."),
+    "shards_done": (pa.int64(), "Shards with a commit and files as committed."),
     "complete": (pa.bool_(), "Whether every shard is done."),
     "sequences": (pa.int64(), "Sequences of the scan."),
     "sequences_done": (pa.int64(), "Sequences of the shards that are done."),
@@ -80,9 +81,11 @@ SHARDS: Columns = {
     "stop": (pa.int64(), "One past the last sequence of the shard."),
     "status": (
         pa.string(),
-        "done, missing (no commit yet) or damaged (a committed file is gone or broken; left out of "
-        "all views).",
+        "done, missing (no commit yet) or damaged (a file is not as committed; left out of all "
+        "views). Files are held to their size, and to their content once a query has read their "
+        "table; `headcount check` reads all of them.",
     ),
+    "damage": (pa.string(), "What is wrong with a damaged shard; NULL for the others."),
     "rows": (pa.int64(), "Rows that were committed."),
     "tokens": (pa.int64(), "Tokens that were committed."),
     "seconds": (
@@ -148,20 +151,22 @@ class Run:
     manifest: Manifest
     ledger: pa.Table
     """One row per commit, in shard order."""
-    damaged: dict[str, list[int]]
-    """Committed files that are gone or broken, and their shards. They are in no view; whoever asks
-    decides whether to say so.
+    code: str | None
+    """The code whose shards are read; all of them where it is none."""
+    damaged: list[Damage]
+    """Committed files that are not as committed. Their shards are in no view; whoever asks decides
+    whether to say so.
     """
 
     @cached_property
     def whole(self) -> np.ndarray:
-        """For each commit, whether all of its files can be read."""
-        broken = [shard for shards in self.damaged.values() for shard in shards]
+        """For each commit, whether all of its files are as committed."""
+        broken = [shard for damage in self.damaged for shard in damage.shards]
         return ~np.isin(self.ledger["shard"].to_numpy(), broken)
 
     @cached_property
     def done(self) -> pa.Table:
-        """The commits whose files can be read."""
+        """The commits whose files are as committed."""
         return self.ledger.filter(pa.array(self.whole))
 
     def files(self, table: str) -> list[str]:
@@ -171,6 +176,19 @@ class Run:
             pc.equal(pc.struct_field(files, "table"), table)
         )
         return [f"{self.directory.path}/{path}" for path in pc.unique(paths).to_pylist()]
+
+    def hidden(self, table: str) -> list[int]:
+        """Damaged shards whose rows lie in files of a table that count for other shards."""
+        if not self.damaged:
+            return []
+        files = pc.list_flatten(self.ledger["files"])
+        shards = self.ledger["shard"].take(pc.list_parent_indices(self.ledger["files"]))
+        of_table = pc.equal(pc.struct_field(files, "table"), table)
+        paths = pc.struct_field(files, "path").filter(of_table)
+        whole = pa.array(self.whole).take(pc.list_parent_indices(self.ledger["files"]))
+        whole = whole.filter(of_table)
+        counted = pc.is_in(paths, pc.unique(paths.filter(whole)))
+        return pc.unique(shards.filter(of_table).filter(pc.and_not(counted, whole))).to_pylist()
 
     @property
     def codes(self) -> list[str]:
@@ -201,16 +219,25 @@ class Run:
         return self.manifest.identity.get("scan", {})
 
 
-def read_runs(path: Place, code: str | None = None) -> list[Run]:
+def read_runs(path: Place, code: str | None = None) -> tuple[list[Run], list[RunError]]:
     """Read the manifests and ledgers at `path`; only the shards that `code` measured, if it is
-    given.
+    given. Runs that cannot be read are left out, unless there is no other.
     """
-    runs = [_read_run(directory, code) for directory in find_runs(absolute(path))]
+    runs: list[Run] = []
+    unreadable: list[RunError] = []
+    for directory in find_runs(absolute(path)):
+        try:
+            runs.append(read_run(directory, code))
+        except RunError as error:
+            unreadable.append(error)
+    if not runs:
+        raise unreadable[0]
     _same_meanings(runs)
-    return runs
+    return runs, unreadable
 
 
-def _read_run(directory: RunDirectory, code: str | None) -> Run:
+def read_run(directory: RunDirectory, code: str | None) -> Run:
+    """Read a manifest and a ledger."""
     manifest, ledger = directory.manifest(), directory.ledger()
     check_merged(ledger)
     if code is not None:
@@ -218,7 +245,7 @@ def _read_run(directory: RunDirectory, code: str | None) -> Run:
         if code not in codes:
             raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
         ledger = ledger.filter(pa.array([said == code for said in codes], pa.bool_()))
-    return Run(directory, manifest, ledger, directory.damaged_files([ledger]))
+    return Run(directory, manifest, ledger, code, directory.damaged_files([ledger]))
 
 
 def _same_meanings(runs: list[Run]) -> None:
@@ -280,7 +307,7 @@ def runs_table(runs: list[Run]) -> pa.Table:
 
 def shards_table(runs: list[Run]) -> pa.Table:
     """One row per shard, done or not."""
-    return pa.concat_tables([_shards(run) for run in runs])
+    return pa.concat_tables([_schema(SHARDS).empty_table(), *map(_shards, runs)])
 
 
 def statistics_table(runs: list[Run]) -> pa.Table:
@@ -349,9 +376,15 @@ def _model_fingerprint(manifest: Manifest) -> str:
 
 def _shards(run: Run) -> pa.Table:
     """Commits with their status, and a row for each shard that has none."""
-    own = [name for name in SHARDS if name != "status"]
+    own = [name for name in SHARDS if name not in ("status", "damage")]
     status = pa.array(np.where(run.whole, "done", "damaged"), pa.string())
     known = run.ledger.select(own).append_column("status", status)
+    whys: dict[int, str] = {}
+    for damage in run.damaged:
+        whys |= {s: f"{damage.path} {damage.why}" for s in damage.shards if s not in whys}
+    of_shards = [whys.get(shard) for shard in known["shard"].to_pylist()] if whys else None
+    whys_column = pa.nulls(len(known), pa.string()) if of_shards is None else pa.array(of_shards)
+    known = known.append_column("damage", whys_column)
     for name in ("code", "device"):
         said = pc.if_else(pc.equal(known[name], ""), None, known[name])
         known = known.set_column(known.schema.get_field_index(name), name, said)

@@ -48,10 +48,10 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         """Print a sequence of a run as text, and what a head looks at in it."""
         from queries.asking import open_runs
         from queries.formats import writing_to_stdout
-        from queries.query_commands import warn_of_damage
+        from queries.query_commands import tell_user, warn_of_damage
 
         place = None if head is None else _head(head)
-        database = open_runs(run)
+        database = open_runs(run, tell=tell_user)
         warn_of_damage(database)
         record = _only_run(database, run)
         if place is not None:

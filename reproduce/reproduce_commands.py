@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jobs.scan_commands import AllowOtherCode, DeviceOption, Overrides
-from queries.query_commands import warn_of_damage
+from queries.query_commands import tell_user, warn_of_damage
 from schemas.errors import RunError, ScanError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _judge(name: str, system: System, model: str, directory: str) -> list[Findin
     from reproduce.verdicts import judge, warning
     from schemas.places import place
 
-    database = open_system_runs(system, directory)
+    database = open_system_runs(system, directory, tell_user)
     warn_of_damage(database)
     findings = judge(name, system, model, database)
     _print_findings(name, system, model, directory, findings)

@@ -14,6 +14,7 @@ from jobs.plan import Plan, Resolved, plan_run, prepare_run, resolve
 from jobs.ray_cluster import Device, Resources
 from jobs.run_loop import run_to_end
 from queries.asking import RunDatabase, open_runs
+from queries.verified_files import Tell
 from reproduce.system import System
 from reproduce.verdicts import has_sizes
 from schemas.errors import RunError, ScanError, unknown
@@ -76,9 +77,9 @@ def measure_runs(
         )
 
 
-def open_system_runs(system: System, directory: str) -> RunDatabase:
-    """The runs of a system, with the views that its checks and figures ask."""
-    return open_runs(directory, table_views() | system.view)
+def open_system_runs(system: System, directory: str, tell: Tell = lambda line: None) -> RunDatabase:
+    """The runs of a system, with the views that its checks and figures ask; `tell` hears of damage."""
+    return open_runs(directory, table_views() | system.view, tell=tell)
 
 
 def table_views() -> dict[str, str]:

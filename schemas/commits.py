@@ -1,13 +1,15 @@
 """The ledger of a run: which shards are done, and who made them.
 
 commits/shard-000000.json           one commit, written last by whoever measured the shard
-commits/fold-000000-1a2b3c4d.parquet   thousands of commits in one file, which replaces theirs
+commits/fold-000000-DIGEST.parquet  thousands of commits in one file, which replaces theirs
 
 A shard is done if and only if its commit is in the ledger, as a file of its own or in a fold. Among
 folds the later name wins; a fold wins over a file of the same shard, which is what a late or
 doubled attempt leaves behind. A fold may also take shards back (`dropped`): then a file counts
-again. Folds are written whole before the files they replace are deleted, and no name is used twice,
-so whoever folds may die, or fold twice, at any time.
+again. Folds are written whole before the files they replace are deleted, and no name is used for
+two contents, so whoever folds may die, or fold twice, at any time.
+
+A commit says what its data files are by their digests; a fold says it of itself, in its name.
 """
 
 # pyarrow has no types.
@@ -16,20 +18,22 @@ so whoever folds may die, or fold twice, at any time.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from schemas.parquet import parquet_bytes, read_parquet
-from schemas.places import Place, names, settle, write_whole
+from schemas.digests import digest_of, digest_of_file
+from schemas.errors import RunError
+from schemas.parquet import parquet_bytes, read_content
+from schemas.places import Place, names, open_whole, reason, settle, write_whole
 
 FOLD = 4096
 """Commits that are folded into one file."""
@@ -51,6 +55,8 @@ class DataFile(BaseModel):
     """Size of the file."""
     shards: int = 1
     """How many shards have rows in it; more than one after `headcount compact`."""
+    digest: str = ""
+    """What its content is known by (`schemas.digests`); empty in commits of older code."""
 
 
 class Method(BaseModel):
@@ -196,12 +202,15 @@ def _fields(model: type[BaseModel]) -> list[tuple[str, Any]]:
 COMMITS = pa.schema([(name, _arrow(type_)) for name, type_ in _fields(Commit)])
 """A fold holds these columns, and `dropped`."""
 
+FILES = COMMITS.field("files").type.value_type
+"""What a fold says of each data file."""
+
 DROPPED = pa.field("dropped", pa.bool_())
 
 
 def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> pa.Table:
     """The commits that count, one row per done shard in shard order: `columns` of them (all unless
-    told), and `folded`.
+    told), and `folded`. A column `files.path` is `files` with nothing but paths.
     """
     while True:
         folds = _folds(names(directory))
@@ -240,12 +249,10 @@ def read_parts(
     folds = _folds(found)
     files = [n for n in found if n.startswith("shard-") and n.endswith(".json")]
     with ThreadPoolExecutor(READERS) as pool:
-        keys = list(
-            pool.map(lambda name: read_parquet(directory / name, ["shard", DROPPED.name]), folds)
-        )
+        keys = list(pool.map(lambda name: _read_keys(directory / name), folds))
         counts = _that_count(keys)
         folded = [key["shard"].to_numpy()[count] for key, count in zip(keys, counts, strict=True)]
-        schema = pa.schema([COMMITS.field(name) for name in wanted])
+        schema = _schema(wanted)
         loose = _read_files(pool, directory, run_id, files, schema)
         new = ~np.isin(loose["shard"].to_numpy(), np.concatenate([*folded, np.empty(0, int)]))
         for start in range(0, len(folds), READERS):
@@ -263,16 +270,74 @@ def _read_fold(file: Place, wanted: list[str], count: np.ndarray) -> pa.Table:
     """Some columns of the rows that count in a fold, which older code may have written."""
     said_otherwise = [name for name in wanted if name in ("code", "device", "versions", "methods")]
     older = ["engine", "precision", "files"] if said_otherwise else []
-    table = read_parquet(file, list(dict.fromkeys([*wanted, *older])))
+    schema = _schema(wanted)
+    leaves = [name.replace("files.", "files.list.element.") for name in [*wanted, *older]]
+    with _opened(file) as content:
+        table = read_content(content, list(dict.fromkeys(leaves)))
     table = table if count.all() else table.filter(pa.array(count))
-    if not said_otherwise or "engine" not in table.column_names:
-        return table.select(wanted)
-    rows = table.select(older).to_pylist()
-    translated = [in_words_of_today(row) for row in rows]
-    for name in said_otherwise:
-        type_ = COMMITS.field(name).type
-        table = table.append_column(name, pa.array([row[name] for row in translated], type_))
-    return table.select(wanted)
+    if said_otherwise and "engine" in table.column_names:
+        rows = table.select(older).to_pylist()
+        translated = [in_words_of_today(row) for row in rows]
+        for name in said_otherwise:
+            type_ = COMMITS.field(name).type
+            table = table.append_column(name, pa.array([row[name] for row in translated], type_))
+    if "files" in schema.names:
+        of_files = schema.field("files")
+        files = _with_fields(table["files"].combine_chunks(), of_files.type)
+        table = table.set_column(table.schema.get_field_index("files"), of_files, files)
+    return table.select(schema.names)
+
+
+def _schema(wanted: Sequence[str]) -> pa.Schema:
+    """The schema of some columns, of which `files.path` and the like are parts of `files`."""
+    parts = [name.partition(".")[2] for name in wanted if name.startswith("files.")]
+    if not parts or "files" in wanted:
+        return pa.schema([COMMITS.field(name) for name in wanted if "." not in name])
+    whole = [COMMITS.field(name) for name in wanted if "." not in name]
+    files = pa.struct([FILES.field(name) for name in parts])
+    return pa.schema([*whole, pa.field("files", pa.list_(files))])
+
+
+def _with_fields(lists: pa.ListArray, type_: pa.ListType) -> pa.ListArray:
+    """Lists of files with the fields of `type_`; older code kept no digests."""
+    if lists.type == type_:
+        return lists
+    files, wanted = lists.values, type_.value_type
+    known = {files.type.field(i).name for i in range(files.type.num_fields)}
+    fields = [wanted.field(i) for i in range(wanted.num_fields)]
+    arrays = [
+        files.field(f.name) if f.name in known else pa.array([""] * len(files), f.type)
+        for f in fields
+    ]
+    return pa.ListArray.from_arrays(
+        lists.offsets, pa.StructArray.from_arrays(arrays, fields=fields)
+    )
+
+
+OWN_DIGEST = re.compile(r"fold-\d+-([0-9a-f]{32})\.parquet")
+"""A fold whose name says what its content is known by; the names of older code are shorter."""
+
+
+def _read_keys(file: Place) -> pa.Table:
+    """Which shards a fold has commits of; a fold that is not as it was written raises `RunError`."""
+    try:
+        with _opened(file) as content:
+            known_by = OWN_DIGEST.fullmatch(file.name)
+            if known_by is not None and digest_of_file(content) != known_by[1]:
+                raise pa.ArrowInvalid("its content is not what its name says")
+            return read_content(content, ["shard", DROPPED.name])
+    except FileNotFoundError:
+        raise  # Folded meanwhile.
+    except (OSError, pa.ArrowException) as error:
+        raise RunError(
+            f"{file}: damaged ({reason(error)}); it holds commits. Delete it, and headcount resume "
+            f"{file.parent.parent} measures their shards anew; headcount rm deletes the run"
+        ) from None
+
+
+def _opened(file: Place) -> Any:
+    """A fold as a file; in a store it is fetched at once."""
+    return open_whole(file) if isinstance(file, Path) else pa.BufferReader(file.read_bytes())
 
 
 def _that_count(folds: list[pa.Table]) -> list[np.ndarray]:
@@ -305,7 +370,7 @@ def _read_files(
     while batch := list(islice(remaining, FOLD)):
         commits = (
             c
-            for c in pool.map(lambda name: _read_commit(directory / name, run_id), batch)
+            for c in pool.map(lambda name: read_commit(directory / name, run_id), batch)
             if c is not None
         )
         tables.append(
@@ -321,7 +386,8 @@ def commit_name(shard: int) -> str:
     return f"shard-{shard:06d}.json"
 
 
-def _read_commit(file: Place, run_id: str) -> Commit | None:
+def read_commit(file: Place, run_id: str) -> Commit | None:
+    """The commit in a file; none if it is not one of this run."""
     try:
         commit = Commit.model_validate_json(file.read_bytes())
     except ValidationError:
@@ -363,10 +429,10 @@ def write_fold(directory: Place, table: pa.Table, dropped: int = 0) -> None:
     shards back.
     """
     numbers = [int(n[5:11]) for n in names(directory) if n.startswith("fold-")]
-    name = f"fold-{max(numbers, default=-1) + 1:06d}-{secrets.token_hex(4)}.parquet"
     marks = np.arange(len(table)) >= len(table) - dropped
-    table = table.append_column(DROPPED, pa.array(marks, pa.bool_()))
-    write_whole(directory / name, parquet_bytes(table))
+    content = parquet_bytes(table.append_column(DROPPED, pa.array(marks, pa.bool_())))
+    name = f"fold-{max(numbers, default=-1) + 1:06d}-{digest_of(content)}.parquet"
+    write_whole(directory / name, content)
     settle(directory)
 
 

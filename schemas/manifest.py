@@ -6,13 +6,21 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator, model_validator
 
 from schemas.kinds import KINDS
 from schemas.scan import CHANGES_NO_ROW, RENAMED
 
 Meanings = dict[str, dict[str, str]]
 """Fingerprint by name, by field of the manifest that describes the name."""
+
+
+class _ScanFacts(BaseModel):
+    """What whoever reads a run asks of its scan."""
+
+    sequences_per_shard: PositiveInt
+    n_ctx: PositiveInt
+    interventions: list[str]
 
 
 class Manifest(BaseModel):
@@ -65,6 +73,12 @@ class Manifest(BaseModel):
     def codes(self) -> list[str]:
         """The code that began the run, then all other code that it was gone on with."""
         return [self.code, *self.other_codes]
+
+    @field_validator("identity")
+    @classmethod
+    def _has_a_scan(cls, identity: dict[str, Any]) -> dict[str, Any]:
+        _ScanFacts.model_validate(identity.get("scan"))
+        return identity
 
     @model_validator(mode="before")
     @classmethod

@@ -42,6 +42,7 @@ def parquet_bytes(table: pa.Table, **options: Any) -> pa.Buffer:
     """
     repeating = [leaf for field in table.schema for leaf in _leaves(field.name, field.type)]
     options |= {"compression": "zstd", "use_dictionary": repeating, "store_schema": True}
+    options |= {"write_page_checksum": True}
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **options)
     return sink.getvalue()
@@ -61,15 +62,22 @@ def _leaves(path: str, type_: pa.DataType) -> Iterator[str]:
 def read_parquet(where: Place, columns: Sequence[str] | None = None) -> pa.Table:
     """A whole file, or some columns of it."""
     with open_whole(where) as file:
-        return pq.ParquetFile(file).read(columns=columns, use_threads=False)
+        return read_content(file, columns)
 
 
-def is_whole(where: Place) -> bool:
-    """Whether there is a Parquet file that begins and ends as one."""
+def read_content(file: Any, columns: Sequence[str] | None = None) -> pa.Table:
+    """The same of an open file; pages that do not fit their checksums raise OSError."""
+    content = pq.ParquetFile(file, page_checksum_verification=True)
+    return content.read(columns=columns, use_threads=False)
+
+
+def ends_whole(file: Path) -> bool:
+    """Whether a file ends as a Parquet file does: after a power cut it can have its size and none of
+    its content.
+    """
     try:
-        with where.open("rb", buffering=0) if isinstance(where, Path) else where.open() as content:
-            size = content.seek(0, os.SEEK_END)
-            # After a power cut a file can have its size and none of its content.
-            return size >= 12 and content.seek(size - 4) >= 0 and content.read(4) == b"PAR1"
-    except (OSError, ValueError):
+        with file.open("rb", buffering=0) as content:
+            content.seek(-4, os.SEEK_END)
+            return content.read(4) == b"PAR1"
+    except OSError:
         return False

@@ -226,6 +226,35 @@ def names(directory: Place) -> Iterator[str]:
         return
 
 
+def sizes(directory: Place) -> Iterator[tuple[str, int]]:
+    """Names and sizes of what lies directly in a directory, in no order; nothing where there is no
+    such directory.
+    """
+    if isinstance(directory, StorePath):
+        for info in directory.filesystem.get_file_info(
+            pafs.FileSelector(directory.key, allow_not_found=True)
+        ):
+            if info.type is pafs.FileType.File:
+                yield info.base_name, info.size
+        return
+    for name, found in stats(directory):
+        yield name, found.st_size
+
+
+def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Names of what lies directly in a directory on a disk, and what the system says of each."""
+    try:
+        entries = os.scandir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with entries:
+        for entry in entries:
+            try:
+                yield entry.name, entry.stat()
+            except FileNotFoundError:
+                continue  # It is gone since it was listed.
+
+
 def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
     """Objects of a store that match a glob, and their sizes; `*` stays within a part of the path,
     `**/` does not.

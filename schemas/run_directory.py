@@ -17,11 +17,8 @@ runs/run_id=NAME-HASH/
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -30,22 +27,19 @@ import pyarrow.compute
 from pydantic import ValidationError
 
 from schemas.commits import (
-    READERS,
     Commit,
     commit_name,
     commits_of,
+    read_commit,
     read_ledger,
     read_oldest,
     read_parts,
 )
+from schemas.damage import BY_SIZE, Damage, by_content, by_size
 from schemas.errors import RunError
-from schemas.kinds import TABLES
 from schemas.manifest import Manifest
-from schemas.parquet import is_whole
 from schemas.places import Place, names, place, reason
 
-DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
-DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
 
@@ -93,6 +87,13 @@ class RunDirectory:
         """Where a shard's commit is written; thousands of them are folded into one file later."""
         return self.commits_directory / commit_name(shard)
 
+    def loose_commit(self, shard: int) -> Commit | None:
+        """The commit that a shard has as a file of its own; none where there is none of this run."""
+        try:
+            return read_commit(self.commit_file(shard), self.run_id)
+        except FileNotFoundError:
+            return None
+
     def failure_file(self, shard: int) -> Place:
         """Where the last failed attempt at a shard is noted."""
         return self.path / "failures" / commit_name(shard)
@@ -116,13 +117,15 @@ class RunDirectory:
             return Manifest.model_validate_json(self.manifest_file.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(
-                f"{self.path}: no manifest.json; expected the directory of a run"
+                f"{self.path}: no manifest.json; expected the directory of a run. If it is one, "
+                f"headcount rm {self.path} deletes it"
             ) from None
         except OSError as error:
             raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
         except ValidationError as error:
             raise RunError(
-                f"{self.manifest_file}: not a manifest ({error.error_count()} problems)"
+                f"{self.manifest_file}: not a manifest ({error.error_count()} problems); bring back "
+                f"a copy, or delete the run with headcount rm {self.path} and scan again"
             ) from None
 
     def ledger(self, columns: Sequence[str] | None = None) -> pa.Table:
@@ -156,81 +159,32 @@ class RunDirectory:
         """
         yield from commits_of(self.ledger())
 
+    def damaged_by_size(self) -> list[Damage]:
+        """Committed files that are gone or of another size; others may be at work on the run."""
+        while True:
+            try:
+                return by_size(self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE))
+            except FileNotFoundError:
+                continue  # Folded meanwhile.
+            except (OSError, pa.ArrowException) as error:
+                raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
+
     def damaged_files(
-        self, parts: Iterable[pa.Table], thorough: bool = False
-    ) -> dict[str, list[int]]:
-        """Files of a ledger (or of parts of one) that are not there or not whole, and the shards
-        whose rows they held.
-
-        On a disk a power cut can leave a file without its content, so files are opened as long as
-        their commits are not folded, and all of them if `thorough`; the others are looked for by
-        name. What a store has taken is whole: there nothing is looked for, unless `thorough`. A
-        file outside the run's tables is none of its files.
+        self, parts: Iterable[pa.Table], manifest: Manifest | None = None
+    ) -> list[Damage]:
+        """Files of a ledger (or of parts of one, with the columns of `schemas.damage`) that are not
+        as committed: by name and size, or with a `manifest` by content.
         """
-        found: dict[str, list[int]] = {}
-        present: dict[str, Names] = {}
-        for part in parts:
-            rows = pc.list_parent_indices(part["files"]).to_numpy()
-            paths = pc.struct_field(pc.list_flatten(part["files"]), "path").combine_chunks()
-            bad = self._bad(paths, part["folded"].to_numpy()[rows], thorough, present)
-            for i in np.flatnonzero(bad):
-                found.setdefault(paths[i].as_py(), []).append(part["shard"][rows[i]].as_py())
-        return found
-
-    def _bad(
-        self, paths: pa.Array, folded: np.ndarray, thorough: bool, present: dict[str, Names]
-    ) -> np.ndarray:
-        """Which files are bad; `present` keeps what lies in each directory."""
-        on_disk = isinstance(self.path, Path)
-        halves = pc.split_pattern(paths, "/", max_splits=1, reverse=True)
-        folders = pc.list_element(halves, 0).dictionary_encode()
-        codes, own = folders.indices.to_numpy(), pc.list_element(halves, 1) if len(paths) else paths
-        bad = ~pc.match_substring_regex(own, DATA_FILE).to_numpy(zero_copy_only=False)
-        for code, folder in enumerate(folders.dictionary.to_pylist()):
-            here = codes == code
-            if not re.fullmatch(DATA_FOLDER, folder):
-                bad[here] = True
-            elif on_disk and not thorough and len(named := np.flatnonzero(here & folded & ~bad)):
-                if folder not in present:
-                    present[folder] = Names.of(names(self.path / folder))
-                bad[named] = ~present[folder].hold(own.take(pa.array(named)))
-        opened = ~bad & (thorough | (on_disk & ~folded))
-        places = np.flatnonzero(opened)
-        with ThreadPoolExecutor(READERS) as pool:
-            whole = pool.map(lambda i: is_whole(self.path / paths[i].as_py()), places.tolist())
-            bad[places] = ~np.fromiter(whole, bool, len(places))
-        return bad
-
-
-@dataclass(frozen=True)
-class Names:
-    """What lies in a directory of data files; a million names take a few megabytes."""
-
-    shards: np.ndarray
-    """The numbers in `shard-NUMBER.parquet`, sorted."""
-    others: frozenset[str]
-
-    @classmethod
-    def of(cls, found: Iterable[str]) -> Names:
-        """Sort names by kind."""
-        every = pa.array(found, pa.string())
-        of_shards = pc.match_substring_regex(every, r"^shard-\d+\.parquet$")
-        numbers = (
-            pc.utf8_slice_codeunits(every.filter(of_shards), 6, -8).cast(pa.int64()).to_numpy()
-        )
-        return cls(np.sort(numbers), frozenset(every.filter(pc.invert(of_shards)).to_pylist()))
-
-    def hold(self, wanted: pa.Array) -> np.ndarray:
-        """Which of some names are there."""
-        of_shards = pc.starts_with(wanted, "shard-").to_numpy(zero_copy_only=False)
-        numbers = pc.utf8_slice_codeunits(wanted.filter(pa.array(of_shards)), 6, -8)
-        there = np.zeros(len(wanted), bool)
-        wanted_shards = numbers.cast(pa.int64()).to_numpy()
-        near = np.searchsorted(self.shards, wanted_shards).clip(max=max(0, len(self.shards) - 1))
-        there[of_shards] = self.shards[near] == wanted_shards if len(self.shards) else False
-        for i in np.flatnonzero(~of_shards):
-            there[i] = wanted[i].as_py() in self.others
-        return there
+        try:
+            if manifest is None:
+                return by_size(self.path, parts)
+            return [
+                Damage(file.path, file.shards, why)
+                for file, why in by_content(self.path, manifest, parts)
+                if why is not None
+            ]
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
 
 
 def data_path(table: str, intervention: str, name: str) -> str:
@@ -274,7 +228,10 @@ def find_runs(path: Place) -> list[RunDirectory]:
         inside = [
             RunDirectory(path / name) for name in sorted(names(path)) if name.startswith("run_id=")
         ]
-        found = [run for run in inside if run.manifest_file.is_file()]
+        # A run whose manifest is lost is one that cannot be read, not none.
+        found = [
+            run for run in inside if run.manifest_file.is_file() or "commits" in names(run.path)
+        ]
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({reason(error)})") from None
     if not found:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
 from schemas.formulas import is_list
@@ -51,7 +52,7 @@ class Table:
     content: str
     """What a row holds, in a few words."""
     keys: tuple[Column, ...]
-    """Columns that are never NULL. `run_id` and `intervention` are directories around the files."""
+    """Columns that are never NULL, besides those of `PARTITIONS`."""
     columns: tuple[Column, ...] = ()
     """The other columns that it has whatever a scan asks for."""
     order: tuple[str, ...]
@@ -75,7 +76,7 @@ class Table:
         return any(column.name == key for column in self.keys)
 
     def schema(self, measured: Iterable[Column] = ()) -> pa.Schema:
-        """The schema of its files: its own columns, then what was measured."""
+        """The schema of its rows: its own columns, then what was measured."""
         return pa.schema([column.field for column in (*self.own.values(), *measured)])
 
 
@@ -103,6 +104,33 @@ def _column_facts(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     texts = [(name, facts[name]) for name in ("unit", "source") if name in facts]
     ranges = [("range", json.dumps(facts["range"]))] if facts.get("range") else []
     return (*texts, *ranges)
+
+
+WORD = pa.dictionary(pa.int32(), pa.string())
+"""Type of a word that a whole file repeats. pandas gives a directory's name the same type."""
+
+RUN_ID = Column("run_id", WORD, "Run that the row belongs to.", nullable=False)
+INTERVENTION = Column(
+    "intervention",
+    WORD,
+    "Edit of the model under which it was measured; none is the untouched model.",
+    nullable=False,
+)
+PARTITIONS = (RUN_ID, INTERVENTION)
+"""Columns of every file that are also the names of the directories around it.
+
+Some readers of a glob do not look at directories. Without the columns in the file they would mix
+interventions and runs, and nothing in the rows would tell them apart.
+"""
+
+
+def with_partitions(rows: pa.Table, run_id: str, intervention: str) -> pa.Table:
+    """The rows of a file: which run and which intervention they are of, then what they hold."""
+    fields = [column.field for column in PARTITIONS]
+    zeros = pa.array(np.zeros(rows.num_rows, np.int32))
+    words = [pa.DictionaryArray.from_arrays(zeros, [word]) for word in (run_id, intervention)]
+    columns = [*words, *rows.columns]
+    return pa.Table.from_arrays(columns, schema=pa.schema([*fields, *rows.schema]))
 
 
 INPUT_FAMILY = Column(

@@ -53,7 +53,7 @@ def entropy(row: Row) -> float | None:
     number = ((row.sequence * LAYERS + row.layer) * HEADS + row.head) * 2 + INTERVENTIONS.index(
         row.intervention
     )
-    return None if number % 3 == 0 else float(np.float32(np.sin(number) / 3))
+    return None if number % 3 == 0 else float(np.float32(abs(np.sin(number)) / 3))
 
 
 def sink_mass(row: Row) -> float | None:
@@ -86,20 +86,13 @@ WEIGHTS: list[Entry] = [
 
 
 def toy(out: Path, **options: Any) -> RunDirectory:
-    """A small run whose files say what run they belong to, as the real ones do."""
+    """A small run."""
     columns = {"entropy": entropy, "sink_mass": sink_mass, "match_coverage": lambda row: None}
-    run = write_run(
+    return write_run(
         out, "toy-1", columns, layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
         interventions=INTERVENTIONS, pile_sets=("Github", None), profiles=profiles, weights=WEIGHTS,
         **options,
     )  # fmt: skip
-    for file in local(run.path).glob("*/intervention=*/*.parquet"):
-        intervention = file.parent.name.partition("=")[2]
-        metadata = {"run_id": run.run_id, "intervention": intervention}
-        pq.write_table(
-            pq.ParquetFile(file).read().replace_schema_metadata(metadata), file, compression="zstd"
-        )
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +345,7 @@ def test_shards_that_were_taken_back_and_measured_again_are_merged(
     (lost,) = local(run.path).glob("heads/intervention=none/merged-000003-*.parquet")
     lost.unlink()
     found = run.damaged_files([run.ledger()])
-    assert list(found.values()) == [[3, 4, 5]]
+    assert [damage.shards for damage in found] == [[3, 4, 5]]
     (problem,) = compact(run, GROUPS).problems
     assert problem.startswith("shards 3 to 5: heads/intervention=none/merged-000003-")
     drop(run.commits_directory, run.run_id, [3, 4, 5])
@@ -384,16 +377,9 @@ def damage(run: RunDirectory, how: str) -> Path:
 @pytest.mark.parametrize(
     ("how", "problem"),
     [
-        ("cut", "shard 4: {} is damaged; run the scan again, then compact"),
-        (
-            "zeros",
-            "shard 4: {} cannot be read [(].*[)]; delete it, run the scan again, then compact",
-        ),
-        (
-            "short",
-            "shard 4: {} holds 2 rows where 3 were committed; delete it, run the scan again, then "
-            "compact",
-        ),
+        ("cut", "has [0-9,]+ bytes where [0-9,]+ were committed"),
+        ("zeros", "has other content than was committed"),
+        ("short", "has [0-9,]+ bytes where [0-9,]+ were committed"),
     ],
 )
 def test_a_damaged_file_is_left_and_reported(
@@ -402,7 +388,11 @@ def test_a_damaged_file_is_left_and_reported(
     file = damage(run, how)
     left, commit = file.read_bytes(), local(run.commit_file(4)).read_bytes()
     (found,) = compact(run, 4 * SHARD).problems
-    assert re.fullmatch(problem.format("sequences/intervention=none/shard-000004[.]parquet"), found)
+    assert re.fullmatch(
+        f"shard 4: sequences/intervention=none/shard-000004[.]parquet {problem}; "
+        f"headcount resume {run.path} --verify, then compact",
+        found,
+    )
     assert file.read_bytes() == left
     assert local(run.commit_file(4)).read_bytes() == commit
     assert len(data_files(run)) == 6 * 3 + 1
@@ -448,7 +438,7 @@ def test_the_command_fails_where_a_file_is_damaged(run: RunDirectory) -> None:
     done = CliRunner().invoke(app, ["compact", str(run.path)])
     assert isinstance(done.exception, RunError)
     assert str(done.exception).startswith(
-        "toy-1: shard 4: sequences/intervention=none/shard-000004.parquet is damaged"
+        "toy-1: shard 4: sequences/intervention=none/shard-000004.parquet has "
     )
 
 

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from rich.console import Console
 
+from jobs.checking import check_run
 from jobs.compaction import compact
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
 from jobs.replan import replan
-from jobs.run_loop import run_to_end
+from jobs.run_loop import missing_shards, run_to_end
 from jobs.status import read_status
 from queries.connection import connect
 from schemas import places
@@ -31,6 +33,7 @@ from schemas.scan import parse_scan
 from tests.toy_replica import ToyReplica
 from tests.toy_runs import local
 from workers.replica import Replica
+from workers.shard import commit_shard, measure_shard
 
 SIZE = 3
 FIELDS: dict[str, Any] = {
@@ -52,12 +55,12 @@ def planned(out: Path, sequences: int | str, **changes: Any) -> Plan:
     return make_plan(scan, "grown")
 
 
-def measured(plan: Plan, replica: type[Replica] = ToyReplica) -> list[str]:
+def measured(plan: Plan, replica: type[Replica] = ToyReplica, verify: bool = False) -> list[str]:
     """Bring a run to its end in this process; the lines that it says."""
     text = io.StringIO()
     prepare_run(plan, "")
     console = Console(file=text, width=1000, highlight=False)
-    assert run_to_end(plan, Resources(0, 1, "cpu", None), console, replica=replica) == []
+    assert run_to_end(plan, Resources(0, 1, "cpu", None), console, verify, replica) == []
     return text.getvalue().splitlines()
 
 
@@ -202,6 +205,79 @@ def test_a_commit_that_a_late_replica_left_short_is_measured_anew(
     write_whole(begun.run.commit_file(1), late.model_dump_json().encode())
     measured(planned(tmp_path, 11))
     assert rows(begun.run).equals(whole(11))
+
+
+def test_a_replica_that_outlived_its_driver_leaves_an_extended_shard_alone(
+    tmp_path: Path, whole: Callable[[int], pa.Table]
+) -> None:
+    begun = planned(tmp_path, 5)
+    prepare_run(begun, "")
+    replica = ToyReplica(begun.info, begun.scan)
+    last = measure_shard(replica, begun.sequences.shard(1))
+    measured(begun)
+    longer = planned(tmp_path, 11)
+    measured(longer)
+    with pytest.raises(RunError, match="the run has grown since this attempt began, and shard 1"):
+        commit_shard(begun.scan, begun.run, last, 1)
+    fold_all(begun.run)
+    with pytest.raises(RunError, match="goes to sequence 6, not 5"):
+        commit_shard(begun.scan, begun.run, last, 1)
+    assert rows(begun.run).equals(whole(11))
+    assert check_run(begun.run).damaged == []
+
+
+def test_a_late_attempt_leaves_a_committed_shard_alone(tmp_path: Path) -> None:
+    plan = planned(tmp_path, 5)
+    prepare_run(plan, "")
+    replica = ToyReplica(plan.info, plan.scan)
+    first, late = (measure_shard(replica, plan.sequences.shard(0)) for _ in range(2))
+    for measurements in late.measured.values():
+        measurements.tables["heads"]["entropy"] += np.float32(2**-30)
+    committed = commit_shard(plan.scan, plan.run, first, 1)
+    assert commit_shard(plan.scan, plan.run, late, 2) == committed
+    assert check_run(plan.run).damaged == []
+    # What is damaged is taken back, and measured by whoever comes first.
+    local(plan.run.data_file("heads", "none", 0)).write_bytes(b"PAR1")
+    assert missing_shards(plan).tolist() == [0, 1]
+    again = commit_shard(plan.scan, plan.run, late, 2)
+    assert (again.attempt, list(plan.run.commits())) == (2, [again])
+    assert check_run(plan.run).damaged == []
+
+
+def test_two_attempts_that_write_at_once_are_noticed_and_mended(
+    tmp_path: Path, whole: Callable[[int], pa.Table]
+) -> None:
+    """The window that is left: both look for a commit before either has written one."""
+    plan = planned(tmp_path, 5)
+    measured(plan)
+    replica = ToyReplica(plan.info, plan.scan)
+    late = measure_shard(replica, plan.sequences.shard(0))
+    for measurements in late.measured.values():
+        measurements.tables["heads"]["entropy"] += np.float32(2**-30)
+    commit = local(plan.run.commit_file(0))
+    first = commit.read_bytes()
+    commit.unlink()
+    commit_shard(plan.scan, plan.run, late, 2)
+    commit.write_bytes(first)
+    assert {file.path[:6] for file in check_run(plan.run).damaged} == {"heads/"}
+    measured(planned(tmp_path, 5), verify=True)
+    assert rows(plan.run).equals(whole(5))
+    assert check_run(plan.run).damaged == []
+
+
+def test_damage_in_a_merged_file_does_not_stop_an_extension(
+    tmp_path: Path, whole: Callable[[int], pa.Table]
+) -> None:
+    begun = planned(tmp_path, 5)
+    measured(begun)
+    compact_all(begun.run)
+    (file,) = (local(begun.run.path) / "heads" / "intervention=none").iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    measured(planned(tmp_path, 11))
+    assert rows(begun.run).equals(whole(11))
+    assert globbed(begun.run) == len(whole(11))
 
 
 def steps(monkeypatch: pytest.MonkeyPatch, allowed: int | None) -> Callable[[], int]:

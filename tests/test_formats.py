@@ -31,7 +31,7 @@ ENDLESS = (
 
 
 def sink(row: Row) -> float:
-    return 0.1 + row.head + row.layer / 10 + row.sequence / 100
+    return 0.1 + row.head / 10 + row.layer / 10 + row.sequence / 100
 
 
 @pytest.fixture(scope="module")

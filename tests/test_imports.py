@@ -66,6 +66,7 @@ ONLY_IN = {
     "triton": ("workers/engine/sweep_kernel.py",),
     "typer": (
         "headcount.py",
+        "jobs/check_commands.py",
         "jobs/cluster_commands.py",
         "jobs/scan_commands.py",
         "queries/query_commands.py",

@@ -16,6 +16,7 @@ from jobs.run_lock import locked
 from jobs.run_loop import fold_commits
 from jobs.spans import Spans
 from schemas.commits import COMMITS, Commit, Failure, drop, fold
+from schemas.damage import Damage
 from schemas.errors import RunError, ScanError
 from schemas.places import StorePath, names, place
 from schemas.run_directory import RunDirectory
@@ -167,19 +168,31 @@ def test_a_driver_folds_while_outcomes_pass(
     assert list(run.commits()) == before
 
 
-def test_files_of_folded_commits_are_looked_for_by_name(run: RunDirectory) -> None:
+def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory) -> None:
     fold(run.commits_directory, list(run.commits())[:5])
     local(run.data_file("heads", "none", 2)).unlink()
     local(run.data_file("heads", "none", 3)).write_bytes(b"")
     local(run.data_file("heads", "none", 7)).write_bytes(b"")
     table = run.ledger()
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
-    assert run.damaged_files([table]) == {heads(2): [2], heads(7): [7]}
-    assert run.damaged_files([table], thorough=True) == {
-        heads(2): [2],
-        heads(3): [3],
-        heads(7): [7],
-    }
+    gone = Damage(heads(2), [2], "is gone")
+    sizes = {file.path: file.bytes for commit in run.commits() for file in commit.files}
+    short = [
+        Damage(heads(shard), [shard], f"has 0 bytes where {sizes[heads(shard)]:,} were committed")
+        for shard in (3, 7)
+    ]
+    assert run.damaged_files([table]) == [gone, *short]
+    for shard in (4, 8):
+        local(run.data_file("heads", "none", shard)).write_bytes(bytes(sizes[heads(shard)]))
+    endless = Damage(heads(8), [8], "does not end as a Parquet file does")
+    assert run.damaged_files([table]) == [gone, *short, endless]
+    other = [
+        Damage(heads(shard), [shard], "has other content than was committed") for shard in (4, 8)
+    ]
+    found = run.damaged_files([table], run.manifest())
+    assert sorted(found, key=lambda damage: damage.path) == sorted(
+        [gone, *short, *other], key=lambda damage: damage.path
+    )
 
 
 def test_one_driver_at_a_time(run: RunDirectory) -> None:

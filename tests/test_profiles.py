@@ -273,9 +273,9 @@ def whole(plan: Plan) -> Aggregates:
 
 def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
     table = pq.ParquetFile(plan.run.data_file("profiles", "none", 1)).read()
-    assert table.schema.metadata == {b"run_id": plan.run.run_id.encode(), b"intervention": b"none"}
-    assert table.schema.equals(KIND.table.schema())
-    assert table.column_names == [
+    rows = table.drop_columns(["run_id", "intervention"])
+    assert rows.schema.equals(KIND.table.schema())
+    assert rows.column_names == [
         "shard", "layer", "head", "profile", "query", "key", "lag", "count", "mean", "m2"
     ]  # fmt: skip
     assert table.schema.field("m2").metadata[b"description"].startswith(b"Sum over the sequences")

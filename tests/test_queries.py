@@ -314,11 +314,17 @@ def test_only_whole_committed_files_count(
         "missing",
         "missing",
     ]
+    why = f"heads/intervention=none/shard-000001.parquet has {len(whole) - 1:,} bytes where "
+    why += f"{len(whole):,} were committed"
     damage = (
-        "run a-1: heads/intervention=none/shard-000001.parquet and 1 more is damaged (not as "
-        "committed); its shard is left out of every view. Run the same scan again to measure it "
-        "anew."
+        f"run a-1: shard 1: {why} and is left out of every view; so are 1 more files. "
+        f"headcount resume {run.path} --verify measures it anew"
     )
+    assert ask(connection, "SELECT damage FROM shards WHERE shard < 3") == [
+        (None,),
+        (why,),
+        ("sequences/intervention=none/shard-000002.parquet is gone",),
+    ]
     assert database.damage() == [damage]
     # What is imported says nothing; a command says it once.
     assert capfd.readouterr() == ("", "")
@@ -347,7 +353,7 @@ def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
     statistics["entropy"] = statistics["sink_mass"]
     local(run.manifest_file).write_text(json.dumps(entry))
     with pytest.raises(
-        QueryError, match=r'table heads do not fit their manifests: .*"entropy" not found'
+        QueryError, match=r'table heads do not fit the manifest: .*"entropy" not found'
     ):
         connect(tmp_path)
 

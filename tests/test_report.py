@@ -18,6 +18,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from jobs.plan import make_plan, prepare_run
 from queries.asking import open_runs
 from queries.report import write_report
+from schemas.digests import digest_of
 from schemas.errors import QueryError
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
@@ -305,22 +306,42 @@ def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
     assert sorted((tick.text for tick in ticks), key=float) == ["5", "10", "20", "50"]
 
 
-def broken_content(file: Path) -> None:
-    """Overwrite the data of a Parquet file, and leave its size and its footer as they are."""
+def broken_content(file: Path) -> str:
+    """Overwrite the data of a Parquet file, and leave its size and its footer as they are; returns
+    its digest.
+    """
     content = bytearray(file.read_bytes())
     content[4:200] = bytes(196)
     file.write_bytes(content)
+    return digest_of(bytes(content))
 
 
 @pytest.mark.parametrize("table", ["heads", "sequences"])
 def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table: str) -> None:
     run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
-    broken_content(local(run.data_file(table, "none", 0)))
+    # Committed as it is: otherwise its shard would be left out.
+    digest = broken_content(local(run.data_file(table, "none", 0)))
+    commit = json.loads(run.commit_file(0).read_bytes())
+    for file in commit["files"]:
+        file["digest"] = digest if file["table"] == table else file["digest"]
+    local(run.commit_file(0)).write_text(json.dumps(commit))
     subject = {"heads": "by_head", "sequences": "sink_mass by part of the Pile"}[table]
     with pytest.raises(QueryError, match=rf"^report, {subject}: .*Invalid data") as mistake:
         write_report(open_runs(tmp_path), tmp_path / "report.html")
     assert "\n" not in str(mistake.value)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_leaves_out_damaged_shards_and_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
+    broken_content(local(run.data_file("heads", "none", 0)))
+    heard: list[str] = []
+    write_report(open_runs(tmp_path, tell=heard.append), tmp_path / "report.html")
+    assert heard == [
+        "warning: run a-1: shard 0: heads/intervention=none/shard-000000.parquet has other content "
+        f"than was committed and is left out of every view. headcount resume {run.path} --verify "
+        "measures it anew"
+    ]
 
 
 def test_a_report_leaves_out_what_was_not_measured(tmp_path: Path) -> None:

@@ -76,9 +76,7 @@ def rows(run: RunDirectory) -> dict[str, pa.Table]:
                 for f in c.files
                 if (f.table, f.intervention) == (table, intervention)
             ]
-            joined = pa.concat_tables(
-                [pq.read_table(local(run.path) / f.path) for f in files]
-            ).replace_schema_metadata()
+            joined = pa.concat_tables([pq.read_table(local(run.path) / f.path) for f in files])
             tables[f"{table} {intervention}"] = joined.sort_by(
                 [(key, "ascending") for key in keys[table]]
             )

@@ -92,9 +92,16 @@ def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
     assert table.schema.field("entropy").type == pa.float32()
 
 
+def test_every_file_says_its_run_and_its_intervention(plan: Plan) -> None:
+    for table in ("heads", "sequences"):
+        rows = pq.ParquetFile(plan.run.data_file(table, "none", 1)).read()
+        assert rows.column_names[:2] == ["run_id", "intervention"]
+        assert set(rows["run_id"].to_pylist()) == {plan.run.run_id}
+        assert set(rows["intervention"].to_pylist()) == {"none"}
+
+
 def test_files_say_what_their_columns_mean(plan: Plan) -> None:
     schema = pq.read_schema(plan.run.data_file("heads", "none", 0))
-    assert schema.metadata[b"run_id"].decode() == plan.run.run_id
     field = schema.field("sink_mass").metadata
     assert field[b"unit"] == b"probability"
     assert field[b"range"] == b"[0, 1]"
@@ -133,14 +140,21 @@ def test_a_commit_counts_what_was_written(plan: Plan) -> None:
 def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
     assert missing_shards(plan).tolist() == []
     path = local(plan.run.data_file("heads", "none", 1))
-    whole = path.read_bytes()
+    commit = local(plan.run.commit_file(1))
+    whole, committed = path.read_bytes(), commit.read_bytes()
     try:
         for damaged in (whole[:-1], whole[:-4] + b"\0\0\0\0", b"", None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
             assert missing_shards(plan).tolist() == [1]
+            assert not commit.exists()
+            commit.write_bytes(committed)
+        path.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+        assert missing_shards(plan).tolist() == []
+        assert missing_shards(plan, verify=True).tolist() == [1]
+        commit.write_bytes(committed)
     finally:
         path.write_bytes(whole)
-    assert missing_shards(plan).tolist() == []
+    assert missing_shards(plan, verify=True).tolist() == []
 
 
 def test_the_last_failure_is_noted(plan: Plan) -> None:

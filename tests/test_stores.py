@@ -14,11 +14,13 @@ import zstandard
 from typer.testing import CliRunner
 
 from headcount import app
+from jobs.checking import check_run
 from jobs.compaction import compact
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.run_loop import missing_shards
 from jobs.status import read_status
 from queries.answers import run_query
+from queries.asking import open_runs
 from queries.connection import connect
 from schemas.commits import fold
 from schemas.errors import CorpusError, QueryError, RunError, ScanError
@@ -104,6 +106,8 @@ def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Pa
 def test_the_commit_is_the_last_object_and_each_file_is_one_put(
     done: Plan, store: FaultProxy
 ) -> None:
+    done.run.commit_file(0).unlink()
+    store.clear()
     measure(done, range(1))
     written = [r.path for r in store.requests() if r.method in ("PUT", "POST")]
     assert len(written) == 3
@@ -156,6 +160,28 @@ def test_folding_and_compacting_in_a_store(store: FaultProxy) -> None:
     assert len(list(names(plan.run.path / "heads" / "intervention=none"))) == 1
     assert connect(plan.scan.out).execute(question).fetchall() == before
     assert missing_shards(plan).tolist() == []
+
+
+def test_damage_in_a_store_is_found_by_size_or_by_reading(store: FaultProxy) -> None:
+    plan = plan_of("damaged", "s3://bucket/damaged")
+    measure(plan)
+    file = plan.run.data_file("heads", "none", 1)
+    whole = file.read_bytes()
+    write_whole(file, whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    # Nothing is read for a question; everything is for a check.
+    assert connect(plan.scan.out).execute("SELECT count(*) FROM shards").fetchall() == [(3,)]
+    assert open_runs(plan.scan.out).damage() == []
+    (found,) = check_run(plan.run).damaged
+    assert (found.shards, found.why) == ([1], "has other content than was committed")
+    assert missing_shards(plan).tolist() == []
+    write_whole(file, whole + b"PAR1")
+    (line,) = open_runs(plan.scan.out).damage()
+    assert f"has {len(whole) + 4:,} bytes where {len(whole):,} were committed" in line
+    assert read_status(plan.run).damaged == 1
+    write_whole(file, whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    assert missing_shards(plan, verify=True).tolist() == [1]
+    measure(plan, range(1, 2))
+    assert check_run(plan.run).damaged == []
 
 
 def test_names_of_interventions_are_names_of_objects(store: FaultProxy) -> None:

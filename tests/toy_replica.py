@@ -21,6 +21,9 @@ from workers.replica import InterventionMeasurements, Replica
 PACE = 0.25
 """Seconds of a shard, so that there is time to disturb a run."""
 
+SCALE = np.float32(2**26)
+"""Divides numbers of less than 24 bits into every statistic's range, and loses none of their bits."""
+
 
 class ToyReplica(Replica):
     """A replica that is there at once; its numbers tell sequences, layers, heads and statistics
@@ -53,8 +56,11 @@ class ToyReplica(Replica):
         head = np.arange(self.info.n_layers * self.info.n_heads, dtype=np.float32).reshape(
             1, self.info.n_layers, -1
         )
-        heads = {s.name: sequence[:, None, None] + head / 64 + i for i, s in enumerate(statistics)}
-        chance = {chance_column(s.name): sequence for s in statistics if s.chance}
+        heads = {
+            s.name: (sequence[:, None, None] + head / 64 + i) / SCALE
+            for i, s in enumerate(statistics)
+        }
+        chance = {chance_column(s.name): sequence / SCALE for s in statistics if s.chance}
         return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, method)
 
     def misbehave(self, token: int) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from schemas.commits import Commit, DataFile, Method, Version
+from schemas.digests import digest_of
 from schemas.kinds import table_schema
 from schemas.manifest import Manifest
+from schemas.parquet import parquet_bytes
 from schemas.places import Place
 from schemas.profiles import PROFILES
 from schemas.run_directory import RunDirectory
@@ -75,8 +76,20 @@ def write_run(
     directory = RunDirectory.of(out, name)
     local(directory.path).mkdir(parents=True)
     shards = -(-sequences // per_shard)
+    every = [
+        Row(i, s, la, h)
+        for i in interventions
+        for s in range(sequences)
+        for la in range(layers)
+        for h in range(heads)
+    ]
     kinds = {
-        "statistics": {s.name: s.record | _fingerprint(s.name, fingerprints) for s in statistics}
+        "statistics": {
+            s.name: s.record
+            | _range(s, map(columns[s.name], every))
+            | _fingerprint(s.name, fingerprints)
+            for s in statistics
+        }
     }
     if profiles:
         kinds["profiles"] = {p: PROFILES[p].record for p in {r["profile"] for r in profiles(0)}}
@@ -227,15 +240,30 @@ def _write(
 ) -> DataFile:
     path = local(directory.data_file(table, intervention, shard))
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(content, path, compression="zstd")
+    metadata = {"run_id": directory.run_id, "intervention": intervention}
+    file = parquet_bytes(content.replace_schema_metadata(metadata))
+    path.write_bytes(file)
     relative = str(path.relative_to(local(directory.path)))
     return DataFile(
         table=table,
         intervention=intervention,
         path=relative,
         rows=content.num_rows,
-        bytes=path.stat().st_size,
+        bytes=file.size,
+        digest=digest_of(file),
     )
+
+
+def _range(statistic: Statistic, values: Iterable[float | None]) -> dict[str, list[float | None]]:
+    """A statistic's range, which holds toy numbers too: they need only be easy to check by hand."""
+    low, high = statistic.facts["range"]
+    known = [value for value in values if value is not None]
+    return {
+        "range": [
+            None if low is None else min([low, *known]),
+            None if high is None else max([high, *known]),
+        ]
+    }
 
 
 def _fingerprint(name: str, given: Mapping[str, str] | None) -> dict[str, str]:

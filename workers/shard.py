@@ -17,13 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.commits import Commit, DataFile, Failure
-from schemas.errors import HeadcountError
+from schemas.digests import digest_of
+from schemas.errors import HeadcountError, RunError
 from schemas.kinds import TABLES, kinds_of, table_schema
 from schemas.parquet import parquet_bytes, table_of
 from schemas.places import write_whole
 from schemas.run_directory import RunDirectory, data_path
 from schemas.scan import Scan
-from schemas.tables import SEQUENCES, Table
+from schemas.tables import SEQUENCES, Table, with_partitions
 from workers.inputs.sequences import ShardInput
 from workers.measurements.batch import Measurements
 from workers.measurements.profile_means import means_table
@@ -69,9 +70,15 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
 
 
 def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: int) -> Commit:
-    """Write a measured shard's tables, then its commit."""
+    """Write a measured shard's tables, then its commit; a shard that is committed is left as it is.
+
+    Every attempt writes the same names, and two that measure at once may differ in the last bit: a
+    late one would leave files that the commit of the other does not describe.
+    """
     began = time.perf_counter()
     shard = done.input
+    if (committed := _committed_meanwhile(scan, run, shard)) is not None:
+        return committed
     files: list[DataFile] = []
     for intervention, measured in done.measured.items():
         files += [
@@ -106,17 +113,37 @@ def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: in
     return commit
 
 
+def _committed_meanwhile(scan: Scan, run: RunDirectory, shard: ShardInput) -> Commit | None:
+    """The commit that another attempt has made of a shard; one of fewer sequences does not count.
+
+    A replica that outlived its driver may have the last shard of a run that has grown since.
+    """
+    stop = shard.start + len(shard.tokens)
+    if len(shard.tokens) < scan.sequences_per_shard:
+        expected = int(run.manifest().stops(shard.shard))
+        if stop != expected:
+            raise RunError(
+                f"{run.run_id}: the run has grown since this attempt began, and shard "
+                f"{shard.shard} goes to sequence {expected}, not {stop}"
+            )
+    commit = run.loose_commit(shard.shard)
+    return commit if commit is not None and commit.stop >= stop else None
+
+
 def _write_table(
     run: RunDirectory, table: str, intervention: str, shard: int, rows: pa.Table
 ) -> DataFile:
-    content = parquet_bytes(
-        rows.replace_schema_metadata({"run_id": run.run_id, "intervention": intervention})
-    )
+    content = parquet_bytes(with_partitions(rows, run.run_id, intervention))
     file = run.data_file(table, intervention, shard)
     write_whole(file, content)
     path = data_path(table, intervention, file.name)
     return DataFile(
-        table=table, intervention=intervention, path=path, rows=rows.num_rows, bytes=len(content)
+        table=table,
+        intervention=intervention,
+        path=path,
+        rows=rows.num_rows,
+        bytes=len(content),
+        digest=digest_of(content),
     )
 
 

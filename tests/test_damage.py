@@ -1,0 +1,504 @@
+"""A thousand random damages: none is returned as data, and nothing else is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app
+from jobs.checking import check_run
+from jobs.compaction import compact
+from queries import verified_files
+from queries.answers import run_query
+from queries.asking import open_runs
+from schemas import damage
+from schemas.commits import fold
+from schemas.digests import digest_of
+from schemas.errors import HeadcountError, RunError
+from schemas.parquet import parquet_bytes, read_parquet
+from schemas.run_directory import RunDirectory
+from tests.toy_runs import Entry, Row, local, write_run
+
+DAMAGES, AT_ONCE = 1000, 12
+SHARDS, PER_SHARD, LAYERS, HEADS = 24, 1, 2, 2
+INTERVENTIONS = ("none", "zero_query_bias")
+RUNS = ("a-1", "b-1")
+TABLES = ("heads", "sequences", "profiles", "weights")
+
+
+def toy(out: Path, name: str, weights: int) -> RunDirectory:
+    """A run of a model with some weights: other numbers in files of about the same size."""
+    draw = np.random.default_rng(weights)
+    values = draw.random((2, SHARDS * PER_SHARD, LAYERS, HEADS), np.float32)
+
+    def value(row: Row) -> float:
+        return float(
+            values[INTERVENTIONS.index(row.intervention), row.sequence, row.layer, row.head]
+        )
+
+    def profiles(shard: int) -> list[Entry]:
+        entry = {"layer": 1, "head": 1, "profile": "attention_by_lag", "count": PER_SHARD}
+        return [entry | {"lag": lag, "mean": weights / (lag + 1), "m2": 0.5} for lag in range(2)]
+
+    return write_run(
+        out, name, {"sink_mass": value, "entropy": lambda row: 1 + value(row)},
+        layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
+        interventions=INTERVENTIONS, profiles=profiles,
+        weights=[{"weight": "position_norm", "position": i, "value": weights} for i in range(3)],
+    )  # fmt: skip
+
+
+def loose(run: RunDirectory) -> None:
+    """Leave the commits as they are."""
+
+
+def folded(run: RunDirectory) -> None:
+    fold(run.commits_directory, list(run.commits()))
+
+
+def compacted(run: RunDirectory) -> None:
+    compact(run, 3 * PER_SHARD * LAYERS * HEADS)
+
+
+@dataclass
+class Prepared:
+    """Two runs as they were committed, and their files as an earlier measuring wrote them."""
+
+    home: Path
+    files: dict[Path, bytes]
+    older: dict[Path, bytes]
+    """By path of the file that it could be taken for."""
+    shards: dict[Path, tuple[str, frozenset[int]]]
+    """Run, and shards with rows in the file."""
+    rows: dict[str, dict[tuple[str, int], list[str]]]
+    """Rows by table, and by run and shard."""
+
+
+def asked(home: Path) -> tuple[dict[str, dict[tuple[str, int], list[str]]], list[str]]:
+    """Every row that queries return, and what they warn of."""
+    heard: list[str] = []
+    # Without the shipped views, which take most of the time.
+    database = open_runs(home, queries=home / "no views", tell=heard.append)
+    heard += [f"warning: {line}" for line in database.damage()]
+    counts = ", ".join(f"(SELECT count(*) FROM {table})" for table in TABLES)
+    database.rows(f"SELECT {counts}")
+    rows: dict[str, dict[tuple[str, int], list[str]]] = {}
+    for table in TABLES:
+        # The rows of `weights` lie with shard 0.
+        shard = "0" if table == "weights" else "shard"
+        sql = f"SELECT run_id, {shard}, t::TEXT FROM {table} t ORDER BY ALL"
+        rows[table] = {}
+        for run, number, text in database.rows(sql):
+            rows[table].setdefault((run, number), []).append(text)
+    return rows, heard
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[Prepared]:
+    found: list[Prepared] = []
+    for change in (loose, folded, compacted):
+        home, before = (tmp_path_factory.mktemp(f"{change.__name__}{i}") for i in (1, 2))
+        files: dict[Path, bytes] = {}
+        older: dict[Path, bytes] = {}
+        shards: dict[Path, tuple[str, frozenset[int]]] = {}
+        for number, name in enumerate(RUNS):
+            now, then = toy(home, name, number), toy(before, name, number + 10)
+            for run in (now, then):
+                change(run)
+            paths = {
+                (f.table, f.intervention, commit.shard): (f.path, f.shards)
+                for commit in then.commits()
+                for f in commit.files
+            }
+            for commit in now.commits():
+                for f in commit.files:
+                    path = local(now.path) / f.path
+                    files[path] = path.read_bytes()
+                    _, known = shards.get(path, (name, frozenset()))
+                    shards[path] = name, known | {commit.shard}
+                    other, _ = paths[f.table, f.intervention, commit.shard]
+                    older[path] = (local(then.path) / other).read_bytes()
+        rows, heard = asked(home)
+        assert heard == []
+        found.append(Prepared(home, files, older, shards, rows))
+    return found
+
+
+def flipped(content: bytes, count: int, draw: random.Random) -> bytes:
+    """The content with so many bytes changed, in one place."""
+    start = draw.randrange(max(1, len(content) - count))
+    changed = bytearray(content)
+    for i in range(start, min(len(content), start + count)):
+        changed[i] ^= draw.randrange(1, 256)
+    return bytes(changed)
+
+
+def alike(state: Prepared, path: Path, kind: str) -> list[Path]:
+    """Files that could be taken for a file: of another shard, intervention, table or run."""
+    run, table, intervention, name = path.parts[-4:]
+    same = {
+        "shard": lambda p: p[:3] == (run, table, intervention),
+        "intervention": lambda p: p[:2] == (run, table) and p[3][:12] == name[:12],
+        "table": lambda p: p[0] == run and p[1] != table,
+        "run": lambda p: p[0] != run and p[1:3] == (table, intervention),
+    }[kind]
+    return [other for other in state.files if other != path and same(other.parts[-4:])]
+
+
+def damaged(state: Prepared, path: Path, how: str, draw: random.Random) -> dict[Path, bytes | None]:
+    """What lies where after one damage; None where nothing does."""
+    content = state.files[path]
+    if how.startswith("flip"):
+        return {path: flipped(content, int(how[4:]), draw)}
+    if how == "cut":
+        return {path: content[: draw.randrange(len(content))]}
+    if how == "longer":
+        return {path: content + draw.randbytes(draw.choice([1, 16, 512]))}
+    if how == "older":
+        return {path: state.older[path]}
+    if how.startswith("swap "):
+        others = alike(state, path, how[5:])
+        other = draw.choice(others) if others else path
+        return {path: state.files[other], other: content}
+    return {path: None if how == "gone" else b""}
+
+
+HOW = (
+    *("flip1", "flip16", "flip512") * 3,
+    *("cut", "longer", "older", "gone", "empty") * 2,
+    *("swap shard", "swap intervention", "swap table", "swap run"),
+)
+
+
+def put(path: Path, content: bytes | None, hide: bool) -> None:
+    """Change a file; `hide` gives it the times that it had."""
+    before = path.stat()
+    if content is None:
+        path.unlink()
+        return
+    path.write_bytes(content)
+    if hide:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_no_damage_is_returned_as_data(
+    prepared: list[Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified_files, "_folders", lambda: [tmp_path])
+    draw = random.Random(1)
+    count = 0
+    while count < DAMAGES:
+        state = draw.choice(prepared)
+        told: dict[Path, bytes | None] = {}
+        for path in draw.sample(sorted(state.files), AT_ONCE):
+            told |= damaged(state, path, draw.choice(HOW), draw)
+            count += 1
+        for path, content in told.items():
+            put(path, content, hide=draw.random() < 0.5)
+        wrong = {path for path, content in told.items() if content != state.files[path]}
+        bad = {(state.shards[p][0], shard) for p in wrong for shard in state.shards[p][1]}
+        rows, heard = asked(state.home)
+        for table in TABLES:
+            expected = {key: kept for key, kept in state.rows[table].items() if key not in bad}
+            assert rows[table] == expected, (table, told.keys())
+        for name in {name for name, _ in bad}:
+            lines = [line for line in heard if line.startswith(f"warning: run {name}: shard")]
+            assert lines
+            assert all("--verify measures" in line for line in lines)
+        assert bad or not heard
+        for path in told:
+            path.write_bytes(state.files[path])
+    for state in prepared:
+        assert asked(state.home) == (state.rows, [])
+
+
+def spoil(file: Path) -> None:
+    """Change one bit in the middle; size and times stay."""
+    before = file.stat()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.setattr(verified_files, "_folders", lambda: [tmp_path / "memory"])
+    return toy(tmp_path / "runs", "a-1", 0)
+
+
+def heads(run: RunDirectory, shard: int) -> Path:
+    return local(run.data_file("heads", "none", shard))
+
+
+def test_what_was_whole_is_remembered_until_it_changes(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def problem(*arguments: Any) -> str | None:
+        read.append(arguments[2].path)
+        return damage.problem(*arguments)
+
+    monkeypatch.setattr(verified_files, "problem", problem)
+
+    def files_read(sql: str, **options: Any) -> int:
+        read.clear()
+        open_runs(run.path, **options).rows(sql)
+        return len(read)
+
+    of_heads = 2 * SHARDS
+    # Files that have just been written could change again and look the same.
+    assert [files_read("FROM heads") for _ in range(2)] == [of_heads, of_heads]
+    monkeypatch.setattr(verified_files, "TICK", -1.0)
+    assert files_read("FROM runs") == 0
+    assert [files_read("FROM heads") for _ in range(2)] == [of_heads, 0]
+    assert [files_read("FROM sequences") for _ in range(2)] == [2 * SHARDS, 0]
+    spoil(heads(run, 3))
+    assert [files_read("FROM heads") for _ in range(2)] == [1, 1]
+    # Nothing but time is lost with the memory, whole or in parts.
+    (memory,) = (local(run.path).parents[1] / "memory").iterdir()
+    memory.write_bytes(memory.read_bytes()[:-21])
+    assert files_read("FROM heads, sequences LIMIT 1") in (2, 3)
+    memory.write_bytes(b"")
+    assert files_read("FROM heads") == of_heads
+    monkeypatch.setattr(verified_files, "_folders", lambda: [Path("/proc/nowhere")])
+    assert [files_read("FROM heads") for _ in range(2)] == [of_heads, of_heads]
+
+
+def test_a_question_reads_no_more_than_its_tables(run: RunDirectory) -> None:
+    spoil(heads(run, 3))
+    database = open_runs(run.path)
+    assert len(database.rows("FROM sequences")) == 2 * SHARDS
+    assert database.damage() == []
+    assert len(database.rows("FROM heads")) == 8 * (SHARDS - 1)
+    # From now on it is in no view.
+    assert len(database.rows("FROM sequences")) == 2 * (SHARDS - 1)
+    (line,) = database.damage()
+    assert line.startswith("run a-1: shard 3: heads/intervention=none/shard-000003.parquet has oth")
+    sql = "SELECT status, damage FROM shards WHERE status <> 'done'"
+    why = "heads/intervention=none/shard-000003.parquet has other content than was committed"
+    assert database.rows(sql) == [("damaged", why)]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "FROM by_head",
+        "PIVOT heads ON layer USING count(*) GROUP BY head",
+        "FROM query_table('heads')",
+        "FROM query('FROM heads')",
+        "SUMMARIZE heads",
+        "WITH sequences AS (FROM main.heads) FROM sequences",
+        "EXPLAIN ANALYZE FROM heads",
+    ],
+)
+def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory, question: str) -> None:
+    spoil(heads(run, 3))
+    heard: list[str] = []
+    list(run_query(open_runs(run.path, tell=heard.append).connection, question).rows())
+    assert [line[:26] for line in heard] == ["warning: run a-1: shard 3:"]
+
+
+def test_a_connection_goes_on_with_what_was_measured_again(run: RunDirectory) -> None:
+    database = open_runs(run.path)
+    before = database.rows("FROM heads ORDER BY ALL")
+    commits = list(run.commits())
+    compacted(run)
+    assert database.rows("FROM heads ORDER BY ALL") == before
+    assert database.damage() == []
+    assert commits != list(run.commits())
+
+
+def test_the_reading_of_much_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified_files, "PATIENCE", 0.0)
+    heard: list[str] = []
+    open_runs(run.path, tell=heard.append).rows("FROM heads")
+    assert heard == ["checking 0.0 GB against the commits, once"]
+
+
+def said(arguments: list[str]) -> tuple[int, list[str]]:
+    done = CliRunner().invoke(app, arguments)
+    return done.exit_code, done.stdout.splitlines()
+
+
+def test_check_says_what_is_damaged_and_what_mends_it(run: RunDirectory, tmp_path: Path) -> None:
+    home = str(tmp_path / "runs")
+    size = r"145 files, 0\.[67] MB"
+    code, (line,) = said(["check", home])
+    assert (code, re.fullmatch(f"a-1: 24 shards, {size}, as committed", line) is None) == (0, False)
+    spoil(heads(run, 3))
+    heads(run, 5).unlink()
+    heads(run, 4).with_name(".shard-000004.parquet.1a2b.tmp").write_bytes(b"half")
+    toy(tmp_path / "runs", "b-1", 1)
+    code, lines = said(["check", home])
+    assert code == 1
+    folder = "heads/intervention=none"
+    assert lines[:3] == [
+        f"a-1: shard 3: {folder}/shard-000003.parquet has other content than was committed",
+        f"a-1: shard 5: {folder}/shard-000005.parquet is gone",
+        f"a-1: 1 file that no commit refers to; headcount compact {run.path} deletes what it may",
+    ]
+    mend = re.escape(f"headcount resume {run.path} --verify")
+    assert re.fullmatch(f"a-1: 2 shards of 24 damaged, in {size}; {mend} measures .*", lines[3])
+    assert re.fullmatch(f"b-1: 24 shards, {size}, as committed", lines[4])
+
+
+def without_digests(run: RunDirectory) -> None:
+    """Commits as older code wrote them."""
+    for commit in run.commits():
+        text = re.sub(r'"digest":"\w*"', '"digest":""', commit.model_dump_json())
+        local(run.commit_file(commit.shard)).write_text(text)
+
+
+def rewritten(run: RunDirectory, shard: int, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Write other rows into a file, and commit its size."""
+    commit = {c.shard: c for c in run.commits()}[shard]
+    path = f"heads/intervention=none/shard-{shard:06d}.parquet"
+    table = read_parquet(run.path / path)
+    content = parquet_bytes(change(table).replace_schema_metadata(table.schema.metadata))
+    (local(run.path) / path).write_bytes(content)
+    files = [
+        f.model_copy(update={"bytes": content.size}) if f.path == path else f for f in commit.files
+    ]
+    text = commit.model_copy(update={"files": files}).model_dump_json()
+    local(run.commit_file(shard)).write_text(text)
+
+
+def with_column(table: pa.Table, name: str, values: list[Any]) -> pa.Table:
+    position = table.schema.get_field_index(name)
+    field = table.schema.field(position)
+    return table.set_column(position, field, pa.array(values, field.type))
+
+
+OLDER: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
+    "value": (
+        lambda table: with_column(table, "sink_mass", [0.5, None, 0.25, 1124.2]),
+        "has sink_mass from 0.25 to 1124.2, outside of its range from 0 to 1",
+    ),
+    "negative": (
+        lambda table: with_column(table, "entropy", [0.5, None, -0.25, 1]),
+        "has entropy from -0.25 to 1, outside of its range from 0 to inf",
+    ),
+    "shard": (
+        lambda table: with_column(table, "shard", [4] * 4),
+        "has shard from 4 to 4 where 3 to 3 were committed",
+    ),
+    "sequence": (
+        lambda table: with_column(table, "sequence", [2, 3, 3, 3]),
+        "has sequence from 2 to 3 where 3 to 3 were committed",
+    ),
+    "layer": (
+        lambda table: with_column(table, "layer", [0, 0, 1, 2]),
+        "has layer from 0 to 2 where 0 to 1 were committed",
+    ),
+    "rows": (lambda table: table.slice(1), "holds 3 rows where 4 were committed"),
+    "column": (lambda table: table.drop_columns(["entropy"]), "has no column entropy"),
+}
+
+
+@pytest.mark.parametrize("what", OLDER)
+def test_what_older_code_committed_is_held_by_its_values(run: RunDirectory, what: str) -> None:
+    without_digests(run)
+    assert check_run(run).damaged == []
+    assert check_run(run).without_digest == 6 * SHARDS + 1
+    change, why = OLDER[what]
+    rewritten(run, 3, change)
+    assert [str(found) for found in check_run(run).damaged] == [
+        f"shard 3: heads/intervention=none/shard-000003.parquet {why}"
+    ]
+
+
+def test_a_value_outside_its_range_is_damage_though_the_digest_holds(run: RunDirectory) -> None:
+    rewritten(run, 3, OLDER["value"][0])
+    commit = json.loads(local(run.commit_file(3)).read_bytes())
+    for file in commit["files"]:
+        file["digest"] = digest_of((local(run.path) / file["path"]).read_bytes())
+    local(run.commit_file(3)).write_text(json.dumps(commit))
+    (found,) = check_run(run).damaged
+    assert found.why == OLDER["value"][1]
+    assert len(open_runs(run.path).rows("FROM heads")) == 8 * (SHARDS - 1)
+
+
+def test_a_damaged_fold_is_no_ledger_and_says_the_way_on(run: RunDirectory) -> None:
+    folded(run)
+    (file,) = local(run.commits_directory).iterdir()
+    whole = file.read_bytes()
+    for i in random.Random(0).sample(range(len(whole)), 40):
+        file.write_bytes(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :])
+        with pytest.raises(
+            RunError, match=r"fold-000000-\w+\.parquet: damaged .* headcount resume"
+        ):
+            run.ledger()
+    file.write_bytes(whole)
+    assert len(run.ledger()) == SHARDS
+
+
+def spoil_manifest(run: RunDirectory, text: str) -> None:
+    local(run.manifest_file).write_text(text)
+
+
+def spoil_ledger(run: RunDirectory) -> None:
+    (local(run.commits_directory) / "fold-000000-1a2b3c4d.parquet").write_bytes(b"PAR1")
+
+
+BROKEN: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
+    "no JSON": (lambda run: spoil_manifest(run, "{"), "not a manifest"),
+    "empty": (lambda run: spoil_manifest(run, ""), "not a manifest"),
+    "a list": (lambda run: spoil_manifest(run, "[]"), "not a manifest"),
+    "no scan": (
+        lambda run: spoil_manifest(
+            run, re.sub('"scan":', '"scam":', local(run.manifest_file).read_text())
+        ),
+        "not a manifest",
+    ),
+    "gone": (lambda run: local(run.manifest_file).unlink(), "no manifest.json"),
+    "a fold": (lambda run: spoil_ledger(run), "damaged"),
+    "another column": (
+        lambda run: spoil_manifest(
+            run,
+            re.sub(r'"statistics":\{"', '"statistics":{"no_column":{},"', local(run.manifest_file).read_text()),
+        ),
+        "do not fit the manifest",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_one_broken_run_closes_no_other(run: RunDirectory, what: str, tmp_path: Path) -> None:
+    home = tmp_path / "runs"
+    other = toy(home, "b-1", 1)
+    breaks, why = BROKEN[what]
+    breaks(run)
+    heard: list[str] = []
+    database = open_runs(home, tell=heard.append)
+    assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
+    assert database.rows("SELECT run_id FROM runs") == [("b-1",)]
+    (line,) = database.damage()
+    assert str(run.path) in line
+    assert why in line
+    assert "headcount rm" in line
+    for command in ("query", "list", "compact"):
+        done = CliRunner().invoke(app, [command, str(home)], env={"COLUMNS": "1000"})
+        # Reading goes on; merging did not do all that it was asked to.
+        fine = command != "compact" or what == "another column"
+        assert (done.exit_code == 0) == fine, done.output
+        if not (what == "another column" and command != "query"):
+            assert why in f"{done.stderr}{done.exception}"
+    assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
+    assert [name[:6] for name in os.listdir(local(other.commits_directory))] == ["fold-0"]
+    shutil.rmtree(local(other.path))
+    with pytest.raises(HeadcountError, match=why):
+        open_runs(home)

@@ -1,0 +1,124 @@
+"""Every example of docs/files.md runs, and whatever reads the files keeps run and intervention."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas
+import polars
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.plan import make_plan, prepare_run
+from schemas.scan import parse_scan
+from workers.replica import Replica
+from workers.shard import run_shard
+
+PAGE = (Path(__file__).parent.parent / "docs" / "files.md").read_text(encoding="utf-8")
+HEADINGS = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+SEQUENCES = 4
+MASKED = "mask_first_keys(1)"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two finished runs of other columns, one of them under two interventions."""
+    folder = tmp_path_factory.mktemp("files") / "two runs"
+    asked = {
+        "a": {"statistics": ["sink_mass", "entropy"], "interventions": ["none", MASKED]},
+        "b": {"statistics": ["sink_mass", "previous_token_score"]},
+    }
+    for name, fields in asked.items():
+        scan = parse_scan(
+            {
+                "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": SEQUENCES,
+                "sequences_per_shard": 2, "input": {"family": "uniform_random"},
+                "out": str(folder / "runs"), **fields,
+            }
+        )  # fmt: skip
+        plan = make_plan(scan, name)
+        prepare_run(plan, "")
+        replica = Replica(plan.info, scan)
+        for shard in range(plan.manifest.shards):
+            run_shard(replica, plan.run, plan.sequences.shard(shard))
+    return folder
+
+
+def counted(rows: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Rows by the name of their run and by intervention."""
+    return dict(Counter((run_id.partition("-")[0], edit) for run_id, edit in rows))
+
+
+def pairs(heads: Any) -> list[tuple[str, str]]:
+    """Run and intervention of every row, whatever library holds the rows."""
+    if isinstance(heads, duckdb.DuckDBPyRelation):
+        return heads.project("run_id, intervention").fetchall()
+    if isinstance(heads, pa.Table):
+        columns = [heads[name].to_pylist() for name in ("run_id", "intervention")]
+    else:
+        columns = [list(heads[name]) for name in ("run_id", "intervention")]
+    return list(zip(*columns, strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(runs: Path) -> dict[tuple[str, str], int]:
+    """How many rows each run has under each intervention."""
+    model = json.loads(next((runs / "runs").glob("run_id=a-*/manifest.json")).read_bytes())["model"]
+    rows = SEQUENCES * model["n_layers"] * model["n_heads"]
+    return dict.fromkeys([("a", "none"), ("a", MASKED), ("b", "none")], rows)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_runs_and_keeps_run_and_intervention(
+    example: str,
+    runs: Path,
+    expected: dict[tuple[str, str], int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(runs)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    names: dict[str, Any] = {}
+    exec(example, names)
+    wanted = expected
+    if "run_id=a-*" in example:
+        wanted = {key: count for key, count in expected.items() if key[0] == "a"}
+    assert counted(pairs(names["heads"])) == wanted
+
+
+def test_every_reader_of_the_table_has_an_example() -> None:
+    table = PAGE[PAGE.index("| reader |") : PAGE.index("`runs/**/*.parquet`")]
+    readers = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:]
+    assert [heading.split()[-1] for heading in HEADINGS] == readers
+
+
+def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs)
+    with pytest.raises(duckdb.Error, match="union_by_name"):
+        duckdb.sql("FROM 'runs/*/heads/**/*.parquet'").fetchall()
+    with pytest.raises(polars.exceptions.SchemaError, match="extra column"):
+        polars.read_parquet("runs/*/heads/**/*.parquet")
+    with pytest.raises(pa.ArrowInvalid):
+        pandas.read_parquet("runs")
+    (run,) = Path("runs").glob("run_id=a-*")
+    with pytest.raises(pa.ArrowTypeError, match="intervention"):
+        ds.dataset(run / "heads", partitioning="hive").to_table()
+
+
+def test_a_single_file_says_what_it_is_of(runs: Path) -> None:
+    (file,) = (runs / "runs").glob(f"run_id=a-*/heads/intervention={MASKED}/shard-000001.parquet")
+    assert set(pandas.read_parquet(file)["intervention"]) == {MASKED}
+    assert set(polars.read_parquet(file)["run_id"]) == {file.parts[-4].removeprefix("run_id=")}
+    assert pq.read_schema(file).field("run_id").metadata[b"description"]
