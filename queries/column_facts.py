@@ -18,7 +18,7 @@ Facts = dict[str, dict[str, str]]
 
 
 def read_views(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
-    """The views whose names stand in a question, in order. DuckDB would name the tables below them."""
+    """The views whose names stand in a question; DuckDB would name the tables below them."""
     words = re.findall(r"\w+", question.lower())
     views = view_descriptions(connection)
     return [word for word in dict.fromkeys(words) if word in views]

@@ -1,4 +1,4 @@
-"""Writing an answer: as a table, CSV, JSON or Parquet, to a file that appears whole or to stdout."""
+"""Writing an answer as a table, CSV, JSON or Parquet: to a file that appears whole, or to stdout."""
 
 from __future__ import annotations
 

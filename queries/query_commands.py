@@ -45,8 +45,8 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             str | None,
             typer.Argument(
                 metavar="QUESTION",
-                help="Name of a view, SQL, a file of SQL (NAME.sql or @NAME), or - for stdin; without "
-                "it, the views are listed.",
+                help="Name of a view, SQL, a file of SQL (NAME.sql or @NAME), or - for stdin; "
+                "without it, the views are listed.",
             ),
         ] = None,
         file: Annotated[

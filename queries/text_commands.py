@@ -176,7 +176,7 @@ def _write_statistics(
 
 
 def _write_looks(texts: list[str], looks: Sequence[LookLike], out: TextIO, width: int) -> None:
-    """Write a line for every token: the key with most of its attention, and the attention to key 0."""
+    """Write a line for every token: the key with most of its attention, and that to key 0."""
     from rich.cells import cell_len, set_cell_size
 
     digits = max(len(str(len(texts))), 3)

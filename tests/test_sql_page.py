@@ -1,4 +1,4 @@
-"""Every example of docs/sql.md is answered, with the columns that keep runs and interventions apart."""
+"""Every example of docs/sql.md is answered, and keeps runs and interventions apart."""
 
 from __future__ import annotations
 
