@@ -8,8 +8,10 @@ import typer
 
 import jobs.check_commands
 import jobs.cluster_commands
+import jobs.run_model
 import jobs.scan_commands
 import queries.query_commands
+import queries.text_commands
 import reproduce.reproduce_commands
 from schemas.errors import HeadcountError
 
@@ -29,7 +31,8 @@ PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce", "models")
 jobs.scan_commands.mount(app)
 jobs.check_commands.mount(app)
 jobs.cluster_commands.mount(app)
-queries.query_commands.mount(app)
+queries.query_commands.mount(app, jobs.run_model.RunModel)
+queries.text_commands.mount(app, jobs.run_model.RunModel)
 reproduce.reproduce_commands.mount(app)
 
 

@@ -1,57 +1,107 @@
-"""Asking a question, and writing the answer as a table, CSV, JSON or Parquet."""
+"""Asking a question: SQL or the name of a view goes in, rows come out, read once."""
 
 from __future__ import annotations
 
-import csv
 import difflib
-import json
-import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from decimal import Decimal
-from pathlib import Path
-from typing import Any, Literal, TextIO, TypeAlias
+import threading
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from queries.connection import hold_to_commits, view_descriptions
-from schemas.errors import QueryError, unknown
-
-Format: TypeAlias = Literal["table", "csv", "json", "parquet"]
+from queries.connection import hold_to_commits, view_descriptions, way_to
+from schemas.errors import QueryError, printable, unknown
 
 BATCH_ROWS = 10_000
-TABLE_ROWS = 40
-"""Rows that a table shows if no limit is given."""
 
-COUNTED_ROWS = 10_000
-"""Rows beyond those shown that a table reads only to count them; beyond that it does not count."""
+STOPPING = 300
+"""Tenths of a second that DuckDB has for stopping."""
+
+T = TypeVar("T")
+
+
+class Patience:
+    """Waits for DuckDB, and stops it after some seconds or on Ctrl-C.
+
+    DuckDB computes in a thread of its own: Python hears no signal while it is inside a library.
+    Only the seconds that DuckDB computes count, not those in which somebody reads its rows.
+    """
+
+    def __init__(self, cursor: duckdb.DuckDBPyConnection, seconds: float | None) -> None:
+        self.cursor, self.allowed, self.left = cursor, seconds, seconds
+
+    def wait(self, call: Callable[[], T]) -> T:
+        """What a call returns."""
+        answer: Future[T] = Future()
+        began = time.monotonic()
+        threading.Thread(target=_settle, args=(answer, call), daemon=True).start()
+        try:
+            value = answer.result(self.left)
+        except TimeoutError:
+            self._stop(answer)
+            raise QueryError(
+                f"stopped after {self.allowed:g} s without an answer; --timeout SECONDS waits "
+                "longer, --timeout 0 as long as it takes"
+            ) from None
+        except KeyboardInterrupt:
+            self._stop(answer)
+            raise
+        if self.left is not None:
+            self.left = max(self.left - (time.monotonic() - began), 0.001)
+        return value
+
+    def _stop(self, answer: Future[Any]) -> None:
+        """Stop DuckDB and wait for its thread: Python cannot end while one is inside a library.
+
+        An interrupt before DuckDB has begun is lost, so there are several.
+        """
+        for _ in range(STOPPING):
+            self.cursor.interrupt()
+            if wait([answer], timeout=0.1).done:
+                return
+
+
+def _settle(answer: Future[T], call: Callable[[], T]) -> None:
+    try:
+        answer.set_result(call())
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 @dataclass
 class Answer:
     """The rows of an answer, read once, batch by batch."""
 
-    cursor: duckdb.DuckDBPyConnection
-    """Kept as long as its rows are read."""
+    patience: Patience
     reader: pa.RecordBatchReader
+    facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    """Metadata of columns, by name, for files that carry some."""
+    rows_read: int = 0
 
     @property
     def schema(self) -> pa.Schema:
         """Names and types of the columns."""
         return self.reader.schema
 
+    @property
+    def described_schema(self) -> pa.Schema:
+        """The same, with metadata."""
+        return pa.schema([f.with_metadata(dict(self.facts.get(f.name, {}))) for f in self.schema])
+
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
+        while (batch := self._next()) is not None:
+            self.rows_read += batch.num_rows
+            yield batch
+
+    def _next(self) -> pa.RecordBatch | None:
         try:
-            yield from self.reader
+            return self.patience.wait(lambda: next(iter(self.reader), None))
         except (duckdb.Error, pa.ArrowException, OSError) as error:
             raise query_error(error) from None
 
@@ -67,22 +117,21 @@ def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
     return zip(*columns, strict=True)
 
 
-def rows_to_read(format: Format, limit: int | None) -> int | None:
-    """How many rows to ask for. A table also reads rows that it does not show, to count them.
-
-    The question is asked once, with this limit: DuckDB then sorts and reads no more than it needs.
-    """
-    if format != "table":
-        return limit
-    shown = TABLE_ROWS if limit is None else limit
-    return shown + COUNTED_ROWS + 1
-
-
-def run_query(connection: duckdb.DuckDBPyConnection, text: str, limit: int | None = None) -> Answer:
+def run_query(
+    connection: duckdb.DuckDBPyConnection,
+    text: str,
+    limit: int | None = None,
+    timeout: float | None = None,
+) -> Answer:
     """Ask for a view by name, or in SQL; nothing is computed twice and nothing can be written.
 
     The question runs as a subquery, in which DuckDB itself allows no statement that writes.
     """
+    if not text.strip():
+        raise QueryError(
+            "the question is empty: expected the name of a view, or SQL; without a question, "
+            "headcount query RUNS lists the views"
+        )
     views = view_descriptions(connection)
     is_view = text.strip().lower() in views
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
@@ -92,12 +141,17 @@ def run_query(connection: duckdb.DuckDBPyConnection, text: str, limit: int | Non
     ending = f" LIMIT {limit}" if limit is not None and not prefix else ""
     hold_to_commits(connection, f"FROM (\n{sql}\n)")
     cursor = connection.cursor()
-    try:
+    patience = Patience(cursor, timeout)
+
+    def start() -> pa.RecordBatchReader:
         cursor.execute("BEGIN TRANSACTION READ ONLY")
-        reader = cursor.sql(f"{prefix}FROM (\n{sql}\n){ending}").to_arrow_reader(BATCH_ROWS)
+        return cursor.sql(f"{prefix}FROM (\n{sql}\n){ending}").to_arrow_reader(BATCH_ROWS)
+
+    try:
+        reader = patience.wait(start)
     except duckdb.Error as error:
-        raise query_error(error, views) from None
-    return Answer(cursor, reader)
+        raise query_error(error, views, _columns(connection)) from None
+    return Answer(patience, reader)
 
 
 def _one_question(text: str) -> tuple[str, str]:
@@ -136,13 +190,33 @@ def _without_semicolons(text: str) -> str:
     return content.decode()
 
 
-def query_error(error: Exception, views: dict[str, str] | None = None) -> QueryError:
-    """Say in one line what DuckDB says in many, with the name that was probably meant."""
+def _columns(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
+    """The columns of all views."""
+    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
+    return frozenset(name for (name,) in connection.cursor().execute(sql).fetchall())
+
+
+def query_error(
+    error: Exception,
+    views: Mapping[str, str] | None = None,
+    columns: Container[str] | None = None,
+) -> QueryError:
+    """Say in one line what DuckDB says in many, with the name that was probably meant among the
+    names of all `views` and `columns`.
+    """
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return QueryError(
+            "the question needs more memory than it may take, or more disk than is free for what "
+            "does not fit; --memory 8GB gives it more, fewer columns or runs need less"
+        )
     message = str(error).replace("Invalid Input Error: view ", "view ")
     if views and (name := re.search(r"Table with name (\S+) does not exist", message)):
         return QueryError(unknown("view", name[1], views))
     column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', message)
     candidates = re.search(r"Candidate bindings: (.*)", message)
+    unmeasured = column and columns is not None and column[1] not in columns
+    if column and unmeasured and (way := way_to(column[1])):
+        return QueryError(f"column {column[1]!r} was not measured in these runs{way}")
     if column and candidates:
         names = [name.rpartition(".")[2] for name in re.findall(r'"([^"]+)"', candidates[1])]
         near = difflib.get_close_matches(column[1], names, n=1)
@@ -150,88 +224,7 @@ def query_error(error: Exception, views: dict[str, str] | None = None) -> QueryE
         return QueryError(f"unknown column {column[1]!r}: {hint}Nearest: {', '.join(names)}")
     if "data-modifying" in message or "containing a COPY" in message:
         return QueryError("queries are read-only: a WITH clause cannot write")
-    return QueryError(" ".join(message.partition("\n\n")[0].split()))
-
-
-def write(answer: Answer, format: Format, out: TextIO, limit: int | None = None) -> None:
-    """Write an answer as text; Parquet goes to a file, through `write_parquet`."""
-    {"table": write_table, "csv": write_csv, "json": write_json}[format](answer, out, limit)
-
-
-def write_csv(answer: Answer, out: TextIO, limit: int | None = None) -> None:
-    """Write comma-separated values with a header; NULL is an empty field, a list is JSON."""
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(answer.schema.names)
-    writer.writerows(
-        [_json_text(v) if isinstance(v, list | dict) else v for v in row] for row in answer.rows()
-    )
-
-
-def write_json(answer: Answer, out: TextIO, limit: int | None = None) -> None:
-    """Write an array of objects; NULL, NaN and infinities are null."""
-    separator = "[\n"
-    for row in answer.rows():
-        out.write(separator + _json_text(dict(zip(answer.schema.names, row, strict=True))))
-        separator = ",\n"
-    out.write("[]\n" if separator == "[\n" else "\n]\n")
-
-
-def write_parquet(answer: Answer, path: Path) -> None:
-    """Write a Parquet file."""
-    try:
-        with pq.ParquetWriter(path, answer.schema, compression="zstd") as writer:
-            for batch in answer.batches():
-                writer.write_batch(batch)
-    except OSError as error:
-        raise QueryError(f"{path}: cannot be written ({error.strerror or error})") from None
-
-
-def write_table(answer: Answer, out: TextIO, limit: int | None = None) -> None:
-    """Write a table for people: four digits, and a line for every row or column that does not fit."""
-    console = Console(file=out, highlight=False)
-    if answer.schema.names[:1] == ["explain_key"]:
-        console.print("\n".join(str(row[1]) for row in answer.rows()), markup=False, soft_wrap=True)
-        return
-    shown = TABLE_ROWS if limit is None else limit
-    cells, rest = _cells(answer, shown)
-    names = answer.schema.names
-    widths = [
-        max(len(name), *(cell_len(row[i]) for row in cells), 0) + 3 for i, name in enumerate(names)
-    ]
-    fitting, room = len(names), sum(widths)
-    if console.is_terminal:
-        while fitting > 1 and room > console.width:
-            fitting -= 1
-            room -= widths[fitting]
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    for name, type_ in list(zip(names, answer.schema.types, strict=True))[:fitting]:
-        table.add_column(Text(name), justify="right" if _is_number(type_) else "left", no_wrap=True)
-    for row in cells:
-        table.add_row(*(Text(cell) for cell in row[:fitting]))
-    # rich squeezes what is wider than its console; a pipe or a file has no width.
-    Console(file=out, highlight=False, width=max(room, console.width)).print(table)
-    if fitting < len(names):
-        console.print(
-            f"… {len(names) - fitting} more columns: {', '.join(names[fitting:])}", markup=False
-        )
-    if not cells and not rest:
-        console.print("no rows")
-    if rest:
-        count = f"{rest:,}" if rest <= COUNTED_ROWS else f"more than {COUNTED_ROWS:,}"
-        console.print(f"… {count} more rows (--limit {shown})", markup=False)
-
-
-def _cells(answer: Answer, shown: int) -> tuple[list[list[str]], int]:
-    """The first rows of an answer as text, and how many more there are, counted up to a bound."""
-    cells: list[list[str]] = []
-    rest = 0
-    for batch in answer.batches():
-        head = batch.slice(0, shown - len(cells))
-        cells += [[_cell(value) for value in row] for row in rows_of(head)]
-        rest += batch.num_rows - head.num_rows
-        if rest > COUNTED_ROWS:
-            break
-    return cells, rest
+    return QueryError(printable(" ".join(message.partition("\n\n")[0].split())))
 
 
 def _values(column: pa.Array) -> list[Any]:
@@ -246,33 +239,3 @@ def _values(column: pa.Array) -> list[Any]:
         rows = column.cast(pa.list_(pa.string())).to_pylist()
         return [row and [None if text is None else float(text) for text in row] for row in rows]
     return column.to_pylist()
-
-
-def _json_text(value: Any) -> str:
-    return json.dumps(_json(value), ensure_ascii=False, default=str)
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, Decimal):
-        value = int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list):
-        return [_json(item) for item in value]
-    return {key: _json(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, list):
-        value = f"[{', '.join(map(_cell, value))}]"
-    if isinstance(value, float):
-        return f"{value:.4g}" if not 1e4 <= abs(value) < 1e15 else f"{value:,.0f}"
-    text = f"{value:,}" if isinstance(value, int) and abs(value) >= 1e5 else str(value)
-    text = " ".join(text.split()) if isinstance(value, str) else text
-    return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def _is_number(type_: pa.DataType) -> bool:
-    return pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_decimal(type_)

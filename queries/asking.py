@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import duckdb
 
 from queries.answers import query_error, run_query
-from queries.connection import OPENED, QUERIES, connect, damage_lines, hold_to_commits
+from queries.connection import MEMORY, OPENED, QUERIES, connect, damage_lines, hold_to_commits
 from queries.verified_files import Tell
 from schemas.errors import QueryError
 from schemas.places import Place
@@ -64,12 +64,14 @@ def open_runs(
     views: Mapping[str, str] = NO_VIEWS,
     queries: Path = QUERIES,
     code: str | None = None,
+    memory: str = MEMORY,
     tell: Tell = lambda line: None,
 ) -> RunDatabase:
     """Open a run directory or a directory of runs, with some more views, SQL by name. Only the
-    shards that `code` measured, if it is given. `tell` hears what questions find damaged.
+    shards that `code` measured, if it is given; `memory` is what queries may take. `tell` hears
+    what questions find damaged.
     """
-    connection = connect(path, queries, code, tell)
+    connection = connect(path, queries, code, memory, tell)
     for name, sql in views.items():
         hold_to_commits(connection, sql)  # DuckDB opens a file to make a view.
         try:

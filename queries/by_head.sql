@@ -5,8 +5,8 @@ WITH
         SELECT
             run_id, intervention, input_family, layer, head,
             count(*) AS sequences,
-            avg(COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head))) AS 'mean_\0',
-            stddev_samp(COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head))) AS 'sd_\0'
+            avg(COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label))) AS 'mean_\0',
+            stddev_samp(COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label))) AS 'sd_\0'
         FROM heads
         GROUP BY ALL
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from queries.run_tables import Run
 from queries.stores import register_stores
 from queries.verified_files import Tell, damage_in
 from schemas.errors import QueryError
-from schemas.kinds import TABLES
+from schemas.kinds import KINDS, TABLES
 from schemas.places import Place, place
 from schemas.scan import SAFE_NAME
 from schemas.tables import OF_HEAD, PARTITIONS, SEQUENCES, Column, Table
@@ -60,17 +61,44 @@ OWN["profile_means"] = OWN["profiles"] | {
 """What columns mean in one view, and perhaps not elsewhere."""
 
 KEYS = {c.name: c.description for c in (*PARTITIONS, *OF_HEAD, *SEQUENCES.columns)}
+KEYS["label"] = "Layer and head as people write them, L5H1; NULL where heads share the values."
+KEYS["statistic"] = "Statistic that the row is about."
+KEYS["pairs"] = "Sequences on which both sides are defined."
+KEYS["change"] = "Mean over the pairs of one side less the other."
+KEYS["standard_error"] = "Standard error of the mean change; NULL for a single pair."
+KEYS["untouched"] = "Mean over the pairs under none."
+KEYS["edited"] = "Mean over the pairs under the intervention."
+KEYS["other_run"] = "Run that run_id is held against."
+KEYS["other"] = "Mean over the pairs in other_run."
+KEYS["this"] = "Mean over the pairs in run_id."
+KEYS["sink_rate"] = "Share of sequences with sink_alpha above 0.3."
 """What columns mean in every other view."""
+
+MEMORY = "50%"
+"""Memory that a query may take; what is more goes to the temporary directory."""
+
+
+SIZE = re.compile(r"(?=.*[1-9])(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)", re.IGNORECASE)
+
+
+def check_memory(size: str) -> str:
+    """A size of memory as DuckDB reads it."""
+    found = SIZE.fullmatch(size.strip())
+    if found is None or (found[2] == "%" and float(found[1]) > 100):
+        raise QueryError(f"--memory: expected a size such as 4GB or 50%, got {size!r}")
+    return size.strip()
 
 
 def connect(
     path: str | Place,
     queries: Path = QUERIES,
     code: str | None = None,
+    memory: str = MEMORY,
     tell: Tell = lambda line: None,
 ) -> duckdb.DuckDBPyConnection:
     """Open a run directory, or a directory of runs: views of what is committed, locked against
-    everything else. Only the shards that `code` measured, if it is given.
+    everything else. Only the shards that `code` measured, if it is given. `memory` is what queries
+    may take: `4GB`, or a share of the machine's, `50%`.
 
     Opening holds files to their names and sizes. Hand user SQL to `queries.answers.run_query`, which
     also holds what a question reads to its commits (`tell` hears of it), and refuses to write.
@@ -94,7 +122,7 @@ def connect(
     # them are empty.
     opened = OpenedRuns(runs, [str(error) for error in unreadable], tell)
     _fill(connection, opened)
-    _lock(connection, runs)
+    _lock(connection, runs, memory)
     OPENED[connection] = opened
     return connection
 
@@ -255,7 +283,13 @@ def _create(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table)
     connection.execute(f"CREATE TABLE ledger.{name}_content AS FROM content")
     connection.unregister("content")
     connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
-    connection.execute(f"CREATE VIEW main.{name} AS FROM ledger.{name}")
+    label = ", 'L' || layer || 'H' || head AS label" if _labelled(content.schema.names) else ""
+    connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM ledger.{name}")
+
+
+def _labelled(columns: list[str]) -> bool:
+    """Whether rows are of heads, so that a view can name them as people do."""
+    return {"layer", "head"} <= set(columns) and "label" not in columns
 
 
 def _files_of(table: Table, runs: list[Run]) -> str:
@@ -349,7 +383,7 @@ def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict
         problem = str(errors[name]).partition("\n")[0]
         column = _unmeasured_column(name, errors, columns)
         if column is not None:
-            problem = f"it needs column {column!r}, which none of them measured"
+            problem = f"it needs column {column!r}, which none of them measured{way_to(column)}"
             connection.execute("INSERT INTO ledger.unmeasured_views VALUES (?, ?)", [name, column])
         message = _text(f"view {name!r} cannot be answered from these runs: {problem}")
         connection.execute(
@@ -357,6 +391,16 @@ def _create_queries(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict
             f"error({message}) IS NULL"
         )
     return descriptions
+
+
+def way_to(column: str) -> str:
+    """How the next scan measures a column that no run has; nothing where no scan can."""
+    names = [column.removeprefix(prefix) for prefix in ("", *PREFIXES, "chance_")]
+    for kind in KINDS:
+        for name in names:
+            if kind.named_by is None and name in kind.registry:
+                return f"; add {name!r} to {kind.field} in a scan, and scan again"
+    return ""
 
 
 def _unmeasured_column(
@@ -411,6 +455,7 @@ def _comment(
 PREFIXES = {
     "mean_": "Mean over sequences: ",
     "sd_": "Standard deviation over sequences: ",
+    "se_": "Standard error of the mean over sequences: ",
     "max_": "Largest mean of a head: ",
 }
 """What views put before the name of a column that they sum up."""
@@ -425,24 +470,33 @@ def _derived(column: str, described: Mapping[str, str]) -> str | None:
     return None
 
 
-def _lock(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> None:
-    """Leave the runs readable and nothing else; a query too big for memory may spill to the
-    temporary directory.
+def _lock(connection: duckdb.DuckDBPyConnection, runs: list[Run], memory: str) -> None:
+    """Leave the runs readable and nothing else; a query too big for its memory may fill up to half
+    of what is free in the temporary directory.
     """
-    spill = os.path.join(tempfile.gettempdir(), f"headcount-{os.getpid()}")
+    temporary = tempfile.gettempdir()
+    spill = os.path.join(temporary, f"headcount-{os.getpid()}")
+    free = shutil.disk_usage(temporary).free // 2**20
     paths = [str(run.directory.path) for run in runs]
     # DuckDB holds a path against these as it is written, with what `_file` puts into it.
     directories = ", ".join(dict.fromkeys([*map(_text, paths), *map(_file, paths)]))
     for setting in (
         "parquet_metadata_cache = true",
+        f"memory_limit = {_text(memory)}",
         f"temp_directory = {_text(spill)}",
+        f"max_temp_directory_size = '{free // 2}MiB'",
         "autoinstall_known_extensions = false",
         "autoload_known_extensions = false",
         f"allowed_directories = [{directories}]",
         "enable_external_access = false",
         "lock_configuration = true",
     ):
-        connection.execute(f"SET {setting}")
+        try:
+            connection.execute(f"SET {setting}")
+        except duckdb.OutOfMemoryException:
+            raise QueryError(
+                f"--memory {memory}: is less than the runs themselves need; try 1GB"
+            ) from None
 
 
 def _text(value: str) -> str:

@@ -2,6 +2,7 @@
 -- Joins repeated_random with uniform_random input, and with text (pile, text) where there is such a run.
 -- is_dormant: induction score of at least 0.4 (ARENA's threshold) where tokens repeat, and sink mass above 0.3
 -- (Gu et al. 2024, arXiv 2410.10781) where nothing does. One row per combination of runs.
+-- Needs: a run of the family repeated_random and a run of uniform_random, of the same model and interventions.
 WITH
     per_head AS (
         SELECT

@@ -2,6 +2,7 @@
 -- From the profile tail_attention_by_key, means over a shard's sequences: sequences_per_shard = 1 tells single sequences apart.
 -- boost_k: first_k over what uniform attention would give. tail_entropy: of the distribution over the keys, over ln T.
 -- head_class: first_4 > 0.5 strong_sink; > 0.2 moderate; else tail_entropy > 0.8 distributed; else peak_key > 0.8 T recency; else mixed.
+-- Needs: profiles = ["tail_attention_by_key"] in the scan.
 WITH
     tails AS (
         SELECT

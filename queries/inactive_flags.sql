@@ -13,6 +13,6 @@ WITH
         GROUP BY run_id, intervention, input_family, score
     )
 SELECT
-    run_id, intervention, input_family, score, quantile, threshold, sequence, layer, head,
+    run_id, intervention, input_family, score, quantile, threshold, sequence, layer, head, label,
     CASE inactive WHEN 'above' THEN value > threshold ELSE value < threshold END AS is_inactive
 FROM inactive_scores JOIN thresholds USING (run_id, intervention, input_family, score)

@@ -21,7 +21,7 @@ WITH
     ),
     scored AS (
         SELECT
-            run_id, intervention, input_family, sequence, layer, head,
+            run_id, intervention, input_family, sequence, layer, head, label,
             sink_alpha::DOUBLE AS "AWFT",
             sink_alpha / nullif(avg(sink_alpha) FILTER (WHERE is_whole) OVER layer_heads, 0) AS "AWFT (LN)",
             head_output_norm::DOUBLE AS "AHON",
@@ -42,10 +42,10 @@ WITH
         WINDOW layer_heads AS (PARTITION BY run_id, intervention, sequence, layer)
     )
 SELECT
-    run_id, intervention, input_family, sequence, layer, head, score, value,
+    run_id, intervention, input_family, sequence, layer, head, label, score, value,
     CASE WHEN score LIKE 'AWFT%' THEN 'above' ELSE 'below' END AS inactive
 FROM (
     UNPIVOT scored
-    ON COLUMNS(* EXCLUDE (run_id, intervention, input_family, sequence, layer, head))
+    ON COLUMNS(* EXCLUDE (run_id, intervention, input_family, sequence, layer, head, label))
     INTO NAME score VALUE value
 )

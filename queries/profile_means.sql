@@ -1,5 +1,6 @@
 -- Every entry of every profile over all sequences of a run: the aggregates of its shards, merged.
 -- n = Σ n_s, mean = Σ n_s mean_s / n, M2 = Σ M2_s + Σ n_s (mean_s - mean)²; head is NULL for what a layer's heads share.
+-- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
 WITH
     centred AS (
         SELECT
@@ -18,7 +19,9 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, profile, layer, head, query, key, lag, count, mean,
+    run_id, model, intervention, profile, layer, head,
+    'L' || layer || 'H' || head AS label,
+    query, key, lag, count, mean,
     sqrt(m2 / nullif(count - 1, 0)) AS sd,
     sqrt(m2 / nullif(count - 1, 0) / count) AS standard_error
 FROM merged JOIN (SELECT run_id, model FROM runs) USING (run_id)

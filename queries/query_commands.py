@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from queries.run_models import OpenModel, RunModels
 from schemas.errors import QueryError
 
 if TYPE_CHECKING:
     from queries.asking import RunDatabase
 
+
+TIMEOUT = 600.0
+"""Seconds after which a question is given up, unless told."""
 
 Code = Annotated[
     str | None,
@@ -25,56 +29,123 @@ Code = Annotated[
 ]
 
 
-def query(
-    runs: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-        ),
-    ],
-    question: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="QUESTION", help="Name of a view, or SQL; without it, the views are listed."
-        ),
-    ] = None,
-    format: Annotated[
-        Literal["table", "csv", "json", "parquet"], typer.Option(help="How to write the answer.")
-    ] = "table",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write; parquet needs one.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=0, help="Rows at most; a table shows 40 by default.")
-    ] = None,
-    code: Code = None,
-) -> None:
-    """Ask the committed rows of runs a question in SQL, or by the name of a view."""
-    from queries.answers import rows_to_read, run_query, write, write_parquet
-    from queries.asking import open_runs
-    from queries.connection import view_descriptions
+def mount(app: typer.Typer, open_model: OpenModel) -> None:
+    """Add the subcommands to the front door; `open_model` knows what tokens mean."""
+    app.command()(report)
 
-    if format == "parquet" and output is None:
-        raise QueryError("--format parquet writes a file; say which one with -o FILE")
-    database = open_runs(runs, code=code, tell=tell_user)
-    warn_of_damage(database)
-    if question is None:
-        for name, description in view_descriptions(database.connection).items():
-            first_sentence = description.partition(". ")[0].rstrip(".")
-            typer.echo(f"{name:<24} {first_sentence}.")
-        return
-    answer = run_query(database.connection, question, rows_to_read(format, limit))
-    if format == "parquet" and output is not None:
-        write_parquet(answer, output)
-        return
-    try:
-        target = (
-            output.open("w", encoding="utf-8", newline="") if output else nullcontext(sys.stdout)
+    @app.command()
+    def query(  # pyright: ignore[reportUnusedFunction]
+        runs: Annotated[
+            str,
+            typer.Argument(
+                metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
+            ),
+        ],
+        question: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="QUESTION",
+                help="Name of a view, SQL, a file of SQL (NAME.sql or @NAME), or - for stdin; "
+                "without it, the views are listed.",
+            ),
+        ] = None,
+        file: Annotated[
+            Path | None,
+            typer.Option("-f", "--file", metavar="FILE", help="File that holds the SQL."),
+        ] = None,
+        format: Annotated[
+            Literal["table", "csv", "json", "jsonl", "parquet"] | None,
+            typer.Option(
+                help="How to write the answer; unless told, as the name of the file says."
+            ),
+        ] = None,
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                "-o", "--output", help="File to write: .csv, .json, .jsonl, .parquet or .txt."
+            ),
+        ] = None,
+        limit: Annotated[
+            int | None, typer.Option(min=0, help="Rows at most; a table shows 40 by default.")
+        ] = None,
+        vertical: Annotated[
+            bool, typer.Option("--vertical", help="Write a table with one column a line.")
+        ] = False,
+        text: Annotated[
+            bool, typer.Option("--text", help="Write the column tokens as text.")
+        ] = False,
+        timeout: Annotated[
+            float,
+            typer.Option(min=0, metavar="SECONDS", help="Give up after so long; 0 never does."),
+        ] = TIMEOUT,
+        memory: Annotated[
+            str,
+            typer.Option(metavar="SIZE", help="Memory that the question may take: 4GB, or 50%."),
+        ] = "50%",
+        code: Code = None,
+    ) -> None:
+        """Ask the committed rows of runs a question in SQL, or by the name of a view."""
+        from queries.answers import run_query
+        from queries.asking import open_runs
+        from queries.column_facts import column_facts, why_empty
+        from queries.connection import check_memory, view_descriptions
+        from queries.formats import (
+            format_of,
+            rows_to_read,
+            write,
+            write_file,
+            writing_to_stdout,
         )
+        from queries.text_columns import with_text
+
+        seconds = timeout if 0 < timeout < float("inf") else None
+        sql = _question(question, file)
+        format = format_of(format, output, vertical)
+        database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
+        warn_of_damage(database)
+        if sql is None:
+            with writing_to_stdout() as out:
+                for name, description in view_descriptions(database.connection).items():
+                    first_sentence = description.partition(". ")[0].rstrip(".")
+                    out.write(f"{name:<24} {first_sentence}.\n")
+            return
+        answer = run_query(database.connection, sql, rows_to_read(format, limit), seconds)
+        if text:
+            ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
+            answer = with_text(answer, RunModels(runs, open_model), ids)
+        if format == "parquet":
+            answer.facts = column_facts(database.connection, sql)
+        if output is not None:
+            write_file(answer, format, output, limit, vertical)
+        else:
+            with writing_to_stdout(lossless=format == "csv") as out:
+                write(answer, format, out, limit, vertical)
+        if not answer.rows_read:
+            for line in why_empty(database.connection, sql):
+                typer.echo(f"note: {line}", err=True)
+
+
+def _question(question: str | None, file: Path | None) -> str | None:
+    """The question as it was typed, or out of a file or stdin; none where nothing was asked."""
+    if file is not None and question is not None:
+        raise QueryError(f"expected one question, got {question!r} and --file {file}")
+    if question == "-" or (file is not None and str(file) == "-"):
+        return sys.stdin.read()
+    if question is not None and question.startswith("@"):
+        file = Path(question.removeprefix("@"))
+    elif question is not None and re.fullmatch(r"[^\s;]+\.sql", question.strip()):
+        file = Path(question.strip())
+    if file is None:
+        return question
+    try:
+        sql = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise QueryError(f"{file}: expected SQL in UTF-8") from None
     except OSError as error:
-        raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
-    with target as out:
-        write(answer, format, out, limit)
+        raise QueryError(f"{file}: cannot be read ({error.strerror})") from None
+    if not sql.strip():
+        raise QueryError(f"{file}: is empty; expected one SQL statement")
+    return sql
 
 
 def report(
@@ -110,9 +181,3 @@ def warn_of_damage(database: RunDatabase) -> None:
 def tell_user(line: str) -> None:
     """A line on stderr, beside whatever goes to stdout."""
     typer.echo(line, err=True)
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the subcommands to the front door."""
-    app.command()(query)
-    app.command()(report)

@@ -209,8 +209,8 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
         expected = (band[edit].mean(), percent, change.mean(), change.std(ddof=1) / 3)
         np.testing.assert_allclose(found[edit], expected, rtol=1e-9, atol=1e-12)
     (control,) = ask(
-        "SELECT control, control_percent, control_standard_error FROM effects WHERE intervention = "
-        "'zero_query_bias'"
+        "SELECT control, control_percent, control_standard_error "
+        "FROM effects_and_controls WHERE intervention = 'zero_query_bias'"
     )
     # Sums of rows in another order may differ in the last bit.
     assert control == (

@@ -46,7 +46,7 @@ FLOORS = (
 ONLY_IN = {
     "aiohttp": ("jobs/submission.py",),
     "datasets": ("workers/inputs/documents.py",),
-    "duckdb": ("queries/answers.py", "queries/asking.py", "queries/connection.py", "queries/stores.py"),
+    "duckdb": ("queries/",),
     "fsspec": ("queries/stores.py",),
     "huggingface_hub": ("workers/model/model_info.py",),
     "jinja2": ("queries/html_page.py",),
@@ -70,6 +70,7 @@ ONLY_IN = {
         "jobs/cluster_commands.py",
         "jobs/scan_commands.py",
         "queries/query_commands.py",
+        "queries/text_commands.py",
         "reproduce/reproduce_commands.py",
     ),
 }  # fmt: skip

@@ -21,20 +21,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from queries.answers import (
-    COUNTED_ROWS,
-    Format,
-    rows_to_read,
-    run_query,
-    write,
-    write_csv,
-    write_json,
-    write_parquet,
-    write_table,
-)
+from jobs.run_model import RunModel
+from queries.answers import run_query
 from queries.asking import open_runs
 from queries.connection import QUERIES, VIEWS, connect, view_descriptions
+from queries.formats import Format, rows_to_read, write, write_csv, write_json, write_parquet
 from queries.query_commands import mount
+from queries.text_tables import COUNTED_ROWS, write_table
 from schemas.errors import QueryError, RunError
 from schemas.statistics import STATISTICS
 from tests.toy_runs import Row, local, read_manifest, write_run
@@ -61,7 +54,7 @@ def text(
     connection: duckdb.DuckDBPyConnection, question: str, writer: Any, limit: int | None = None
 ) -> str:
     out = io.StringIO()
-    writer(run_query(connection, question), out, limit)
+    writer(run_query(connection, question), out, *([] if limit is None else [limit]))
     return out.getvalue()
 
 
@@ -540,7 +533,7 @@ def test_questions_of_every_kind(small: Path) -> None:
     assert ask(connection, "-- a comment\nSELECT max(layer) FROM heads; -- the end") == [(1,)]
     assert ask(connection, "FROM heads SELECT count(*)") == [(24,)]
     assert ("head", "SMALLINT") in [row[:2] for row in ask(connection, "DESCRIBE heads")]
-    assert len(ask(connection, "SUMMARIZE heads")) == len(ask(connection, "SHOW heads")) == 9
+    assert len(ask(connection, "SUMMARIZE heads")) == len(ask(connection, "SHOW heads")) == 10
     pivot = "PIVOT heads ON layer USING count(*) GROUP BY head ORDER BY head DESC"
     assert ask(connection, pivot) == [(2, 4, 4), (1, 4, 4), (0, 4, 4)]
     assert "Read Parquet" in ask(connection, "EXPLAIN FROM heads")[0][1]
@@ -721,30 +714,6 @@ def test_table_is_exact_and_says_what_it_leaves_out(small: Path) -> None:
     ]
 
 
-def test_a_terminal_shows_what_fits_and_names_the_rest(small: Path) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    out = Terminal()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TERM", "dumb")  # No colours, 80 columns.
-        write_table(run_query(connect(small), "by_head"), out)
-    lines = out.getvalue().splitlines()
-    assert lines[0].split() == [
-        "run_id",
-        "model",
-        "intervention",
-        "input_family",
-        "layer",
-        "head",
-        "label",
-    ]
-    rest = "… 5 more columns: sequences, mean_sink_mass, mean_entropy, sd_sink_mass, sd_entropy"
-    assert out.getvalue().replace(" \n", " ").replace("\n", " ").rstrip().endswith(rest)
-    assert max(map(len, lines)) <= 80
-
-
 def test_wide_tables_are_not_mangled_in_a_pipe(small: Path) -> None:
     header = text(connect(small), "by_head", write_table).split("\n")[0]
     assert header.split() == run_query(connect(small), "by_head").schema.names
@@ -756,7 +725,7 @@ def test_wide_tables_are_not_mangled_in_a_pipe(small: Path) -> None:
 @pytest.fixture
 def app() -> typer.Typer:
     app = typer.Typer()
-    mount(app)
+    mount(app, RunModel)
     return app
 
 

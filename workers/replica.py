@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,19 +77,9 @@ class Replica:
 
         `partner` sequences are run first where the intervention takes something from them.
         """
-        settled = self._settled(intervention)
-        bound = settled.bound
-        if not bound.needs_partner:
+        if not self._settled(intervention).bound.needs_partner:
             partner = None
-        elif partner is None:
-            raise ModelError(
-                f"{intervention}: takes something from the run on partner sequences, and none are "
-                "given"
-            )
-        edits = bound.edits(self.model)
-        fused = settled.engine == "fused"
-        engine = self.engine.edited(edits) if fused else DenseEngine(self.model, edits)
-        with torch.inference_mode(), edited_weights(self.model, bound):
+        with self.engine_under(intervention, partner) as engine:
             masks = _masks(labels) if labels and self.requested.reads("labels") else {}
             try:
                 measured = Measurements.of(self._batches(engine, tokens, masks, partner))
@@ -98,6 +89,24 @@ class Replica:
                 raise MeasureError(f"{error}: {problem}") from None
         method = engine.method(str(intervention), self.depth)
         return InterventionMeasurements(**vars(measured), method=method)
+
+    @contextmanager
+    def engine_under(
+        self, intervention: Intervention, partner: np.ndarray | None
+    ) -> Iterator[Engine]:
+        """The engine that measures under an intervention, while the model has its weights."""
+        settled = self._settled(intervention)
+        bound = settled.bound
+        if bound.needs_partner and partner is None:
+            raise ModelError(
+                f"{intervention}: takes something from the run on partner sequences, and none are "
+                "given"
+            )
+        edits = bound.edits(self.model)
+        fused = settled.engine == "fused"
+        engine = self.engine.edited(edits) if fused else DenseEngine(self.model, edits)
+        with torch.inference_mode(), edited_weights(self.model, bound):
+            yield engine
 
     @property
     def precision(self) -> str:

@@ -43,6 +43,16 @@ code, accents written in two ways, what no tokenizer expects.
 """
 
 
+def _byte_names() -> dict[str, int]:
+    """The signs by which vocabularies of bytes name them: a visible one is itself (GPT-2)."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTES = _byte_names()
+
+
 class TextTokenizer:
     """A model's tokenizer; special tokens written out in a text are text."""
 
@@ -78,6 +88,28 @@ class TextTokenizer:
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """The same for several texts, on all cores."""
         return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of some tokens, special ones included."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def texts(self, tokens: list[int]) -> list[str]:
+        """The text of each token; of one that is a part of a character, its bytes."""
+        return [self._one(token) for token in tokens]
+
+    def _one(self, token: int) -> str:
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return f"<{token}>"  # Vocabularies are padded to round sizes.
+        if "▁" in name:
+            # SentencePiece's space, which decoding drops at the start.
+            return name.replace("▁", " ")
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if text and "\ufffd" not in text:
+            return text
+        if not BYTES.keys() >= set(name):
+            return name
+        return bytes(BYTES[sign] for sign in name).decode(errors="backslashreplace")
 
     def _encode_or_refuse(self, text: str) -> list[int] | None:
         """Token ids of a text; none of one that the tokenizer refuses, which tells it apart, too."""

@@ -1,0 +1,270 @@
+"""What an answer looks like: on terminals of any width, in files of any format, where there is no
+room and no reader.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app
+from queries.answers import run_query
+from queries.connection import connect
+from queries.formats import write_csv, write_json
+from queries.text_tables import write_table
+from tests.toy_runs import Row, write_run
+
+ENDLESS = (
+    "SELECT count(*) FROM range(100000000000) a, range(10000) b WHERE a.range % 7 = b.range % 3"
+)
+
+
+def sink(row: Row) -> float:
+    return 0.1 + row.head / 10 + row.layer / 10 + row.sequence / 100
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    write_run(path, "a-1", {"sink_mass": sink, "entropy": lambda row: None})
+    return path
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(
+    runs: Path,
+    question: str,
+    width: int | None,
+    limit: int | None = None,
+    *,
+    vertical: bool = False,
+) -> list[str]:
+    """The lines of a table on a terminal, or in a pipe where there is no width."""
+    out = io.StringIO() if width is None else Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", str(width or 80))
+        write_table(run_query(connect(runs), question), out, limit, vertical)
+    return [re.sub("\x1b\\[[01]m", "", line).rstrip() for line in out.getvalue().splitlines()]
+
+
+# Tables
+
+
+def test_what_does_not_differ_is_said_once_and_what_does_not_fit_is_named(runs: Path) -> None:
+    lines = shown(
+        runs, "SELECT *, layer + head AS something FROM by_head, range(2) AS t(copied)", 48
+    )
+    assert lines[:5] == [
+        "run_id: a-1",
+        "model: toy",
+        "intervention: none",
+        "input_family: uniform_random",
+        "sequences: 4",
+    ]
+    table = lines.index(next(line for line in lines if line.startswith("layer")))
+    assert lines[table].split() == ["layer", "head", "label", "mean_sink_mass"]
+    assert lines[table + 2].split() == ["0", "0", "L0H0", "0.115"]
+    rest = " ".join(" ".join(lines).split())
+    assert rest.endswith("… 2 more columns: copied, something (--vertical or -o FILE.csv has all)")
+    assert max(map(len, lines)) <= 48
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+@pytest.mark.parametrize(
+    "question", ["by_head", "heads", "FROM heads LIMIT 1", "sequences", "runs", "statistics"]
+)
+def test_a_table_never_is_wider_than_its_terminal(runs: Path, question: str, width: int) -> None:
+    assert max(map(len, shown(runs, question, width, limit=30))) <= width
+
+
+def test_a_row_too_wide_for_the_terminal_has_one_column_a_line(runs: Path) -> None:
+    question = "SELECT 'L0H0' AS label, 0.25 AS sink_mass, repeat('ab', 20) AS long, NULL AS none"
+    assert shown(runs, question, 40) == [
+        "label      L0H0",
+        "sink_mass  0.25",
+        "long       ababababababababababababababa",
+        "           bababababab",
+        "none       –",
+    ]
+    assert shown(runs, question, 200)[0].split() == ["label", "sink_mass", "long", "none"]
+    assert shown(runs, question, None, vertical=True) == [
+        "label      L0H0",
+        "sink_mass  0.25",
+        f"long       {'ab' * 20}",
+        "none       –",
+    ]
+
+
+def test_rows_of_a_vertical_table_are_numbered_and_counted(runs: Path) -> None:
+    lines = shown(runs, "SELECT i FROM range(5) AS t(i)", None, 2, vertical=True)
+    assert lines == ["row 1", "i  0", "row 2", "i  1", "… 3 more rows (--limit 2)"]
+
+
+def test_wide_characters_are_folded_whole(runs: Path) -> None:
+    lines = shown(runs, "SELECT repeat('漢', 20) AS text", 31, vertical=True)
+    assert lines == ["text  " + "漢" * 12, "      " + "漢" * 8]
+
+
+def test_a_terminal_is_shown_no_control_characters(runs: Path) -> None:
+    bad = "'a' || chr(27) || '[2J' || chr(155) || chr(8238) || chr(7) || 'b'"
+    question = f'SELECT {bad} AS "x\x1b[31m", [{bad}] AS y'
+    for width in (None, 40, 200):
+        for vertical in (False, True):
+            text = "\n".join(shown(runs, question, width, vertical=vertical))
+            assert not any(sign in text for sign in "\x1b\x9b\u202e\x07")
+            assert "a\\x1b[2J\\x9b\\u202e\\x07b" in text.replace("\n", "").replace(" ", "")
+    terminal, file = Terminal(), io.StringIO()
+    write_csv(run_query(connect(runs), question), terminal)
+    write_csv(run_query(connect(runs), question), file)
+    assert not any(sign in terminal.getvalue() for sign in "\x1b\x9b\u202e\x07")
+    assert "\x1b[2J\x9b\u202e\x07b" in file.getvalue()
+    terminal = Terminal()
+    write_json(run_query(connect(runs), question), terminal)
+    assert not any(sign in terminal.getvalue() for sign in "\x1b\x9b\u202e\x07")
+    first, _ = json.loads(terminal.getvalue())[0].values()
+    assert first == "a\x1b[2J\x9b\u202e\x07b"
+
+
+# Files
+
+
+def call(runs: Path, *arguments: str, stdin: str | None = None) -> str:
+    result = CliRunner().invoke(
+        app, ["query", str(runs), *arguments], input=stdin, catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_name_of_a_file_says_its_format(runs: Path, tmp_path: Path) -> None:
+    question = "SELECT layer, head FROM heads ORDER BY ALL LIMIT 2"
+    written = {}
+    for name in ("a.csv", "a.json", "a.jsonl", "a.txt", "a.CSV"):
+        assert call(runs, question, "-o", str(tmp_path / name)) == ""
+        written[name] = (tmp_path / name).read_text()
+    assert written["a.csv"] == written["a.CSV"] == "layer,head\n0,0\n0,0\n"
+    assert json.loads(written["a.json"]) == [{"layer": 0, "head": 0}] * 2
+    assert written["a.jsonl"] == '{"layer": 0, "head": 0}\n' * 2
+    assert written["a.txt"].splitlines()[0].split() == ["layer", "head"]
+    call(runs, question, "-o", str(tmp_path / "odd.dat"), "--format", "csv")
+    assert (tmp_path / "odd.dat").read_text() == written["a.csv"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*written, "odd.dat"])
+
+
+def test_parquet_says_what_columns_mean(runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    question = "SELECT label, mean_sink_mass, sd_sink_mass, mean_entropy, 1 AS one FROM by_head"
+    call(runs, question, "-o", str(file))
+    schema = pq.read_schema(file)
+    facts = {
+        f.name: {k.decode(): v.decode() for k, v in (f.metadata or {}).items()} for f in schema
+    }
+    assert facts["label"]["description"].startswith("Layer and head as people write them")
+    assert facts["mean_sink_mass"]["unit"] == "probability"
+    assert json.loads(facts["mean_sink_mass"]["range"]) == [0, 1]
+    assert facts["mean_sink_mass"]["description"].startswith("Mean over sequences: Mean attention")
+    assert facts["sd_sink_mass"]["unit"] == "probability"
+    assert "range" not in facts["sd_sink_mass"]
+    assert json.loads(facts["mean_entropy"]["range"]) == [0, None]
+    assert facts["one"] == {}
+    assert pq.read_table(file).num_rows == 6
+
+
+def test_a_file_stays_until_the_answer_is_whole(runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("old")
+    question = (
+        "SELECT CASE WHEN i = 50000 THEN error('broken') ELSE i END AS i FROM range(60000) t(i)"
+    )
+    done = CliRunner().invoke(app, ["query", str(runs), question, "-o", str(file)])
+    assert done.exit_code != 0
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.csv", "old")]
+    (tmp_path / "link.csv").symlink_to(file)
+    call(runs, "SELECT 1 AS a", "-o", str(tmp_path / "link.csv"))
+    assert file.read_text() == "a\n1\n"
+    assert (tmp_path / "link.csv").is_symlink()
+
+
+# Questions
+
+
+def test_questions_come_from_files_and_stdin(runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "count.sql"
+    file.write_text("-- how many\nSELECT count(*) AS n FROM heads;\n", encoding="utf-8-sig")
+    for arguments in ((str(file),), (f"@{file}",), ("-f", str(file)), ("--file", str(file))):
+        assert call(runs, *arguments, "--format", "csv") == "n\n24\n"
+    for arguments in (("-",), ("-f", "-")):
+        answer = call(runs, *arguments, "--format", "csv", stdin="SELECT 2 AS a")
+        assert answer == "a\n2\n"
+
+
+# Processes
+
+
+def headcount(
+    *arguments: str, encoding: str = "utf-8", stdout: int | None = None
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "headcount", *arguments],
+        stdout=subprocess.PIPE if stdout is None else stdout,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [("heads",), ("heads", "--format", "csv"), ()])
+def test_a_full_stdout_is_one_line(runs: Path, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        process = headcount("query", str(runs), *arguments, stdout=full.fileno())
+        _, err = process.communicate(timeout=60)
+    assert err.decode() == "error: stdout: cannot be written (No space left on device)\n"
+    assert process.returncode == 2
+
+
+@pytest.mark.parametrize("format", ["table", "csv", "json"])
+def test_a_reader_may_leave(runs: Path, format: str) -> None:
+    question = "SELECT i, repeat('x', 50) FROM range(1000000) t(i)"
+    with headcount("query", str(runs), question, "--format", format, "--limit", "9999") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_any_encoding_is_written(runs: Path) -> None:
+    question = "SELECT 'é' AS a, NULL AS b"
+    out, err = headcount("query", str(runs), question, encoding="ascii").communicate(timeout=60)
+    assert (out.split(), err) == ([b"a", b"|", b"b", b"-----+--", b"\\xe9", b"|", b"-"], b"")
+    process = headcount("query", str(runs), question, "--format", "csv", encoding="ascii")
+    _, err = process.communicate(timeout=60)
+    assert err.decode().startswith("error: stdout is ascii, which has no '\\xe9'; -o FILE.csv")
+
+
+def test_ctrl_c_ends_a_question_in_one_line(runs: Path) -> None:
+    process = headcount("query", str(runs), ENDLESS)
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert (out, err.count(b"\n"), process.returncode) == (b"", 1, 130)
+    assert err.startswith(b"stopped")
+    assert time.monotonic() - began < 10

@@ -1,0 +1,51 @@
+"""Every example of docs/sql.md is answered, and keeps runs and interventions apart."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from queries.answers import run_query
+from queries.asking import RunDatabase, open_runs
+from tests.toy_runs import Row, write_run
+
+PAGE = Path(__file__).parent.parent / "docs" / "sql.md"
+EXAMPLES = re.findall(r"```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> RunDatabase:
+    path = tmp_path_factory.mktemp("runs")
+
+    def value(row: Row) -> float:
+        place = row.sequence * 31 + row.layer * 7 + row.head * 3 + len(row.intervention)
+        return place * 0.37 % 1
+
+    columns = {"sink_mass": value, "entropy": lambda row: 3 * value(row) ** 2}
+    for name in ("a-1", "b-2"):
+        write_run(
+            path, name, columns, heads=6, sequences=8, interventions=("none", "zero_query_bias"),
+            pile_sets=("Github", "ArXiv"), family="pile",
+        )  # fmt: skip
+        columns = {"sink_mass": value, "entropy": value}
+    return open_runs(path)
+
+
+def test_the_page_has_examples() -> None:
+    assert len(EXAMPLES) >= 12
+    text = "\n".join(EXAMPLES)
+    for word in ("bar(", "histogram(", "PIVOT", "SUMMARIZE", "quantile", "label", "tokens"):
+        assert word in text
+
+
+@pytest.mark.parametrize("sql", EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])
+def test_an_example_is_answered_and_mixes_nothing(database: RunDatabase, sql: str) -> None:
+    answer = run_query(database.connection, sql)
+    rows = list(answer.rows())
+    assert rows
+    if "FROM statistics" in sql or "SUMMARIZE" in sql:
+        return
+    assert "run_id" in answer.schema.names
+    assert "intervention" in answer.schema.names or "intervention = 'none'" in sql or "none" in sql
