@@ -211,6 +211,7 @@ def resume(
     from workers.process import prepare_process
 
     prepare_process()
+    resources.check_here()
     console = Console(highlight=False, stderr=True)
     plan = replan(directory, overrides or [])
     failures = run_to_end(plan, resources, console, allow_other_code=allow_other_code)

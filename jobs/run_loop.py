@@ -45,6 +45,7 @@ def run_to_end(
     first failure instead of going on with the other shards. `allow_other_code` goes on with a run
     that other measuring code began.
     """
+    resources.check_here()
     with locked(plan.run):
         check_unchanged(plan)
         if plan.other_code and not allow_other_code:

@@ -234,6 +234,7 @@ def scan(
     prepare_process()
     console = Console(highlight=False, stderr=True)
     resources = Resources(replicas, cores, device, address)
+    resources.check_here()
     failures: list[Failure] = []
     for scan_file, parsed_scan in scans:
         try:
