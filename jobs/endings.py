@@ -31,8 +31,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CLEANING_SECONDS = 20.0
 """A command that was stopped ends its processes in this time, or leaves them behind."""
 
-FEW_FILES = 256
-"""A process that may open fewer files than this is short of them."""
+TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
+SCARCE = TOO_MANY_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+"""What the system says where space or files run out, and where something is not allowed."""
 
 DEBUG = "HEADCOUNT_DEBUG"
 """The variable that shows the stack trace of an error that is ours."""
@@ -202,21 +204,24 @@ def _machine_advice(error: Exception) -> str | None:
     """What to do where the machine refused, and not our code; none if it is no such error."""
     cause: BaseException | None = error
     # A library may have wrapped what the system said.
-    while cause is not None and not isinstance(cause, OSError):
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno in SCARCE | DENIED):
         cause = cause.__cause__ or cause.__context__
-    if not isinstance(cause, OSError) or cause.errno is None:
+    cause = cause or error
+    if not isinstance(cause, OSError):
         return None
+    from schemas.places import reason
+
     name = f"{cause.filename}: " if cause.filename is not None else ""
-    problem = f"{name}{cause.strerror}"
-    if cause.errno in (errno.EMFILE, errno.ENFILE):
+    problem = f"{name}{reason(cause)}"
+    if cause.errno in TOO_MANY_FILES:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"{problem}; this process may open {most} files: allow more with ulimit -n 1024"
-    if cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if cause.errno in SCARCE:
         where = "" if name else ", on the disk or in the file that stdout goes to"
         return f"{problem}{where}; free space there, or set TMPDIR to a directory with space"
-    if cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if cause.errno in DENIED:
         return f"{problem}; allow it, or set HOME and TMPDIR to directories that can be written"
-    return None
+    return problem
 
 
 def _bug_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -22,7 +23,7 @@ import ray
 import ray.exceptions
 
 from jobs.endings import listen_to_signals, processes_start
-from schemas.errors import RunError
+from schemas.errors import HeadcountError, RunError
 from schemas.places import reason
 from workers.memory import available_cores
 
@@ -40,6 +41,9 @@ JOIN_SECONDS = 25.0
 
 CONNECT_SECONDS = 10.0
 """A machine takes a connection in this time, or never."""
+
+LEAST_TEMPORARY_BYTES = 20e6
+"""What Ray's processes write into the temporary directory when they start, and a little more."""
 
 SETTINGS = b"\x04"
 """Type of the frame that gRPC, which Ray's head speaks, begins with."""
@@ -111,9 +115,14 @@ def connect(resources: Resources) -> Resources:
 
 def _start(cores: int) -> None:
     _check_loopback()
+    _check_temporary_directory()
     # Ray would run the replicas at nice 15, behind everything else that wants a core. But the scan
     # is what this command was started for.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would keep a token in HOME, which need not be there or be writable. This cluster ends with
+    # this process, and so does its token.
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # Ray lets workers import from the directory that it is started in, before all others. So that
     # is the one of our code, and not the user's, where a `jobs.py` may lie. The replicas go back.
     with (
@@ -173,6 +182,18 @@ def _check_loopback() -> None:
             f"({reason(error)}); bring the loopback device up, or measure without Ray: "
             "--replicas 0"
         ) from None
+
+
+def _check_temporary_directory() -> None:
+    """Ray's processes write there before all else, and do not say why they end."""
+    directory = tempfile.gettempdir()
+    free = shutil.disk_usage(directory).free
+    if free < LEAST_TEMPORARY_BYTES:
+        raise RunError(
+            f"Ray on this machine: {directory} has {free / 1e6:.1f} MB free, and its processes want "
+            f"{LEAST_TEMPORARY_BYTES / 1e6:.0f} MB; set TMPDIR to another directory, or measure "
+            "without Ray: --replicas 0"
+        )
 
 
 def _check_head(address: str) -> None:
@@ -267,15 +288,13 @@ def explained(cluster: str) -> Iterator[None]:
             f"{cluster}: the cluster refused the token ({reason(error)}); put its token into "
             "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
         ) from None
-    except (
-        ConnectionError,
-        TimeoutError,
-        ray.exceptions.RayError,
-        RuntimeError,
-        ValueError,
-    ) as error:
+    except HeadcountError:
+        raise
+    except Exception as error:  # Ray raises that itself where its processes do not start.
         # Ray says no more of a token that is missing, whatever the head answered.
-        hint = "" if os.environ.get("RAY_AUTH_MODE") else "; if it wants a token: RAY_AUTH_MODE=token"
+        hint = (
+            "" if os.environ.get("RAY_AUTH_MODE") else "; if it wants a token: RAY_AUTH_MODE=token"
+        )
         raise RunError(f"{cluster}: no cluster that can be used ({reason(error)}){hint}") from None
 
 
