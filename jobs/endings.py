@@ -177,8 +177,8 @@ def _leave(number: int) -> NoReturn:
 
 
 def _stopped_line() -> str:
-    if GOES_ON and set(sys.argv[1:2]) & set(GOES_ON):
-        return f"stopped; headcount {sys.argv[1]} goes on where it stopped with the same command"
+    if sys.argv[1:2] and sys.argv[1] in GOES_ON:
+        return f"stopped; a {sys.argv[1]} goes on where it stopped with the same command"
     return "stopped"
 
 
@@ -245,7 +245,8 @@ def _open_standard_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+            # Open as long as the process is.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure") and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
