@@ -25,7 +25,7 @@ import ray.exceptions
 from jobs.endings import listen_to_signals, processes_start
 from schemas.errors import HeadcountError, RunError
 from schemas.places import reason
-from workers.memory import available_cores
+from workers.memory import available_cores, available_gpus
 
 ROOT = Path(__file__).parent.parent
 CODE = ("headcount.py", "schemas", "workers", "jobs", "queries", "reproduce", "models")
@@ -86,9 +86,7 @@ class Resources:
         """Refuse GPUs that this machine does not have, before anything else takes time."""
         if self.device != "cuda" or self.cluster is not None:
             return
-        import torch
-
-        wanted, found = max(1, self.replicas), torch.cuda.device_count()
+        wanted, found = max(1, self.replicas), available_gpus()
         if found < wanted:
             advice = f"--replicas {found}, or " if found else ""
             raise RunError(
