@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from types import FrameType
+from typing import Annotated
 
-import typer
+ROOT = os.path.dirname(os.path.abspath(__file__))
+"""Where our rooms lie."""
 
-import jobs.check_commands
-import jobs.cluster_commands
-import jobs.run_model
-import jobs.scan_commands
-import queries.query_commands
-import queries.text_commands
-import reproduce.reproduce_commands
-from schemas.errors import HeadcountError
+
+def _find_own_rooms() -> None:
+    """Look for our rooms here before anywhere else: their names are common, and a file of the
+    user's that is called `jobs.py` or `models.py` is none of them.
+
+    `python -m` puts the working directory first, where a `torch.py` may lie as well.
+    """
+    if __name__ == "__main__" and not sys.flags.safe_path:
+        sys.path[0] = ROOT
+    elif sys.path[:1] != [ROOT]:
+        sys.path.insert(0, ROOT)
+
+
+def _leave_at_once(number: int, _: FrameType | None) -> None:
+    """End without unwinding: an interrupt in the middle of an import would be a stack trace."""
+    os.write(2, b"stopped\n")
+    os._exit(128 + number)
+
+
+_find_own_rooms()
+_hears_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if _hears_interrupts:
+    signal.signal(signal.SIGINT, _leave_at_once)
+
+import typer  # noqa: E402
+
+import jobs.check_commands  # noqa: E402
+import jobs.cluster_commands  # noqa: E402
+import jobs.run_model  # noqa: E402
+import jobs.scan_commands  # noqa: E402
+import queries.query_commands  # noqa: E402
+import queries.text_commands  # noqa: E402
+import reproduce.reproduce_commands  # noqa: E402
+from jobs.endings import ended_in_lines  # noqa: E402
+
+if _hears_interrupts:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 app = typer.Typer(
     help="A census of attention heads: scan a model over a corpus, ask SQL about every head.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-INTERRUPTED = 130
-"""What typer makes of a KeyboardInterrupt."""
-
-PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce", "models")
-"""Our own packages: one that cannot be imported is a mistake here, not a missing library."""
-
 jobs.scan_commands.mount(app)
 jobs.check_commands.mount(app)
 jobs.cluster_commands.mount(app)
@@ -36,29 +64,43 @@ queries.text_commands.mount(app, jobs.run_model.RunModel)
 reproduce.reproduce_commands.mount(app)
 
 
-def main() -> None:
-    """Run the command line; errors we know are lines, not stack traces."""
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    from workers.provenance.code_fingerprint import code_fingerprint
+
     try:
-        app()
-    except HeadcountError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        library = (error.name or "").partition(".")[0]
-        if not library or library in PACKAGES:
-            raise
-        print(
-            f"error: {library} is not installed; it comes with the extra 'scan', which measuring "
-            "needs. In headcount's folder: pip install -e '.[scan]'",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    except (KeyboardInterrupt, SystemExit) as left:
-        if isinstance(left, SystemExit) and left.code != INTERRUPTED:
-            raise
-        print("stopped; a scan goes on where it stopped with the same command", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        release = version("headcount")
+    except PackageNotFoundError:
+        release = "not installed"
+    print(f"headcount {release}, code {code_fingerprint()}")
+    raise typer.Exit
+
+
+@app.callback()
+def front_door(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the release and the fingerprint of the code that measures.",
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before any command."""
+
+
+def main() -> None:
+    """Run the command line; whatever goes wrong is a line, not a stack trace."""
+    # Threads that wait for one another in a loop take the cores from those they wait for: beside
+    # other programs a scan on all cores was ten times slower than on one. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with ended_in_lines():
+        app(prog_name="headcount")
 
 
 if __name__ == "__main__":

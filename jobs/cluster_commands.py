@@ -5,8 +5,11 @@ imports wait.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,7 +27,7 @@ from jobs.scan_commands import (
     Replicas,
     Verify,
 )
-from schemas.errors import RunError, counted
+from schemas.errors import RunError, counted, unknown
 
 if TYPE_CHECKING:
     from schemas.run_directory import RunDirectory
@@ -44,7 +47,17 @@ Env = Annotated[
     ),
 ]
 Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run directory, or its address in a store.")
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's name or id, its directory, or its address in a store."
+    ),
+]
+Runs = Annotated[
+    str,
+    typer.Option(
+        metavar="DIRECTORY",
+        help="Where a run that is given by its name lies: a path, or an address.",
+    ),
 ]
 RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, directory or address.")]
 
@@ -83,7 +96,14 @@ def submit(
 
 def status(
     run: Run,
+    runs: Runs = "runs",
     address: MaybeAddress = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Say it again and again, until the run is complete.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How often --watch says it.")
+    ] = 5.0,
     format_: Annotated[
         Literal["text", "json"], typer.Option("--format", help="For people or for programs.")
     ] = "text",
@@ -93,18 +113,32 @@ def status(
     """
     from jobs.status import as_json, as_lines, read_status
 
-    directory = _run_directory(run)
-    run_status = read_status(directory)
-    record, lines = as_json(run_status), as_lines(run_status)
-    if address is not None:
-        job_state = _job_states(address).get(directory.run_id, "none")
-        record |= {"job": job_state}
-        lines = [*lines, f"job       {job_state}"]
-    if format_ == "json":
-        print(json.dumps(record))
-        return
-    for line in lines:
-        print(line)
+    directory = _run_directory(run, runs)
+    on_terminal = sys.stdout.isatty() and format_ == "text"
+    shown = 0
+    while True:
+        run_status = read_status(directory)
+        record, lines = as_json(run_status), as_lines(run_status)
+        if address is not None:
+            job_state = _job_states(address).get(directory.run_id, "none")
+            record |= {"job": job_state}
+            lines = [*lines, f"job       {job_state}"]
+        if format_ == "json":
+            lines = [json.dumps(record)]
+        elif watch and on_terminal:
+            # What was shown before is written over; no line may wrap, or it would not fit.
+            width = shutil.get_terminal_size().columns
+            lines = [line[:width] for line in lines]
+            print(f"\x1b[{shown}A\x1b[J" if shown else "", end="")
+        elif watch:
+            # A log gets a line each time.
+            shards, tokens = (line.split(maxsplit=1)[1] for line in lines[1:3])
+            lines = [f"{datetime.now(UTC):%H:%M:%S}  shards {shards}; tokens {tokens}"]
+        print("\n".join(lines), flush=True)
+        shown = len(lines)
+        if not watch or run_status.complete:
+            return
+        time.sleep(every)
 
 
 def list_runs(
@@ -115,7 +149,7 @@ def list_runs(
     address: MaybeAddress = None,
 ) -> None:
     """List the runs of a directory and how far they are, the jobs of a cluster, or both."""
-    from jobs.status import list_line
+    from jobs.status import HEADINGS, list_line
     from schemas.places import place
     from schemas.run_directory import find_runs
 
@@ -123,7 +157,7 @@ def list_runs(
         _list_jobs(address)
         return
     job_states = None if address is None else _job_states(address)
-    rows: list[tuple[str, ...]] = [("run", "shards", "failed", "tokens", "created")]
+    rows: list[tuple[str, ...]] = [HEADINGS]
     if job_states is not None:
         rows = [(*rows[0], "job")]
     unreadable: list[RunError] = []
@@ -177,6 +211,7 @@ def stop(run: RunOrJob, address: Address) -> None:
 
 def resume(
     run: Run,
+    runs: Runs = "runs",
     address: MaybeAddress = None,
     replicas: LocalReplicas = 1,
     cores: Cores = 0,
@@ -200,7 +235,7 @@ def resume(
     from jobs.ray_cluster import Resources
     from jobs.replan import check_overrides, replan
 
-    directory = _run_directory(run)
+    directory = _run_directory(run, runs)
     resources = Resources(replicas, cores, device, address)
     if address is not None:
         from jobs.submission import resume as submit_resume
@@ -223,6 +258,7 @@ def resume(
     from workers.process import prepare_process
 
     prepare_process()
+    resources.check_here()
     console = Console(highlight=False, stderr=True)
     command = ScanCommand.of_run(directory.manifest())
     with where_begun(directory, overrides or []) as anchored:
@@ -236,15 +272,32 @@ def resume(
         )
 
 
-def _run_directory(location: str) -> RunDirectory:
-    """A run directory by its path, made absolute, or by its address in a store."""
+def _run_directory(run: str, runs: str) -> RunDirectory:
+    """A run directory by its path, made absolute, by its address in a store, or by the run's name or
+    id among some runs.
+    """
     from schemas.places import absolute
-    from schemas.run_directory import RunDirectory
+    from schemas.run_directory import RunDirectory, find_runs
 
-    run = RunDirectory(absolute(location))
-    if not run.path.name.startswith("run_id="):
-        raise RunError(f"{location}: expected the directory of a run, …/run_id=NAME-HASH")
-    return run
+    by_path = RunDirectory(absolute(run))
+    if by_path.path.name.startswith("run_id="):
+        return by_path
+    if "/" in run or (isinstance(by_path.path, Path) and by_path.path.exists()):
+        raise RunError(f"{run}: expected the directory of a run, …/run_id=NAME-HASH")
+    directory = absolute(runs)
+    found = {other.run_id: other for other in find_runs(directory)}
+    named = [other for other in found.values() if run in (other.run_id, _name_of(other.run_id))]
+    if not named:
+        raise RunError(f"{directory}: {unknown('run', run, found)}; --runs names another directory")
+    if len(named) > 1:
+        ids = ", ".join(other.run_id for other in named)
+        raise RunError(f"{directory}: {len(named)} runs have the name {run}; say which: {ids}")
+    return named[0]
+
+
+def _name_of(run_id: str) -> str:
+    """The name of a run, which is its id without the hash at the end."""
+    return run_id.rpartition("-")[0]
 
 
 def _job_states(address: str) -> dict[str, str]:
@@ -255,8 +308,6 @@ def _job_states(address: str) -> dict[str, str]:
 
 
 def _list_jobs(address: str) -> None:
-    from datetime import UTC, datetime
-
     from jobs.submission import JobClient
 
     rows = [("job", "state", "started", "run")]

@@ -17,6 +17,7 @@ What becomes of a shard:
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import Counter, deque
@@ -30,7 +31,7 @@ import ray.exceptions
 from ray import cloudpickle
 
 from jobs.plan import Plan, begun_precisions
-from jobs.ray_cluster import Resources, last_line
+from jobs.ray_cluster import Resources, lack_of_room, last_line
 from jobs.replica_actor import DEPTH, ReplicaActor
 from jobs.spans import Spans
 from schemas.commits import Commit, Failure
@@ -111,6 +112,7 @@ class _Dispatcher:
         replica_class: type[Replica],
     ) -> None:
         self.plan = plan
+        self.resources = resources
         self.say = say
         self.open = np.zeros(plan.manifest.shards, bool)
         """The shards that have no outcome yet."""
@@ -159,6 +161,7 @@ class _Dispatcher:
                 resources,
                 replica_class,
                 precisions,
+                None if resources.cluster else os.getcwd(),
             )
             self.replicas.append(_RemoteReplica(actor))
 
@@ -174,6 +177,8 @@ class _Dispatcher:
         """Commits and failures as they arrive, one for each shard."""
         for replica in self.replicas:
             self._await_start(replica)
+        if (lack := lack_of_room(self.resources)) is not None:
+            self.say(lack)
         last_notice = time.monotonic()
         while self.open_count:
             for replica in self.replicas:
@@ -193,7 +198,8 @@ class _Dispatcher:
                 last_notice = time.monotonic()
             elif time.monotonic() - last_notice > STARTING_NOTICE:
                 self.say(
-                    "no replica yet: the model is being loaded, or the cluster has no room for one"
+                    lack_of_room(self.resources)
+                    or "no replica yet: the model is being loaded, or all cores are taken"
                 )
                 last_notice = time.monotonic()
 

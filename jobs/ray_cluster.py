@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import secrets
 import shutil
+import socket
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,15 +22,34 @@ import psutil
 import ray
 import ray.exceptions
 
-from schemas.errors import RunError
+from jobs.endings import listen_to_signals, processes_start
+from schemas.errors import HeadcountError, RunError
 from schemas.places import reason
-from workers.memory import available_cores
+from workers.memory import available_cores, available_gpus
 
 ROOT = Path(__file__).parent.parent
 CODE = ("headcount.py", "schemas", "workers", "jobs", "queries", "reproduce", "models")
 """What a node needs of this project. A job starts `headcount.py`, which imports every room for its
 commands, so `queries` and `reproduce` are sent too; together they are 0.4 MB of 6.
 """
+
+START_SECONDS = 60.0
+"""Ray starts on this machine in this time (2 s where nothing else is at work), or never."""
+
+JOIN_SECONDS = 25.0
+"""A cluster's head answers in this time, or never."""
+
+CONNECT_SECONDS = 10.0
+"""A machine takes a connection in this time, or never."""
+
+LEAST_TEMPORARY_BYTES = 20e6
+"""What Ray's processes write into the temporary directory when they start, and a little more."""
+
+SETTINGS = b"\x04"
+"""Type of the frame that gRPC, which Ray's head speaks, begins with."""
+
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + SETTINGS + bytes(5)
+"""How a client of gRPC begins: the preface of HTTP/2 and no settings."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -53,18 +77,34 @@ class Resources:
                 "leave out one"
             )
 
+    @property
+    def cluster(self) -> str | None:
+        """Address of the cluster to join; none starts Ray here, or does without."""
+        return self.address or (os.environ.get("RAY_ADDRESS") if self.replicas else None)
+
+    def check_here(self) -> None:
+        """Refuse GPUs that this machine does not have, before anything else takes time."""
+        if self.device != "cuda" or self.cluster is not None:
+            return
+        wanted, found = max(1, self.replicas), available_gpus()
+        if found < wanted:
+            advice = f"--replicas {found}, or " if found else ""
+            raise RunError(
+                f"--device cuda: {wanted} GPU{'s' if wanted > 1 else ''} wanted, one for each "
+                f"replica, and this machine has {found or 'none'}; {advice}--device cpu goes on"
+            )
+
 
 def connect(resources: Resources) -> Resources:
     """Start Ray here or join a cluster; returns the resources with cores and device filled in."""
-    address = resources.address or os.environ.get("RAY_ADDRESS")
+    address = resources.cluster
     shared = max(1, available_cores() // resources.replicas)
     cores = resources.cores or (1 if address else shared)
     if not ray.is_initialized():
-        # Ray's C++ core reports on stderr what happens by design. Fatal errors stay: that the
-        # cluster's head died is said there, and ends this process.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+        processes_start()
         with explained(address or "Ray on this machine"):
             _join(address) if address else _start(resources.replicas * cores)
+        listen_to_signals()
     device = resources.device
     if device == "auto":
         device = "cuda" if ray.cluster_resources().get("GPU", 0) >= resources.replicas else "cpu"
@@ -72,17 +112,33 @@ def connect(resources: Resources) -> Resources:
 
 
 def _start(cores: int) -> None:
+    _check_loopback()
+    _check_temporary_directory()
     # Ray would run the replicas at nice 15, behind everything else that wants a core. But the scan
     # is what this command was started for.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",  # A cluster of its own, whatever else runs on this machine.
-        num_cpus=cores,
-        object_store_memory=min(1 << 30, psutil.virtual_memory().available // 4),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    # Ray would keep a token in HOME, which need not be there or be writable. This cluster ends with
+    # this process, and so does its token.
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Ray lets workers import from the directory that it is started in, before all others. So that
+    # is the one of our code, and not the user's, where a `jobs.py` may lie. The replicas go back.
+    with (
+        _given_up_after(
+            START_SECONDS,
+            f"Ray on this machine did not start in {START_SECONDS:.0f} s; --replicas 0 measures "
+            "without it, and its logs are in /tmp/ray/session_latest/logs",
+        ),
+        contextlib.chdir(ROOT),
+    ):
+        ray.init(
+            address="local",  # A cluster of its own, whatever else runs on this machine.
+            num_cpus=cores,
+            object_store_memory=min(1 << 30, psutil.virtual_memory().available // 4),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
 
 
 def _join(address: str) -> None:
@@ -91,7 +147,16 @@ def _join(address: str) -> None:
             f"{address}: expected HOST:PORT of the cluster's head, on a machine of the cluster; "
             "from elsewhere use headcount submit --address http://HOST:8265"
         )
-    with staged_code() as code:
+    _check_head(address)
+    with (
+        staged_code() as code,
+        _given_up_after(
+            JOIN_SECONDS,
+            f"{address}: takes connections and does not answer as the head of a Ray cluster "
+            f"({JOIN_SECONDS:.0f} s); expected HOST:PORT of the head, port 6379 unless it was "
+            "chosen otherwise",
+        ),
+    ):
         # A job's replicas have the code that the job was submitted with. Any other driver sends its
         # own.
         in_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
@@ -102,6 +167,99 @@ def _join(address: str) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+
+
+def _check_loopback() -> None:
+    """Ray's processes talk over the network of this machine, and wait for ever where it has none."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise RunError(
+            f"Ray on this machine: its processes cannot talk to each other over 127.0.0.1 "
+            f"({reason(error)}); bring the loopback device up, or measure without Ray: "
+            "--replicas 0"
+        ) from None
+
+
+def _check_temporary_directory() -> None:
+    """Ray's processes write there before all else, and do not say why they end."""
+    directory = tempfile.gettempdir()
+    free = shutil.disk_usage(directory).free
+    if free < LEAST_TEMPORARY_BYTES:
+        raise RunError(
+            f"Ray on this machine: {directory} has {free / 1e6:.1f} MB free, and its processes want "
+            f"{LEAST_TEMPORARY_BYTES / 1e6:.0f} MB; set TMPDIR to another directory, or measure "
+            "without Ray: --replicas 0"
+        )
+
+
+def _check_head(address: str) -> None:
+    """Fail soon if no head of a cluster answers: Ray would try for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise RunError(f"{address}: expected HOST:PORT of the cluster's head")
+    advice = "expected HOST:PORT of the cluster's head; the port is 6379 unless chosen otherwise"
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS") == "1":
+                return
+            connection.sendall(HELLO)
+            answer = connection.recv(9)
+    except TimeoutError:
+        raise RunError(f"{address}: no answer in {CONNECT_SECONDS:.0f} s; {advice}") from None
+    except OSError as error:
+        raise RunError(f"{address}: no answer ({reason(error)}); {advice}") from None
+    if answer[3:4] != SETTINGS:
+        raise RunError(f"{address}: what answers there is no head of a Ray cluster; {advice}")
+
+
+def lack_of_room(resources: Resources) -> str | None:
+    """What no machine of the cluster has for a replica; none if one has all of it.
+
+    It is no error: a cluster may start machines when they are wanted.
+    """
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    most_gpus, most_cores = (
+        int(max((machine.get(name, 0) for machine in machines), default=0))
+        for name in ("GPU", "CPU")
+    )
+    if resources.device == "cuda" and not most_gpus:
+        return (
+            f"{resources.replicas} GPUs wanted, one for each replica, and the cluster has none: "
+            "waiting for a machine with one; if it never gets one, stop and use --device cpu"
+        )
+    if resources.cores > most_cores:
+        return (
+            f"each replica wants {resources.cores} cores, and no machine of the cluster has more "
+            f"than {most_cores}: waiting for one; if it never gets one, stop and use --cores "
+            f"{max(1, most_cores)}"
+        )
+    return None
+
+
+@contextmanager
+def _given_up_after(seconds: float, message: str) -> Iterator[None]:
+    """End this process, and what it started, with one line if a block takes longer: what Ray waits
+    in cannot be interrupted.
+    """
+
+    def give_up() -> None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        os._exit(2)
+
+    watchdog = threading.Timer(seconds, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
 
 
 @contextmanager
@@ -128,14 +286,14 @@ def explained(cluster: str) -> Iterator[None]:
             f"{cluster}: the cluster refused the token ({reason(error)}); put its token into "
             "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
         ) from None
-    except (
-        ConnectionError,
-        TimeoutError,
-        ray.exceptions.RayError,
-        RuntimeError,
-        ValueError,
-    ) as error:
-        raise RunError(f"{cluster}: no cluster that can be used ({reason(error)})") from None
+    except HeadcountError:
+        raise
+    except Exception as error:  # Ray raises that itself where its processes do not start.
+        # Ray says no more of a token that is missing, whatever the head answered.
+        hint = (
+            "" if os.environ.get("RAY_AUTH_MODE") else "; if it wants a token: RAY_AUTH_MODE=token"
+        )
+        raise RunError(f"{cluster}: no cluster that can be used ({reason(error)}){hint}") from None
 
 
 def last_line(text: str) -> str:

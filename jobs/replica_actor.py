@@ -43,7 +43,11 @@ class ReplicaActor:
         resources: Resources,
         replica_class: type[Replica],
         begun: frozenset[str],
+        directory: str | None,
     ) -> None:
+        # Paths of the scan may be relative to the driver's directory, if it is on this machine.
+        if directory is not None:
+            os.chdir(directory)
         local_code = code_fingerprint()
         if local_code != code:
             raise RunError(

@@ -30,6 +30,9 @@ from workers.replica import Replica
 MOST_FAILURES = 20
 """Stop a run after this many shards failed, if none has succeeded."""
 
+FAILURES_SHOWN = 10
+"""Failures that are said one by one at the end; a full disk may have hundreds."""
+
 
 def run_to_end(
     plan: Plan,
@@ -46,6 +49,7 @@ def run_to_end(
     first failure instead of going on with the other shards. `allow_other_code` goes on with a run
     that other measuring code began.
     """
+    resources.check_here()
     with locked(plan.run):
         check_unchanged(plan)
         if plan.other_code and not allow_other_code:
@@ -76,8 +80,11 @@ def run_to_end(
         outcomes = fold_commits(plan.run, outcomes)
         tokens_done = plan.tokens - tokens_of(plan, missing)
         failures = show_progress(outcomes, plan.tokens, tokens_done, console)
-    for failure in failures:
+    for failure in failures[:FAILURES_SHOWN]:
         say(console, f"shard {failure.shard} failed: {failure.error}")
+    if len(failures) > FAILURES_SHOWN:
+        more = len(failures) - FAILURES_SHOWN
+        say(console, f"and {more:,} more shards failed: headcount status {plan.run.path}")
     return failures
 
 

@@ -290,6 +290,7 @@ def scan(
     prepare_process()
     console = Console(highlight=False, stderr=True)
     resources = Resources(replicas, cores, device, address)
+    resources.check_here()
     failures: list[Failure] = []
     ways: list[str] = []
     for scan_file, parsed_scan in scans:
@@ -397,11 +398,14 @@ def doctor(
 
     console = Console(highlight=False)
     healthy = True
-    for check in examine():
-        healthy &= check.ok
-        say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
-        if not check.ok and check.advice:
-            say(console, f"{'':<23}{check.advice}")
+    # The libraries take seconds to load, and so does every model.
+    with console.status("loading the libraries, then measuring with every bundled model"):
+        for check in examine():
+            healthy &= check.ok
+            say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
+            if not check.ok and check.advice:
+                say(console, f"{'':<23}{check.advice}")
+            sys.stdout.flush()
     if not healthy:
         sys.exit(1)
 

@@ -306,17 +306,25 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     return [printable(line) for line in lines]
 
 
+HEADINGS = ("run", "model", "input", "shards", "failed", "tokens", "created", "process")
+"""Of the columns of a table of runs."""
+
+
 def list_line(run: RunDirectory) -> tuple[str, ...]:
-    """A run in a table of runs: id, shards, failed, tokens, created."""
+    """A run in a table of runs, under `HEADINGS`."""
     manifest = run.manifest()
     ledger, _ = done_and_damaged(run, manifest, ["stop", "tokens"])
     done = ledger["shard"].to_numpy()
     failed = np.setdiff1d(np.array(run.failed_shards(), np.int64), done)
     tokens = pc.sum(ledger["tokens"]).as_py() or 0
+    scan = manifest.identity["scan"]
     return (
         run.run_id,
+        str(scan["model"]),
+        str(scan["input"]["family"]),
         f"{len(done):,}/{manifest.shards:,}",
         f"{len(failed):,}",
         f"{tokens:,}/{tokens_of(manifest):,}",
         manifest.created,
+        "at work" if _locked(run.path) else "",
     )

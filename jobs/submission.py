@@ -12,12 +12,13 @@ import logging
 import os
 import shlex
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
+from ssl import SSLError
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -34,7 +35,7 @@ from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, safe_name
 
 CONNECT_SECONDS = 10.0
-"""Give up after this many seconds if a cluster does not take a connection."""
+"""Give up after this many seconds if a cluster does not answer."""
 
 STOP_SECONDS = 60.0
 """Give up after this many seconds if a job does not stop; Ray kills it after three."""
@@ -345,11 +346,20 @@ def _check_connection(url: str) -> None:
     host = parts.hostname or ""
     if getproxies().get(parts.scheme) and not proxy_bypass(host):
         return
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = connection_class(host, parts.port, timeout=CONNECT_SECONDS)
     try:
-        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
+        connection.connect()
+        connection.request("GET", "/api/version")
+        connection.getresponse()
+    except SSLError:
+        return  # Ray's client says what is wrong with a certificate.
+    except TimeoutError:
+        raise ConnectionError(f"nothing said in {CONNECT_SECONDS:.0f} s") from None
+    except (OSError, HTTPException) as error:
         raise ConnectionError(reason(error)) from None
+    finally:
+        connection.close()
 
 
 def _job(details: Any) -> Job | None:

@@ -13,13 +13,18 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -29,6 +34,18 @@ from schemas.errors import RunError, ScanError
 STORES = ("s3", "gs")
 ATTEMPTS = 6
 """How often a request to a store is tried, with growing pauses: about ten seconds in all."""
+
+KNOCKS = 6
+"""How often a store is asked whether it is there, before anything else is asked of it."""
+
+KNOCK_SECONDS = 8.0
+"""A store says something in this time. Requests to it wait far longer, as a scan may do."""
+
+KNOCKING_SECONDS = 20.0
+"""No more is asked after this time."""
+
+PAUSE_SECONDS = 0.5
+"""Between two times that it is asked."""
 
 
 @dataclass(frozen=True, order=True)
@@ -68,8 +85,11 @@ class StorePath:
         return _filesystem(scheme, key.partition("/")[0], region, endpoint)
 
     def is_file(self) -> bool:
-        """Whether there is such an object."""
-        return self.filesystem.get_file_info(self.key).type is pafs.FileType.File
+        """Whether there is such an object; a store that does not say raises `RunError`."""
+        try:
+            return self.filesystem.get_file_info(self.key).type is pafs.FileType.File
+        except OSError as error:
+            raise RunError(f"{self}: cannot be read ({reason(error)})") from None
 
     def read_bytes(self) -> bytes:
         """The whole content; where there is none, FileNotFoundError."""
@@ -127,6 +147,7 @@ def place(where: str | Place) -> Place:
 
 @cache
 def _filesystem(scheme: str, bucket: str, region: str | None, endpoint: str | None) -> Any:
+    _knock(f"{scheme}://{bucket}", endpoint or _public_address(scheme, region))
     if scheme == "gs":
         return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))
     if region is None and endpoint is None:
@@ -142,6 +163,59 @@ def _filesystem(scheme: str, bucket: str, region: str | None, endpoint: str | No
         retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
         allow_delayed_open=True,  # Small objects are one PUT instead of a multipart upload.
     )
+
+
+def _public_address(scheme: str, region: str | None) -> str:
+    """Where a store is reached unless the environment names another place."""
+    if scheme == "gs":
+        return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+    if region is None:
+        return "https://s3.amazonaws.com"
+    return f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+
+
+def _knock(store: str, address: str) -> None:
+    """Refuse a store that does not answer at all: a request to it would be waited for for minutes.
+
+    Any answer will do. Behind a proxy nothing is asked, because a proxy answers itself.
+    """
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    host, secure = parts.hostname or "", parts.scheme == "https"
+    if getproxies().get(parts.scheme) and not proxy_bypass(host):
+        return
+    problem: Exception | None = None
+    until = time.monotonic() + KNOCKING_SECONDS
+    for _ in range(KNOCKS):
+        if time.monotonic() > until - KNOCK_SECONDS:
+            break
+        connection = (
+            HTTPSConnection(host, parts.port, timeout=KNOCK_SECONDS, context=_any_certificate())
+            if secure
+            else HTTPConnection(host, parts.port, timeout=KNOCK_SECONDS)
+        )
+        try:
+            connection.request("HEAD", "/")
+            connection.getresponse()
+        except (OSError, HTTPException) as error:
+            problem = error
+            time.sleep(PAUSE_SECONDS)
+        else:
+            return
+        finally:
+            connection.close()
+    variable = "AWS_ENDPOINT_URL" if store.startswith("s3:") else "STORAGE_EMULATOR_HOST"
+    raise RunError(
+        f"{store}: the store at {address} does not answer ({reason(problem or OSError())}); bring "
+        f"it or the network up, or name another address in {variable}, then run the same command"
+    ) from None
+
+
+def _any_certificate() -> ssl.SSLContext:
+    """For asking whether somebody is there: nothing is sent, so nobody is trusted."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
@@ -215,10 +289,12 @@ def names(directory: Place) -> Iterator[str]:
     directory.
     """
     if isinstance(directory, StorePath):
-        for info in directory.filesystem.get_file_info(
-            pafs.FileSelector(directory.key, allow_not_found=True)
-        ):
-            yield info.base_name
+        selector = pafs.FileSelector(directory.key, allow_not_found=True)
+        try:
+            found = directory.filesystem.get_file_info(selector)
+        except OSError as error:
+            raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
+        yield from (info.base_name for info in found)
         return
     try:
         yield from os.listdir(directory)

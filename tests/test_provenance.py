@@ -322,7 +322,7 @@ def test_a_run_of_older_code_is_read(older: RunDirectory, tmp_path: Path) -> Non
     assert "fused, with built patterns in layers 0 1" in page
     assert read_status(older).complete
     assert any("complete" in line for line in as_lines(read_status(older)))
-    assert list_line(older)[1] == "2/2"
+    assert list_line(older)[3] == "2/2"
 
 
 def test_a_run_of_older_code_is_compacted_and_read(older: RunDirectory) -> None:

@@ -35,7 +35,13 @@ def make_run(out: Path, shards: int = SHARDS) -> RunDirectory:
     """A run of 4 sequences of 8 tokens in each shard, under two interventions."""
     run = RunDirectory.of(out, "toy-1a2b3c4d")
     Path(str(run.path)).mkdir(parents=True)
-    scan = {"n_ctx": 8, "interventions": ["none", "zero_query_bias"], "sequences_per_shard": 4}
+    scan = {
+        "model": "toy",
+        "input": {"family": "pile"},
+        "n_ctx": 8,
+        "interventions": ["none", "zero_query_bias"],
+        "sequences_per_shard": 4,
+    }
     manifest = Manifest(
         run_id=run.run_id,
         created="2026-05-01T10:00:00+00:00",
@@ -264,8 +270,8 @@ def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
     done = headcount("list", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert [line.split() for line in done.stdout.splitlines()] == [
-        ["run", "shards", "failed", "tokens", "created"],
-        ["toy-1a2b3c4d", "3/10", "1", "192/640", "2026-05-01T10:00:00+00:00"],
+        ["run", "model", "input", "shards", "failed", "tokens", "created", "process"],
+        ["toy-1a2b3c4d", "toy", "pile", "3/10", "1", "192/640", "2026-05-01T10:00:00+00:00"],
     ]
     assert "not a manifest" in done.stderr
 
@@ -282,7 +288,7 @@ def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_
     program = (
         "import sys, time\n"
         "from jobs.cluster_commands import status\n"
-        "status(sys.argv[1], None, 'json')\n"
+        "status(sys.argv[1], format_='json')\n"
         "print(time.process_time(), *[l.split()[1] for l in open('/proc/self/status') if "
         "l.startswith('VmHWM')])"
     )

@@ -1,4 +1,4 @@
-"""Memory and cores of this machine, in bytes and whole cores, whatever the system.
+"""Memory, cores and GPUs of this machine, in bytes and whole ones, whatever the system.
 
 The operating system's own counters are not used: `ru_maxrss` is in KiB on Linux and in bytes on
 macOS, and begins with the peak of the process that started this one.
@@ -29,6 +29,11 @@ def available_cores() -> int:
     if hasattr(process, "cpu_affinity"):
         return len(process.cpu_affinity() or ())
     return os.cpu_count() or 1
+
+
+def available_gpus() -> int:
+    """GPUs that this process may use."""
+    return torch.cuda.device_count()
 
 
 class PeakMemory:
