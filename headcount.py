@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 from typing import Annotated
 
@@ -31,7 +32,10 @@ def _leave_at_once(number: int, _: FrameType | None) -> None:
 
 
 _find_own_rooms()
-_hears_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+_hears_interrupts = (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+)
 if _hears_interrupts:
     signal.signal(signal.SIGINT, _leave_at_once)
 

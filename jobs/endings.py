@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-from schemas.errors import HeadcountError
+from schemas.errors import HeadcountError, printable
 
 OUR_PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce", "models")
 """One of these that cannot be imported is a mistake here, not a missing library."""
@@ -96,7 +96,7 @@ def ended_in_lines() -> Iterator[None]:
             raise
         _close_stdout_if_it_fails()
         for line in lines_of(error):
-            _say(f"error: {line}")
+            _say(f"error: {printable(line)}")
         sys.exit(2)
     finally:
         _Stop.number = None
@@ -178,7 +178,8 @@ def _leave(number: int) -> NoReturn:
 
 def _stopped_line() -> str:
     if sys.argv[1:2] and sys.argv[1] in GOES_ON:
-        return f"stopped; a {sys.argv[1]} goes on where it stopped with the same command"
+        command = "the same command without --new" if "--new" in sys.argv else "the same command"
+        return f"stopped; a {sys.argv[1]} goes on where it stopped with {command}"
     return "stopped"
 
 
