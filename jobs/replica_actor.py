@@ -69,7 +69,7 @@ class ReplicaActor:
         index, corpus, tokenizer = ray.get(cloudpickle.loads(corpus_reference))
         partners = needs_partners(scan.interventions)
         self.sequences = Sequences(scan, local_info, index, corpus, partners)
-        if tokenizer not in (None, self.sequences.tokenizer.fingerprint):
+        if tokenizer is not None and tokenizer != self.sequences.tokenizer.fingerprint:
             raise RunError(
                 f"model {scan.model}: this node has the tokenizer "
                 f"{self.sequences.tokenizer.fingerprint}, the run {tokenizer}"
