@@ -757,7 +757,8 @@ def test_nan_in_a_weight_names_layer_and_statistic(shelf: Shelf, tmp_path: Path,
         toy.measure(path, toy.repeating_tokens(4, batch=2), engine=engine)
     assert str(caught.value) == (
         "layer 1, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite "
-        "number: look at the model's weights and precision"
+        "number: look at the model's weights and precision: transformer.h.1.attn.c_attn.weight "
+        "holds numbers that are NaN or infinite"
     )
 
 
@@ -781,7 +782,8 @@ def test_nan_after_the_last_layer_names_the_output(
         toy.measure(path, toy.repeating_tokens(n_ctx, batch=2), predictions=[output])
     assert str(caught.value) == (
         f"{output} is not finite for sequence 0 of the shard{place}; "
-        "expected a finite number: look at the model's weights and precision"
+        "expected a finite number: look at the model's weights and precision: "
+        "transformer.ln_f.weight holds numbers that are NaN or infinite"
     )
 
 

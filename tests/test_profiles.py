@@ -345,9 +345,9 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
         profiles=lambda shard: [shards[shard], *[shared][: 1 - shard]],
     )  # fmt: skip
     assert ask(connect(run.path), "profile_means") == [
-        ("a-1", "toy", "none", "attention_by_lag", 0, 1, None, None, 2, 5, pytest.approx(4.4, rel=1e-12),
+        ("a-1", "toy", "none", "attention_by_lag", 0, 1, "L0H1", None, None, 2, 5, pytest.approx(4.4, rel=1e-12),
          pytest.approx(math.sqrt(27.2 / 4)), pytest.approx(math.sqrt(27.2 / 20))),
-        ("a-1", "toy", "none", "resid_pre_norm_by_key", 0, None, None, 0, None, 1, 7.0, None, None),
+        ("a-1", "toy", "none", "resid_pre_norm_by_key", 0, None, None, None, 0, None, 1, 7.0, None, None),
     ]  # fmt: skip
 
 

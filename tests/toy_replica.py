@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,16 @@ class ToyReplica(Replica):
 
 
 class SteadyReplica(ToyReplica):
-    """Takes its time for every shard."""
+    """Takes its time for every shard, and never measures one that begins with the token in a file
+    `poison` beside the runs.
+    """
 
     def misbehave(self, token: int) -> None:
-        """Sleep."""
+        """Sleep, or fail."""
         time.sleep(PACE)
+        poison = Path(self.scan.out) / "poison"
+        if poison.is_file() and token == int(poison.read_text(encoding="utf-8")):
+            raise MemoryError(f"poisoned by token {token}")
 
 
 if __name__ == "__main__":

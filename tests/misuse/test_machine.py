@@ -166,7 +166,8 @@ def test_a_full_disk_behind_stdout_is_one_line(runs: Path) -> None:
         with open("/dev/full", "w") as full:
             done = headcount(runs, *words, stdout=full.fileno())
         assert done.returncode == 2
-        assert done.stderr.startswith("error: No space left on device, on the disk or in the file")
+        assert done.stderr.startswith("error: ")
+        assert "No space left on device" in done.stderr
         assert len(done.stderr.splitlines()) == 1
 
 
@@ -175,7 +176,7 @@ def test_a_reader_that_has_enough_is_no_error(runs: Path) -> None:
     os.close(reading)
     done = headcount(runs, "query", runs, "heads", "--format", "csv", stdout=writing)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_home_that_is_not_there_is_no_error(here: Path) -> None:
