@@ -252,7 +252,7 @@ def test_a_full_disk_stops_the_run_whole_and_more_room_completes_it(
     before = done(here)
     assert sorted(before + [f.shard for f in failures]) == list(range(60))
     assert not list(local(here.run.path).rglob("*.tmp"))
-    assert here.run.damaged_files([here.run.ledger()]) == {}
+    assert here.run.damaged_files([here.run.ledger()]) == []
     small_disk("16m")
     assert run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
     assert done(here) == list(range(60))
