@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from jobs.console import say
+from schemas.errors import counted
 
 if TYPE_CHECKING:
     from schemas.run_directory import RunDirectory
@@ -54,27 +55,23 @@ def _check(run: RunDirectory, console: Console) -> bool:
     if found.unreferenced:
         say(
             console,
-            f"{run.run_id}: {_counted(found.unreferenced, 'file')} that no commit refers to; "
+            f"{run.run_id}: {counted(found.unreferenced, 'file')} that no commit refers to; "
             f"headcount compact {run.path} deletes what it may",
         )
     if found.without_digest:
         say(
             console,
-            f"{run.run_id}: {_counted(found.without_digest, 'file')} of older code, committed "
+            f"{run.run_id}: {counted(found.without_digest, 'file')} of older code, committed "
             "without a digest; what shows in them was checked",
         )
-    size = f"{_counted(found.files, 'file')}, {found.bytes / 1e6:,.1f} MB"
+    size = f"{counted(found.files, 'file')}, {found.bytes / 1e6:,.1f} MB"
     if not found.damaged:
-        say(console, f"{run.run_id}: {_counted(found.shards, 'shard')}, {size}, as committed")
+        say(console, f"{run.run_id}: {counted(found.shards, 'shard')}, {size}, as committed")
         return True
     shards = len({shard for damage in found.damaged for shard in damage.shards})
     say(
         console,
-        f"{run.run_id}: {_counted(shards, 'shard')} of {found.shards:,} damaged, in {size}; "
+        f"{run.run_id}: {counted(shards, 'shard')} of {found.shards:,} damaged, in {size}; "
         f"headcount resume {run.path} --verify measures them anew",
     )
     return False
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

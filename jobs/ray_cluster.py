@@ -25,12 +25,14 @@ import ray.exceptions
 from jobs.endings import listen_to_signals, processes_start
 from schemas.errors import HeadcountError, RunError
 from schemas.places import reason
+from workers.inputs.text_files import BUNDLED_PREFIX, located
 from workers.memory import available_cores, available_gpus
 
 ROOT = Path(__file__).parent.parent
-CODE = ("headcount.py", "schemas", "workers", "jobs", "queries", "reproduce", "models")
+CODE = ("headcount.py", "LICENSE", "schemas", "workers", "jobs", "queries", "reproduce", "models")
 """What a node needs of this project. A job starts `headcount.py`, which imports every room for its
-commands, so `queries` and `reproduce` are sent too; together they are 0.4 MB of 6.
+commands, so `queries` and `reproduce` are sent too; together they are 0.4 MB of 6. LICENSE is the
+text of the input `bundled:LICENSE`.
 """
 
 START_SECONDS = 60.0
@@ -267,7 +269,8 @@ def staged_code() -> Iterator[Path]:
     """A temporary directory with the project's code and nothing else, for Ray to send to the nodes."""
     with tempfile.TemporaryDirectory(prefix="headcount-") as directory:
         for name in CODE:
-            source = ROOT / name
+            # A wheel keeps the licence elsewhere.
+            source = Path(located(f"{BUNDLED_PREFIX}{name}"))
             target = Path(directory) / name
             if source.is_dir():
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -15,8 +15,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from jobs.console import say
-from schemas.errors import HeadcountError, RunError, printable
-from schemas.errors import counted as _counted
+from schemas.errors import HeadcountError, RunError, counted, printable
 
 if TYPE_CHECKING:
     from jobs.corpus_index import KeptIndex
@@ -123,7 +122,8 @@ def plan(
     if scan_plan.sequences.fates is not None:
         console.print(_documents_table(scan_plan.sequences.fates))
     console.print(_time_table(cost))
-    console.print(_size_table(scan_plan, cost))
+    console.print(_size_table(cost))
+    say(console, f"in {scan_plan.run.path}")
     if cost.measured_on != cost.device:
         say(
             console,
@@ -163,7 +163,7 @@ def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
             hidden += 1
     console.print(table)
     if hidden:
-        say(console, f"{_counted(hidden, 'more field')} with the default; --all shows them")
+        say(console, f"{counted(hidden, 'more field')} with the default; --all shows them")
 
 
 def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
@@ -174,9 +174,9 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
         title="measured on this machine, extrapolated to the scan",
         title_justify="left",
     )
-    replicas = "in this process" if not cost.replicas else _counted(cost.replicas, "replica")
+    replicas = "in this process" if not cost.replicas else counted(cost.replicas, "replica")
     table.add_row("device", f"{cost.device}, {cost.precision}, {replicas}")
-    table.add_row("batches", _counted(cost.batch_size, "sequence"))
+    table.add_row("batches", counted(cost.batch_size, "sequence"))
     done = plan.done
     table.add_row("shards", f"{plan.manifest.shards:,}{f', {done:,} done' if done else ''}")
     table.add_row("sequences", f"{len(plan.sequences):,}")
@@ -185,8 +185,8 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
     if index is not None:
         tokens = int(index.n_tokens[index.n_tokens > 0].sum())
         place = "not kept (a data set of the Hub)" if kept is None else f"kept as {kept.file}"
-        documents = _counted(index.documents, "document")
-        corpus = f"{documents} read, {_counted(tokens, 'token')}; index {place}"
+        documents = counted(index.documents, "document")
+        corpus = f"{documents} read, {counted(tokens, 'token')}; index {place}"
         table.add_row("corpus", escape(printable(corpus)))
     memory = f"{_bytes(cost.peak_memory)} at the peak of one replica"
     if cost.gpu_memory:
@@ -224,7 +224,7 @@ def _time_table(cost: Cost) -> Table:
         method = one.method
         engine = f"{method.engine}, {method.attention}"
         if method.built_layers:
-            engine += f", patterns built in {_counted(len(method.built_layers), 'layer')}"
+            engine += f", patterns built in {counted(len(method.built_layers), 'layer')}"
         table.add_row(method.intervention, engine, speed, f"about {duration(one.seconds)}")
     if len(cost.interventions) > 1:
         # Every intervention reads the same tokens, so this is the mean over tokens.
@@ -234,14 +234,12 @@ def _time_table(cost: Cost) -> Table:
     return table
 
 
-def _size_table(plan: Plan, cost: Cost) -> Table:
+def _size_table(cost: Cost) -> Table:
     """Rows and bytes of every table, and of all of them."""
     table = Table(
         "table",
         Column("rows", justify="right"),
         Column("on disk", justify="right"),
-        caption=f"in {plan.run.path}",
-        caption_justify="left",
     )
     for one in cost.tables:
         table.add_row(one.table, f"{one.rows:,}", f"about {_bytes(one.bytes)}")
@@ -317,7 +315,7 @@ def scan(
         print(scan_plan.run.path)
     if failures:
         raise RunError(
-            f"{_counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
+            f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
             f"then {'; '.join(ways)}"
         )
 
@@ -375,7 +373,7 @@ def compact(
             continue
         before = result.before.files
         verb = "is" if before == 1 else "are"
-        files = f"{_counted(before, 'file')} {verb} now {result.after.files:,}"
+        files = f"{counted(before, 'file')} {verb} now {result.after.files:,}"
         size = f"{_bytes(result.before.bytes)} are now {_bytes(result.after.bytes)}"
         say(console, f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")
         problems += [f"{run.run_id}: {problem}" for problem in result.problems]
@@ -430,7 +428,7 @@ def _print_bad_rows(console: Console, problems: list[str], most: int = 5) -> Non
     if not problems:
         return
     more = f" and {len(problems) - most:,} more" if len(problems) > most else ""
-    rows = _counted(len(problems), "bad row")
+    rows = counted(len(problems), "bad row")
     say(console, f"{rows} left out: {', '.join(problems[:most])}{more}")
     say(console, "Lines and rows are counted from 1 here, and from 0 in sequences.row.")
 
