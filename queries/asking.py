@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import duckdb
+import pyarrow as pa
 
 from queries.answers import query_error, run_query
 from queries.connection import MEMORY, OPENED, QUERIES, connect, damage_lines, hold_to_commits
@@ -40,6 +41,13 @@ class RunDatabase:
         answer = run_query(self.connection, question)
         names = answer.schema.names
         return [dict(zip(names, row, strict=True)) for row in answer.rows()]
+
+    def table(self, question: str) -> pa.Table:
+        """The rows of an answer as an Arrow table, which has `to_pandas`; Polars reads it by
+        `polars.from_arrow`. `question` is SQL or the name of a view.
+        """
+        answer = run_query(self.connection, question)
+        return pa.Table.from_batches(answer.batches(), schema=answer.schema)
 
     def columns(self, view: str) -> frozenset[str]:
         """Names of a view's columns."""

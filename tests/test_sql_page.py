@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jobs.plan import make_plan
 from queries.answers import run_query
 from queries.asking import RunDatabase, open_runs
+from schemas.scan import load_scan
 from tests.toy_runs import Row, write_run
 
 PAGE = Path(__file__).parent.parent / "docs" / "sql.md"
+IN_PYTHON = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 EXAMPLES = re.findall(r"```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
@@ -31,6 +35,28 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> RunDatabase:
         )  # fmt: skip
         columns = {"sink_mass": value, "entropy": value}
     return open_runs(path)
+
+
+def test_the_examples_in_python_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs", "a-1", {"sink_mass": lambda row: 0.5 + row.head / 10})
+    monkeypatch.chdir(tmp_path)
+    asking, saving = IN_PYTHON
+    names: dict[str, Any] = {}
+    exec(asking, names)
+    assert sorted(names["heads"]["sink_mass"].to_pylist()) == pytest.approx(
+        [0.5, 0.5, 0.6, 0.6, 0.7, 0.7]
+    )
+    assert "L1H2" in capsys.readouterr().out
+    exec(saving, names)
+    (tmp_path / "scan.toml").write_text(
+        'model = "x"\nn_ctx = 16\nsequences = 2\nstatistics = ["sink_mass"]\n'
+        'bos = false\nout = "measured"\n[input]\nfamily = "uniform_random"\n'
+    )
+    scan = load_scan(tmp_path / "scan.toml", ["model=./my-model"])
+    plan = make_plan(scan, "scan")
+    assert (plan.info.n_layers, plan.info.n_heads) == (2, 4)
 
 
 def test_the_page_has_examples() -> None:
