@@ -122,6 +122,10 @@ def _judge(name: str, system: System, model: str, directory: str) -> list[Findin
     return findings
 
 
+SHOWN = ("fail", "pass", "not comparable")
+"""The order in which findings are printed."""
+
+
 def _print_findings(
     name: str, system: System, model: str, directory: str, findings: list[Finding]
 ) -> None:
@@ -129,7 +133,8 @@ def _print_findings(
     table = Table(
         "name", "published", "measured", "tolerance", "verdict", title=title, title_justify="left"
     )
-    for finding in findings:
+    # What was judged comes before the long list of what cannot be compared on a miniature.
+    for finding in sorted(findings, key=lambda finding: SHOWN.index(finding.verdict)):
         table.add_row(
             finding.name,
             _cell(finding.published),
