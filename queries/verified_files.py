@@ -140,7 +140,10 @@ class _Memory:
 
 def _folders() -> list[Path]:
     """Where keys may be kept: the user's caches, or the temporary directory where there are none."""
-    return [
-        platformdirs.user_cache_path("headcount") / "verified",
-        Path(tempfile.gettempdir()) / f"headcount-{os.getuid()}" / "verified",
-    ]
+    temporary = Path(tempfile.gettempdir()) / f"headcount-{os.getuid()}"
+    try:
+        caches = platformdirs.user_cache_path("headcount")
+    except RuntimeError:
+        # A user of a container may have neither HOME nor an entry in passwd.
+        return [temporary / "verified"]
+    return [caches / "verified", temporary / "verified"]

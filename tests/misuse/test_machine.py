@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -184,6 +186,25 @@ def test_a_home_that_is_not_there_is_no_error(here: Path) -> None:
         here, "scan", "own.toml", "--replicas", "0", variables={"HOME": "/nonexistent"}
     )
     assert (done.returncode, "rror" in done.stderr) == (0, False), done.stderr
+
+
+def test_a_user_whom_the_machine_does_not_know_asks_and_is_answered(runs: Path) -> None:
+    """As in a container: neither HOME nor an entry in passwd."""
+    as_nobody = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "runs"
+        shutil.copytree(runs, place)
+        os.chmod(folder, 0o755)
+        can_start = [*as_nobody, sys.executable, "-c", f"import os; os.listdir({str(ROOT)!r})"]
+        if (
+            shutil.which("setpriv") is None
+            or subprocess.run(can_start, capture_output=True).returncode
+        ):
+            pytest.skip("no other user can start Python here")
+        words = ("query", place, "SELECT count(*) FROM heads", "--format", "csv")
+        done = headcount(place, *words, through=as_nobody, variables={"HOME": None})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout.splitlines()[1]) > 0
 
 
 @pytest.mark.parametrize(
