@@ -259,9 +259,8 @@ def read_parts(
 ) -> Iterator[pa.Table]:
     """The rows of `read_ledger` in parts of bounded size, the oldest fold first.
 
-    Commits that are files of their own come last.
-
-    Raises FileNotFoundError if somebody else folds meanwhile.
+    Commits that are files of their own come last. Raises FileNotFoundError if somebody else folds
+    meanwhile.
     """
     wanted_columns = list(
         dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)])

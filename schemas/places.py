@@ -20,8 +20,9 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -46,7 +47,7 @@ PROBING_SECONDS = 20.0
 PAUSE_SECONDS = 0.5
 """Pause between two probes."""
 
-OpenFile: TypeAlias = BinaryIO | pa.NativeFile
+OpenFile: TypeAlias = BufferedReader | pa.NativeFile
 """A file that is open for reading at any place: on a disk, in a store or in memory."""
 
 
