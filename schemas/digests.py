@@ -27,7 +27,7 @@ def digest_of(content: bytes | pa.Buffer) -> str:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def digest_of_file(file: BufferedReader | pa.NativeFile) -> str:
+def digest_of_file(file: BufferedReader) -> str:
     """The digest of an open file, from its beginning; the content is not held in memory."""
     file.seek(0)
     return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()

@@ -68,7 +68,7 @@ class Manifest(BaseModel):
     older: bool = False
     """Whether older code wrote it, when identities held the batch size and the sequences too."""
 
-    def stops(self, shards: np.ndarray) -> np.ndarray:
+    def stops(self, shards: int | np.ndarray) -> np.ndarray:
         """One past the last sequence of each shard; the last shard of a run may be short."""
         per_shard = self.identity["scan"]["sequences_per_shard"]
         return np.minimum((shards + 1) * per_shard, self.sequences)

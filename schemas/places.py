@@ -22,7 +22,7 @@ from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from io import BufferedReader
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -47,8 +47,11 @@ PROBING_SECONDS = 20.0
 PAUSE_SECONDS = 0.5
 """Pause between two probes."""
 
-OpenFile: TypeAlias = BufferedReader | pa.NativeFile
-"""A file that is open for reading at any place: on a disk, in a store or in memory."""
+OpenFile: TypeAlias = BufferedReader
+"""A file that is open for reading: on a disk, in a store or in memory.
+
+pyarrow has no types; its files have the methods of this one.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -288,7 +291,7 @@ def settle(directory: Place) -> None:
             os.close(descriptor)
 
 
-def open_whole(where: Place) -> OpenFile:
+def open_whole(where: Place) -> Any:  # noqa: ANN401 (pyarrow has no types)
     """A file that is open for reading; raises FileNotFoundError if there is none."""
     return where.open("rb") if isinstance(where, Path) else where.open()
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
-from schemas.formulas import Ranged, described
+from schemas.formulas import Ranged, read_definition
 from schemas.kind import Kind
 from schemas.pattern import Tensor
 from schemas.tables import SEQUENCES
@@ -50,7 +50,7 @@ class Prediction(Ranged):
 
 PREDICTIONS: dict[str, Prediction] = {}
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+P = ParamSpec("P")
 
 
 def prediction(
@@ -61,7 +61,7 @@ def prediction(
     per_token: bool = False,
     defined: Callable[..., Tensor | bool] | None = None,
     of_directions: bool = False,
-) -> Callable[[F], F]:
+) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
     """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` if it is
     `per_token`.
 
@@ -69,8 +69,10 @@ def prediction(
     elsewhere the column is NULL, as it is where something `of_directions` reads a vector of zeros.
     """
 
-    def register(function: F) -> F:
-        fields = described(function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS)
+    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
+        fields = read_definition(
+            function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS
+        )
         fields |= {"unit": unit, "range": range, "source": source}
         fields |= {"defined": defined, "of_directions": of_directions}
         PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 from schemas import tables
 from schemas.errors import ScanError
-from schemas.formulas import Along, checked_axis, described
+from schemas.formulas import Along, checked_axis, read_definition
 from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
 from schemas.statistics.statistic_registry import LAYER_VALUES
@@ -29,12 +29,12 @@ class Profile(Along):
 
 PROFILES: dict[str, Profile] = {}
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+P = ParamSpec("P")
 
 
 def profile(
     *, axis: Axis, unit: str, source: str, defined: Callable[..., bool] | None = None
-) -> Callable[[F], F]:
+) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
     """Register a function as a profile of the `profiles` table.
 
     It returns `[batch head index]`, or `[batch index]` where all heads of a layer share the values;
@@ -43,9 +43,9 @@ def profile(
     `defined` takes `rotary` and says whether a model has the profile at all.
     """
 
-    def register(function: F) -> F:
+    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
         name = function.__name__
-        fields = described(function, "profile", PROFILES, "activation", LAYER_VALUES)
+        fields = read_definition(function, "profile", PROFILES, "activation", LAYER_VALUES)
         fields["axis"] = checked_axis(axis, get_args(Axis), f"profile {name!r}")
         PROFILES[name] = Profile(**fields, unit=unit, source=source, defined=defined)
         return function

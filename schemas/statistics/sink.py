@@ -62,8 +62,9 @@ def sink_mass_first4(pattern: Pattern) -> Tensor:
     >>> sink_mass_first4(pattern([[1, 0], [0.25, 0.75]])).item()
     1.0
     """
-    first: Tensor = sum(pattern.key(k) for k in range(min(4, pattern.n_ctx)))
-    return first[..., pattern.n_ctx // 2 :].mean(-1)
+    others = (pattern.key(k) for k in range(1, min(4, pattern.n_ctx)))
+    first4 = sum(others, start=pattern.key(0))
+    return first4[..., pattern.n_ctx // 2 :].mean(-1)
 
 
 def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
-from schemas.formulas import Ranged, described
+from schemas.formulas import Ranged, read_definition
 from schemas.kind import Kind
 from schemas.pattern import Tensor
 from schemas.tables import HEADS
@@ -53,7 +53,7 @@ class Statistic(Ranged):
 
 STATISTICS: dict[str, Statistic] = {}
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+P = ParamSpec("P")
 
 
 def statistic(
@@ -62,10 +62,10 @@ def statistic(
     range: tuple[float, float] = (0.0, math.inf),
     source: str,
     chance: bool = False,
-    defined: Callable[..., Tensor] | None = None,
+    defined: Callable[..., Tensor | bool] | None = None,
     of_directions: bool = False,
     standard: bool = True,
-) -> Callable[[F], F]:
+) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
     """Register a function as a statistic of the `heads` table.
 
     It returns `[batch head]`, or `[batch]` where all heads of a layer share the value. `chance`
@@ -75,8 +75,8 @@ def statistic(
     of its vectors is zero. What few scans need is not `standard`.
     """
 
-    def register(function: F) -> F:
-        fields = described(function, "statistic", STATISTICS, "activation", LAYER_VALUES)
+    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
+        fields = read_definition(function, "statistic", STATISTICS, "activation", LAYER_VALUES)
         fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
         fields["of_directions"] = of_directions
         STATISTICS[function.__name__] = Statistic(**fields, chance=chance, standard=standard)

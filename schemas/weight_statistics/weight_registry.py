@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 from schemas.errors import ScanError
-from schemas.formulas import Along, checked_axis, described
+from schemas.formulas import Along, checked_axis, read_definition
 from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
 from schemas.tables import WEIGHTS
@@ -48,7 +48,7 @@ class WeightStatistic(Along):
 
 WEIGHT_STATISTICS: dict[str, WeightStatistic] = {}
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+P = ParamSpec("P")
 
 
 def weight(
@@ -58,7 +58,7 @@ def weight(
     source: str,
     defined: Callable[..., bool] | None = None,
     of_directions: bool = False,
-) -> Callable[[F], F]:
+) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
     """Register a function as a statistic of the `weights` table.
 
     Its parameters are names of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`, in float64. It returns
@@ -68,9 +68,9 @@ def weight(
     NULL if one of its vectors is zero.
     """
 
-    def register(function: F) -> F:
+    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
         name = function.__name__
-        fields = described(
+        fields = read_definition(
             function, "weight statistic", WEIGHT_STATISTICS, "weight", LAYER_WEIGHTS | MODEL_WEIGHTS
         )
         fields["axis"] = checked_axis(axis, get_args(Axis), f"weight statistic {name!r}")
