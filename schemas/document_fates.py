@@ -32,8 +32,8 @@ class Fates:
     def of_parts(cls, parts: Mapping[str, Mapping[str, int]]) -> Fates:
         """The fates of a corpus, from counts by part and fate."""
         totals = {name: sum(counts.values()) for name, counts in parts.items()}
-        by_size = sorted(totals, key=lambda name: (-totals[name], name))
-        large, small = by_size[:SHOWN_PARTS], by_size[SHOWN_PARTS:]
+        largest_first = sorted(totals, key=lambda name: (-totals[name], name))
+        large, small = largest_first[:SHOWN_PARTS], largest_first[SHOWN_PARTS:]
         shown = {name: dict(parts[name]) for name in large}
         if small:
             shown[f"{len(small):,} other parts"] = _added_up(parts[name] for name in small)

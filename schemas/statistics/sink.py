@@ -69,6 +69,7 @@ def sink_mass_first4(pattern: Pattern) -> Tensor:
 
 def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     """Mean attention to the keys `first .. last` together, over the second half of the queries."""
+    # Zeros of the right shape: the sequence may have no token in that range.
     total = 0 * pattern.key(0)
     for k in range(first, min(last + 1, pattern.n_ctx)):
         total = total + pattern.key(k)
@@ -94,10 +95,13 @@ def sink_mass_first8(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
-    chance=True, defined=has_two_positions,
+    unit="probability",
+    range=(0, 1),
+    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    chance=True,
+    defined=has_two_positions,
     standard=False,
-)  # fmt: skip
+)
 def next4_mass_late(pattern: Pattern) -> Tensor:
     """Mean attention to the keys 1 to 4 together, over the second half of the queries.
 
@@ -110,12 +114,15 @@ def next4_mass_late(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    chance=True, defined=has_two_positions,
+    unit="probability",
+    range=(0, 1),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    chance=True,
+    defined=has_two_positions,
     standard=False,
-)  # fmt: skip
+)
 def second_key_mass_late(pattern: Pattern) -> Tensor:
-    """Mean attention to key 1 over the second half of the queries: where the sink goes when
+    """Mean attention to key 1 over the second half of the queries: the sink's new place if
     positions 0 and 1 are swapped.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} A[q,1]
