@@ -33,7 +33,7 @@ from jobs.plan import Plan, begun_precisions, make_plan, prepare_run
 from jobs.ray_cluster import Resources, connect
 from jobs.run_loop import missing_shards, say_what_differs
 from jobs.status import read_status
-from schemas.commits import COMMITS, DROPPED, FOLD, Method
+from schemas.commits import COMMITS, COMMITS_PER_FOLD, DROPPED, Method
 from schemas.digests import digest_of
 from schemas.intervention import NONE, Intervention
 from schemas.measured_heads import MeasuredHeads
@@ -183,8 +183,8 @@ def write_million(out: Path, missing: int = 1000) -> Path:
             os.ftruncate(file, BYTES)  # A size, and no content on the disk.
             os.close(file)
     (home / "commits").mkdir()
-    for number, start in enumerate(range(0, len(done), FOLD)):
-        rows = [_commit(plan, int(shard)) for shard in done[start : start + FOLD]]
+    for number, start in enumerate(range(0, len(done), COMMITS_PER_FOLD)):
+        rows = [_commit(plan, int(shard)) for shard in done[start : start + COMMITS_PER_FOLD]]
         table = pa.Table.from_pylist(rows, schema=COMMITS)
         table = table.append_column(DROPPED, pa.array([False] * len(table)))
         pq.write_table(

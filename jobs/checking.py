@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schemas.damage import BY_CONTENT, Damage, by_content
+from schemas.damage import BY_CONTENT, Damage, examined_files
 from schemas.errors import RunError
 from schemas.kinds import TABLES
 from schemas.places import names, reason
@@ -35,7 +35,7 @@ def check_run(run: RunDirectory) -> Checked:
     known: set[str] = set()
     size = without_digest = 0
     try:
-        for file, why in by_content(run.path, manifest, [ledger]):
+        for file, why in examined_files(run.path, manifest, [ledger]):
             known.add(file.path)
             size += file.bytes
             without_digest += not file.digest

@@ -35,7 +35,7 @@ from schemas.commits import (
     fold,
     write_fold,
 )
-from schemas.damage import Bounds, CommittedFile, declared_bounds, in_words, problem
+from schemas.damage import Bounds, CommittedFile, declared_bounds, problem, shards_in_words
 from schemas.digests import digest_of
 from schemas.errors import RunError
 from schemas.kinds import TABLES
@@ -175,7 +175,7 @@ def _damaged(run: RunDirectory, ledger: pa.Table) -> dict[int, str]:
 
 
 def _problem(run: RunDirectory, shards: Sequence[int], what: str) -> str:
-    return f"{in_words(shards)}: {what}; headcount resume {run.path} --verify, then compact"
+    return f"{shards_in_words(shards)}: {what}; headcount resume {run.path} --verify, then compact"
 
 
 def _merge_readable(run: RunDirectory, ledger: pa.Table, group: list[_Unit]) -> dict[int, str]:

@@ -26,7 +26,7 @@ from jobs.scan_runs import (
 from schemas.errors import OtherRunError, RunError, ScanError, counted
 from schemas.manifest import Manifest, Meanings, fingerprints
 from schemas.places import Place, names, write_whole
-from schemas.run_directory import RunDirectory, covered, differing_keys
+from schemas.run_directory import RunDirectory, differing_keys, holds_whole_shard
 from schemas.scan import Scan
 from workers.inputs import INPUTS, find_input
 from workers.inputs.corpus import Corpus
@@ -91,7 +91,7 @@ class Plan:
     @property
     def done(self) -> int:
         """How many shards are committed with all of their sequences."""
-        return int(covered(self.manifest, self.run.ledger(["stop"])).sum())
+        return int(holds_whole_shard(self.manifest, self.run.ledger(["stop"])).sum())
 
     @property
     def notes(self) -> list[str]:
@@ -412,7 +412,7 @@ def _sources_of(files: tuple[FileState, ...], corpus: Corpus) -> tuple[Source, .
 def _committed(run: RunDirectory, before: Manifest) -> Iterator[int]:
     """The sequences of a run that are measured."""
     ledger = run.ledger(["start", "stop"])
-    ledger = ledger.filter(pa.array(covered(before, ledger)))
+    ledger = ledger.filter(pa.array(holds_whole_shard(before, ledger)))
     for start, stop in zip(ledger["start"].to_pylist(), ledger["stop"].to_pylist(), strict=True):
         yield from range(start, stop)
 

@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 from jobs.run_lock import locked
 from schemas.errors import RunError
 from schemas.places import Place, absolute, names, reason, settle
-from schemas.run_directory import RunDirectory, covered
+from schemas.run_directory import RunDirectory, holds_whole_shard
 
 
 def check_removable(location: str) -> RunDirectory:
@@ -37,7 +37,7 @@ def describe_run(run: RunDirectory) -> str:
     """A run, and how much of it there is, in words."""
     try:
         manifest = run.manifest()
-        done = int(covered(manifest, run.ledger(["stop"])).sum())
+        done = int(holds_whole_shard(manifest, run.ledger(["stop"])).sum())
     except RunError as error:
         return f"{run.path} ({error})"
     return f"{run.path} ({done:,} of {manifest.shards:,} shards done)"

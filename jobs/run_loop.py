@@ -20,11 +20,11 @@ from jobs.plan import Plan
 from jobs.progress import show_progress
 from jobs.ray_cluster import Resources, connect
 from jobs.run_lock import locked
-from schemas.commits import FOLD, Commit, Failure, commits_of, delete, drop, fold
+from schemas.commits import COMMITS_PER_FOLD, Commit, Failure, commits_of, delete, drop, fold
 from schemas.damage import BY_CONTENT, BY_SIZE
 from schemas.errors import RunError, counted
 from schemas.manifest import Manifest
-from schemas.run_directory import RunDirectory, covered, differing_keys
+from schemas.run_directory import RunDirectory, differing_keys, holds_whole_shard
 from workers.replica import Replica
 
 MOST_FAILURES = 20
@@ -135,7 +135,7 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
     folded_and_damaged = [shard for shard in sorted(damaged) if survey.folded[shard]]
     if folded_and_damaged:
         drop(plan.run.commits_directory, plan.run.run_id, folded_and_damaged)
-    if survey.loose_commits >= FOLD:
+    if survey.loose_commits >= COMMITS_PER_FOLD:
         _fold_loose_commits(plan.run, damaged)
 
     missing = ~survey.committed
@@ -167,7 +167,7 @@ class _LedgerSurvey:
             in_merged_file = part["folded"].to_numpy()
             # A directory may hold commits beyond the scan's last shard; they are not this scan's.
             own = shards < len(self.committed)
-            self.short += shards[own & ~covered(self.manifest, part)].tolist()
+            self.short += shards[own & ~holds_whole_shard(self.manifest, part)].tolist()
             self.committed[shards[own]] = True
             self.folded[shards[own & in_merged_file]] = True
             self.loose_commits += np.count_nonzero(~in_merged_file)
@@ -254,7 +254,7 @@ def fold_commits(
         for outcome in outcomes:
             if isinstance(outcome, Commit):
                 unmerged.append(outcome)
-            if len(unmerged) == FOLD:
+            if len(unmerged) == COMMITS_PER_FOLD:
                 if merge is not None:
                     merge.result()
                 merge = background.submit(fold, run.commits_directory, unmerged)

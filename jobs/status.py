@@ -28,7 +28,7 @@ from schemas.document_fates import Fates
 from schemas.errors import printable
 from schemas.manifest import Manifest
 from schemas.places import Place
-from schemas.run_directory import RunDirectory, covered, pc
+from schemas.run_directory import RunDirectory, holds_whole_shard, pc
 
 RECENT = 600.0
 """Seconds before a replica's last commit that its speed is taken from."""
@@ -158,7 +158,7 @@ def done_and_damaged(
     # In parts, because the names of all files take as much memory as everything else.
     damaged = run.damaged_by_size()
     broken = [shard for damage in damaged for shard in damage.shards]
-    done = covered(manifest, ledger) & ~np.isin(ledger["shard"].to_numpy(), broken)
+    done = holds_whole_shard(manifest, ledger) & ~np.isin(ledger["shard"].to_numpy(), broken)
     return ledger.filter(pa.array(done)), damaged
 
 

@@ -20,7 +20,7 @@ from schemas.errors import QueryError, RunError, unknown
 from schemas.kinds import KINDS, WORDS, carried_columns, columns_of
 from schemas.manifest import Manifest
 from schemas.places import Place, absolute
-from schemas.run_directory import RunDirectory, check_merged, covered, find_runs, pc
+from schemas.run_directory import RunDirectory, check_merged, find_runs, holds_whole_shard, pc
 from schemas.scan import scan_name
 from schemas.tables import Column
 from schemas.values import LARGEST_INTEGER
@@ -371,7 +371,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "measured_heads": _measured_heads(scan),
         "shards": manifest.shards,
         "shards_done": len(done),
-        "complete": int(covered(manifest, done).sum()) >= manifest.shards,
+        "complete": int(holds_whole_shard(manifest, done).sum()) >= manifest.shards,
         "sequences": manifest.sequences,
         "sequences_done": int((done["stop"].to_numpy() - done["start"].to_numpy()).sum()),
         "rows": int(done["rows"].to_numpy().sum()),

@@ -37,7 +37,7 @@ from schemas.errors import RunError
 from schemas.parquet import parquet_bytes, read_content
 from schemas.places import OpenFile, Place, names, open_whole, reason, settle, write_whole
 
-FOLD = 4096
+COMMITS_PER_FOLD = 4096
 """Commits that are folded into one file."""
 
 READERS = 16
@@ -407,7 +407,7 @@ def _read_files(
     columns = set(schema.names)
     remaining = iter(files)
     # In batches, because Python objects take far more memory than their Arrow table.
-    while batch := list(islice(remaining, FOLD)):
+    while batch := list(islice(remaining, COMMITS_PER_FOLD)):
         commits = pool.map(lambda name: read_commit(directory / name, run_id), batch)
         rows = [commit.model_dump(include=columns) for commit in commits if commit is not None]
         tables.append(pa.Table.from_pylist(rows, schema=schema))
@@ -430,7 +430,7 @@ def read_commit(file: Place, run_id: str) -> Commit | None:
 
 def commits_of(table: pa.Table) -> Iterator[Commit]:
     """The rows of a ledger as commits."""
-    for batch in table.select(COMMITS.names).to_batches(FOLD):
+    for batch in table.select(COMMITS.names).to_batches(COMMITS_PER_FOLD):
         yield from (Commit.model_validate(row) for row in batch.to_pylist())
 
 

@@ -37,10 +37,10 @@ DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
 
 BY_SIZE = ["files.path", "files.bytes"]
-"""Columns of a ledger that `by_size` reads."""
+"""Columns of a ledger that `files_damaged_by_size` reads."""
 
 BY_CONTENT = ["start", "stop", "files"]
-"""Columns of a ledger that `by_content` reads."""
+"""Columns of a ledger that `examined_files` reads."""
 
 ROUNDING = 0.01
 """How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
@@ -73,13 +73,13 @@ class Damage:
     why: str
 
     def __str__(self) -> str:
-        return f"{in_words(self.shards)}: {self.path} {self.why}"
+        return f"{shards_in_words(self.shards)}: {self.path} {self.why}"
 
 
-def in_words(shards: Sequence[int]) -> str:
+def shards_in_words(shards: Sequence[int]) -> str:
     """A list of shards as a phrase.
 
-    >>> in_words([4]), in_words([5, 3, 4]), in_words([3, 5])
+    >>> shards_in_words([4]), shards_in_words([5, 3, 4]), shards_in_words([3, 5])
     ('shard 4', 'shards 3 to 5', '2 shards from 3 to 5')
     """
     if len(shards) == 1:
@@ -109,7 +109,7 @@ class CommittedFile:
     """One past the last sequence of its last shard."""
 
 
-def by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
+def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
     """Committed files that are missing or have another size; `parts` are those of a ledger.
 
     On a disk a power cut can leave a file with its size but without its content. So the ends of
@@ -275,7 +275,7 @@ def committed_files(ledger: pa.Table, tables: Iterable[str] = TABLES) -> Iterato
             )
 
 
-def by_content(
+def examined_files(
     home: Place, manifest: Manifest, parts: Iterable[pa.Table], threads: int = READERS
 ) -> Iterator[tuple[CommittedFile, str | None]]:
     """Every file of a ledger, each once, with what is wrong with it (None: it is as committed)."""

@@ -35,7 +35,7 @@ from schemas.commits import (
     read_oldest,
     read_parts,
 )
-from schemas.damage import BY_SIZE, Damage, by_content, by_size
+from schemas.damage import BY_SIZE, Damage, examined_files, files_damaged_by_size
 from schemas.document_fates import Fates
 from schemas.errors import OtherRunError, RunError, counted
 from schemas.manifest import Manifest
@@ -188,7 +188,9 @@ class RunDirectory:
         """
         while True:
             try:
-                return by_size(self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE))
+                return files_damaged_by_size(
+                    self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE)
+                )
             except FileNotFoundError:
                 continue  # Somebody folded meanwhile.
             except (OSError, pa.ArrowException) as error:
@@ -204,10 +206,10 @@ class RunDirectory:
         """
         try:
             if manifest is None:
-                return by_size(self.path, parts)
+                return files_damaged_by_size(self.path, parts)
             return [
                 Damage(file.path, file.shards, why)
-                for file, why in by_content(self.path, manifest, parts)
+                for file, why in examined_files(self.path, manifest, parts)
                 if why is not None
             ]
         except OSError as error:
@@ -219,7 +221,7 @@ def data_path(table: str, intervention: str, name: str) -> str:
     return f"{table}/intervention={intervention}/{name}"
 
 
-def covered(manifest: Manifest, ledger: pa.Table) -> np.ndarray:
+def holds_whole_shard(manifest: Manifest, ledger: pa.Table) -> np.ndarray:
     """A mask of a ledger: whether each commit holds all sequences of its shard.
 
     The last shard of a run may be short. It no longer covers its sequences once the run has grown.

@@ -159,7 +159,7 @@ def test_a_fold_holds_every_field_of_a_commit(run: RunDirectory) -> None:
 def test_a_driver_folds_while_outcomes_pass(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.run_loop.FOLD", 4)
+    monkeypatch.setattr("jobs.run_loop.COMMITS_PER_FOLD", 4)
     before = list(run.commits())
     outcomes: list[Commit | Failure] = [*before[:5], Failure(99, "why"), *before[5:]]
     assert list(fold_commits(run, outcomes)) == outcomes

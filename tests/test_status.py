@@ -20,7 +20,7 @@ import pytest
 from filelock import FileLock
 
 from jobs.status import as_lines, read_status
-from schemas.commits import COMMITS, DROPPED, FOLD
+from schemas.commits import COMMITS, COMMITS_PER_FOLD, DROPPED
 from schemas.errors import RunError
 from schemas.manifest import Manifest
 from schemas.run_directory import RunDirectory
@@ -282,8 +282,8 @@ def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
 def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_path: Path) -> None:
     shards = 100_000
     run = make_run(tmp_path, shards + 1)
-    for first in range(0, shards, FOLD):
-        span = np.arange(first, min(first + FOLD, shards))
+    for first in range(0, shards, COMMITS_PER_FOLD):
+        span = np.arange(first, min(first + COMMITS_PER_FOLD, shards))
         fold_shards(run, span, finished=(NOW - timedelta(seconds=5 + (shards - first) / 1000)))
     program = (
         "import sys, time\n"
