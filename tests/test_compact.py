@@ -89,10 +89,19 @@ def toy(out: Path, **options: Any) -> RunDirectory:
     """A small run."""
     columns = {"entropy": entropy, "sink_mass": sink_mass, "match_coverage": lambda row: None}
     return write_run(
-        out, "toy-1", columns, layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
-        interventions=INTERVENTIONS, pile_sets=("Github", None), profiles=profiles, weights=WEIGHTS,
+        out,
+        "toy-1",
+        columns,
+        layers=LAYERS,
+        heads=HEADS,
+        sequences=SHARDS * PER_SHARD,
+        per_shard=PER_SHARD,
+        interventions=INTERVENTIONS,
+        pile_sets=("Github", None),
+        profiles=profiles,
+        weights=WEIGHTS,
         **options,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -197,13 +206,12 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
 
 def test_a_bare_glob_counts_each_row_once(run: RunDirectory) -> None:
     compact(run, GROUPS)
-    sql = "SELECT intervention, count(*), count(DISTINCT (sequence, layer, head)) FROM '{}' GROUP BY 1 ORDER BY 1"
-    found = (
-        duckdb.connect()
-        .execute(sql.format(local(run.path) / "heads" / "*" / "*.parquet"))
-        .fetchall()
+    files = local(run.path) / "heads" / "*" / "*.parquet"
+    sql = (
+        "SELECT intervention, count(*), count(DISTINCT (sequence, layer, head)) "
+        f"FROM '{files}' GROUP BY 1 ORDER BY 1"
     )
-    assert found == [
+    assert duckdb.connect().execute(sql).fetchall() == [
         (intervention, SHARDS * SHARD, SHARDS * SHARD) for intervention in INTERVENTIONS
     ]
 
@@ -226,7 +234,7 @@ def test_compacting_again_changes_nothing(run: RunDirectory) -> None:
 
 
 def changes(monkeypatch: pytest.MonkeyPatch, allowed: int | None) -> Callable[[], int]:
-    """Count what appears and disappears on the disk; after `allowed` changes the process is dead."""
+    """Count the changes on the disk; after `allowed` changes the process is killed."""
     count = 0
     replace, unlink = os.replace, Path.unlink
 

@@ -53,11 +53,17 @@ def toy(out: Path, name: str, weights: int) -> RunDirectory:
         return [entry | {"lag": lag, "mean": weights / (lag + 1), "m2": 0.5} for lag in range(2)]
 
     return write_run(
-        out, name, {"sink_mass": value, "entropy": lambda row: 1 + value(row)},
-        layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
-        interventions=INTERVENTIONS, profiles=profiles,
+        out,
+        name,
+        {"sink_mass": value, "entropy": lambda row: 1 + value(row)},
+        layers=LAYERS,
+        heads=HEADS,
+        sequences=SHARDS * PER_SHARD,
+        per_shard=PER_SHARD,
+        interventions=INTERVENTIONS,
+        profiles=profiles,
         weights=[{"weight": "position_norm", "position": i, "value": weights} for i in range(3)],
-    )  # fmt: skip
+    )
 
 
 def loose(run: RunDirectory) -> None:
@@ -469,11 +475,15 @@ BROKEN: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
     "another column": (
         lambda run: spoil_manifest(
             run,
-            re.sub(r'"statistics":\{"', '"statistics":{"no_column":{},"', local(run.manifest_file).read_text()),
+            re.sub(
+                r'"statistics":\{"',
+                '"statistics":{"no_column":{},"',
+                local(run.manifest_file).read_text(),
+            ),
         ),
         "do not fit the manifest",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)

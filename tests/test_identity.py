@@ -116,9 +116,13 @@ def test_every_family_and_intervention_has_a_fingerprint_of_its_own() -> None:
 
 def planned(path: Path, name: str) -> Plan:
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "ngram_overlap"}, "sequences": 2, "out": str(path),
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 9,
+        "input": {"family": "ngram_overlap"},
+        "sequences": 2,
+        "out": str(path),
         "interventions": ["none", "zero_head(0,0)+mean_head(1,1)", "zero_head(0,1)"],
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), name)
     prepare_run(plan, "")
     return plan
@@ -164,9 +168,12 @@ def test_a_run_does_not_go_on_with_other_code(
 def test_two_meanings_under_one_name_are_not_mixed(
     tmp_path: Path, kind: str, name: str, word: str
 ) -> None:
-    a, b = (planned(tmp_path, run) for run in "ab")
+    first, second = planned(tmp_path, "a"), planned(tmp_path, "b")
     connect(place(str(tmp_path)))
-    change(b, lambda manifest: manifest[kind][name].update(fingerprint="0" * 12))
-    problem = rf"{word} '{name}' has one formula in run {a.run.run_id} \(.+\) and another in run {b.run.run_id} \(0+\)"
+    change(second, lambda manifest: manifest[kind][name].update(fingerprint="0" * 12))
+    problem = (
+        rf"{word} '{name}' has one formula in run {first.run.run_id} \(.+\) "
+        rf"and another in run {second.run.run_id} \(0+\)"
+    )
     with pytest.raises(QueryError, match=problem):
         connect(place(str(tmp_path)))

@@ -59,9 +59,13 @@ def _no_rules(store: FaultProxy) -> None:
 
 def plan_of(name: str, out: str, files: str = "s3://bucket/pile/*.jsonl.zst") -> Plan:
     fields = {
-        "model": "bundled:gpt2-mini", "n_ctx": 32, "sequences": 6, "sequences_per_shard": 2, "out": out,
+        "model": "bundled:gpt2-mini",
+        "n_ctx": 32,
+        "sequences": 6,
+        "sequences_per_shard": 2,
+        "out": out,
         "input": {"family": "pile", "files": files},
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), name)
     prepare_run(plan, "# as submitted\n")
     return plan
@@ -188,10 +192,16 @@ def test_damage_in_a_store_is_found_by_size_or_by_reading(store: FaultProxy) -> 
 def test_names_of_interventions_are_names_of_objects(store: FaultProxy) -> None:
     names = ("none", "scale_query_bias(0.5)+zero_head(1,2)")
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 2, "interventions": names, "out": "s3://bucket/edited",
-        "input": {"family": "uniform_random"}, "statistics": ["sink_mass"], "profiles": ["attention_by_lag"],
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 16,
+        "sequences": 2,
+        "interventions": names,
+        "out": "s3://bucket/edited",
+        "input": {"family": "uniform_random"},
+        "statistics": ["sink_mass"],
+        "profiles": ["attention_by_lag"],
         "predictions": ["losses"],
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), "edited")
     prepare_run(plan, "")
     measure(plan, range(1))

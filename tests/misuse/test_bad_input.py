@@ -245,13 +245,11 @@ def test_text_without_a_tokenizer_is_refused(
 ):
     path = toy.copy_of(model, tmp_path / "m", lambda p: (p / "tokenizer.json").unlink())
     (tmp_path / "a.txt").write_text("To be, or not to be")
-    (line,) = plan_error(
+    assert plan_error(
         model=str(path), input={"family": "text", "files": str(tmp_path / "a.txt")}
-    )
-    assert (
-        line
-        == "TMP/m: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
-    )
+    ) == [
+        "TMP/m: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
+    ]
 
 
 def test_numbers_that_are_none_are_named(
@@ -296,7 +294,10 @@ def test_a_file_that_is_no_scan_is_refused(
 
 
 def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(tmp_path: Path):
-    good = 'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\n[input]\nfamily = "uniform_random"\n'
+    good = (
+        'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\n'
+        '[input]\nfamily = "uniform_random"\n'
+    )
     (tmp_path / "good.toml").write_text(good)
     (tmp_path / "wrong.toml").write_text(good.replace("n_ctx = 8", "n_ctx = 0"))
     code = (
@@ -319,7 +320,8 @@ def test_a_run_that_is_not_there_cannot_be_gone_on_with(
 ):
     path = tmp_path / "toy.toml"
     path.write_text(
-        f'model = "{model}"\nn_ctx = 8\nsequences = 2\nout = "{tmp_path}"\ninput.family = "uniform_random"\n'
+        f'model = "{model}"\nn_ctx = 8\nsequences = 2\nout = "{tmp_path}"\ninput.family = '
+        '"uniform_random"\n'
     )
     expected = (
         f"error: {tmp_path}/run_id=absent: no such run to go on with; headcount scan {path} starts "

@@ -61,8 +61,11 @@ def test_a_run_is_named_in_characters_that_everything_takes(name: str, safe: str
 
 
 FIELDS: dict[str, Any] = {
-    "model": "bundled:gpt2-mini", "n_ctx": 8, "sequences": 2, "input": {"family": "uniform_random"},
-}  # fmt: skip
+    "model": "bundled:gpt2-mini",
+    "n_ctx": 8,
+    "sequences": 2,
+    "input": {"family": "uniform_random"},
+}
 TEXT = 'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
 
 
@@ -91,8 +94,9 @@ def counts(path: Path, names: list[str]) -> dict[str, int]:
     sql = "SELECT run_id, intervention, count(*) FROM heads GROUP BY ALL"
     rows = connect(path).execute(sql).fetchall()
     assert {intervention for _, intervention, _ in rows} == {
-        "none", "scale_query_bias(0.5)+zero_mlps"
-    }  # fmt: skip
+        "none",
+        "scale_query_bias(0.5)+zero_mlps",
+    }
     assert len(rows) == 2 * len(names)
     return {run: count for run, _, count in rows}
 
