@@ -33,6 +33,7 @@ class Fates:
         """The fates of a corpus, from counts by part and fate."""
         totals = {name: sum(counts.values()) for name, counts in parts.items()}
         largest_first = sorted(totals, key=lambda name: (-totals[name], name))
+        # A corpus may name a part per document. Its counts must stay a small file.
         large, small = largest_first[:SHOWN_PARTS], largest_first[SHOWN_PARTS:]
         shown = {name: dict(parts[name]) for name in large}
         if small:

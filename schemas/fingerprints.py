@@ -88,6 +88,7 @@ def _code_of_function(
     assert isinstance(function, FunctionType)
     tree = _parse_function(function)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    # A method is known by its name alone: the tree does not say whose attribute it is.
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     global_values = [function.__globals__.get(name) for name in sorted(names - {function.__name__})]
     callers = callers | {function}
@@ -96,8 +97,7 @@ def _code_of_function(
         for helper in map(_unwrapped, global_values)
         if _is_ours(helper) and helper not in callers
     ]
-    # Which class an attribute belongs to cannot be known. So every class that the function names
-    # counts, with those of its methods that have the name of some attribute.
+    # So every class that the function names counts, with its methods that have such a name.
     classes = [
         value
         for value in global_values
@@ -120,6 +120,7 @@ def _parse_function(function: FunctionType) -> ast.AST:
     _strip_prose(tree, with_errors=False)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
+            # Decorators hold facts such as a unit and a source, which change no number.
             node.decorator_list = []
         if isinstance(node, ast.arg) and node.annotation is not None:
             _forget_ranges(node.annotation, function.__globals__)

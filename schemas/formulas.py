@@ -43,6 +43,7 @@ class Formula:
         """When it has no value, in words; empty if it always has one."""
         rules: list[str] = []
         if self.defined is not None:
+            # The rule's docstring is the end of the sentence "NULL unless …".
             rule = first_paragraph(self.defined)
             rules.append(f"{self.undefined} unless {rule.rstrip('.')}")
         if self.of_directions:
@@ -143,6 +144,7 @@ def read_definition(
     for parameter in parameters:
         if parameter not in inputs:
             raise ValueError(f"{what}: {unknown(input_word, parameter, inputs)}")
+    # Meaning, formula, and perhaps more paragraphs, which are only for readers of the code.
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     if len(paragraphs) < 2:
         raise ValueError(

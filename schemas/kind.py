@@ -95,6 +95,7 @@ class Kind(Generic[F]):
     def selected(self, names: str | tuple[str, ...], scan: ScanFacts) -> tuple[F, ...]:
         """The same as `select`, but raises `ScanError` if the scan cannot measure them."""
         formulas = self.select(names)
+        # A word such as "all" cannot be empty or name a formula twice.
         if isinstance(names, tuple):
             check_names(self.field, names, required=bool(self.default))
         if formulas and self.check is not None:
@@ -104,7 +105,7 @@ class Kind(Generic[F]):
     def columns(self, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[Table, Column]]:
         """The columns that a formula adds to tables, from its facts or its record in a manifest."""
         if self.named_by is not None:
-            return
+            return  # Its values are rows, and the table has the same columns for every formula.
         yield self.table, measured_column(name, facts)
         if facts.get("chance"):
             yield SEQUENCES, measured_chance(name, facts)

@@ -83,6 +83,7 @@ class Manifest(BaseModel):
 
         Commits of older code do not name their code. It counts as the one that began the run.
         """
+        # The code that began the run is described by the records, the others only by fingerprints.
         if code in ("", self.code):
             return fingerprints(self.records)
         return self.other_codes.get(code)
@@ -95,6 +96,7 @@ class Manifest(BaseModel):
     @field_validator("identity")
     @classmethod
     def _has_a_scan(cls, identity: dict[str, Any]) -> dict[str, Any]:
+        # A manifest without these fields fails here, once, and not in whatever reads the run later.
         _ScanFacts.model_validate(identity.get("scan"))
         return identity
 
@@ -113,6 +115,7 @@ def _translate_older_manifest(fields: dict[str, Any]) -> dict[str, Any]:
     the manifest itself, and some fields had other names.
     """
     identity = cast("dict[str, Any]", fields.get("identity") or {})
+    # Only version 0.1 kept the batch size in the identity.
     if "batch_size" not in identity.get("scan", {}):
         return fields
     scan = {RENAMED.get(name, name): value for name, value in identity["scan"].items()}
@@ -121,6 +124,7 @@ def _translate_older_manifest(fields: dict[str, Any]) -> dict[str, Any]:
         name: value for name, value in scan.items() if name not in CHANGES_NO_ROW
     }
     renamed = {RENAMED.get(name, name): value for name, value in fields.items()}
+    # The identity keeps only what the rows mean. What may change has fields of its own today.
     return renamed | {
         "identity": new_identity,
         "kinds": {kind.field: renamed.get(kind.field, {}) for kind in KINDS},

@@ -136,6 +136,7 @@ class MeasuredHeads:
         >>> MeasuredHeads.of(4, [Head(3, 1), Head(0, 2), Head(3, 0)]).numbers
         [[2, -1], [0, 1]]
         """
+        # All rows have the same length, so that the axes form one array.
         rows = [list(heads) for heads in self.by_layer.values()]
         return [row + [ABSENT] * (self.width - len(row)) for row in rows]
 

@@ -114,6 +114,7 @@ def has_third_token(tokens: Tensor) -> bool:
 
 def has_earlier_token(tokens: Tensor) -> Tensor:
     """some token stands before it."""
+    # The cumulative sum of ones is the position from 1, on the device of the tokens.
     return (tokens * 0 + 1).cumsum(1) > 1
 
 
@@ -131,6 +132,7 @@ def loss(token_loss: Tensor) -> Tensor:
     >>> loss(nats([nan, 1, 3])).item()
     2.0
     """
+    # The loss of the first token is NaN: nothing predicts it.
     return token_loss[:, 1:].mean(-1)
 
 

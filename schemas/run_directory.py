@@ -96,11 +96,12 @@ class RunDirectory:
         return self.path / "commits"
 
     def data_file(self, table: str, intervention: str, shard: int) -> Place:
-        """Where a shard's rows of one table lie: the same name in every attempt."""
+        """The file with a shard's rows of one table; every attempt has the same name."""
+        # So a retry overwrites, and a bare glob never finds the rows of two attempts.
         return self.path / data_path(table, intervention, f"shard-{shard:06d}.parquet")
 
     def commit_file(self, shard: int) -> Place:
-        """Where a shard's commit is written; thousands of them are folded into one file later."""
+        """The file with a shard's commit, until thousands of commits are folded into one file."""
         return self.commits_directory / commit_name(shard)
 
     def loose_commit(self, shard: int) -> Commit | None:
@@ -186,6 +187,7 @@ class RunDirectory:
 
         Other processes may be at work on the run.
         """
+        # Somebody who folds may delete files that were just listed. The next try reads the fold.
         while True:
             try:
                 return files_damaged_by_size(

@@ -89,6 +89,7 @@ def measured_column(name: str, facts: Mapping[str, Any]) -> Column:
     column_type = pa.list_(pa.float32()) if is_list(facts) else pa.float32()
     description = facts.get("description", "")
     if axis := facts.get("axis"):
+        # The column is a list. Its description must say what the index is.
         description = f"By {axis}, from 0: {description}"
     return Column(name, column_type, description, facts=_column_facts(facts))
 

@@ -152,6 +152,7 @@ def range_of(annotation: object) -> str:
     ['1 or more', '0 or more', 'above 0 and below 1', '']
     """
     limits = _limits(annotation)
+    # A reader does not need to know the limits of 32 and 64 bits.
     if abs(limits.get("le", 0)) in (LARGEST_INT32, LARGEST_INTEGER):
         del limits["le"]
     if set(limits) == {"ge", "le"}:

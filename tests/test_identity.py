@@ -1,6 +1,4 @@
-"""What makes a run another one: the code of formulas, input families and interventions, with what
-they call.
-"""
+"""Fingerprints of formulas, input families and interventions tell whether a run may continue."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ COUNT = itertools.count()
 
 
 def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
-    """The fingerprint of the function above, in a module of ours, with a change."""
+    """The fingerprint of `edit` in CODE, as a module of `workers`, after a replacement."""
     assert old in CODE
     file = path / f"made_{next(COUNT)}.py"
     file.write_text(CODE.replace(old, new))
@@ -110,8 +108,8 @@ def test_nothing_else_shows(tmp_path: Path, old: str, new: str) -> None:
 
 def test_every_family_and_intervention_has_a_fingerprint_of_its_own() -> None:
     for registry in (INPUTS, INTERVENTIONS):
-        found = [registered.record["fingerprint"] for registered in registry.values()]
-        assert len(set(found)) == len(registry)
+        fingerprints = [registered.record["fingerprint"] for registered in registry.values()]
+        assert len(set(fingerprints)) == len(registry)
 
 
 def planned(path: Path, name: str) -> Plan:
@@ -141,15 +139,15 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
     assert list(manifest.inputs) == ["ngram_overlap"]
     assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
     for kind, registry in (("inputs", INPUTS), ("interventions", INTERVENTIONS)):
-        kept = getattr(manifest, kind)
-        assert kept == {name: registry[name].record for name in kept}
+        records = getattr(manifest, kind)
+        assert records == {name: registry[name].record for name in records}
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "word"),
     [("inputs", "ngram_overlap", "input family"), ("interventions", "mean_head", "intervention")],
 )
-def test_a_run_does_not_go_on_with_other_code(
+def test_a_run_does_not_continue_with_other_code(
     tmp_path: Path, kind: str, name: str, word: str
 ) -> None:
     change(

@@ -1,6 +1,4 @@
-"""Runs and corpora in an object store: the same rows, the same answers, and nothing else within
-reach.
-"""
+"""Runs and corpora in an object store give the same rows and answers as those on a disk."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ TEXTS = [f"{word} " * 30 for word in ("alpha", "beta", "gamma", "delta", "epsilo
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[FaultProxy]:
-    """A store behind a proxy; this process reaches it as a user's would."""
+    """A store behind a proxy, in the environment of this process."""
     before = dict(os.environ)
     with S3Server() as server, FaultProxy(server) as proxy:
         os.environ |= proxy.env()
@@ -78,14 +76,16 @@ def measure(plan: Plan, shards: range = range(3)) -> None:
 
 
 @pytest.fixture(scope="module")
-def done(store: FaultProxy) -> Plan:
+def measured_plan(store: FaultProxy) -> Plan:
     """A run whose corpus and rows are in the store."""
     plan = plan_of("stored", "s3://bucket/runs")
     measure(plan)
     return plan
 
 
-def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Path) -> None:
+def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(
+    measured_plan: Plan, tmp_path: Path
+) -> None:
     assert place("s3://bucket/pile/part-0.jsonl.zst").is_file()
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
@@ -96,11 +96,12 @@ def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Pa
     question = (
         "SELECT sequence, layer, head, sink_mass, entropy, resid_post_norm FROM heads ORDER BY ALL"
     )
-    here, there = (connect(p.scan.out).execute(question).fetchall() for p in (local, done))
-    assert here == there
-    assert len(here) == 6 * done.info.n_layers * done.info.n_heads
+    on_disk = connect(local.scan.out).execute(question).fetchall()
+    in_store = connect(measured_plan.scan.out).execute(question).fetchall()
+    assert on_disk == in_store
+    assert len(on_disk) == 6 * measured_plan.info.n_layers * measured_plan.info.n_heads
     origin = "SELECT sequence, file, row, pile_set_name FROM sequences ORDER BY ALL"
-    assert connect(done.scan.out).execute(origin).fetchall()[3] == (
+    assert connect(measured_plan.scan.out).execute(origin).fetchall()[3] == (
         3,
         "s3://bucket/pile/part-1.jsonl.zst",
         0,
@@ -108,48 +109,57 @@ def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Pa
     )
 
 
-def test_the_commit_is_the_last_object_and_each_file_is_one_put(
-    done: Plan, store: FaultProxy
+def test_the_commit_is_written_last_and_each_file_is_one_put(
+    measured_plan: Plan, store: FaultProxy
 ) -> None:
-    done.run.commit_file(0).unlink()
+    measured_plan.run.commit_file(0).unlink()
     store.clear()
-    measure(done, range(1))
+    measure(measured_plan, range(1))
     written = [r.path for r in store.requests() if r.method in ("PUT", "POST")]
     assert len(written) == 3
     assert "/heads/" in written[0]
     assert "/commits/shard-000000.json" in written[-1]
 
 
-def test_planning_again_finds_the_run_and_its_index(done: Plan) -> None:
-    again = make_plan(done.scan, "stored")
+def test_planning_again_finds_the_run_and_its_index(measured_plan: Plan) -> None:
+    again = make_plan(measured_plan.scan, "stored")
     assert missing_shards(again).tolist() == []
-    assert again.sequences.shard(1).tokens.tolist() == done.sequences.shard(1).tokens.tolist()
-    assert read_status(done.run).complete
+    assert (
+        again.sequences.shard(1).tokens.tolist() == measured_plan.sequences.shard(1).tokens.tolist()
+    )
+    assert read_status(measured_plan.run).complete
 
 
-def test_queries_reach_the_run_and_nothing_else_in_the_store(done: Plan) -> None:
+def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan) -> None:
     write_whole(place("s3://bucket/other/secret.parquet"), b"PAR1")
-    connection = connect(done.scan.out)
-    inside = f"{done.run.path}/heads/intervention=none/shard-000000.parquet"
+    connection = connect(measured_plan.scan.out)
+    inside = f"{measured_plan.run.path}/heads/intervention=none/shard-000000.parquet"
     assert len(list(run_query(connection, f"SELECT DISTINCT sequence FROM '{inside}'").rows())) == 2
     for outside in (
         "s3://bucket/other/secret.parquet",
-        f"{done.run.path}/../../other/secret.parquet",
-        f"{done.run.path}-2/x.parquet",
+        f"{measured_plan.run.path}/../../other/secret.parquet",
+        f"{measured_plan.run.path}-2/x.parquet",
         "/etc/passwd",
     ):
         with pytest.raises(QueryError, match=r"(?i)permission|not allowed|disabled"):
             list(run_query(connection, f"SELECT * FROM read_parquet('{outside}')").rows())
 
 
-def test_the_command_line_takes_addresses(done: Plan, tmp_path: Path) -> None:
+def test_the_command_line_takes_addresses(measured_plan: Plan, tmp_path: Path) -> None:
     runner = CliRunner()
-    asked = runner.invoke(
-        app, ["query", str(done.run.path), "SELECT count(*) AS n FROM sequences", "--format", "csv"]
+    answer = runner.invoke(
+        app,
+        [
+            "query",
+            str(measured_plan.run.path),
+            "SELECT count(*) AS n FROM sequences",
+            "--format",
+            "csv",
+        ],
     )
-    assert asked.output.split() == ["n", "6"]
+    assert answer.output.split() == ["n", "6"]
     report = tmp_path / "report.html"
-    assert runner.invoke(app, ["report", done.scan.out, "-o", str(report)]).exit_code == 0
+    assert runner.invoke(app, ["report", measured_plan.scan.out, "-o", str(report)]).exit_code == 0
     assert "stored" in report.read_text()
 
 
@@ -245,7 +255,7 @@ def test_a_store_that_refuses_is_one_clear_line(store: FaultProxy) -> None:
         plan_of("other", "s3://bucket/other")
 
 
-def test_what_is_not_there_is_one_clear_line(store: FaultProxy) -> None:
+def test_a_missing_run_or_corpus_is_one_clear_line(store: FaultProxy) -> None:
     with pytest.raises(RunError, match="no run here"):
         connect("s3://bucket/nothing")
     with pytest.raises(CorpusError, match=r"no object matches 's3://bucket/pile/\*.txt'"):
@@ -266,17 +276,22 @@ def test_globs_in_a_store(store: FaultProxy) -> None:
     for key in ("g/a.jsonl", "g/b.jsonl", "g/deep/c.jsonl", "g/deep/er/d.jsonl", "g/e.txt"):
         write_whole(StorePath(f"s3://bucket/{key}"), key.encode())
 
-    def found(pattern: str) -> list[str]:
+    def matching_keys(pattern: str) -> list[str]:
         return sorted(
             str(p).removeprefix("s3://bucket/g/")
             for p, _ in matching(StorePath(f"s3://bucket/{pattern}"))
         )
 
-    assert found("g/*.jsonl") == ["a.jsonl", "b.jsonl"]
-    assert found("g/**/*.jsonl") == ["a.jsonl", "b.jsonl", "deep/c.jsonl", "deep/er/d.jsonl"]
-    assert found("g/[a]*") == ["a.jsonl"]
-    assert found("g/e.txt") == ["e.txt"]
-    assert found("g/nothing") == []
+    assert matching_keys("g/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert matching_keys("g/**/*.jsonl") == [
+        "a.jsonl",
+        "b.jsonl",
+        "deep/c.jsonl",
+        "deep/er/d.jsonl",
+    ]
+    assert matching_keys("g/[a]*") == ["a.jsonl"]
+    assert matching_keys("g/e.txt") == ["e.txt"]
+    assert matching_keys("g/nothing") == []
     assert [size for _, size in matching(StorePath("s3://bucket/g/e.txt"))] == [7]
 
 

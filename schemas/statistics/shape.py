@@ -39,6 +39,7 @@ def entropy_normalised(pattern: Pattern) -> Tensor:
     >>> entropy_normalised(pattern([[1, 0], [0.5, 0.5]])).item()
     1.0
     """
+    # Query q sees q+1 keys. Uniform attention over them has entropy ln(q+1); for query 0 it is 0.
     return (pattern.entropy()[..., 1:] / (pattern.positions()[1:] + 1).log()).mean(-1)
 
 

@@ -1,4 +1,4 @@
-"""Scan files and overrides that mean nothing, or something else than they say."""
+"""Scan files and overrides that have no meaning, or another meaning than their text."""
 
 from __future__ import annotations
 
