@@ -117,8 +117,8 @@ def carried_name(field: str) -> str:
 def carried_column(field: str) -> Column:
     """The column of `sequences` that carries a field of the corpus's documents."""
     description = (
-        f"{field} of the document that holds the first token of the text, as text; NULL if it "
-        "does not have the field."
+        f"{field} of the document that holds the first token of the text, as text; NULL where it "
+        "has none."
     )
     return Column(carried_name(field), pa.string(), description)
 

@@ -41,7 +41,7 @@ def test_a_table_says_what_one_row_is() -> None:
     )
     assert HEADS.has("head")
     assert not SEQUENCES.has("layer")
-    assert not PROFILES.has("head")  # NULL where the heads of a layer share the values.
+    assert not PROFILES.has("head")  # NULL if all heads of a layer share the values.
 
 
 def test_a_scan_is_the_same_after_ray_has_pickled_it() -> None:

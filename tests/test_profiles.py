@@ -407,7 +407,7 @@ def test_every_column_of_both_views_is_described(plan: Plan) -> None:
         assert [
             name for name, comment in described.items() if not comment and name != "model"
         ] == []
-        assert described["head"].endswith("NULL where the heads of a layer share the values.")
+        assert described["head"].endswith("NULL if all heads of a layer share the values.")
 
 
 def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_the_same_rows(

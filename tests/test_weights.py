@@ -344,7 +344,7 @@ def test_a_query_reads_them_and_every_column_is_described(plan: Plan, gpt2: Path
     sql = "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'weights' AND schema_name = 'main'"
     described = dict(connect(plan.run.path).execute(sql).fetchall())
     assert [name for name, comment in described.items() if not comment] == []
-    assert described["layer"].endswith("NULL for what a model has once.")
+    assert described["layer"].endswith("NULL for values that a model has only once.")
 
 
 def test_a_scan_that_measures_only_edits_has_them_too(tmp_path: Path, gpt2: Path) -> None:
