@@ -117,6 +117,7 @@ def _argument(text: str) -> Argument:
     if not NUMBER.fullmatch(text):
         return text
     number = float(text)
+    # 1.0 and 1 are the same edit, so they must have the same text and the same directory.
     return int(number) if number.is_integer() and abs(number) <= LARGEST_WHOLE else number
 
 

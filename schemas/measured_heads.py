@@ -142,6 +142,7 @@ class MeasuredHeads:
 
     def part(self, layer: int) -> tuple[int, ...] | None:
         """The measured heads of a layer; None if these are all of its heads."""
+        # With None a caller takes whole arrays, without a selection that would copy them.
         heads = self.by_layer[layer]
         return None if len(heads) == self.n_heads else heads
 

@@ -201,6 +201,7 @@ class Scan(Measured):
     @property
     def fingerprint(self) -> str:
         """Identifies what the scan measures; it does not depend on where the run is written."""
+        # Sorted, because the order of fields in a file must not matter.
         content = json.dumps(self.record, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:8]
 
@@ -362,6 +363,7 @@ def _check_paths(scan: Scan) -> None:
 
 def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A copy of a scan's fields with each `key=value` put in: a dotted key and a TOML value."""
+    # A deep copy, because an override may reach into a nested table of the caller's.
     changed = copy.deepcopy(fields)
     for override in overrides:
         _override(changed, override)

@@ -62,6 +62,7 @@ def sink_mass_first4(pattern: Pattern) -> Tensor:
     >>> sink_mass_first4(pattern([[1, 0], [0.25, 0.75]])).item()
     1.0
     """
+    # Key 0 exists in every sequence. The others may not.
     others = (pattern.key(k) for k in range(1, min(4, pattern.n_ctx)))
     first4 = sum(others, start=pattern.key(0))
     return first4[..., pattern.n_ctx // 2 :].mean(-1)
