@@ -16,7 +16,7 @@ import torch
 
 from schemas.statistics import STATISTICS, Statistic
 from tests import toy_models as toy
-from workers.engine.number_formats import Products
+from workers.engine.number_formats import LinearProducts
 from workers.measurements.batch import measure_batch
 from workers.measurements.batch_size import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 
@@ -156,7 +156,9 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
         count.append(1)
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: Products(counting))
+    monkeypatch.setattr(
+        "workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(counting)
+    )
     tokens = toy.repeating_tokens(12)
     found = replica.measure(tokens)
     assert len(count) == products

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.engine import sweep_kernel as kernel
 from workers.engine.kernel_check import ALLOWED, Shape, compare
-from workers.engine.sweep_kernel import Labels, Swept, available, sweep
+from workers.engine.sweep_kernel import PairLabels, Swept, available, sweep
 from workers.model.model_info import describe
 from workers.replica import InterventionMeasurements, Replica
 
@@ -33,7 +34,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels) -> dict[str, Tensor]:
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Sequence[PairLabels]
+) -> dict[str, Tensor]:
     """Every answer from its definition, in float64."""
     n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]
     q, k, v = (
@@ -72,14 +75,14 @@ def check(
     k: Tensor,
     v: Tensor,
     scale: float,
-    labels: Labels,
+    labels: Sequence[PairLabels],
     atol: float = 5e-6,
     **others: float,
 ) -> Swept:
     """Sweep, and compare every answer with its definition, to 1e-5 and `atol`; `others` has another
     atol for some answers.
     """
-    swept = sweep(q, k, v, scale, labels, entropy=True, scores="float32")
+    swept = sweep(q, k, v, scale, labels, entropy=True, number_format="float32")
     answers, wanted = answered(swept), expected(q, k, v, scale, labels)
     assert list(answers) == list(wanted)
     for name, answer in answers.items():
@@ -108,13 +111,11 @@ def drawn(
     return q, k, v
 
 
-def two_kinds(tokens: Tensor) -> Labels:
+def two_kinds(tokens: Tensor) -> Sequence[PairLabels]:
     """Earlier keys with the query's token, and keys that follow one."""
     tokens = tokens.int()
-    return [
-        (tokens, tokens, 1),
-        (tokens, torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1), 0),
-    ]
+    token_before = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1)
+    return [PairLabels(tokens, tokens, 1), PairLabels(tokens, token_before, 0)]
 
 
 def random_tokens(batch: int, n_ctx: int) -> Tensor:
@@ -190,9 +191,9 @@ class TestSweep:
             k,
             v,
             math.log(2),
-            [(label, label, 0), (label, label, 1)],
+            [PairLabels(label, label, 0), PairLabels(label, label, 1)],
             entropy=True,
-            scores="float32",
+            number_format="float32",
         )
         answers = {name: answer.item() for name, answer in answered(swept).items() if name != "z"}
         assert swept.z.tolist() == [[[[3.0, 3.0]]]]
@@ -203,7 +204,9 @@ class TestSweep:
         zeros = torch.zeros(1, 1, 128, 1, device=DEVICE)
         one = torch.ones(1, 128, dtype=torch.int32, device=DEVICE)
         v = torch.arange(128.0, device=DEVICE)[:, None].expand(1, 1, 128, 1)
-        swept = sweep(zeros, zeros, v, 1.0, [(one, one, 1)], entropy=True, scores="float32")
+        swept = sweep(
+            zeros, zeros, v, 1.0, [PairLabels(one, one, 1)], entropy=True, number_format="float32"
+        )
         assert swept.entropy is not None
         for n in (1, 2, 4, 8, 16, 32, 64, 128):
             assert swept.z[0, 0, n - 1].item() == swept.distance[0, 0, n - 1] == (n - 1) / 2
@@ -217,33 +220,38 @@ class TestSweep:
     def test_labels_choose_the_members(self) -> None:
         n_ctx = 97
         zeros = torch.zeros(2, 1, n_ctx, 8, device=DEVICE)
-        own, none = (
-            torch.arange(n_ctx, device=DEVICE).int().repeat(2, 1),
-            torch.full((2, n_ctx), -1).int().to(DEVICE),
-        )
-        same = torch.full_like(own, 3)
-        # Unlike every other; negative, which fits nothing, itself included; all alike, with lags
-        # within and beyond a tile.
-        labels = [(own, own, 0), (own, own, 1), (none, none, 0), (own, none, 0), (same, same, -2)]
-        labels += [(same, same, lag) for lag in (2, 40, 96, 200)]
-        swept = check(zeros, zeros, zeros, 1.0, labels)
+        unique = torch.arange(n_ctx, device=DEVICE).int().repeat(2, 1)
+        negative = torch.full((2, n_ctx), -1).int().to(DEVICE)
+        constant = torch.full_like(unique, 3)
         q = torch.arange(n_ctx, device=DEVICE)
-        for mass, members in zip(
-            swept.masses,
-            [1 + 0 * q, *[0 * q] * 3, q + 1, q - 1, q - 39, q - 95, 0 * q],
-            strict=True,
-        ):
-            torch.testing.assert_close(mass[1, 0], members.clamp(min=0) / (q + 1.0))
+        one, no_key = torch.ones_like(q), torch.zeros_like(q)
+        # Labels, and how many keys are members for each query.
+        members = [
+            (PairLabels(unique, unique, 0), one),
+            (PairLabels(unique, unique, 1), no_key),
+            # A negative label fits nothing, itself included.
+            (PairLabels(negative, negative, 0), no_key),
+            (PairLabels(unique, negative, 0), no_key),
+            # Lags within a tile and beyond it.
+            (PairLabels(constant, constant, -2), q + 1),
+            (PairLabels(constant, constant, 2), q - 1),
+            (PairLabels(constant, constant, 40), q - 39),
+            (PairLabels(constant, constant, 96), q - 95),
+            (PairLabels(constant, constant, 200), no_key),
+        ]
+        swept = check(zeros, zeros, zeros, 1.0, [labels for labels, _ in members])
+        for mass, (_, count) in zip(swept.masses, members, strict=True):
+            torch.testing.assert_close(mass[1, 0], count.clamp(min=0) / (q + 1.0))
 
-    def test_only_what_is_asked(self) -> None:
+    def test_only_what_was_requested_is_answered(self) -> None:
         q, k, v = drawn(1, 2, 2, 50, 8)
         labels = two_kinds(random_tokens(1, 50))
-        full = answered(sweep(q, k, v, 0.3, labels, entropy=True, scores="float32"))
-        for entropy, some in ((False, []), (True, []), (False, labels[:1]), (False, labels)):
-            part = sweep(q, k, v, 0.3, some, entropy=entropy, scores="float32")
-            assert (part.entropy is None) != entropy
-            assert len(part.masses) == len(some)
-            for name, answer in answered(part).items():
+        full = answered(sweep(q, k, v, 0.3, labels, entropy=True, number_format="float32"))
+        for entropy, requested in ((False, []), (True, []), (False, labels[:1]), (False, labels)):
+            swept = sweep(q, k, v, 0.3, requested, entropy=entropy, number_format="float32")
+            assert (swept.entropy is None) != entropy
+            assert len(swept.masses) == len(requested)
+            for name, answer in answered(swept).items():
                 torch.testing.assert_close(answer, full[name], rtol=0, atol=0)
 
     @pytest.mark.parametrize("order", ["rising", "falling", "random"])
@@ -284,7 +292,7 @@ class TestSweep:
     def test_a_short_distance_is_as_precise_as_a_long_one(self) -> None:
         k = 16 * torch.arange(130.0, device=DEVICE)[None, None, :, None]
         distance = sweep(
-            torch.ones_like(k), k, k, math.log(2), [], entropy=True, scores="float32"
+            torch.ones_like(k), k, k, math.log(2), [], entropy=True, number_format="float32"
         ).distance
         wanted = expected(torch.ones_like(k), k, k, math.log(2), [])["distance"]
         assert 0 < wanted[0, 0, 1:].max() < 2e-5
@@ -311,7 +319,7 @@ class TestSweep:
         q, k, v = drawn(1, 2, 2, 97, 64)
         wanted = expected(q, k, v, 0.125, [])
         for name, answer in answered(
-            sweep(q, k, v, 0.125, [], entropy=True, scores="tf32")
+            sweep(q, k, v, 0.125, [], entropy=True, number_format="tf32")
         ).items():
             torch.testing.assert_close(answer.double(), wanted[name], rtol=5e-3, atol=5e-3)
 
@@ -352,10 +360,13 @@ class TestSweep:
         label = torch.zeros(1, 7, dtype=torch.int32)
 
         def refused(
-            match: str, *tensors: Tensor, labels: Labels = (), scores: str = "float32"
+            match: str,
+            *tensors: Tensor,
+            labels: Sequence[PairLabels] = (),
+            number_format: str = "float32",
         ) -> None:
             with pytest.raises(ModelError, match=match):
-                sweep(*tensors, 1.0, labels, entropy=False, scores=scores)  # pyright: ignore[reportCallIssue]
+                sweep(*tensors, 1.0, labels, entropy=False, number_format=number_format)  # pyright: ignore[reportCallIssue]
 
         refused(
             r"k \[1, 2, 6, 8\].*expected \[batch head pos d_head\]", q, k[:, :, 1:], v[:, :, 1:]
@@ -365,14 +376,14 @@ class TestSweep:
         refused("d_head 257: the kernel takes at most 256", *[torch.zeros(1, 1, 2, 257)] * 3)
         refused("float64", q.double(), k.double(), v.double())
         refused("float16", q, k.half(), v.half())
-        refused("did you mean 'tf32'", q, k, v, scores="tf3")
-        refused("int64", q, k, v, labels=[(label.long(), label, 0)])
+        refused("did you mean 'tf32'", q, k, v, number_format="tf3")
+        refused("int64", q, k, v, labels=[PairLabels(label.long(), label, 0)])
         refused(
             r"\[1, 6\]: expected int32 \[batch pos\] = \[1, 7\]",
             q,
             k,
             v,
-            labels=[(label, label[:, 1:], 0)],
+            labels=[PairLabels(label, label[:, 1:], 0)],
         )
 
 
@@ -406,20 +417,20 @@ def compiled(dtype: str, d_head: int, split: bool) -> Any:
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     function: Any = kernel._sweep_tile
-    tiles = kernel.TILES[
+    tiles = kernel.TILE_SIZES[
         {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     ][d_head]
     chosen = {
-        "GROUP": 1,
+        "HEADS_PER_KV_HEAD": 1,
         "D_HEAD": d_head,
-        "BLOCK_D": d_head,
+        "PADDED_D_HEAD": d_head,
         "DIMS": tiles.dims,
         "QUERIES": tiles.queries,
     }
     chosen |= {"KEYS": tiles.keys, "LAGS": (1, 0), "ENTROPY": True, "SPLIT": split}
     types = dict.fromkeys("qkv", f"*{dtype}") | {
         "z": "*fp32",
-        "rows": "*fp32",
+        "row_sums": "*fp32",
         "scale": "fp32",
         "n_ctx": "i32",
     }
@@ -461,7 +472,7 @@ def test_it_compiles_for_an_h100(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = compiled(dtype, d_head, split)
     assert "wgmma" in made.asm["ptx"]
-    assert made.metadata.shared <= kernel.SHARED_BYTES
+    assert made.metadata.shared <= kernel.H100_SHARED_BYTES
     cubin = tmp_path / "sweep.cubin"
     cubin.write_bytes(made.asm["cubin"])
     dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

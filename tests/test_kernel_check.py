@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,21 @@ from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.engine import sweep_kernel
 from workers.engine.kernel_check import ALLOWED, D_HEADS, Shape, compare, every_shape
-from workers.engine.sweep_kernel import Labels, Sweep, Swept
+from workers.engine.sweep_kernel import PairLabels, Sweep, Swept
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 37, 24)
 
 
 def by_definition(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels, *, entropy: bool, scores: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    labels: Sequence[PairLabels],
+    *,
+    entropy: bool,
+    number_format: str,
 ) -> Swept:
     """What a kernel should answer, from the whole matrix."""
     groups, n_ctx = q.shape[1] // k.shape[1], q.shape[2]

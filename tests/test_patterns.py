@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.fused_pattern import FusedPattern, uniform_pattern
-from workers.engine.token_pairs import KEPT_PER_QUERY, TokenPairs, find_matches
+from workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matches
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[FusedPattern, DensePattern]:
@@ -192,9 +192,12 @@ def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> 
     # columns.
     assert largest.numel <= max(max(heads, 3) * 64 * n_ctx, heads * n_ctx * (d_head + 2))
     kept = sum(
-        m.numel() for pairs in matches.values() for found in pairs._kept.values() for m in found
+        m.numel()
+        for pairs in matches.values()
+        for found in pairs._stored_members.values()
+        for m in found
     )
-    assert kept <= len(matches) * 3 * KEPT_PER_QUERY * n_ctx
+    assert kept <= len(matches) * 3 * STORED_PER_QUERY * n_ctx
     assert (kept > 0) == (alphabet > 1)
 
 

@@ -18,7 +18,7 @@ from benchmarks.precision_drift import PAGE, RESULTS, acceptable, page
 from schemas.precision import FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.statistics import KIND, STATISTICS
 from tests import toy_models as toy
-from workers.engine.number_formats import Products, linears_in, rounded
+from workers.engine.number_formats import LinearProducts, linears_in, rounded
 from workers.replica import InterventionMeasurements
 
 
@@ -135,7 +135,7 @@ def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
         seen.append(tuple(weight.shape))
         return F.linear(x, weight, bias)
 
-    monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: Products(noting))
+    monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(noting))
     replica.measure(toy.repeating_tokens(8))
     kinds = {"Linear", "Conv1D"}
     layers = [
