@@ -33,7 +33,7 @@ from tests import toy_models as toy
 from workers.engine.fused_pattern import FusedPattern
 from workers.inputs.sequences import ShardInput
 from workers.interventions import INTERVENTIONS, intervention, intervention_registry
-from workers.measurements.batch import HEAD_AXIS
+from workers.measurements.layer_formulas import HEAD_AXIS
 from workers.shard import intervention_tables, run_shard
 
 T = 12
