@@ -37,7 +37,7 @@ from jobs.spans import Spans
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from workers.replica import Replica
-from workers.shard import noted
+from workers.shard import note_failure
 
 ATTEMPTS = 3
 """How often a command tries a shard before it reports it."""
@@ -315,7 +315,7 @@ class _Dispatcher:
             return None
         if died:
             # The replica leaves a note of a failure; one that died could not.
-            failure = noted(self.plan.run, failure, self.failed_attempts[shard])
+            failure = note_failure(self.plan.run, failure, self.failed_attempts[shard])
         self._close(shard)
         return failure
 

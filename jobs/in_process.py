@@ -11,8 +11,8 @@ from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from workers.interventions.settlement import check_begun
 from workers.process import prepare_process
-from workers.replica import Replica, broken, resolve_device
-from workers.shard import failed, noted, run_shard
+from workers.replica import Replica, is_device_failure, resolve_device
+from workers.shard import failure_of, note_failure, run_shard
 
 
 def measure_in_process(
@@ -36,9 +36,9 @@ def measure_in_process(
         try:
             outcome = run_shard(replica, plan.run, plan.sequences.shard(shard), attempt)
         except Exception as error:
-            outcome = noted(plan.run, failed(shard, error), attempt)
+            outcome = note_failure(plan.run, failure_of(shard, error), attempt)
             # After such an error every call on the device fails, so the other shards would too.
-            if broken(error):
+            if is_device_failure(error):
                 raise RunError(
                     f"shard {shard}: {outcome.error}; the same command goes on in a new process"
                 ) from None

@@ -22,8 +22,8 @@ from workers.interventions.settlement import check_begun
 from workers.model.model_info import ModelInfo, describe, find_model
 from workers.process import prepare_process
 from workers.provenance.code_fingerprint import code_fingerprint
-from workers.replica import Replica, broken
-from workers.shard import commit_shard, failed, measure_shard, noted
+from workers.replica import Replica, is_device_failure
+from workers.shard import commit_shard, failure_of, measure_shard, note_failure
 
 DEPTH = 3
 """Shards in a replica at once: one is read, one measured, one written."""
@@ -96,6 +96,6 @@ class ReplicaActor:
             return commit_shard(self.replica.scan, self.run, measured, attempt)
         except Exception as error:
             # The device is lost to this process. Dying lets Ray restart the actor in a new one.
-            if broken(error):
+            if is_device_failure(error):
                 os._exit(1)
-            return noted(self.run, failed(shard, error), attempt)
+            return note_failure(self.run, failure_of(shard, error), attempt)

@@ -210,7 +210,7 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def broken(error: Exception) -> bool:
+def is_device_failure(error: Exception) -> bool:
     """Whether a device has failed so that only a new process mends it.
 
     After one such error every call raises it. Too little memory is not such an error.

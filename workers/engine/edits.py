@@ -51,7 +51,7 @@ So the pattern is one that answers questions.
 PARTNER = "partner"
 """Read by an edit that wants its own target from the run on the partner sequence."""
 
-Index = int | slice | EllipsisType | Tensor
+Index = int | slice | EllipsisType | Tensor | list[int]
 """What selects places along an axis of a tensor."""
 
 
