@@ -26,8 +26,14 @@ from workers.inputs.sequences import Sequences
 from workers.model.model_info import describe, find_model
 
 COLUMNS = [
-    "sink_alpha", "entropy", "head_output_norm", "head_output_norm_last", "sink_value_norm", "value_norm", "head_result_norm",
-]  # fmt: skip
+    "sink_alpha",
+    "entropy",
+    "head_output_norm",
+    "head_output_norm_last",
+    "sink_value_norm",
+    "value_norm",
+    "head_result_norm",
+]
 QUANTILES = [0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
 
 
@@ -96,9 +102,14 @@ def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray
     for layer, sequence, head in np.ndindex(*last.shape):
         digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()
         drawn[layer, sequence, head] = int.from_bytes(digest[8:], "little") / 2**64
-    return plain | normalised | {
-        "LTHON": last, "LTHON (LN)": last / average.mean(-1, keepdims=True), "LTHON (HN)": last / average, "Random": drawn,
-    }  # fmt: skip
+    return {
+        **plain,
+        **normalised,
+        "LTHON": last,
+        "LTHON (LN)": last / average.mean(-1, keepdims=True),
+        "LTHON (HN)": last / average,
+        "Random": drawn,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +133,15 @@ def test_inactive_scores_equal_their_definitions(
         connection,
         "SELECT score, inactive, value FROM inactive_scores ORDER BY score, layer, sequence, head",
     )
-    found: dict[str, list[float]] = {}
+    values_of_score: dict[str, list[float]] = {}
     for score, inactive_end, value in rows:
         assert inactive_end == ("above" if score in ("AWFT", "AWFT (LN)") else "below")
-        found.setdefault(score, []).append(value)
-    assert sorted(found) == sorted(expected)
-    assert len(found) == 16
+        values_of_score.setdefault(score, []).append(value)
+    assert sorted(values_of_score) == sorted(expected)
+    assert len(values_of_score) == 16
     for score, values in expected.items():
         np.testing.assert_allclose(
-            found[score], values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score
+            values_of_score[score], values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score
         )
 
 
@@ -167,9 +178,16 @@ def test_flags_shares_and_overlaps_follow_from_the_scores(
     )
     assert len(overlaps) == 16 * 16 * 6
     for score, other, quantile, *counts, iou in overlaps:
-        a, b = flags[score, quantile], flags[other, quantile]
-        assert counts == [a.sum(), b.sum(), (a & b).sum()]
-        assert iou == pytest.approx((a & b).sum() / (a | b).sum())
+        inactive_by_score, inactive_by_other = flags[score, quantile], flags[other, quantile]
+        assert counts == [
+            inactive_by_score.sum(),
+            inactive_by_other.sum(),
+            (inactive_by_score & inactive_by_other).sum(),
+        ]
+        assert iou == pytest.approx(
+            (inactive_by_score & inactive_by_other).sum()
+            / (inactive_by_score | inactive_by_other).sum()
+        )
 
 
 def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
@@ -190,9 +208,15 @@ def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
         "a-1": ["AWFT", "AWFT (LN)", "Random"],
         "b-1": ["AEQD", "AEQD (LN)", "AVVN", "Random"],
     }
-    question = "SELECT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' GROUP BY ALL ORDER BY ALL"
+    question = (
+        "SELECT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' "
+        "GROUP BY ALL ORDER BY ALL"
+    )
     np.testing.assert_allclose(ask(connection, question), [(0, 0.5), (1, 1), (2, 1.5)], atol=1e-6)
-    question = "SELECT head, inactive_share FROM inactive_heads WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1"
+    question = (
+        "SELECT head, inactive_share FROM inactive_heads "
+        "WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1"
+    )
     # A third of the numbers are 0.3, so the threshold is that, and nothing is above it.
     assert ask(connection, f"{question} ORDER BY ALL") == [(0, 0), (1, 0), (2, 0)]
     question = (
@@ -252,10 +276,12 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
     expected |= {"peak_key": tails.argmax(-1), "peak_mass": tails.max(-1)}
     expected["tail_entropy"] = -(tails * np.log(tails + 1e-300)).sum(-1) / math.log(n_ctx)
     for name, values in expected.items():
-        found = np.array(
+        values_in_sql = np.array(
             ask(connection, f"SELECT {name} FROM first_keys ORDER BY shard, layer, head")
         )[:, 0]
-        np.testing.assert_allclose(found, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            values_in_sql, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=name
+        )
 
 
 def tail(head: int, masses: dict[int, float], n_ctx: int) -> list[Entry]:
@@ -285,12 +311,18 @@ def test_classes_of_heads(tmp_path: Path) -> None:
         heads=5,
         profiles=lambda shard: entries,
     )
-    found = ask(
+    classes = ask(
         connect(str(tmp_path)),
         "SELECT head_class, peak_key, peak_mass FROM first_keys WHERE shard = 1 ORDER BY head",
     )
-    assert [row[0] for row in found] == [head_class for _, head_class in heads]
-    assert [row[1:] for row in found] == [(3, 0.625), (9, 0.5), (4, 0.1875), (9, 0.875), (8, 0.875)]
+    assert [row[0] for row in classes] == [head_class for _, head_class in heads]
+    assert [row[1:] for row in classes] == [
+        (3, 0.625),
+        (9, 0.5),
+        (4, 0.1875),
+        (9, 0.875),
+        (8, 0.875),
+    ]
     harmonic = sum(1 / (q + 1) for q in range(n_ctx)) / n_ctx
     boosts = ask(
         connect(str(tmp_path)),
@@ -310,11 +342,13 @@ def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
         heads=1,
         profiles=lambda shard: entries,
     )
-    found = ask(
+    expectations = ask(
         connect(str(tmp_path)),
         "SELECT 1 / boost_1, 1 / boost_4, 1 / boost_8 FROM first_keys WHERE shard = 0",
     )
-    np.testing.assert_allclose(found[0], (0.0741232954, 0.2287848482, 0.3782542201), rtol=1e-7)
+    np.testing.assert_allclose(
+        expectations[0], (0.0741232954, 0.2287848482, 0.3782542201), rtol=1e-7
+    )
 
 
 @pytest.mark.parametrize("bos", [True, False])

@@ -83,9 +83,11 @@ def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None
     page = markup(written(tmp_path, findings=findings))
     judged, others = re.findall(r"<tbody>\n(.*?)</tbody>", page, flags=re.DOTALL)
     assert judged.splitlines() == [
-        '<tr><td>L0H3 to 7</td><td>0.5026</td><td>0.4988</td><td>0.015</td><td class="pass">pass</td></tr>',
+        "<tr><td>L0H3 to 7</td><td>0.5026</td><td>0.4988</td><td>0.015</td>"
+        '<td class="pass">pass</td></tr>',
         '<tr><td>loss</td><td>200</td><td>–</td><td>20</td><td class="fail">fail</td></tr>',
-        '<tr><td>it is so</td><td>holds</td><td>124.1</td><td>–</td><td class="pass">pass</td></tr>',
+        "<tr><td>it is so</td><td>holds</td><td>124.1</td><td>–</td>"
+        '<td class="pass">pass</td></tr>',
     ]
     assert others.splitlines() == [
         "<tr><td>P(B)</td><td>7.26e-06</td><td>–</td><td>1.452e-06</td>"
@@ -113,9 +115,9 @@ def test_what_the_banner_says(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda path: toy.toy_info(**sizes if str(path) == "same" else {"n_layers": 99}),
     )
     assert warning(system, system.published_model) == ""
-    other = "its numbers are not comparable with the published ones"
-    assert warning(system, system.bundled_model) == f"a miniature: {other}"
-    assert warning(system, "else") == f"another model: {other}"
+    other_warning = "its numbers are not comparable with the published ones"
+    assert warning(system, system.bundled_model) == f"a miniature: {other_warning}"
+    assert warning(system, "else") == f"another model: {other_warning}"
     assert warning(system, "same").startswith("a model of the sizes of a published one: ")
 
 
@@ -238,11 +240,11 @@ def opened(browser: webdriver.Chrome, page: Path) -> list[Any]:
 
 
 def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["reproduce", "previous_token", "--out", str(tmp_path), *FEW])
+    command = CliRunner().invoke(app, ["reproduce", "previous_token", "--out", str(tmp_path), *FEW])
     (page,) = tmp_path.rglob("*.html")
     (home,) = (path for path in (tmp_path / "previous_token").iterdir() if path.is_dir())
     assert page == home.with_suffix(".html")
-    assert f"figures in {page}" in done.output
+    assert f"figures in {page}" in command.output
     figures = opened(browser, page)
     system = systems()["previous_token"]
     titles = [heading.text for heading in browser.find_elements(By.CSS_SELECTOR, "figure h4")]
@@ -263,13 +265,19 @@ def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_
 def test_every_kind_is_drawn_and_reads_names_as_they_are(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
+    three_lines = (
+        "SELECT i || ' ' || evil(), x, i + x FROM range(3) a(i), range(2) b(x) ORDER BY ALL"
+    )
+    bars_by_name = (
+        "SELECT s, n, 1.0 FROM (VALUES ('a'), ('b')) a(s), (VALUES (evil()), ('10'), ('2')) b(n)"
+    )
     written(
         tmp_path,
-        figure("lines", "SELECT i || ' ' || evil(), x, i + x FROM range(3) a(i), range(2) b(x) ORDER BY ALL"),
-        figure("bars", "SELECT s, n, 1.0 FROM (VALUES ('a'), ('b')) a(s), (VALUES (evil()), ('10'), ('2')) b(n)", "bar"),
+        figure("lines", three_lines),
+        figure("bars", bars_by_name, "bar"),
         figure("upright", "VALUES ('a', 1, 1.0), ('a', 2, 2.0)", "bar"),
         figure("cells", "SELECT x, evil(), 0.5 * x FROM range(3) b(x)", "heat"),
-    )  # fmt: skip
+    )
     lines, bars, upright, cells = opened(browser, tmp_path / "page.html")
     assert len({line["line"]["color"] for line in lines}) == 3
     assert [bar["orientation"] for bar in (bars[0], upright[0])] == ["h", "v"]
@@ -282,8 +290,8 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(
     places = browser.find_elements(By.CSS_SELECTOR, ".plot")
     ticks = [place.find_elements(By.CSS_SELECTOR, ".ytick text") for place in places]
     names = [
-        [tick.text for tick in sorted(found, key=lambda tick: tick.location["y"])]
-        for found in ticks
+        [tick.text for tick in sorted(axis_ticks, key=lambda tick: tick.location["y"])]
+        for axis_ticks in ticks
     ]
     assert names[1] == [EVIL, "10", "2"]
     assert names[3] == [EVIL]

@@ -83,13 +83,13 @@ def check(
     atol for some answers.
     """
     swept = sweep(q, k, v, scale, labels, entropy=True, number_format="float32")
-    answers, wanted = answered(swept), expected(q, k, v, scale, labels)
-    assert list(answers) == list(wanted)
+    answers, definitions = answered(swept), expected(q, k, v, scale, labels)
+    assert list(answers) == list(definitions)
     for name, answer in answers.items():
         assert answer.dtype == torch.float32
         torch.testing.assert_close(
             answer.double(),
-            wanted[name],
+            definitions[name],
             rtol=1e-5,
             atol=others.get(name, atol),
             msg=lambda m, n=name: f"{n}: {m}",
@@ -102,7 +102,7 @@ def check(
 def drawn(
     batch: int, heads: int, kv_heads: int, n_ctx: int, d_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as a model has them: views of one projection `[batch pos 3·head d_head]`, transposed."""
+    """q, k, v as a model has them: views of a projection `[batch pos 3·head d_head]`."""
     generator = torch.Generator().manual_seed(n_ctx)
     projected = torch.randn(batch, n_ctx, heads + 2 * kv_heads, d_head, generator=generator).to(
         DEVICE
@@ -294,9 +294,9 @@ class TestSweep:
         distance = sweep(
             torch.ones_like(k), k, k, math.log(2), [], entropy=True, number_format="float32"
         ).distance
-        wanted = expected(torch.ones_like(k), k, k, math.log(2), [])["distance"]
-        assert 0 < wanted[0, 0, 1:].max() < 2e-5
-        torch.testing.assert_close(distance.double(), wanted, rtol=2e-6, atol=0)
+        definitions = expected(torch.ones_like(k), k, k, math.log(2), [])["distance"]
+        assert 0 < definitions[0, 0, 1:].max() < 2e-5
+        torch.testing.assert_close(distance.double(), definitions, rtol=2e-6, atol=0)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("d_head", [24, 64])
@@ -317,11 +317,11 @@ class TestSweep:
 
     def test_one_tf32_product_is_near(self) -> None:
         q, k, v = drawn(1, 2, 2, 97, 64)
-        wanted = expected(q, k, v, 0.125, [])
+        definitions = expected(q, k, v, 0.125, [])
         for name, answer in answered(
             sweep(q, k, v, 0.125, [], entropy=True, number_format="tf32")
         ).items():
-            torch.testing.assert_close(answer.double(), wanted[name], rtol=5e-3, atol=5e-3)
+            torch.testing.assert_close(answer.double(), definitions[name], rtol=5e-3, atol=5e-3)
 
     @pytest.mark.parametrize("precision", ["float32", "tf32", "float16", "bfloat16_linears"])
     @pytest.mark.usefixtures("_interpret_bfloat16")
@@ -330,23 +330,27 @@ class TestSweep:
     ) -> None:
         path = toy.save_model(tmp_path / "toy", toy.family("LlamaConfig", num_key_value_heads=2))
         tokens = toy.repeating_tokens(21, batch=2)
-        found: list[InterventionMeasurements] = []
+        measurements: list[InterventionMeasurements] = []
         for use in (True, False):
             monkeypatch.setattr(kernel, "available", lambda _, use=use: use)
-            found.append(
+            measurements.append(
                 Replica(
                     describe(path), toy.toy_scan(n_ctx=21, precision=precision), DEVICE
                 ).measure(tokens)
             )
-        assert [measured.method.attention for measured in found] == ["kernel", "tiles"]
+        assert [measured.method.attention for measured in measurements] == ["kernel", "tiles"]
         # Half formats round the weights of v before or after they are normalised.
-        close = {"float32": 1e-5, "bfloat16_linears": 1e-5}.get(precision, 2e-3)
+        tolerance = {"float32": 1e-5, "bfloat16_linears": 1e-5}.get(precision, 2e-3)
         for name in STATISTICS:
-            by_kernel, in_tiles = (measured.heads[name] for measured in found)
+            by_kernel, in_tiles = (measured.heads[name] for measured in measurements)
             torch.testing.assert_close(
-                torch.from_numpy(by_kernel), torch.from_numpy(in_tiles), rtol=close, atol=close, equal_nan=True,
-                msg=lambda m, n=name: f"{n}: {m}",
-            )  # fmt: skip
+                torch.from_numpy(by_kernel),
+                torch.from_numpy(in_tiles),
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                msg=lambda message, name=name: f"{name}: {message}",
+            )
 
     @pytest.mark.parametrize("factors", ALLOWED)
     @pytest.mark.usefixtures("_interpret_bfloat16")
@@ -399,14 +403,14 @@ def test_all_of_the_above_in_the_interpreter() -> None:
         "TestSweep",
         __file__,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def compiled(dtype: str, d_head: int, split: bool) -> Any:
@@ -420,14 +424,14 @@ def compiled(dtype: str, d_head: int, split: bool) -> Any:
     tiles = kernel.TILE_SIZES[
         {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     ][d_head]
-    chosen = {
+    constants_by_name = {
         "HEADS_PER_KV_HEAD": 1,
         "D_HEAD": d_head,
         "PADDED_D_HEAD": d_head,
         "DIMS": tiles.dims,
         "QUERIES": tiles.queries,
     }
-    chosen |= {"KEYS": tiles.keys, "LAGS": (1, 0), "ENTROPY": True, "SPLIT": split}
+    constants_by_name |= {"KEYS": tiles.keys, "LAGS": (1, 0), "ENTROPY": True, "SPLIT": split}
     types = dict.fromkeys("qkv", f"*{dtype}") | {
         "z": "*fp32",
         "row_sums": "*fp32",
@@ -436,10 +440,10 @@ def compiled(dtype: str, d_head: int, split: bool) -> Any:
     }
     types |= dict.fromkeys(["query_labels", "key_labels"], ("*i32", "*i32"))
     types |= dict.fromkeys(["q_stride", "k_stride", "v_stride"], ("i32", "i32", "i32", "constexpr"))
-    types |= dict.fromkeys(chosen, "constexpr")
+    types |= dict.fromkeys(constants_by_name, "constexpr")
     signature = {name: types[name] for name in function.arg_names}
     constants: dict[Any, Any] = {
-        (function.arg_names.index(name),): value for name, value in chosen.items()
+        (function.arg_names.index(name),): value for name, value in constants_by_name.items()
     }
     divisible: dict[Any, Any] = {}
     for i, kind in enumerate(signature.values()):
@@ -470,11 +474,11 @@ def test_it_compiles_for_an_h100(
     dtype: str, split: bool, d_head: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    made = compiled(dtype, d_head, split)
-    assert "wgmma" in made.asm["ptx"]
-    assert made.metadata.shared <= kernel.H100_SHARED_BYTES
+    kernel_binary = compiled(dtype, d_head, split)
+    assert "wgmma" in kernel_binary.asm["ptx"]
+    assert kernel_binary.metadata.shared <= kernel.H100_SHARED_BYTES
     cubin = tmp_path / "sweep.cubin"
-    cubin.write_bytes(made.asm["cubin"])
+    cubin.write_bytes(kernel_binary.asm["cubin"])
     dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run(
         [dump, "-res-usage", cubin], capture_output=True, text=True, check=True
@@ -486,12 +490,16 @@ def test_it_compiles_for_an_h100(
 def test_without_triton_it_is_not_available() -> None:
     assert not available(torch.device("cpu"))
     assert available(torch.device("cuda")) == torch.cuda.is_available()
-    code = "import sys, torch; sys.modules['triton'] = None; from workers.engine.sweep_kernel import available; "
-    code += "print(available(torch.device('cuda')))"
-    done = subprocess.run(
+    code = """if True:
+        import sys, torch
+        sys.modules["triton"] = None
+        from workers.engine.sweep_kernel import available
+        print(available(torch.device("cuda")))
+    """
+    process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "False\n", done.stderr
+    assert process.stdout == "False\n", process.stderr

@@ -184,7 +184,8 @@ def test_a_patch_needs_partners(paths: dict[str, Path]) -> None:
     scan = toy.toy_scan(interventions=["none", "patch_head(0,0)"], model=str(paths["gpt2"]))
     with pytest.raises(
         ScanError,
-        match=r"'patch_head\(0,0\)' .*has none; families with partners: ngram_corrupt, ngram_overlap",
+        match=r"'patch_head\(0,0\)' .*has none; "
+        "families with partners: ngram_corrupt, ngram_overlap",
     ):
         make_plan(scan, "toy")
 
@@ -209,10 +210,16 @@ def test_the_partner_of_a_layout_is_its_twin(family: str, other: str) -> None:
 
 def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "ngram_corrupt"}, "out": str(tmp_path),
-        "interventions": ["none", "patch_head(0,7)"], "predictions": ["final_logits"], "statistics": ["head_output_norm"],
-        "sequences": 6, "sequences_per_shard": 4,
-    }  # fmt: skip
+        "model": "bundled:attn-only-2l-mini",
+        "out": str(tmp_path),
+        "n_ctx": 9,
+        "sequences": 6,
+        "sequences_per_shard": 4,
+        "input": {"family": "ngram_corrupt"},
+        "interventions": ["none", "patch_head(0,7)"],
+        "statistics": ["head_output_norm"],
+        "predictions": ["final_logits"],
+    }
     plan = make_plan(parse_scan(fields), "patch")
     prepare_run(plan, "")
     run = Replica(plan.info, plan.scan, "cpu")

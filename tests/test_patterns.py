@@ -16,7 +16,7 @@ from workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matche
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[FusedPattern, DensePattern]:
-    """The two patterns of the same q, k, v `[batch head pos d_head]`; the dense one from float64."""
+    """The two patterns of q, k, v `[batch head pos d_head]`; the dense one is made in float64."""
     scale = q.shape[-1] ** -0.5
     fused = FusedPattern(q, k, v, scale, find_matches(tokens))
     scores = (q.double() @ k.double().mT) * scale
@@ -89,8 +89,10 @@ def test_both_take_a_bias_out_of_the_queries() -> None:
     expected, _ = both(q - bias[:, None], k, v, tokens)
     for pattern in both(q, k, v, tokens):
         assert pattern.scale == 0.5
-        found = pattern.without(bias)
-        torch.testing.assert_close(found.dense().float(), expected.dense(), rtol=1e-5, atol=2e-6)
+        pattern_without_bias = pattern.without(bias)
+        torch.testing.assert_close(
+            pattern_without_bias.dense().float(), expected.dense(), rtol=1e-5, atol=2e-6
+        )
 
 
 def test_a_score_of_the_future_may_be_huge() -> None:
@@ -191,24 +193,24 @@ def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> 
     # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra
     # columns.
     assert largest.numel <= max(max(heads, 3) * 64 * n_ctx, heads * n_ctx * (d_head + 2))
-    kept = sum(
+    stored_numbers = sum(
         m.numel()
         for pairs in matches.values()
         for found in pairs._stored_members.values()
         for m in found
     )
-    assert kept <= len(matches) * 3 * STORED_PER_QUERY * n_ctx
-    assert (kept > 0) == (alphabet > 1)
+    assert stored_numbers <= len(matches) * 3 * STORED_PER_QUERY * n_ctx
+    assert (stored_numbers > 0) == (alphabet > 1)
 
 
 def test_a_question_asked_once_is_answered_by_the_next_sweep() -> None:
     q, k, v, tokens = drawn(1, 2, 40, 4)
     matches = find_matches(tokens)
-    asked: set[str] = set()
-    first = FusedPattern(q, k, v, 0.5, matches, asked)
+    questions: set[str] = set()
+    first = FusedPattern(q, k, v, 0.5, matches, questions)
     first.entropy()
     first.mass(matches["copies"])
-    assert asked == {"entropy", "copies"}
-    second = FusedPattern(q, k, v, 0.5, matches, asked)
+    assert questions == {"entropy", "copies"}
+    second = FusedPattern(q, k, v, 0.5, matches, questions)
     assert {"entropy", "copies"} <= set(second._answers)
     assert "successors" not in second._answers

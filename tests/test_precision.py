@@ -39,8 +39,8 @@ def test_a_format_keeps_its_bits_and_rounds_to_nearest_even(
         1 + 0.25 * step: 1.0,
     }
     for value, expected in (inside | (between if bits < 23 else {})).items():
-        found = rounded(torch.tensor([sign * value], dtype=torch.float64), factors)
-        assert found.item() == sign * expected, value
+        result = rounded(torch.tensor([sign * value], dtype=torch.float64), factors)
+        assert result.item() == sign * expected, value
 
 
 def test_formats_have_their_range() -> None:
@@ -66,14 +66,14 @@ def test_linear_layers_in_float32_are_what_they_were(
     with torch.inference_mode(), linears_in("float32", "cpu"):
         if conv and bias is not None:
             stored = weight.T.contiguous()
-            found = torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10)
+            result = torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10)
             stored.zero_()
             assert torch.equal(
                 torch.addmm(bias, x.view(-1, 24), stored)[0], bias
             )  # No copy of a weight is kept.
         else:
-            found = F.linear(x, weight, bias)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+            result = F.linear(x, weight, bias)
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 STANDARD = {s.name for s in KIND.select("standard")}
@@ -97,10 +97,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def drift(found: InterventionMeasurements, exact: InterventionMeasurements) -> float:
+def drift(measured: InterventionMeasurements, exact: InterventionMeasurements) -> float:
     """Mean over all values of the difference, relative where values are large."""
     differences = [
-        np.abs(found.heads[name] - exact.heads[name]) / np.maximum(1, np.abs(exact.heads[name]))
+        np.abs(measured.heads[name] - exact.heads[name]) / np.maximum(1, np.abs(exact.heads[name]))
         for name in STATISTICS
     ]
     return float(np.nanmean(np.concatenate([d.ravel() for d in differences])))
@@ -113,15 +113,15 @@ def test_every_precision_drifts_as_far_as_its_bits_let_it(
     tokens = toy.repeating_tokens(30, batch=4)
     measured = {p: toy.measure(paths[name], tokens, precision=p) for p in PRECISIONS}
     assert {m.method.precision for m in measured.values()} == set(PRECISIONS)
-    found = {p: drift(m, measured["float64"]) for p, m in measured.items()}
-    assert found["float32"] < 2e-6
+    drifts = {p: drift(m, measured["float64"]) for p, m in measured.items()}
+    assert drifts["float32"] < 2e-6
     for ten_bits in ("tf32", "float16", "tf32_linears", "float16_linears"):
-        assert 10 * found["float32"] < found[ten_bits] < 2e-3, ten_bits
-    assert 10 * found["float32"] < found["float16x2_linears"] < found["float16_linears"]
+        assert 10 * drifts["float32"] < drifts[ten_bits] < 2e-3, ten_bits
+    assert 10 * drifts["float32"] < drifts["float16x2_linears"] < drifts["float16_linears"]
     for seven_bits in ("bfloat16", "bfloat16_linears"):
-        assert 3 * found["tf32"] < found[seven_bits] < 3e-2, seven_bits
+        assert 3 * drifts["tf32"] < drifts[seven_bits] < 3e-2, seven_bits
     # The format of the scores is felt too.
-    assert drift(measured["bfloat16"], measured["bfloat16_linears"]) > 10 * found["float32"]
+    assert drift(measured["bfloat16"], measured["bfloat16_linears"]) > 10 * drifts["float32"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -129,10 +129,10 @@ def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
     paths: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica = toy.replica(paths[name])
-    seen: list[tuple[int, ...]] = []
+    weight_shapes: list[tuple[int, ...]] = []
 
     def noting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        seen.append(tuple(weight.shape))
+        weight_shapes.append(tuple(weight.shape))
         return F.linear(x, weight, bias)
 
     monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(noting))
@@ -141,7 +141,7 @@ def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
     layers = [
         m for block in replica.model.blocks for m in block.modules() if type(m).__name__ in kinds
     ]
-    assert len(seen) == len(layers) > 0
+    assert len(weight_shapes) == len(layers) > 0
 
 
 def test_float64_is_the_library_s_own_forward_pass_in_float64(paths: dict[str, Path]) -> None:

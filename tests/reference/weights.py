@@ -177,7 +177,7 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 
 def read_safetensors(file: Path) -> dict[str, Array]:
-    """The format itself: the length of a JSON header, the header, and the numbers one after another."""
+    """The tensors of a file: the length of a JSON header, the header, then the numbers."""
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -329,7 +329,7 @@ def read_llama(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weight
 
 
 def read_neox(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
-    """GPT-NeoX: a part of each query and key is rotated; attention and MLP may stand side by side."""
+    """GPT-NeoX: a part of each query and key is rotated; attention and MLP may be parallel."""
     n_heads = config["num_attention_heads"]
     d_head = config["hidden_size"] // n_heads
     eps = config["layer_norm_eps"]

@@ -68,7 +68,7 @@ class FusedPattern:
         self.questions = set() if questions is None else questions
         self.sweep = sweep
         self._answers: dict[str, Tensor] = {}
-        self._answer(self.questions)
+        self._sweep(self.questions)
 
     def only(self, heads: Sequence[int]) -> FusedPattern:
         """The same pattern of some heads alone; what has been answered is not computed again."""
@@ -208,10 +208,10 @@ class FusedPattern:
         """The answer of a sweep, of another one if the first was not asked this."""
         if question not in self._answers:
             self.questions.add(question)  # The next layer's sweep answers it on its way.
-            self._answer({question})
+            self._sweep({question})
         return self._answers[question]
 
-    def _answer(self, questions: set[str]) -> None:
+    def _sweep(self, questions: set[str]) -> None:
         """Answer `questions`, `z`, `lse` and `distance` in one pass over the scores."""
         if self.sweep is None:
             self._answers |= _TileSweep(self, questions).answers()
