@@ -45,6 +45,7 @@ class Replica:
     def __init__(self, info: ModelInfo, scan: Scan, device: str = "auto") -> None:
         self.device = resolve_device(device)
         self.scan = scan
+        # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weight_processing, self.device, dtype)
         self.settlement = settle(self.model, scan, self.device)
@@ -104,6 +105,8 @@ class Replica:
                 f"{intervention}: takes something from the run on partner sequences, and none are "
                 "given"
             )
+        # The engine edits activations. Weights are edited in the model itself, and restored when
+        # the block ends.
         edits = bound.edits(self.model)
         is_fused = settled.engine == "fused"
         engine = self.engine.edited(edits) if is_fused else DenseEngine(self.model, edits)
@@ -154,7 +157,7 @@ class Replica:
                 yield collect(pending)
             pending = launched
             if self.batch.searching:
-                # A time means something only if the pass is over.
+                # Sizes are compared by time, and a time means something only if the pass is over.
                 yield collect(launched)
                 pending = None
                 self.batch.note(len(batch.tokens), time.perf_counter() - began)

@@ -66,6 +66,7 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
         str(intervention): replica.measure(shard.tokens, intervention, shard.labels, shard.partner)
         for intervention in replica.scan.interventions
     }
+    # Weights are the same in every shard, so they are written once.
     writes_weights = shard.shard == 0 and replica.scan.kinds("from the weights")
     tables_of_run = replica.weights() if writes_weights else {}
     replica.free_since = time.perf_counter()
@@ -176,6 +177,7 @@ def intervention_tables(
                 for kind in averaged_kinds
             ]
             tables[name] = pa.concat_tables(rows)
+        # `heads` and `sequences` are in every shard, other tables if the scan fills them.
         elif table.has("sequence") and (requested_kinds or table.written == "every shard"):
             tables[name] = sequence_rows(table, scan, shard, measured)
     return tables
@@ -232,7 +234,7 @@ def record_failure(run: RunDirectory, shard: int, attempt: int, error: str) -> N
 def failure_of(shard: int, error: Exception) -> Failure:
     """A shard's failure in one line.
 
-    An error of ours says enough. Of another one, the line says its type and where it came from.
+    An error of ours says enough. For another one, the line adds its type and where it came from.
     """
     if isinstance(error, HeadcountError):
         return Failure(shard, str(error))

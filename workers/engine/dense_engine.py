@@ -73,6 +73,8 @@ class DenseEngine:
         try:
             self.model.run_with_hooks(tokens, list(dense_pass.hooks()))
         except UserWarning as warning:
+            # TransformerLens warns where it has no way to apply what a hook returns, and
+            # `run_with_hooks` makes the warning an error.
             targets = ", ".join(edit.target for edit in self.edits.edits)
             raise ModelError(
                 f"{self.model.info.name}: {targets} cannot be edited "
@@ -156,6 +158,7 @@ class _DensePass:
                 yield self.model.hook_name(name), partial(self._edit, name, None)
         for layer in range(self.model.info.n_layers):
             yield self.model.hook_name("resid_post", layer), partial(self._end_layer, layer)
+            # Hooks cost time, so a layer that nobody reads or edits has only that of its end.
             if layer in self.shown_layers or self.edits.touch_layer(layer):
                 yield from self._hooks_inside(layer)
         if self.on_final is not None:
@@ -189,6 +192,7 @@ class _DensePass:
         edited = self._edit(name, layer, value, hook)
         self.tensors[name] = wide(value if edited is None else edited)
         if name in WHOLE_PATTERN:
+            # Whether scores make the pattern is checked on what the model itself made.
             self.tensors[f"unedited {name}"] = wide(value)
         if name == "attn_scores" and edited is not None:
             self.tensors["hidden"] = hidden_keys(edited)
@@ -203,6 +207,7 @@ class _DensePass:
         edited = self._edit_and_record("resid_post", layer, value, hook)
         if layer in self.shown_layers:
             self.on_layer(layer, cast(Activations, {**self._activations(layer), **self.matches}))
+        # A matrix of T² for each head: only one layer's fits the memory.
         self.tensors.clear()
         self.model.forget_pattern(layer)
         if layer == self.last_layer and self.on_final is None:

@@ -64,6 +64,7 @@ def readable(target: str) -> tuple[str, ...]:
     ('tokens', 'layer', 'partner', 'resid_pre', 'q', 'k', 'v')
     """
     order = list(EDITABLE_ACTIVATIONS)
+    # What is made at the same time as the target does not exist yet when the edit is made.
     made_at = target
     if target in PROJECTIONS:
         made_at = PROJECTIONS[0]
@@ -115,6 +116,7 @@ class Edits:
         edited = value
         for edit in self.edits:
             if edit.touches(name, layer):
+                # Each edit gets what the one before it left.
                 edited = edit.function(edited, {**readable_values, "layer": layer})
         return edited
 
@@ -142,7 +144,7 @@ def hidden_keys(scores: Tensor) -> Tensor:
 
     A query from which every key is hidden would attend to nothing, so that is refused.
     """
-    hidden = scores.isneginf().tril()
+    hidden = scores.isneginf().tril()  # Without the future, which nobody can see.
     visible_keys = torch.arange(1, scores.shape[-1] + 1, device=scores.device)  # [query]
     sees_nothing = (hidden.sum(-1) == visible_keys).flatten(0, -2).any(0)  # [query]
     if sees_nothing.any():

@@ -223,11 +223,12 @@ class _FusedPass:
         The model's attention calls this in the place of its own softmax. It remembers the layer's
         activations and shows them.
         """
-        dtype = v.dtype
+        dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         query_heads_per_key = q.shape[1] // k.shape[1]
         q = self._edited_projection("q", wide(q))
         k = self._edited_projection("k", wide(k))
         v = self._edited_projection("v", wide(v))
+        # Edits see each shared key and value once. From here on every query head has its own.
         if query_heads_per_key > 1:
             k = k.repeat_interleave(query_heads_per_key, 1)
             v = v.repeat_interleave(query_heads_per_key, 1)

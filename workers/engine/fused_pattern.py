@@ -243,9 +243,11 @@ class _TileSweep:
     """One sweep over the scores of a pattern: the answers, and how each tile fills its part.
 
     A tile is `[batch head query key]`: some sequences, all heads, some queries, and the keys up to
-    the last of these queries. Scores are kept in base 2, as flash kernels do. With s = S / ln 2 is
-    `2^s = e^S`, so the weights are the same numbers. exp2 takes a third of the time of exp, and exp
-    is ten times slower where it underflows, which scores of trained models do all the time.
+    the last of these queries.
+
+    Scores are kept in base 2, as in flash kernels: if s = S / ln 2, then 2^s = e^S, so the weights
+    are the same. exp2 takes a third of the time of exp. If the result underflows, exp takes ten
+    times as long, and with the scores of trained models it underflows all the time.
     """
 
     def __init__(self, pattern: FusedPattern, questions: set[str]) -> None:
@@ -316,9 +318,9 @@ class _TileSweep:
         torch.add(maximum[..., 0], log2_total, out=self.log2_sums[tile])
 
         if self.entropy is not None:
-            # With A = weight / total is log2 A = relative_score - log2 total, and Σ A = 1. So
-            # -Σ A log2 A = log2 total - Σ weight · relative_score / total. This overwrites the
-            # scores, which nothing below reads.
+            # A = weight / total, so log2 A = relative_score - log2 total. Because Σ A = 1,
+            # -Σ A log2 A = log2 total - Σ weight · relative_score / total.
+            # `mul_` overwrites the scores, which nothing below reads.
             mean_score = relative_scores.mul_(weights).sum(-1) / total
             torch.sub(log2_total, mean_score, out=self.entropy[tile])
         for name, mass in self.masses.items():

@@ -99,9 +99,9 @@ class Drawn:
 
 
 def compare(sweep: Sweep, shape: Shape, factors: str, device: torch.device) -> Comparison:
-    """Ask a kernel everything and then next to nothing, and compare its answers with the tiles'.
+    """Ask a kernel every question and then none, and compare its answers with those of the tiles.
 
-    The questions change how a kernel is compiled, so both ends are tried.
+    The questions change how a kernel is compiled, so both extremes are tried.
     """
     drawn = _drawn(shape, factors, device)
     matches = find_matches(drawn.tokens)

@@ -88,6 +88,7 @@ def linears_in(number_format: str, device: str) -> AbstractContextManager[object
         if _has_format(number_format, device):
             return _Tf32()
         return LinearProducts(partial(_imitated_product, number_format=number_format))
+    # PyTorch's own float32 product on a CPU is MKL's, which is slower on AMD.
     if number_format == "float32" and device == "cpu" and _has_onednn():
         return LinearProducts(_onednn_product)
     return nullcontext()
@@ -122,6 +123,7 @@ def _half_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format:
 def _imitated_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
     """The product of rounded factors, in float32."""
     if number_format == FLOAT16X2:
+        # float32 holds the sum of the two halves exactly.
         high, low = _two_halves(weight)
         return F.linear(rounded(x, "float16"), high.float() + low.float(), bias)
     return F.linear(rounded(x, number_format), rounded(weight, number_format), bias)

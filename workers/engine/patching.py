@@ -34,12 +34,14 @@ def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
         for number, edit in enumerate(edits)
     )
     patches = [edit for edit in edits if PARTNER in edit.reads]
+    # A patch of all layers is recorded once in each of them.
     expected_count = sum(depth if patch.layer is None else 1 for patch in patches)
 
     def stop_after_last_patch(_layer: int, _activations: Activations) -> None:
         if len(recorded) == expected_count:
             raise StopPass
 
+    # With `resid_post` a pass goes to the end of its last layer, and a patch may be of its MLP.
     engine.edited(recording).run(
         tokens, {}, stop_after_last_patch, ("resid_post",), layers=range(depth)
     )
@@ -58,6 +60,7 @@ def _recording(recorded: Recorded, number: int, edit: Edit) -> Edit:
         recorded[number, readable_values["layer"]] = value
         return value
 
+    # It reads nothing: the run on the partner has no partner of its own.
     return replace(edit, function=record, reads=frozenset[str]())
 
 

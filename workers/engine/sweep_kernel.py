@@ -267,7 +267,8 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     is ln 2 · (log2 total - score_sum / total). Scores enter it only as differences, so scores of
     1e4 cost it nothing but their own rounding.
     """
-    MASKED: tl.constexpr = -1e30  # pyright: ignore[reportAssignmentType]  (finite: 0 · MASKED is 0 and not NaN)
+    # Finite, because 0 · MASKED is 0 and not NaN.
+    MASKED: tl.constexpr = -1e30  # pyright: ignore[reportAssignmentType]
     LN2: tl.constexpr = 0.6931471805599453  # pyright: ignore[reportAssignmentType]
     # Late queries have the most keys. Their programs start first, so that no long one is left
     # working alone at the end.

@@ -146,6 +146,7 @@ def launch(
     if requested.reads("effective"):
         shared_values["effective"] = effective_or_nan(engine.model, tokens.shape[1])
 
+    # The pass fills `layer_formulas` with values, layer by layer.
     layer_formulas = LayerFormulas(engine.model, requested, tokens, shared_values)
     final_streams: list[Tensor] = []
     engine.run(
@@ -157,10 +158,12 @@ def launch(
         requested.heads.layers,
     )
 
+    # Uniform attention is decided by the tokens alone.
     by_tokens = {**shared_values, "pattern": uniform_pattern(matches, tokens)}
     layers = layer_formulas.results(tokens, by_tokens)
     predictions: dict[str, PredictionResults] = {}
     if requested.has_predictions:
+        # Taken out of the list, so that the stream is freed with `inputs`.
         inputs = PredictionInputs(engine.model, final_streams.pop(), tokens)
         predictions = _predictions(requested, inputs)
     ready = None
@@ -214,6 +217,7 @@ def collect(pending: PendingBatch) -> Measurements:
     """Wait for a forward pass, check its results, and put them into columns."""
     if pending.ready is not None:
         pending.ready.synchronize()
+    # Tables in which each formula is a column; kinds with `named_by` have rows for each formula.
     tables: dict[str, Columns] = {kind.table.name: {} for kind in KINDS if kind.named_by is None}
     means: dict[str, dict[str, Aggregate]] = {}
     for kind, formulas in pending.requested.computed("in every layer"):

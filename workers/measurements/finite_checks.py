@@ -1,6 +1,6 @@
 """Every number that has a value must be finite; if one is not, the scan stops and says where.
 
-NaN is undefined. Whatever is no number for another reason is infinite
+NaN means undefined. A value that is not finite for another reason is infinite
 (`workers.measurements.undefined`). These are all the checks there are: of numbers and lists of
 every layer, of means over a batch, and of predictions.
 """
@@ -34,6 +34,7 @@ def check_numbers(
     infinite: dict[str, np.ndarray] = {}
     for name, numbers in values.items():
         infinite[name] = np.isinf(numbers)
+        # Where it is undefined, a formula may divide by zero.
         infinite[name][~defined[name]] = False
     earliest = _earliest({name: where.swapaxes(0, 1) for name, where in infinite.items()})
     if earliest is not None:

@@ -20,8 +20,8 @@ from workers.engine.dense_pattern import DensePattern
 def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     """A formula's value in one layer: NaN where it is undefined.
 
-    Where it is no number for any other reason it is infinite, so that a reader of the value can
-    tell the two apart.
+    If it is not finite for any other reason, it is infinite, so that a reader can tell the two
+    apart.
     """
     pattern = activations.get("pattern")
     if isinstance(pattern, DensePattern) and pattern.hidden is not None:

@@ -72,6 +72,7 @@ def _values(
             layer_weights = _layer_weights(model, layer, weight_names.intersection(LAYER_WEIGHTS))
             _check_finite(layer_weights, f"{model.info.name}: layer {layer}")
             weights = model_weights | layer_weights
+            # A statistic of the whole model has one value, computed with the first layer.
             is_first_layer = layer == heads.layers[0]
             for statistic in statistics:
                 has_its_weights = all(name in weights for name in statistic.parameters)
@@ -146,6 +147,7 @@ def _rows(
     axes = ["layer", "head", *own_axes] if is_by_head else ["layer", *own_axes]
     places = [place.ravel() for place in np.indices(values.shape)]
     indices = dict(zip(axes, places, strict=True))
+    # All heads of a layer are computed at once; only the measured ones have rows.
     if is_by_head:
         is_measured = np.zeros((len(heads.layers), heads.n_heads), bool)
         for place, measured_heads in enumerate(heads.by_layer.values()):
