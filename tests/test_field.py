@@ -42,7 +42,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy.save_model(tmp_path_factory.mktemp("gpt2") / "toy", toy.gpt2())
 
 
-def scanned(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBPyConnection:
+def connect_to_new_run(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBPyConnection:
     fields = {
         "model": str(model),
         "out": str(out),
@@ -62,7 +62,7 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return connection.execute(question).fetchall()
 
 
-def eager(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def library_attention(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Patterns `[layer sequence head query key]`, values `[layer sequence head key d_head]`, W_O
     `[layer head d_head d_model]`.
     """
@@ -73,9 +73,16 @@ def eager(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     with torch.no_grad():
         patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
         heads = model.config.n_head
-        v = [p.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1)).transpose(1, 2) for p in projected]
+        values = [
+            projection.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1)).transpose(1, 2)
+            for projection in projected
+        ]
         W_O = [block.attn.c_proj.weight.unflatten(0, (heads, -1)) for block in model.transformer.h]
-    return torch.stack(patterns).numpy(), torch.stack(v).numpy(), torch.stack(W_O).detach().numpy()
+    return (
+        torch.stack(patterns).numpy(),
+        torch.stack(values).numpy(),
+        torch.stack(W_O).detach().numpy(),
+    )
 
 
 # Inactive heads
@@ -83,7 +90,7 @@ def eager(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 
 def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """The scores of Sandoval-Segura et al., `[layer sequence head]`."""
-    a, v, W_O = eager(path, tokens)
+    a, v, W_O = library_attention(path, tokens)
     z = a @ v
     norms = np.linalg.norm
     plain = {
@@ -117,7 +124,7 @@ def inactive(
     gpt2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """A run of the toy model, and the scores of its sequences."""
-    connection = scanned(tmp_path_factory.mktemp("inactive"), gpt2, bos=False)
+    connection = connect_to_new_run(tmp_path_factory.mktemp("inactive"), gpt2, bos=False)
     tokens = np.array(
         [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
         np.int32,
@@ -249,7 +256,7 @@ def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) 
     measured = toy.measure(
         path, tokens, engine=engine, statistics=["sink_alpha"], profiles=["tail_attention_by_key"]
     )
-    expected = eager(path, tokens)[0][..., -64:, :].mean((1, -2))
+    expected = library_attention(path, tokens)[0][..., -64:, :].mean((1, -2))
     np.testing.assert_allclose(
         measured.means["profiles"]["tail_attention_by_key"].mean, expected, atol=1e-6
     )
@@ -257,7 +264,7 @@ def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) 
 
 def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
     path, n_ctx = find_model("bundled:gpt2-mini"), 100
-    connection = scanned(
+    connection = connect_to_new_run(
         tmp_path,
         path,
         n_ctx=n_ctx,
@@ -269,7 +276,7 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
         [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
         np.int32,
     )
-    tails = eager(path, tokens)[0][..., -64:, :].mean(-2).swapaxes(0, 1)
+    tails = library_attention(path, tokens)[0][..., -64:, :].mean(-2).swapaxes(0, 1)
     uniform = np.tril(np.ones((n_ctx, n_ctx)) / np.arange(1, n_ctx + 1)[:, None])[-64:].mean(0)
     expected = {f"first_{k}": tails[..., :k].sum(-1) for k in (1, 4, 8)}
     expected |= {f"boost_{k}": tails[..., :k].sum(-1) / uniform[:k].sum() for k in (1, 4, 8)}
@@ -284,7 +291,7 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
         )
 
 
-def tail(head: int, masses: dict[int, float], n_ctx: int) -> list[Entry]:
+def tail_profile(head: int, masses: dict[int, float], n_ctx: int) -> list[Entry]:
     entry = {"layer": 0, "head": head, "profile": "tail_attention_by_key", "count": 1, "m2": 0.0}
     return [entry | {"key": key, "mean": masses.get(key, 0.0)} for key in range(n_ctx)]
 
@@ -301,7 +308,9 @@ def test_classes_of_heads(tmp_path: Path) -> None:
         ({3: 0.125, 8: 0.875}, "mixed"),
     ]
     entries = [
-        entry for head, (masses, _) in enumerate(heads) for entry in tail(head, masses, n_ctx)
+        entry
+        for head, (masses, _) in enumerate(heads)
+        for entry in tail_profile(head, masses, n_ctx)
     ]
     write_run(
         tmp_path,
@@ -333,7 +342,7 @@ def test_classes_of_heads(tmp_path: Path) -> None:
 
 def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
     """The columns uniform_first_1, 4 and 8 of attention-sink-profiler, which a boost divides by."""
-    entries = tail(0, {0: 1.0}, 64)
+    entries = tail_profile(0, {0: 1.0}, 64)
     write_run(
         tmp_path,
         "a-1",

@@ -34,7 +34,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
-def expected(
+def defined_answers(
     q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Sequence[PairLabels]
 ) -> dict[str, Tensor]:
     """Every answer from its definition, in float64."""
@@ -64,7 +64,7 @@ def expected(
     return answers
 
 
-def answered(swept: Swept) -> dict[str, Tensor]:
+def answers_of(swept: Swept) -> dict[str, Tensor]:
     answers = {"z": swept.z, "lse": swept.lse, "distance": swept.distance}
     answers |= {} if swept.entropy is None else {"entropy": swept.entropy}
     return answers | {f"mass {i}": mass for i, mass in enumerate(swept.masses)}
@@ -77,13 +77,13 @@ def check(
     scale: float,
     labels: Sequence[PairLabels],
     atol: float = 5e-6,
-    **others: float,
+    **other_tolerances: float,
 ) -> Swept:
     """Sweep, and compare every answer with its definition, to 1e-5 and `atol`; `others` has another
     atol for some answers.
     """
     swept = sweep(q, k, v, scale, labels, entropy=True, number_format="float32")
-    answers, definitions = answered(swept), expected(q, k, v, scale, labels)
+    answers, definitions = answers_of(swept), defined_answers(q, k, v, scale, labels)
     assert list(answers) == list(definitions)
     for name, answer in answers.items():
         assert answer.dtype == torch.float32
@@ -91,7 +91,7 @@ def check(
             answer.double(),
             definitions[name],
             rtol=1e-5,
-            atol=others.get(name, atol),
+            atol=other_tolerances.get(name, atol),
             msg=lambda m, n=name: f"{n}: {m}",
         )
     assert swept.entropy is not None
@@ -99,7 +99,7 @@ def check(
     return swept
 
 
-def drawn(
+def random_qkv(
     batch: int, heads: int, kv_heads: int, n_ctx: int, d_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as a model has them: views of a projection `[batch pos 3·head d_head]`."""
@@ -111,7 +111,7 @@ def drawn(
     return q, k, v
 
 
-def two_kinds(tokens: Tensor) -> Sequence[PairLabels]:
+def match_labels(tokens: Tensor) -> Sequence[PairLabels]:
     """Earlier keys with the query's token, and keys that follow one."""
     tokens = tokens.int()
     token_before = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1)
@@ -159,19 +159,19 @@ class TestSweep:
     def test_every_answer_is_its_definition(
         self, n_ctx: int, batch: int, heads: int, kv_heads: int, d_head: int
     ) -> None:
-        q, k, v = drawn(batch, heads, kv_heads, n_ctx, d_head)
-        swept = check(q, k, v, d_head**-0.5, two_kinds(random_tokens(batch, n_ctx)))
+        q, k, v = random_qkv(batch, heads, kv_heads, n_ctx, d_head)
+        swept = check(q, k, v, d_head**-0.5, match_labels(random_tokens(batch, n_ctx)))
         assert swept.z.transpose(1, 2).is_contiguous()
 
     @pytest.mark.parametrize("d_head", [1, 65, 80, 128, 200, 256])
     def test_heads_of_any_size(self, d_head: int) -> None:
-        q, k, v = drawn(1, 1, 1, 35, d_head)
-        check(q, k, v, d_head**-0.5, two_kinds(random_tokens(1, 35)))
+        q, k, v = random_qkv(1, 1, 1, 35, d_head)
+        check(q, k, v, d_head**-0.5, match_labels(random_tokens(1, 35)))
 
     def test_any_strides(self) -> None:
         torch.manual_seed(0)
         q, k, v = (torch.randn(n, 24, 2, 97, device=DEVICE).permute(2, 0, 3, 1) for n in (4, 2, 2))
-        check(q, k, v, 0.2, two_kinds(random_tokens(2, 97)))
+        check(q, k, v, 0.2, match_labels(random_tokens(2, 97)))
         check(q, k[:, :1].expand(2, 4, 97, 24), v[:1, 1:].expand(2, 4, 97, 24), 0.2, [])
         wide = torch.randn(2, 2, 97, 96, device=DEVICE)
         check(wide[..., ::2], wide[..., 1::2], wide[..., :48].contiguous(), 0.2, [])
@@ -179,9 +179,9 @@ class TestSweep:
     @pytest.mark.parametrize("d_head", [24, 72])
     def test_nothing_beyond_the_tensors_is_read(self, d_head: int) -> None:
         storage = torch.full((3, 1, 1, 100, d_head + 8), torch.nan, device=DEVICE)
-        storage[..., :97, :d_head] = torch.stack(drawn(1, 1, 1, 97, d_head))
+        storage[..., :97, :d_head] = torch.stack(random_qkv(1, 1, 1, 97, d_head))
         q, k, v = storage[..., :97, :d_head]
-        check(q, k, v, 0.2, two_kinds(random_tokens(1, 97)))
+        check(q, k, v, 0.2, match_labels(random_tokens(1, 97)))
 
     def test_one_attended_key_exactly(self) -> None:
         q, k, v = torch.full((3, 1, 1, 1, 2), 3.0, device=DEVICE)
@@ -195,7 +195,7 @@ class TestSweep:
             entropy=True,
             number_format="float32",
         )
-        answers = {name: answer.item() for name, answer in answered(swept).items() if name != "z"}
+        answers = {name: answer.item() for name, answer in answers_of(swept).items() if name != "z"}
         assert swept.z.tolist() == [[[[3.0, 3.0]]]]
         assert answers.pop("lse") == pytest.approx(18 * math.log(2))
         assert answers == {"distance": 0, "entropy": 0, "mass 0": 1, "mass 1": 0}
@@ -244,14 +244,14 @@ class TestSweep:
             torch.testing.assert_close(mass[1, 0], count.clamp(min=0) / (q + 1.0))
 
     def test_only_what_was_requested_is_answered(self) -> None:
-        q, k, v = drawn(1, 2, 2, 50, 8)
-        labels = two_kinds(random_tokens(1, 50))
-        full = answered(sweep(q, k, v, 0.3, labels, entropy=True, number_format="float32"))
+        q, k, v = random_qkv(1, 2, 2, 50, 8)
+        labels = match_labels(random_tokens(1, 50))
+        full = answers_of(sweep(q, k, v, 0.3, labels, entropy=True, number_format="float32"))
         for entropy, requested in ((False, []), (True, []), (False, labels[:1]), (False, labels)):
             swept = sweep(q, k, v, 0.3, requested, entropy=entropy, number_format="float32")
             assert (swept.entropy is None) != entropy
             assert len(swept.masses) == len(requested)
-            for name, answer in answered(swept).items():
+            for name, answer in answers_of(swept).items():
                 torch.testing.assert_close(answer, full[name], rtol=0, atol=0)
 
     @pytest.mark.parametrize("order", ["rising", "falling", "random"])
@@ -268,25 +268,31 @@ class TestSweep:
         k = torch.stack([steps, steps], -1)[None, None]
         q = torch.full((1, 1, 130, 2), 0.5, device=DEVICE)
         v = torch.randn(1, 1, 130, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        check(q, k, v, math.log(2), two_kinds(random_tokens(1, 130)), atol=1e-6)
+        check(q, k, v, math.log(2), match_labels(random_tokens(1, 130)), atol=1e-6)
 
     def test_large_random_scores(self) -> None:
-        q, k, v = drawn(1, 2, 2, 130, 8)
+        q, k, v = random_qkv(1, 2, 2, 130, 8)
         # float32 holds a score of 1e4 to 1e-3, and no answer can be better than its scores.
         swept = check(
-            80 * q, 80 * k, v, 8**-0.5, two_kinds(random_tokens(1, 130)), atol=5e-3, distance=0.1
+            80 * q, 80 * k, v, 8**-0.5, match_labels(random_tokens(1, 130)), atol=5e-3, distance=0.1
         )
         assert swept.lse.max() > 1e4
 
     @pytest.mark.parametrize("height", [10.0, 20.0, 88.0, 200.0, 1e4])
     def test_the_entropy_of_nearly_one_key_is_never_negative(self, height: float) -> None:
-        q, k, v = drawn(1, 1, 1, 130, 8)
+        q, k, v = random_qkv(1, 1, 1, 130, 8)
         q = torch.nn.functional.pad(q[..., 1:] / 100, (1, 0), value=1.0)
         k = torch.nn.functional.pad(k[..., 1:] / 100, (1, 0))
         k[:, :, [0, 70], 0], k[:, :, 100, 0] = height, 2 * height
         rounding = 5e-6 + height * 2e-7
         check(
-            q, k, v, 1.0, two_kinds(random_tokens(1, 130)), atol=rounding, distance=130 * rounding
+            q,
+            k,
+            v,
+            1.0,
+            match_labels(random_tokens(1, 130)),
+            atol=rounding,
+            distance=130 * rounding,
         )
 
     def test_a_short_distance_is_as_precise_as_a_long_one(self) -> None:
@@ -294,7 +300,7 @@ class TestSweep:
         distance = sweep(
             torch.ones_like(k), k, k, math.log(2), [], entropy=True, number_format="float32"
         ).distance
-        definitions = expected(torch.ones_like(k), k, k, math.log(2), [])["distance"]
+        definitions = defined_answers(torch.ones_like(k), k, k, math.log(2), [])["distance"]
         assert 0 < definitions[0, 0, 1:].max() < 2e-5
         torch.testing.assert_close(distance.double(), definitions, rtol=2e-6, atol=0)
 
@@ -304,21 +310,21 @@ class TestSweep:
     def test_half_precision_rounds_only_the_weights_of_v(
         self, dtype: torch.dtype, d_head: int
     ) -> None:
-        q, k, v = (x.to(dtype) for x in drawn(1, 2, 1, 130, d_head))
+        q, k, v = (x.to(dtype) for x in random_qkv(1, 2, 1, 130, d_head))
         check(
             q,
             k,
             v,
             d_head**-0.5,
-            two_kinds(random_tokens(1, 130)),
+            match_labels(random_tokens(1, 130)),
             atol=1e-5,
             z=torch.finfo(dtype).eps,
         )
 
     def test_one_tf32_product_is_near(self) -> None:
-        q, k, v = drawn(1, 2, 2, 97, 64)
-        definitions = expected(q, k, v, 0.125, [])
-        for name, answer in answered(
+        q, k, v = random_qkv(1, 2, 2, 97, 64)
+        definitions = defined_answers(q, k, v, 0.125, [])
+        for name, answer in answers_of(
             sweep(q, k, v, 0.125, [], entropy=True, number_format="tf32")
         ).items():
             torch.testing.assert_close(answer.double(), definitions[name], rtol=5e-3, atol=5e-3)
@@ -360,7 +366,7 @@ class TestSweep:
             assert comparison.agrees, comparison
 
     def test_errors_name_what_arrived(self) -> None:
-        q, k, v = drawn(1, 4, 2, 7, 8)
+        q, k, v = random_qkv(1, 4, 2, 7, 8)
         label = torch.zeros(1, 7, dtype=torch.int32)
 
         def refused(
@@ -413,7 +419,7 @@ def test_all_of_the_above_in_the_interpreter() -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def compiled(dtype: str, d_head: int, split: bool) -> Any:
+def compiled_for_h100(dtype: str, d_head: int, split: bool) -> Any:
     """The kernel for an H100, as `sweep` would have it compiled: aligned tensors, two kinds of
     labels.
     """
@@ -474,7 +480,7 @@ def test_it_compiles_for_an_h100(
     dtype: str, split: bool, d_head: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel_binary = compiled(dtype, d_head, split)
+    kernel_binary = compiled_for_h100(dtype, d_head, split)
     assert "wgmma" in kernel_binary.asm["ptx"]
     assert kernel_binary.metadata.shared <= kernel.H100_SHARED_BYTES
     cubin = tmp_path / "sweep.cubin"

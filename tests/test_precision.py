@@ -131,11 +131,15 @@ def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
     replica = toy.replica(paths[name])
     weight_shapes: list[tuple[int, ...]] = []
 
-    def noting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def record_weight(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         weight_shapes.append(tuple(weight.shape))
         return F.linear(x, weight, bias)
 
-    monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(noting))
+    monkeypatch.setattr(
+        "workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(record_weight)
+    )
     replica.measure(toy.repeating_tokens(8))
     kinds = {"Linear", "Conv1D"}
     layers = [

@@ -64,17 +64,17 @@ def measure(model: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeas
     )
 
 
-def by_hand(values: np.ndarray) -> Aggregate:
+def aggregate_by_hand(values: np.ndarray) -> Aggregate:
     """The aggregate of all rows at once."""
     count = np.full(values.shape[1:], len(values))
     return Aggregate(count, values.mean(0), ((values - values.mean(0)) ** 2).sum(0))
 
 
-def assert_same(found: Aggregate, expected: Aggregate) -> None:
+def assert_same(actual: Aggregate, expected: Aggregate) -> None:
     """The count exactly, the mean to 1e-9, M2 to 1e-6 of its size."""
-    np.testing.assert_array_equal(found.count, expected.count)
-    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found.m2, expected.m2, rtol=1e-6, atol=1e-15)
+    np.testing.assert_array_equal(actual.count, expected.count)
+    np.testing.assert_allclose(actual.mean, expected.mean, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(actual.m2, expected.m2, rtol=1e-6, atol=1e-15)
 
 
 # Aggregates
@@ -83,18 +83,20 @@ def assert_same(found: Aggregate, expected: Aggregate) -> None:
 def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
     rows = np.random.default_rng(0).normal(1e4, 1e-2, (101, 2, 3))
     batches = np.split(rows, [1, 3, 40, 100])
-    assert_same(merge([{"p": by_hand(batch)} for batch in batches])["p"], by_hand(rows))
+    assert_same(
+        merge([{"p": aggregate_by_hand(batch)} for batch in batches])["p"], aggregate_by_hand(rows)
+    )
 
 
 def test_merging_knows_no_order() -> None:
     rows = np.random.default_rng(1).normal(0, 1, (31, 4))
-    first, second, third = (by_hand(batch) for batch in np.split(rows, [2, 20]))
+    first, second, third = (aggregate_by_hand(batch) for batch in np.split(rows, [2, 20]))
     for merged in (
         first.merged(second).merged(third),
         third.merged(first.merged(second)),
         second.merged(third).merged(first),
     ):
-        assert_same(merged, by_hand(rows))
+        assert_same(merged, aggregate_by_hand(rows))
 
 
 def test_exact_aggregates_of_two_toy_sequences() -> None:
@@ -277,7 +279,7 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return list(run_query(connection, question).rows())
 
 
-def whole(plan: Plan) -> Aggregates:
+def aggregates_of_all_sequences(plan: Plan) -> Aggregates:
     """The profiles of all sequences of a run, in one batch."""
     replica = Replica(plan.info, plan.scan, "cpu")
     replica.batch.size = len(plan.sequences)
@@ -321,7 +323,7 @@ def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None
 def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> None:
     connection = connect(plan.run.path)
     columns = "layer, head, count, mean, sd, standard_error"
-    for name, expected in whole(plan).items():
+    for name, expected in aggregates_of_all_sequences(plan).items():
         question = (
             f"SELECT {columns} FROM profile_means "
             f"WHERE profile = '{name}' AND intervention = 'none'"

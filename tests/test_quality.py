@@ -37,7 +37,7 @@ BOS = 256
 Activations = dict[str, Any]
 
 
-def repeated(count: int = 3) -> np.ndarray:
+def repeated_blocks(count: int = 3) -> np.ndarray:
     """BOS and a block of different tokens twice."""
     blocks = [np.random.default_rng(i).permutation(192)[:BLOCK] for i in range(count)]
     return np.array([[BOS, *block, *block] for block in blocks], np.int32)
@@ -49,12 +49,12 @@ def replica(engine: str) -> toy.TextReplica:
 
 
 @cache
-def layers(engine: str) -> list[Activations]:
+def shown_by_layer(engine: str) -> list[Activations]:
     """What the layers show of repeated blocks."""
-    tokens = torch.from_numpy(repeated()).long()
+    tokens = torch.from_numpy(repeated_blocks()).long()
     shown_layers: list[Activations] = []
 
-    def keep(layer: int, activations: Any) -> None:
+    def keep_layer(layer: int, activations: Any) -> None:
         # The fused engine shows a layer twice, the first time with everything that is needed here.
         if layer == len(shown_layers) and "pattern" in activations:
             pattern = activations["pattern"]
@@ -62,7 +62,7 @@ def layers(engine: str) -> list[Activations]:
             shown_layers.append({**activations, **matrices})
 
     with torch.inference_mode():
-        replica(engine).engine.run(tokens, find_matches(tokens), keep)
+        replica(engine).engine.run(tokens, find_matches(tokens), keep_layer)
     assert len(shown_layers) == 3
     return shown_layers
 
@@ -72,7 +72,7 @@ both_engines = pytest.mark.parametrize("engine", ["fused", "dense"])
 
 @both_engines
 def test_01_a_pattern_is_a_causal_distribution(engine: str) -> None:
-    for activations in layers(engine):
+    for activations in shown_by_layer(engine):
         matrix: Tensor = activations["matrix"]
         assert matrix.shape == (3, 8, T, T)
         assert (matrix.sum(-1) - 1).abs().max() <= 1e-5
@@ -84,7 +84,7 @@ def test_01_a_pattern_is_a_causal_distribution(engine: str) -> None:
 @both_engines
 def test_02_shares_add_up(engine: str) -> None:
     q = torch.arange(1 + BLOCK, T)  # The second copy, whose keys of the four kinds are four.
-    for activations in layers(engine):
+    for activations in shown_by_layer(engine):
         pattern, matrix = activations["pattern"], activations["matrix"]
         assert (pattern.key(0).mean(-1) >= 1 / T).all()
         assert (pattern.by_lag() * (T - torch.arange(T))).sum(-1).sub(T).abs().max() <= 1e-5 * T
@@ -104,7 +104,7 @@ def test_02_shares_add_up(engine: str) -> None:
 
 @both_engines
 def test_03_scores_are_the_sum_of_their_four_terms(engine: str) -> None:
-    for layer, activations in enumerate(layers(engine)):
+    for layer, activations in enumerate(shown_by_layer(engine)):
         attn = bridge_of(replica(engine).model).blocks[layer].attn
         q, k = (activations[name].transpose(1, 2).double() for name in "qk")
         b_Q, b_K = (bias.double()[:, None] for bias in (attn.b_Q, attn.b_K))
@@ -128,7 +128,7 @@ def test_05_what_is_of_position_0_knows_nothing_after_it(engine: str) -> None:
         "sink_resid_pre_norm",
         "sink_resid_post_norm",
     ]
-    tokens = repeated()
+    tokens = repeated_blocks()
     alone = replica(engine).measure(tokens[:1, :1]).heads
     for n_ctx in (1, 2, 7, T):
         measured = replica(engine).measure(tokens[:, :n_ctx]).heads
@@ -143,7 +143,7 @@ def test_07_the_loss_is_the_library_s_own(engine: str) -> None:
     model: Any = GPT2LMHeadModel.from_pretrained(
         find_model("bundled:gpt2-mini"), attn_implementation="eager"
     ).eval()
-    tokens = torch.from_numpy(repeated()).long()
+    tokens = torch.from_numpy(repeated_blocks()).long()
     with torch.no_grad():
         expected = [model(sequence[None], labels=sequence[None]).loss.item() for sequence in tokens]
     losses = replica(engine).measure(tokens.int().numpy()).sequences["loss"]
@@ -180,19 +180,19 @@ def test_08_a_zero_bias_set_to_zero_changes_no_bit(tmp_path: Path, engine: str) 
 def test_09_uniform_attention_has_its_published_levels(
     n_ctx: int, all_queries: float, late: float
 ) -> None:
-    levels = uniform(torch.zeros(1, n_ctx, dtype=torch.long), "sink_alpha", "sink_mass_late")
+    levels = uniform_levels(torch.zeros(1, n_ctx, dtype=torch.long), "sink_alpha", "sink_mass_late")
     assert levels == pytest.approx([all_queries, late], abs=5e-5)
 
 
 def test_09_uniform_attention_has_its_published_induction_score() -> None:
     block = torch.arange(25)
-    levels = uniform(
+    levels = uniform_levels(
         torch.cat([torch.tensor([BOS]), block, block])[None], "induction_diagonal_strict"
     )
     assert levels == pytest.approx([0.0266], abs=5e-5)
 
 
-def uniform(tokens: Tensor, *names: str) -> list[float]:
+def uniform_levels(tokens: Tensor, *names: str) -> list[float]:
     """Statistics of uniform attention."""
     matches = find_matches(tokens)
     activations = {"pattern": uniform_pattern(matches, tokens), "tokens": tokens, **matches}

@@ -175,11 +175,11 @@ def test_the_shift_of_a_key_is_its_input_times_the_coupling(gpt2: Path) -> None:
     )
     inputs: list[torch.Tensor] = []
 
-    def note(_module: object, _arguments: object, out: torch.Tensor) -> None:
+    def record_output(_module: object, _arguments: object, out: torch.Tensor) -> None:
         inputs.append(out)
 
     norms = [block.get_submodule("ln_1") for block in replica.model.blocks]
-    hooks = [norm.register_forward_hook(note) for norm in norms]
+    hooks = [norm.register_forward_hook(record_output) for norm in norms]
     measured = replica.measure(tokens).means["profiles"]
     for hook in hooks:
         hook.remove()
