@@ -55,6 +55,7 @@ def test_the_mean_of_a_curve_is_its_profile(model: Path, tokens: np.ndarray, eng
     for name, aggregate in measured.means["profiles"].items():
         assert measured.tables["curves"][name].shape == (5, 3, 4, T)
         mean = measured.tables["curves"][name].astype(np.float64).mean(0)
+        # Means of what heads share have no axis of heads; curves always do.
         shared = aggregate.mean[:, None] if aggregate.mean.ndim == 2 else aggregate.mean
         np.testing.assert_allclose(mean, np.broadcast_to(shared, mean.shape), rtol=1e-5, atol=1e-6)
 

@@ -74,6 +74,7 @@ def library_attention(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.nd
         patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
         heads = model.config.n_head
         values = [
+            # GPT-2 projects to q, k and v at once.
             projection.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1)).transpose(1, 2)
             for projection in projected
         ]
@@ -105,6 +106,7 @@ def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray
         f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
     }
     last, average = norms(z[..., -1, :], axis=-1), plain["AHON"]
+    # The last 8 bytes of an MD5 digest, as a number from 0 to 1, as DuckDB can make it too.
     drawn = np.empty(last.shape)
     for layer, sequence, head in np.ndindex(*last.shape):
         digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()

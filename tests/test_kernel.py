@@ -296,6 +296,7 @@ class TestSweep:
         )
 
     def test_a_short_distance_is_as_precise_as_a_long_one(self) -> None:
+        # Scores rise by 16 a key, so nearly all attention is on the query itself.
         k = 16 * torch.arange(130.0, device=DEVICE)[None, None, :, None]
         distance = sweep(
             torch.ones_like(k), k, k, math.log(2), [], entropy=True, number_format="float32"
@@ -420,24 +421,24 @@ def test_all_of_the_above_in_the_interpreter() -> None:
 
 
 def compiled_for_h100(dtype: str, d_head: int, split: bool) -> Any:
-    """The kernel for an H100, as `sweep` would have it compiled: aligned tensors, two kinds of
-    labels.
-    """
+    """The kernel for an H100, as `sweep` would have it compiled, with two kinds of labels."""
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     function: Any = kernel._sweep_tile
-    tiles = kernel.TILE_SIZES[
-        {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    ][d_head]
+    torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    tiles = kernel.TILE_SIZES[torch_dtype][d_head]
     constants_by_name = {
         "HEADS_PER_KV_HEAD": 1,
         "D_HEAD": d_head,
         "PADDED_D_HEAD": d_head,
         "DIMS": tiles.dims,
         "QUERIES": tiles.queries,
+        "KEYS": tiles.keys,
+        "LAGS": (1, 0),
+        "ENTROPY": True,
+        "SPLIT": split,
     }
-    constants_by_name |= {"KEYS": tiles.keys, "LAGS": (1, 0), "ENTROPY": True, "SPLIT": split}
     types = dict.fromkeys("qkv", f"*{dtype}") | {
         "z": "*fp32",
         "row_sums": "*fp32",
@@ -451,6 +452,8 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool) -> Any:
     constants: dict[Any, Any] = {
         (function.arg_names.index(name),): value for name, value in constants_by_name.items()
     }
+    # Triton compiles another kernel for pointers and numbers that 16 divides. Those of `sweep` are
+    # of that kind, and a stride of 1 is a constant.
     divisible: dict[Any, Any] = {}
     for i, kind in enumerate(signature.values()):
         for j, part in enumerate(kind if isinstance(kind, tuple) else [kind]):
@@ -481,6 +484,7 @@ def test_it_compiles_for_an_h100(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel_binary = compiled_for_h100(dtype, d_head, split)
+    # The instruction of Hopper's tensor cores.
     assert "wgmma" in kernel_binary.asm["ptx"]
     assert kernel_binary.metadata.shared <= kernel.H100_SHARED_BYTES
     cubin = tmp_path / "sweep.cubin"
@@ -489,6 +493,7 @@ def test_it_compiles_for_an_h100(
     usage = subprocess.run(
         [dump, "-res-usage", cubin], capture_output=True, text=True, check=True
     ).stdout
+    # Bytes of a thread's registers that did not fit and went to memory.
     spilled = int(re.findall(r"STACK:(\d+)", usage)[0])
     assert spilled <= 8
 

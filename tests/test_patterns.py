@@ -20,6 +20,7 @@ def both_patterns(
 ) -> tuple[FusedPattern, DensePattern]:
     """The two patterns of q, k, v `[batch head pos d_head]`; the dense one is made in float64."""
     scale = q.shape[-1] ** -0.5
+    # The dense one has no rounding of its own, so what differs is the fused one's error.
     fused = FusedPattern(q, k, v, scale, find_matches(tokens))
     scores = (q.double() @ k.double().mT) * scale
     causal = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)

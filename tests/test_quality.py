@@ -108,14 +108,18 @@ def test_03_scores_are_the_sum_of_their_four_terms(engine: str) -> None:
         attn = bridge_of(replica(engine).model).blocks[layer].attn
         q, k = (activations[name].transpose(1, 2).double() for name in "qk")
         b_Q, b_K = (bias.double()[:, None] for bias in (attn.b_Q, attn.b_K))
+        # q·k = content + query · key bias + query bias · key + bias · bias
         content = (q - b_Q) @ (k - b_K).mT
-        t2, t3, t4 = (q - b_Q) @ b_K.mT, b_Q @ (k - b_K).mT, b_Q @ b_K.mT
+        query_term = (q - b_Q) @ b_K.mT
+        key_term = b_Q @ (k - b_K).mT
+        bias_term = b_Q @ b_K.mT
         root = math.sqrt(q.shape[-1])
         future = torch.ones(T, T).triu(1).bool()
         scores = (root * activations["scores"].double()).masked_fill(future, 0)
-        error = (content + t2 + t3 + t4).masked_fill(future, 0) - scores
+        error = (content + query_term + key_term + bias_term).masked_fill(future, 0) - scores
         assert error.abs().max() <= 1e-4 * scores.abs().max() + 1e-3
-        pattern = ((content + t3) / root).masked_fill(future, -torch.inf).softmax(-1)
+        # The terms without the key are the same for all keys, so the softmax does not see them.
+        pattern = ((content + key_term) / root).masked_fill(future, -torch.inf).softmax(-1)
         assert (pattern - activations["matrix"]).abs().max() <= 1e-5
 
 

@@ -148,10 +148,12 @@ def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
     content, committed = path.read_bytes(), commit.read_bytes()
     try:
         for damaged in (content[:-1], content[:-4] + b"\0\0\0\0", b"", None):
+            # None: the file is gone.
             path.unlink() if damaged is None else path.write_bytes(damaged)
             assert missing_shards(plan).tolist() == [1]
             assert not commit.exists()
             commit.write_bytes(committed)
+        # One bit differs: the length says nothing, only the digest does.
         path.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
         assert missing_shards(plan).tolist() == []
         assert missing_shards(plan, verify=True).tolist() == [1]

@@ -64,12 +64,8 @@ def raw_gpt2(path: Path) -> Raw:
             .swapaxes(0, 1)
         )
     positions, mlp = state["transformer.wpe.weight"], "transformer.h.0.mlp"
-    mlp_input = positions @ state[f"{mlp}.c_fc.weight"] + state[f"{mlp}.c_fc.bias"]
-    gelu = (
-        0.5
-        * mlp_input
-        * (1 + np.tanh(math.sqrt(2 / math.pi) * (mlp_input + 0.044715 * mlp_input**3)))
-    )
+    x = positions @ state[f"{mlp}.c_fc.weight"] + state[f"{mlp}.c_fc.bias"]
+    gelu = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     effective = positions + gelu @ state[f"{mlp}.c_proj.weight"] + state[f"{mlp}.c_proj.bias"]
     return {"b_Q": np.stack(b_q), "W_K": np.stack(w_k), "W_pos": positions, "EPE": effective}
 
