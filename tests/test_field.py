@@ -106,7 +106,7 @@ def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray
         f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
     }
     last, average = norms(z[..., -1, :], axis=-1), plain["AHON"]
-    # The last 8 bytes of an MD5 digest, as a number from 0 to 1, as DuckDB can make it too.
+    # What DuckDB's `md5_number_lower` gives, as a number from 0 to 1.
     drawn = np.empty(last.shape)
     for layer, sequence, head in np.ndindex(*last.shape):
         digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()
