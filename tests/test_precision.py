@@ -23,7 +23,7 @@ from workers.replica import InterventionMeasurements
 
 
 @pytest.mark.parametrize(
-    ("factors", "bits"),
+    ("number_format", "bits"),
     [("float16", 10), ("bfloat16", 7), ("tf32", 10), ("float32", 23), ("float64", 52)],
 )
 @pytest.mark.parametrize("sign", [1.0, -1.0])
