@@ -215,7 +215,7 @@ class _Listing:
         self.bad_now = self.bad_now + 1 if document.problem is not None else 0
         self.bad_in_a_row = max(self.bad_in_a_row, self.bad_now)
         name = document.pile_set_name or ""
-        if not document.chosen:
+        if not document.fits_where:
             self.other_documents[name] += 1
             return False
         if document.problem is not None:
@@ -280,7 +280,7 @@ def build_index(
         for records in _in_batches(source.records(corpus.reading), 512):
             taken: list[tuple[int, str]] = []
             for record in records:
-                document = source.document(record, corpus.reading)
+                document = source.document_of(record, corpus.reading)
                 if listing.add(number, record, document):
                     taken.append((len(listing) - 1, document.text))
             for i, _ in taken:

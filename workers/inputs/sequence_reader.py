@@ -208,7 +208,7 @@ class SequenceReader:
             if record is None or record.row != row:
                 self._forward = None
                 raise self._changed(document)
-            read = source.document(record, self.corpus.reading)
+            read = source.document_of(record, self.corpus.reading)
             if read.problem is not None or (
                 index.content is not None and read.content_hash != int(index.content[document])
             ):
