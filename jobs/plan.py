@@ -379,7 +379,7 @@ def _find_documents(
     if same_files(files, corpus.sources) and sequences.indexed_enough(before.sequences):
         return False
     sequences.use_index(None)
-    sequences.least = before.sequences
+    sequences.least_sequences = before.sequences
     index_corpus(sequences, run.path.parent, watch, known)
     sequences.check_index()
     was = sequences.reader_of(known, replace(corpus, sources=_sources_of(files, corpus)))

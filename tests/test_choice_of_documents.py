@@ -230,7 +230,7 @@ def test_shuffled_documents_have_one_order_however_they_are_sharded(
     tmp_path: Path, info: ModelInfo, form: str, per_shard: int, monkeypatch: pytest.MonkeyPatch
 ):
     # So small a window that a file is gone through several times.
-    monkeypatch.setattr(sequence_reader, "WINDOW", 200)
+    monkeypatch.setattr(sequence_reader, "TOKENS_IN_MEMORY", 200)
     file = write_fields(tmp_path, form)
     order = taken(choose(info, write_fields(tmp_path, "jsonl"), shuffle=5))
     assert sorted(order) == list(range(30))

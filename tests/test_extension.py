@@ -437,7 +437,7 @@ def test_a_run_goes_on_with_a_corpus_that_was_mended_where_nothing_is_measured(
     again = planned(tmp_path / "out", "all", **fields)
     assert not again.indexed_anew
     reader = again.sequences.reader
-    document = int(reader.first[7])
+    document = int(reader.cuts.first_document[7])
     # Where documents are joined, the shards beside it are made of the document too.
     made_of_it = {i // SIZE for i in range(len(reader)) if document in reader.spanned(i, i + 1)}
     for shard in made_of_it:

@@ -63,7 +63,7 @@ class Sequences:
         partners: bool = False,
     ) -> None:
         self.scan, self.info, self.index, self.partners = scan, info, index, partners
-        self.least = 0
+        self.least_sequences = 0
         """Sequences that the index reaches as far as at least: a run has them already."""
         if corpus is not None:
             self.corpus = self._chosen(corpus)
@@ -170,7 +170,7 @@ class Sequences:
         """Sequences that the index is made for; none means all that there are."""
         if self.scan.sequences == "all":
             return None
-        return max(self.scan.sequences, self.least)
+        return max(self.scan.sequences, self.least_sequences)
 
     @property
     def fates(self) -> Fates | None:
