@@ -17,7 +17,7 @@ from workers.inputs import INPUTS, InputFamily
 from workers.inputs.corpus import choice
 from workers.inputs.input_registry import CHOICE
 from workers.interventions import INTERVENTIONS
-from workers.interventions.intervention_registry import Largest, Registered
+from workers.interventions.intervention_registry import LargestValue, RegisteredIntervention
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -116,7 +116,7 @@ def inputs_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _call(registered: Registered) -> str:
+def _call(registered: RegisteredIntervention) -> str:
     """How it is written in a scan."""
     options = ", ".join(registered.options)
     return f"{registered.name}({options})" if options else registered.name
@@ -158,7 +158,7 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _option(parameter: inspect.Parameter, quote: str = '"', largest: Largest | None = None) -> str:
+def _option(parameter: inspect.Parameter, quote: str = '"', largest: LargestValue | None = None) -> str:
     """An option: what it may be and its default, in plain words."""
     allowed = values(parameter.annotation, quote)
     if largest is not None:

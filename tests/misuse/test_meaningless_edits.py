@@ -132,7 +132,7 @@ OPTIONS = [
 def test_every_option_refuses_what_is_no_number_of_its_range(name: str, number: int, text: str):
     options = INTERVENTIONS[name].options
     good = [
-        str(names[0]) if (names := INTERVENTIONS[name].names.get(key)) else "1" for key in options
+        str(names[0]) if (names := INTERVENTIONS[name].allowed_names.get(key)) else "1" for key in options
     ]
     key = list(options)[number]
     bad = f"{name}({','.join([*good[:number], text, *good[number + 1 :]])})"
