@@ -17,7 +17,7 @@ from workers.engine.edits import EMBEDDINGS, WHOLE_PATTERN, Edits, hidden_keys
 from workers.engine.engine import Activations, Done, OnFinal, OnLayer
 from workers.engine.token_pairs import TokenPairs
 from workers.model.attention_layers import causal_softmax
-from workers.model.model import Hook, Model, wide
+from workers.model.model import Hook, Model, at_least_float32
 
 Tensors = dict[str, Tensor]
 """What hooks have shown of a layer, as edits leave it; `unedited …` and `hidden` say what an edit
@@ -98,15 +98,15 @@ class DenseEngine:
 
         def note(name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = change(name, layer, value, hook)
-            seen[name] = wide(value if edited is None else edited)
+            seen[name] = at_least_float32(value if edited is None else edited)
             if name in WHOLE_PATTERN:
-                seen[f"unedited {name}"] = wide(value)
+                seen[f"unedited {name}"] = at_least_float32(value)
             if name == "attn_scores" and edited is not None:
                 seen["hidden"] = hidden_keys(edited)
             return edited
 
         def rotated(name: str, value: Tensor, hook: object) -> None:
-            seen[name] = wide(value)
+            seen[name] = at_least_float32(value)
 
         def end_layer(layer: int, value: Tensor, hook: object) -> Tensor | None:
             edited = note("resid_post", layer, value, hook)
@@ -120,7 +120,7 @@ class DenseEngine:
 
         def predict(value: Tensor, hook: object) -> None:
             if on_final is not None:
-                on_final(wide(value))
+                on_final(at_least_float32(value))
             raise Done
 
         hooks: list[tuple[str, Hook]] = [

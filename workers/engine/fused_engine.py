@@ -24,7 +24,7 @@ from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import linears_in
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
-from workers.model.model import Model, wide
+from workers.model.model import Model, at_least_float32
 
 Output = Tensor | tuple[Any, ...]
 """What a module puts out: a tensor, or one and what belongs to it."""
@@ -58,7 +58,7 @@ class _Forward:
         """
         groups = q.shape[1] // k.shape[1]
         dtype = v.dtype
-        q, k, v = (self._edited(name, wide(x)) for name, x in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (self._edited(name, at_least_float32(x)) for name, x in (("q", q), ("k", k), ("v", v)))
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         self.activations["q"] = q.transpose(1, 2)
@@ -156,7 +156,7 @@ class _Forward:
         self.layer, self.attended = layer, False
         before: Tensor = args[0] if args else kwargs["hidden_states"]
         stream = self.edit("resid_pre", before)
-        self.activations = {"resid_pre": wide(stream)}
+        self.activations = {"resid_pre": at_least_float32(stream)}
         if stream is before:
             return None
         return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
@@ -171,7 +171,7 @@ class _Forward:
             )
         after = output[0] if isinstance(output, tuple) else output
         stream = self.edit("resid_post", after)
-        self.activations["resid_post"] = wide(stream)
+        self.activations["resid_post"] = at_least_float32(stream)
         self.show()
         self.activations = {}
         if layer == self.last and self.on_final is None:
@@ -182,7 +182,7 @@ class _Forward:
 
     def _before_unembedding(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.on_final is not None:
-            self.on_final(wide(args[0]))
+            self.on_final(at_least_float32(args[0]))
             raise Done
 
 
