@@ -282,7 +282,10 @@ def test_the_bundled_model_takes_its_table():
             "input.mix: expected with variant = 'interpolate' only, got mix = None and variant = "
             "'interpolate'",
         ),
-        ({"variant": "interpolate", "mix": 1.1}, "input.mix: expected a probability, 0 to 1, got 1.1"),
+        (
+            {"variant": "interpolate", "mix": 1.1},
+            "input.mix: expected a probability, 0 to 1, got 1.1",
+        ),
         (
             {"family": "backcopy_test"},
             "n_ctx: backcopy_test has 3 tokens besides the beginning-of-sequence token, the "
@@ -293,11 +296,16 @@ def test_the_bundled_model_takes_its_table():
             "input.text: /nowhere/a.txt cannot be read (No such file or directory); expected a "
             "UTF-8 text file",
         ),
-        ({"text": BUNDLED_TEXT, "triggers": 2}, f"input.triggers: {BUNDLED_TEXT} has 3, got 2; leave it out"),
-        ({"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
-         f"input.alphabet: {BUNDLED_TEXT} has tokens and no characters; leave it out"),
+        (
+            {"text": BUNDLED_TEXT, "triggers": 2},
+            f"input.triggers: {BUNDLED_TEXT} has 3, got 2; leave it out",
+        ),
+        (
+            {"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
+            f"input.alphabet: {BUNDLED_TEXT} has tokens and no characters; leave it out",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_task_that_does_not_fit_is_refused(tiny: str, options: dict[str, Any], message: str):
     with pytest.raises(HeadcountError) as caught:
         shard_of(

@@ -290,9 +290,13 @@ def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path, info: Mode
     index = sequences.index
     assert index is not None
     rows = index.row[index.n_tokens == BAD].tolist()
-    assert {r: index.problems[n] for n, r in zip(np.flatnonzero(index.n_tokens == BAD).tolist(), rows, strict=True)} == {
-        4: "invalid JSON", 17: "text is int, expected a string",
-    }  # fmt: skip
+    assert {
+        r: index.problems[n]
+        for n, r in zip(np.flatnonzero(index.n_tokens == BAD).tolist(), rows, strict=True)
+    } == {
+        4: "invalid JSON",
+        17: "text is int, expected a string",
+    }
     bad = [row for i in range(sequences.shards) for row in sequences.shard(i).bad_rows]
     assert sorted(bad) == [
         f"{file}, line 18 (text is int, expected a string)", f"{file}, line 5 (invalid JSON)",

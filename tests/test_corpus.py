@@ -883,7 +883,10 @@ def test_a_csv_file_that_is_none_is_one_line(
 
 def test_csv_texts_are_csv_files(tmp_path: Path, info: ModelInfo):
     (tmp_path / "a.txt").write_text("abcdefgh")
-    expected = f"{tmp_path / 'a.txt'}: expected a file that ends in .csv; those of text may also be packed (.zst, .gz)"
+    expected = (
+        f"{tmp_path / 'a.txt'}: expected a file that ends in .csv; those of text may "
+        "also be packed (.zst, .gz)"
+    )
     assert problem_of(info, tmp_path / "a.txt", family="csv_texts") == expected
 
 

@@ -15,9 +15,13 @@ from workers.interventions.inactive import Score
 
 TOKENS = toy.repeating_tokens(17, batch=4)
 THRESHOLDS: dict[str, tuple[float, float]] = {
-    "sink_alpha": (0.2, 1.0), "entropy": (1.2, 1.0), "head_output_norm": (4.3, 1.0), "head_output_norm_last": (3.8, 0.9),
-    "sink_value_norm": (4.4, 1.0), "value_norm": (5.0, 1.0),
-}  # fmt: skip
+    "sink_alpha": (0.2, 1.0),
+    "entropy": (1.2, 1.0),
+    "head_output_norm": (4.3, 1.0),
+    "head_output_norm_last": (3.8, 0.9),
+    "sink_value_norm": (4.4, 1.0),
+    "value_norm": (5.0, 1.0),
+}
 """By score: as it is, and in parts of the layer's mean."""
 
 

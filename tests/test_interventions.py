@@ -28,13 +28,28 @@ from workers.model.model_info import describe, find_model
 from workers.replica import InterventionMeasurements
 
 WITH_OPTIONS = {
-    "scale_query_bias": "(2)", "blend_first_position": "(0.25)", "scale_first_position": "(3)", "zero_mlp": "(1)",
-    "zero_attention": "(1)", "zero_head": "(1,2)", "keep_head": "(0,1)", "head_to_first": "(1,3)", "keep_window": "(1,3)",
-    "mean_head": "(0,1)", "patch_head": "(1,2)", "patch_head_at": "(0,1,9)", "swap_first_key": "(5)", "swap_first_value": "(5)",
-    "zero_inactive_heads": "(head_output_norm,4.5)", "zero_random_heads": "(head_output_norm,4.5)",
-    "zero_entropy_sinks": "(0.6,0.4)", "entropy_sinks_to_first": "(0.6,0.4)",
-    "blend_position": "(5)", "scale_position": "(5,3)", "zero_token": "(5)",
-}  # fmt: skip
+    "scale_query_bias": "(2)",
+    "blend_first_position": "(0.25)",
+    "scale_first_position": "(3)",
+    "zero_mlp": "(1)",
+    "zero_attention": "(1)",
+    "zero_head": "(1,2)",
+    "keep_head": "(0,1)",
+    "head_to_first": "(1,3)",
+    "keep_window": "(1,3)",
+    "mean_head": "(0,1)",
+    "patch_head": "(1,2)",
+    "patch_head_at": "(0,1,9)",
+    "swap_first_key": "(5)",
+    "swap_first_value": "(5)",
+    "zero_inactive_heads": "(head_output_norm,4.5)",
+    "zero_random_heads": "(head_output_norm,4.5)",
+    "zero_entropy_sinks": "(0.6,0.4)",
+    "entropy_sinks_to_first": "(0.6,0.4)",
+    "blend_position": "(5)",
+    "scale_position": "(5,3)",
+    "zero_token": "(5)",
+}
 EVERY = [name + WITH_OPTIONS.get(name, "") for name in INTERVENTIONS]
 
 
@@ -179,9 +194,19 @@ def test_random_keys_avoid_the_massive_ones_and_depend_on_layer_and_draw(gpt2: P
 def test_random_keys_are_the_published_ones() -> None:
     # random.seed(42), then random.randint(0, 767) three times for each layer.
     published = [
-        [654, 114, 25], [759, 281, 250], [228, 142, 754], [104, 692, 758], [558, 89, 604], [432, 32, 30],
-        [95, 223, 238], [517, 616, 27], [574, 203, 733], [665, 718, 558], [429, 225, 459], [603, 284, 6],
-    ]  # fmt: skip
+        [654, 114, 25],
+        [759, 281, 250],
+        [228, 142, 754],
+        [104, 692, 758],
+        [558, 89, 604],
+        [432, 32, 30],
+        [95, 223, 238],
+        [517, 616, 27],
+        [574, 203, 733],
+        [665, 718, 558],
+        [429, 225, 459],
+        [603, 284, 6],
+    ]
     assert [
         random_coordinates(768, 3, [138, 378, 447], layer, 42) for layer in range(12)
     ] == published

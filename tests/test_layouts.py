@@ -137,34 +137,57 @@ def test_with_replacement_tokens_may_meet():
     ("family", "n_ctx", "options", "message"),
     [
         (
-            "abac", 13, {"second": 3},
+            "abac",
+            13,
+            {"second": 3},
             "input.second: expected 4 to 10, so that the second A and its C stand between the "
             "first and the last; got 3",
         ),
         (
-            "abac", 13, {"second": 11},
+            "abac",
+            13,
+            {"second": 11},
             "input.second: expected 4 to 10, so that the second A and its C stand between the "
             "first and the last; got 11",
         ),
-        ("abac", 6, {"second": 4}, "n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got 5; raise n_ctx"),
         (
-            "induction_pos0", 3, {},
+            "abac",
+            6,
+            {"second": 4},
+            (
+                "n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got 5; "
+                "raise n_ctx"
+            ),
+        ),
+        (
+            "induction_pos0",
+            3,
+            {},
             "n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got 2; "
             "raise n_ctx",
         ),
-        ("ngram_overlap", 9, {"n": 1}, "input.n: expected 2 or more, the tokens of a sub-sequence, got 1"),
         (
-            "ngram_overlap", 10, {"n": 3},
+            "ngram_overlap",
+            9,
+            {"n": 1},
+            "input.n: expected 2 or more, the tokens of a sub-sequence, got 1",
+        ),
+        (
+            "ngram_overlap",
+            10,
+            {"n": 3},
             "n_ctx: the layout has 8 tokens besides the beginning-of-sequence token, the sequence "
             "has room for 9; change n_ctx by -1",
         ),
         (
-            "ngram_order", 13, {},
+            "ngram_order",
+            13,
+            {},
             "n_ctx: the layout has 19 tokens besides the beginning-of-sequence token, the "
             "sequence has room for 12; change n_ctx by +7",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_layout_that_does_not_fit_is_refused(
     family: str, n_ctx: int, options: dict[str, Any], message: str
 ):
@@ -178,10 +201,15 @@ def sequences_tables(
 ) -> list[dict[str, Any]]:
     """The rows of the sequences table of two shards, measured and committed."""
     fields = {
-        "model": str(save_model(tmp_path / "model", gpt2())), "n_ctx": 12 + bos, "bos": bos, "sequences": 3,
-        "sequences_per_shard": 2, "statistics": ["sink_mass"], "input": {"family": family} | options,
+        "model": str(save_model(tmp_path / "model", gpt2())),
+        "n_ctx": 12 + bos,
+        "bos": bos,
+        "sequences": 3,
+        "sequences_per_shard": 2,
+        "statistics": ["sink_mass"],
+        "input": {"family": family} | options,
         "out": str(tmp_path / "runs"),
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), "layout")
     prepare_run(plan, "")
     replica = Replica(plan.info, plan.scan, "cpu")

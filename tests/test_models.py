@@ -56,9 +56,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 AGREEING = [
-    "gpt2", "gpt2-inverse-layer", "gpt2-reordered", "llama-gqa", "llama-wide-heads", "neox-parallel", "neox-serial",
-    "qwen2", "phi", "mistral", "gemma2-plain", "legacy-pth", "legacy-safetensors",
-]  # fmt: skip
+    "gpt2",
+    "gpt2-inverse-layer",
+    "gpt2-reordered",
+    "llama-gqa",
+    "llama-wide-heads",
+    "neox-parallel",
+    "neox-serial",
+    "qwen2",
+    "phi",
+    "mistral",
+    "gemma2-plain",
+    "legacy-pth",
+    "legacy-safetensors",
+]
 
 
 class Shelf:
@@ -523,8 +534,14 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
 @pytest.mark.parametrize(
     ("edit", "line"),
     [
-        (lambda p: (p / "config.json").unlink(), ": no readable config.json; expected a model directory"),
-        (config_is(b"{"), "/config.json: not valid JSON (Expecting property name enclosed in double quotes"),
+        (
+            lambda p: (p / "config.json").unlink(),
+            ": no readable config.json; expected a model directory",
+        ),
+        (
+            config_is(b"{"),
+            "/config.json: not valid JSON (Expecting property name enclosed in double quotes",
+        ),
         (config_is(b"\xff"), "/config.json: not valid JSON ('utf-8' codec can't decode byte 0xff"),
         (config_is(b"[1]"), "/config.json: expected an object, got list"),
         (
@@ -532,16 +549,34 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
             "/config.json: has neither model_type (Hugging Face) nor n_heads, d_head, n_ctx, "
             "d_vocab (legacy TransformerLens)",
         ),
-        (config_with(model_type="gpt9"), f"{NO_MODEL}The checkpoint you are trying to load has model type `gpt9`"),
+        (
+            config_with(model_type="gpt9"),
+            f"{NO_MODEL}The checkpoint you are trying to load has model type `gpt9`",
+        ),
         (config_with(model_type=3), NO_MODEL),
         (config_with(n_head="four"), f"{NO_MODEL}Validation error for field 'n_head': TypeError"),
-        (config_with(vocab_size=None), f"{NO_MODEL}Validation error for field 'vocab_size': TypeError"),
+        (
+            config_with(vocab_size=None),
+            f"{NO_MODEL}Validation error for field 'vocab_size': TypeError",
+        ),
         (config_with(n_head=0), "/config.json: n_heads is 0, expected a positive integer"),
         (config_with(n_layer=0), "/config.json: n_layers is 0, expected a positive integer"),
-        (config_is(b'{"model_type": "mamba"}'), "/config.json: a mamba model names no num_attention_heads and no max_position_"),
-        (config_with(model_type="own", auto_map={"AutoConfig": "own.Config"}), f"{NO_MODEL}The repository"),
-        (config_with(n_head=5), "/config.json: hidden_size is 32, expected a multiple of num_attention_heads = 5"),
-        (config_with(vocab_size=70), ": weights missing or of another shape: transformer.wte.weight (1 in all)"),
+        (
+            config_is(b'{"model_type": "mamba"}'),
+            "/config.json: a mamba model names no num_attention_heads and no max_position_",
+        ),
+        (
+            config_with(model_type="own", auto_map={"AutoConfig": "own.Config"}),
+            f"{NO_MODEL}The repository",
+        ),
+        (
+            config_with(n_head=5),
+            "/config.json: hidden_size is 32, expected a multiple of num_attention_heads = 5",
+        ),
+        (
+            config_with(vocab_size=70),
+            ": weights missing or of another shape: transformer.wte.weight (1 in all)",
+        ),
         (
             config_with(n_layer=4),
             ": weights missing or of another shape: transformer.h.3.attn.c_attn.bias, "
@@ -563,7 +598,9 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
             "pytorch_model.bin; convert them",
         ),
         (
-            lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:-400]),
+            lambda p: (p / "model.safetensors").write_bytes(
+                (p / "model.safetensors").read_bytes()[:-400]
+            ),
             ": the weights cannot be loaded (Error while deserializing header: incomplete "
             "metadata, file not fully covered)",
         ),
@@ -572,7 +609,7 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
             ": the weights cannot be loaded (Error while deserializing header: header too small)",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_broken_model_directory_is_named_with_its_problem(
     shelf: Shelf, tmp_path: Path, edit: Callable[[Path], object], line: str
 ):

@@ -96,10 +96,19 @@ def legacy_state(d_mlp: int | None = None) -> dict[str, torch.Tensor]:
 
 
 LEGACY_CONFIG = {
-    "n_layers": 2, "n_heads": 4, "d_model": 32, "d_head": 8, "n_ctx": N_CTX, "d_vocab": D_VOCAB, "act_fn": "relu",
-    "attn_only": True, "normalization_type": "LN", "eps": 1e-5, "positional_embedding_type": "standard",
+    "n_layers": 2,
+    "n_heads": 4,
+    "d_model": 32,
+    "d_head": 8,
+    "n_ctx": N_CTX,
+    "d_vocab": D_VOCAB,
+    "act_fn": "relu",
+    "attn_only": True,
+    "normalization_type": "LN",
+    "eps": 1e-5,
+    "positional_embedding_type": "standard",
     "bos_token_id": BOS,
-}  # fmt: skip
+}
 
 
 def save_legacy(path: Path, ending: str, **changes: Any) -> Path:

@@ -17,7 +17,10 @@ GOOD = (
 )
 BAD = b"{\n"
 BOOK = b'{"id": 1, "body": "To be, or not to be"}\n'
-ENDINGS = "expected a file that ends in .jsonl, .json, .parquet; those of text may also be packed (.zst, .gz)"
+ENDINGS = (
+    "expected a file that ends in .jsonl, .json, .parquet; those of text may also be "
+    "packed (.zst, .gz)"
+)
 
 CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
     (
@@ -25,7 +28,8 @@ CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
         {"a.jsonl": BOOK * 3},
         {},
         "input: 3 of 3 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 1 (has no "
-        "field text; found id, body; set input.text_field), TMP/a.jsonl, line 2 (has no field text; "
+        "field text; found id, body; set input.text_field), TMP/a.jsonl, line 2 (has no "
+        "field text; "
         "found id, body; set input.text_field), TMP/a.jsonl, line 3 (has no field text; found id, "
         "body; set input.text_field); mend or remove them, or leave them out: --set bad_rows=1",
     ),
@@ -47,7 +51,8 @@ CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
         "a share of bad rows",
         {"a.jsonl": GOOD * 30 + BAD + GOOD * 30},
         {},
-        "input: 1 of 61 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 31 (invalid "
+        "input: 1 of 61 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 31 "
+        "(invalid "
         "JSON); mend or remove them, or leave them out: --set bad_rows=0.017",
     ),
     (
@@ -132,7 +137,8 @@ CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
         {"a.json": b"[3, 4]"},
         {},
         "input: 2 of 2 documents are bad, more than bad_rows = 0.01: TMP/a.json, row 1 (expected a "
-        "JSON object, got int), TMP/a.json, row 2 (expected a JSON object, got int); mend or remove "
+        "JSON object, got int), TMP/a.json, row 2 (expected a JSON object, got int); mend "
+        "or remove "
         "them, or leave them out: --set bad_rows=1",
     ),
     (

@@ -82,7 +82,8 @@ def test_a_system_is_of_the_heads_that_its_scans_name(
     assert (code, err) == (
         2,
         [
-            f"error: --set {override}: a system's figures are of the heads that its own scans name; "
+            f"error: --set {override}: a system's figures are of the heads that its own "
+            "scans name; "
             "leave it out, or measure some heads with headcount scan"
         ],
     )
