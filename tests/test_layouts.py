@@ -45,7 +45,7 @@ def shard_of(
 
 
 def positions(labels: list[str], label: str) -> list[int]:
-    return [i for i, here in enumerate(labels) if here == label]
+    return [i for i, label_here in enumerate(labels) if label_here == label]
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -53,14 +53,14 @@ def positions(labels: list[str], label: str) -> list[int]:
 def test_a_layout_is_as_its_source_says(
     family: str, options: dict[str, Any], expected: str, bos: bool
 ):
-    symbols = [s.replace(".", "") for s in expected.split()][1 - bos :]
+    symbols = [symbol.replace(".", "") for symbol in expected.split()][1 - bos :]
     shard = shard_of(family, len(symbols), options, bos=bos, sequences=20)
     assert shard.labels == [symbols] * 20
     for row in shard.tokens.tolist():
         tokens = {
             label: {row[i] for i in positions(symbols, label)} for label in set(symbols) - {""}
         }
-        assert [len(found) for found in tokens.values()] == [1] * len(tokens)
+        assert [len(tokens_of_symbol) for tokens_of_symbol in tokens.values()] == [1] * len(tokens)
         assert len(set[int]().union(*tokens.values())) == len(tokens)
         assert (row[0] == BOS) == bos
     assert len({tuple(row) for row in shard.tokens.tolist()}) == 20
@@ -76,22 +76,22 @@ def test_unlabelled_tokens_are_fresh(family: str, options: dict[str, Any], expec
 
 
 def test_the_order_test_has_the_reference_positions():
-    plain = shard_of("ngram_order", 20, sequences=20).tokens
+    tokens_in_order = shard_of("ngram_order", 20, sequences=20).tokens
     # A X2 X1 B C X1 X2 D, twice, then X2 A X1, with BOS at 0.
-    assert (plain[:, [2, 7, 10, 15]] == plain[:, [17]]).all()
-    assert (plain[:, [1, 9]] == plain[:, [18]]).all()
-    assert (plain[:, 1:9] == plain[:, 9:17]).all()
+    assert (tokens_in_order[:, [2, 7, 10, 15]] == tokens_in_order[:, [17]]).all()
+    assert (tokens_in_order[:, [1, 9]] == tokens_in_order[:, [18]]).all()
+    assert (tokens_in_order[:, 1:9] == tokens_in_order[:, 9:17]).all()
     random = shard_of("ngram_order", 20, {"random_context": True}, sequences=20).tokens
-    assert (random[:, :17] == plain[:, :17]).all()
-    assert (random[:, 19] == plain[:, 19]).all()
+    assert (random[:, :17] == tokens_in_order[:, :17]).all()
+    assert (random[:, 19] == tokens_in_order[:, 19]).all()
     assert all(not set(row[17:19]) & set(row[:17] + row[19:]) for row in random.tolist())
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_the_corrupted_partner_differs_in_one_token(n: int):
     clean, corrupt = (
-        shard_of(f, 3 * n, {"n": n}, seed=3, sequences=20).tokens
-        for f in ("ngram_overlap", "ngram_corrupt")
+        shard_of(family, 3 * n, {"n": n}, seed=3, sequences=20).tokens
+        for family in ("ngram_overlap", "ngram_corrupt")
     )
     assert np.argwhere((clean != corrupt).any(0)).ravel().tolist() == [2 * n + 1]
     assert (clean[:, 2 * n + 1] == clean[:, 1]).all()
@@ -100,7 +100,8 @@ def test_the_corrupted_partner_differs_in_one_token(n: int):
 
 def test_the_reversed_layout_exchanges_the_first_two_sub_sequences():
     clean, reverse = (
-        shard_of(f, 12, {"n": 4}, sequences=20).tokens for f in ("ngram_overlap", "ngram_reversed")
+        shard_of(family, 12, {"n": 4}, sequences=20).tokens
+        for family in ("ngram_overlap", "ngram_reversed")
     )
     assert (reverse[:, [0, 5, 6, 7, 8, 1, 2, 3, 4, 9, 10, 11]] == clean).all()
 

@@ -176,9 +176,11 @@ def test_a_corpus_is_refused_in_one_line(
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    given = {"family": "pile", "files": str(tmp_path / next(iter(files))), **options}
-    given["files"] = given["files"].replace("TMP", str(tmp_path))
-    assert [found.removeprefix("TMP/toy.toml: ") for found in plan_error(input=given)] == [line]
+    input_table = {"family": "pile", "files": str(tmp_path / next(iter(files))), **options}
+    input_table["files"] = input_table["files"].replace("TMP", str(tmp_path))
+    assert [
+        problem.removeprefix("TMP/toy.toml: ") for problem in plan_error(input=input_table)
+    ] == [line]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +222,11 @@ def test_what_is_left_out_is_said(
     console = Console(width=200)
     console.print(_documents_table(plan.sequences.fates))
     _print_bad_rows(console, plan.bad_rows)
-    said = [
+    report_lines = [
         " ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()
     ]
-    assert "a\\x1b[31m 4 4 0 0 0" in said
-    assert "of no part 3 0 1 1 1" in said
-    assert "all 7 4 1 1 1" in said
-    assert f"1 bad row left out: {tmp_path}/a.jsonl, line 5 (invalid JSON)" in said
-    assert "Lines and rows are counted from 1 here, and from 0 in sequences.row." in said
+    assert "a\\x1b[31m 4 4 0 0 0" in report_lines
+    assert "of no part 3 0 1 1 1" in report_lines
+    assert "all 7 4 1 1 1" in report_lines
+    assert f"1 bad row left out: {tmp_path}/a.jsonl, line 5 (invalid JSON)" in report_lines
+    assert "Lines and rows are counted from 1 here, and from 0 in sequences.row." in report_lines

@@ -1,4 +1,4 @@
-"""What is refused of a scan's `layers` and `heads`, by `headcount plan` and before a model is loaded."""
+"""Refused `layers` and `heads` of a scan, by `headcount plan` and before a model is loaded."""
 
 from __future__ import annotations
 
