@@ -115,6 +115,7 @@ class Index:
     def to_parquet(self) -> pa.Buffer:
         """The index as a Parquet file."""
         assert self.part is not None
+        # Parts are stored by name, so the file explains itself.
         part_names = pa.array(self.part_names, pa.string())
         columns = {
             "source": self.source,
@@ -358,6 +359,7 @@ class _IndexBuilder:
         files: list[FileState] = []
         sequences = whole_sources = 0
         for number, source in enumerate(self.corpus.sources):
+            # Before it is read: a file that changes meanwhile will then not look unchanged.
             files.append(FileState.of(source))
             new_sequences, reached_end = self._add_source(number, source, sequences)
             sequences += new_sequences
@@ -406,6 +408,7 @@ class _IndexBuilder:
 
     def _lengths_of(self, documents: list[int], texts: list[str]) -> list[int]:
         """The number of tokens of each document. Only unknown documents are tokenised."""
+        # Equal hashes mean equal texts, so the number of tokens is the same, too.
         hashes = [self.listing.content[number] for number in documents]
         known_lengths: dict[int, int] = {}
         if self.known is not None:
@@ -449,6 +452,7 @@ def _in_order_of_choice(index: Index, choice: Choice) -> Index:
     """An index in the order of the files, put into the order in which documents are taken."""
     if not choice.shuffled:
         return index
+    # The second number keeps this stream apart from those that draw sequences with the same seed.
     rng = np.random.default_rng([int(choice.shuffle), zlib.crc32(b"shuffle")])
     order = rng.permutation(len(index.row))
     assert index.content is not None
@@ -527,6 +531,7 @@ def check_choice(index: Index, corpus: Corpus) -> None:
             f"input.where: none of {index.documents:,} documents has {described}; "
             f"pile_set_name is {parts or 'nowhere'}; change input.where"
         )
+    # An index of an older version has no counts, so the lists may differ in length.
     for column, count in zip(corpus.reading.columns, index.carried, strict=False):
         if not count and len(index.row):
             raise CorpusError(

@@ -93,6 +93,7 @@ class Sequences:
                 f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
                 "token"
             )
+        # A corpus can be read to its end, a synthetic family has none.
         if self.family.synthetic and scan.sequences == "all":
             raise ScanError(
                 f"sequences: expected a number, got 'all'; the family {self.family.name} has no end"
@@ -307,8 +308,10 @@ class Sequences:
         """Sequences of a corpus out of their text, repeated or shuffled if the family says so."""
         assert self.corpus is not None
         if self.corpus.chunk is not None:
+            # The text is one chunk long. The modulo repeats it to the end of the sequence.
             return text[:, np.arange(self.length) % self.corpus.chunk]
         if self.corpus.tokens_shuffled:
+            # Each permutation comes from the sequence's own stream, not from the order of reading.
             return np.array(
                 [self._draw_of(start + i).rng.permutation(tokens) for i, tokens in enumerate(text)]
             )
@@ -374,6 +377,7 @@ class Sequences:
     @cached_property
     def _ordinary_tokens(self) -> np.ndarray:
         """All token ids of the vocabulary except the special ones."""
+        # They may lie anywhere in the vocabulary, so a range would not do.
         special_tokens = [
             token for token in (self.info.bos_token_id, self.info.eos_token_id) if token is not None
         ]

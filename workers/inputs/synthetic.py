@@ -67,9 +67,11 @@ def corrupted_repeat(
     period = _period(draw, period)
     tokens = np.resize(draw.tokens(period, low, high, distinct), draw.length)
     is_replaced = draw.rng.random(draw.length) < rate
+    # The block itself stays; only its copies are corrupted.
     is_replaced[:period] = False
     replaced = np.flatnonzero(is_replaced)
     if replacement is None:
+        # One token for every position is drawn, whatever the number of replaced ones.
         tokens[replaced] = draw.tokens(draw.length, low, high)[replaced]
     else:
         tokens[replaced] = _ordinary(draw, "replacement", replacement)

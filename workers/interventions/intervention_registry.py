@@ -203,6 +203,7 @@ def _missing_place(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
         "position": (n_ctx, "a sequence"),
     }
     for option, (count, owner) in counts.items():
+        # An edit without the option passes, as if it named the first.
         number = part.options.get(option, 0)
         if number >= count:
             return f"{option} {number} of {owner}, which has {count}"
@@ -214,6 +215,7 @@ def _too_large_option(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | Non
     for option, largest in part.registered.most.items():
         most, number = largest.of(info, n_ctx), part.options[option]
         if most < 1:
+            # No value would do, so the advice is about n_ctx.
             return (
                 f"n_ctx = {n_ctx} leaves nothing to hide ({option} is at most {largest.words}); "
                 "raise n_ctx"
@@ -254,6 +256,7 @@ def intervention(
         raise ValueError(
             f"intervention {function.__name__!r}: {unknown('target', target, targets)}"
         )
+    # A misspelt parameter is found here, when the module is imported, not in the middle of a run.
     can_read = _readable(target)
     for name in reads:
         if name not in can_read:

@@ -47,6 +47,7 @@ def blend_position(W_pos: Tensor, *, position: Index, alpha: Factor = 0.0) -> Te
     """A position gets alpha times its own embedding and 1 - alpha times that of the next one: the
     edit of blend_first_position, elsewhere.
     """
+    # The last position has no next one.
     _check_position(position, len(W_pos) - 1)
     return _with_row(W_pos, position, alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1])
 
@@ -139,6 +140,7 @@ def _swapped(mlp_out: Tensor, rows: Tensor) -> Tensor:
 
     At position 1 the opposite step is made, of the same length.
     """
+    # The weights are in their own precision, the activation in the one that is measured.
     first, second = (rows / rows.norm(dim=-1, keepdim=True)).to(mlp_out.dtype)
     length_along_first = mlp_out[:, 0] @ first
     step = length_along_first[:, None] * (second - first)

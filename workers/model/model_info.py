@@ -163,6 +163,7 @@ def weight_files(path: Path, layout: str) -> list[Path]:
 def _digests(path: Path, layout: str) -> dict[str, bytes]:
     """SHA-256 of the configuration and of every file of weights, by name."""
     digests: dict[str, bytes] = {}
+    # The configuration counts: other settings make another model of the same weights.
     for file in [path / "config.json", *weight_files(path, layout)]:
         with file.open("rb") as stream:
             digests[file.name] = hashlib.file_digest(stream, "sha256").digest()
@@ -195,6 +196,7 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
     if shape["n_ctx"] is None:
         # BLOOM has no embeddings of positions. It names the length it was trained on.
         shape["n_ctx"] = getattr(config, "seq_length", None)
+    # A model that is not a transformer, for example Mamba, lacks some of them.
     absent = [HUGGING_FACE_SHAPE[name] for name, value in shape.items() if value is None]
     if absent:
         raise ModelError(
