@@ -29,8 +29,9 @@ from rich.console import Console
 
 from benchmarks.measured_on import machine
 from jobs.dispatch import dispatch
-from jobs.plan import Plan, begun_precisions, make_plan, prepare_run
+from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources, connect
+from jobs.run_identity import begun_precisions
 from jobs.run_loop import missing_shards, say_what_differs
 from jobs.status import read_status
 from schemas.commits import COMMITS, DROPPED, FOLD, Method
@@ -238,7 +239,7 @@ def _commit(plan: Plan, shard: int) -> dict[str, Any]:
 def plan_again(plan: Plan) -> int:
     """What `headcount plan` reads of a run that was begun: how many shards are done."""
     assert begun_precisions(plan.run) == {"float32"}
-    return plan.done
+    return plan.shards_done
 
 
 def resume(plan: Plan) -> int:

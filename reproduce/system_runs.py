@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.plan import Plan, Resolved, plan_run, prepare_run, resolve
+from jobs.plan import Plan, plan_run, prepare_run
 from jobs.ray_cluster import Device, Resources
+from jobs.resolved_scan import ResolvedScan, resolve
 from jobs.run_loop import run_to_end
 from queries.asking import RunDatabase, open_runs
 from queries.verified_files import Tell
@@ -108,10 +109,10 @@ def _check_overrides(system: System, overrides: Iterable[str]) -> None:
 
 def _resolved_scans(
     system: System, model: str, out: str, overrides: Sequence[str]
-) -> dict[str, Resolved]:
+) -> dict[str, ResolvedScan]:
     """The scans of a system that this model can have, by name."""
     info = describe(find_model(model))
-    scans: dict[str, Resolved] = {}
+    scans: dict[str, ResolvedScan] = {}
     for scan, own in system.scan.items():
         if "sizes" in own and not any(has_sizes(info, sizes) for sizes in own["sizes"]):
             continue

@@ -17,8 +17,9 @@ import torch
 
 from jobs.compaction import compact
 from jobs.cost import measure_cost
-from jobs.plan import Plan, make_plan, prepare_run, resolve
+from jobs.plan import Plan, make_plan, prepare_run
 from jobs.replan import replan
+from jobs.resolved_scan import resolve
 from queries.answers import run_query
 from queries.asking import open_runs
 from queries.connection import connect

@@ -167,7 +167,7 @@ def test_a_driver_killed_and_one_interrupted_then_resumed(
         _, errors = driver.communicate(timeout=60)
         assert driver.returncode == (130 if fatal is signal.SIGINT else -fatal)
         assert "Traceback" not in errors
-        assert ("goes on where it stopped with the same command" in errors) == (
+        assert ("continues the scan where it stopped" in errors) == (
             fatal is signal.SIGINT
         )
         kill(str(tmp_path))

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.in_process import measure_in_process
-from jobs.plan import Plan, begun_precisions, make_plan, prepare_run
+from jobs.plan import Plan, make_plan, prepare_run
+from jobs.run_identity import begun_precisions
 from jobs.run_loop import missing_shards
 from schemas.errors import RunError
 from schemas.places import write_whole
