@@ -59,7 +59,7 @@ def _check(run: RunDirectory, console: Console) -> bool:
     for damage in checked.damaged:
         say(console, f"{run.run_id}: {damage}")
     if checked.unreferenced:
-        # Not an error: whoever was killed left them, and no reader sees them.
+        # Not an error: a killed process left them, and no reader sees them.
         say(
             console,
             f"{run.run_id}: {counted(checked.unreferenced, 'file')} that no commit refers to; "

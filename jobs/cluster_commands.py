@@ -32,6 +32,7 @@ from jobs.scan_commands import (
 from schemas.errors import RunError, counted, unknown
 
 if TYPE_CHECKING:
+    from jobs.ray_cluster import Resources
     from jobs.status import Status
     from schemas.run_directory import RunDirectory
 
@@ -142,7 +143,10 @@ def status(
             if job_state is not None:
                 lines.append(f"job       {job_state}")
             if redraws:
-                lines = _over_last_lines(lines, lines_on_screen)
+                _clear_lines(lines_on_screen)
+                # A line that wrapped would take two rows, and the next clearing would miss one.
+                width = shutil.get_terminal_size().columns
+                lines = [line[:width] for line in lines]
             elif watch:
                 # A log gets one line each time.
                 lines = [_log_line(run_status)]
@@ -153,17 +157,11 @@ def status(
         time.sleep(every)
 
 
-def _over_last_lines(lines: list[str], lines_on_screen: int) -> list[str]:
-    """Lines to print over those that were printed last.
-
-    They are cut to the width of the terminal. A line that wrapped would take two rows, and the
-    cursor would not go up far enough.
-    """
-    width = shutil.get_terminal_size().columns
-    if lines_on_screen:
-        cursor_up_and_clear = f"\x1b[{lines_on_screen}A\x1b[J"
-        print(cursor_up_and_clear, end="")
-    return [line[:width] for line in lines]
+def _clear_lines(count: int) -> None:
+    """Clear the last lines of the terminal, and put the cursor where they began."""
+    if count:
+        cursor_up, clear_below = f"\x1b[{count}A", "\x1b[J"
+        print(f"{cursor_up}{clear_below}", end="")
 
 
 def _log_line(run_status: Status) -> str:
@@ -248,7 +246,7 @@ def stop(run: RunOrJob, address: Address) -> None:
         return
     _tell(
         f"{job.job_id}: {cluster.stop(job).state}; headcount resume {job.run} --address "
-        f"{cluster.url} goes on"
+        f"{cluster.url} continues the run"
     )
 
 
@@ -277,7 +275,7 @@ def resume(
     It continues here, or as a job of a cluster. The scan file is not needed.
     """
     from jobs.ray_cluster import Resources
-    from jobs.replan import check_overrides, replan
+    from jobs.replan import check_overrides
 
     directory = _run_directory(run, runs)
     resources = Resources(replicas, cores, device, address)
@@ -296,6 +294,18 @@ def resume(
             "--env: expected with --address only; a run that continues here has this machine's "
             "variables"
         )
+    _resume_here(directory, resources, overrides or [], verify, allow_other_code)
+
+
+def _resume_here(
+    directory: RunDirectory,
+    resources: Resources,
+    overrides: list[str],
+    verify: bool,
+    allow_other_code: bool,
+) -> None:
+    """Continue a run with this process as its driver."""
+    from jobs.replan import replan
     from jobs.run_loop import run_to_end
     from jobs.run_places import where_begun
     from jobs.scan_runs import ScanCommand, resumption
@@ -306,7 +316,7 @@ def resume(
     console = Console(highlight=False, stderr=True)
     command = ScanCommand.of_run(directory.manifest())
     # Relative names of the scan are meant from where the run was begun.
-    with where_begun(directory, overrides or []) as absolute_overrides:
+    with where_begun(directory, overrides) as absolute_overrides:
         plan = replan(directory, absolute_overrides, command)
         failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
     print(directory.path)

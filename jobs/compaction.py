@@ -61,7 +61,7 @@ ROW_GROUP = 65_536
 """Rows of a row group, which a reader reads or skips together."""
 
 Tell = Callable[[str], None]
-"""Is told what happens, a line at a time."""
+"""Takes a line about the progress."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _mergeable_units(ledger: pa.Table, rows: int) -> list[_Unit]:
 def _groups(units: list[_Unit], rows: int) -> list[list[_Unit]]:
     """Units of one code that are merged with one another, with at most `rows` in a group.
 
-    A unit without a partner stays as it is, unless it has to lose rows.
+    A unit without a partner stays as it is. Only one with foreign rows is written again alone.
     """
     groups: list[list[_Unit]] = []
     group_rows = 0
@@ -391,7 +391,7 @@ def clean(run: RunDirectory, ledger: pa.Table) -> None:
     """Delete what a killed compaction or a late replica left.
 
     That is: commit files that a fold overrules, merged files that no commit refers to, and files
-    of shards that are done elsewhere. Files of a shard that is not done stay; whoever measures it
+    of shards whose rows were merged. Files of a shard that is not done stay: the next attempt
     writes them again.
     """
     done_shards = set(ledger["shard"].to_pylist())

@@ -192,7 +192,7 @@ def _table_costs(
             rows_of[name] += size.rows
             bytes_of[name] += size.bytes
     for name, table in replica.weights().items():
-        # A run has one file of them, whatever its sequences and interventions.
+        # A run has one file of them, for any number of sequences and interventions.
         rows_of[name] = table.num_rows
         bytes_of[name] = len(parquet_bytes(table))
     return [

@@ -4,8 +4,8 @@ A replica reads, measures, writes and commits a shard by itself. Ray places the 
 those that die and waits for nodes. The driver decides what Ray cannot know: which shard is given
 out again, which shard is to blame for a death, and when a slow replica is not worth waiting for.
 
-A shard is done when its commit exists, whoever wrote it. So giving a shard out twice is always
-safe, and the driver may do so whenever it is in doubt.
+A shard is done when its commit exists, no matter which replica wrote it. So giving a shard out
+twice is always safe, and the driver may do so whenever it is in doubt.
 
 Where a replica's next shard comes from, in this order (`_next_shard`):
 
@@ -68,7 +68,7 @@ RECENT_SHARDS = 64
 """Shards whose durations make the median."""
 
 STARTING_NOTICE = 30.0
-"""Seconds without any replica after which the user is told why nothing happens."""
+"""Seconds without any replica after which a line says why nothing happens."""
 
 
 def dispatch(

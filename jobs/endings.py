@@ -221,7 +221,7 @@ def _stopped_line() -> str:
 
 
 def lines_of(error: Exception) -> list[str]:
-    """The lines that a user is told of an error; one for most."""
+    """The lines that explain an error to a user; one for most errors."""
     if isinstance(error, HeadcountError):
         return str(error).splitlines()
     if isinstance(error, ModuleNotFoundError):
@@ -280,8 +280,8 @@ def _bug_line(error: Exception) -> str:
         ) as file:
             file.write(trace)
     except OSError:
-        return f"this is a mistake in headcount ({what}); {DEBUG}=1 shows where it arose"
-    return f"this is a mistake in headcount ({what}); where it arose is in {file.name}"
+        return f"this is a mistake in headcount ({what}); {DEBUG}=1 shows its stack trace"
+    return f"this is a mistake in headcount ({what}); its stack trace is in {file.name}"
 
 
 def _open_standard_streams() -> None:
@@ -304,7 +304,7 @@ def _say(line: str) -> None:
 
 
 def _close_stdout_if_it_fails() -> None:
-    """Drop what stdout cannot write, for example on a full disk; the error is told already."""
+    """Drop what stdout cannot write, for example on a full disk."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -139,7 +139,7 @@ def find_run(
     """
     if new:
         return next_run(first_run)
-    # An older run may fit where the newest does not: after a mistake in the code was undone, say.
+    # An older run may fit although the newest does not, if a mistaken change was undone.
     refusals: list[OtherRunError] = []
     for run in runs_of(first_run):
         try:

@@ -55,7 +55,7 @@ def _bar(console: Console) -> Progress:
 def watch_index(console: Console) -> Iterator[Callable[[IndexProgress], None]]:
     """Show how far the tokenising of a corpus is: a bar on a terminal, lines elsewhere.
 
-    Yields the function that is told of each step.
+    Yields the function that takes each step of it.
     """
     next_line = time.monotonic() + QUIET_SECONDS
     with _bar(console) as bar:

@@ -94,7 +94,7 @@ class Resources:
             advice = f"--replicas {gpus_here}, or " if gpus_here else ""
             raise RunError(
                 f"--device cuda: {counted(gpus_wanted, 'GPU')} wanted, one for each replica, and "
-                f"this machine has {gpus_here or 'none'}; {advice}--device cpu goes on"
+                f"this machine has {gpus_here or 'none'}; {advice}--device cpu needs none"
             )
 
 

@@ -52,7 +52,7 @@ def remove(run: RunDirectory) -> None:
     try:
         with locked(run):
             run.manifest_file.unlink(missing_ok=True)
-            # The manifest must be gone on the disk, too, before a power cut can take anything else.
+            # A power cut must not bring the manifest back when other files are gone.
             settle(run.path)
             for name in [run.commits_directory.name, *sorted(names(run.path))]:
                 if name != ".lock":
@@ -63,7 +63,7 @@ def remove(run: RunDirectory) -> None:
     except OSError as error:
         raise RunError(
             f"{run.path}: cannot be deleted whole ({reason(error)}); mend that, and the same "
-            "command goes on"
+            "command continues"
         ) from None
 
 

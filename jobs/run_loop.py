@@ -42,7 +42,7 @@ def run_to_end(
     resources: Resources,
     console: Console,
     verify: bool = False,
-    replica: type[Replica] = Replica,
+    replica_class: type[Replica] = Replica,
     stop_at_failure: bool = False,
     allow_other_code: bool = False,
 ) -> list[Failure]:
@@ -67,7 +67,7 @@ def run_to_end(
         if not len(requested):
             return []
         tokens_done = plan.tokens - tokens_of(plan, requested)
-        outcomes = _outcomes(plan, requested, resources, console, replica)
+        outcomes = _outcomes(plan, requested, resources, console, replica_class)
         if stop_at_failure:
             outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
         outcomes = stop_if_none_succeeds(plan.run.run_id, outcomes)
@@ -130,8 +130,8 @@ def _refuse_to_measure(plan: Plan, verify: bool) -> None:
     if is_extended or len(_requested_shards(plan, missing_shards(plan, verify))):
         raise RunError(
             f"{plan.run.run_id}: begun with code {plan.previous_manifest.code}, and the code here "
-            f"is {plan.code}, which may measure something else; --allow-other-code goes on, and "
-            f"every shard says which code measured it; or {plan.alternative}"
+            f"is {plan.code}, which may measure something else; --allow-other-code continues it, "
+            f"and every shard says which code measured it; or {plan.alternative}"
         )
 
 
@@ -223,10 +223,10 @@ def _fold_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
 def say_what_differs(
     run: RunDirectory, outcomes: Iterable[Commit | Failure], tell: Callable[[str], None]
 ) -> Iterator[Commit | Failure]:
-    """Pass outcomes on; say once of each other device and each other set of libraries.
+    """Pass outcomes on; name each device and each set of libraries that differ from the run's.
 
-    Other means: not those of one of the run's first commits. If there is none yet, the first commit
-    that arrives counts as such.
+    Those of the run are what one of its first commits says, or else the first commit that arrives.
+    Each difference is said once.
     """
     begun = _first_origin(run)
     lines_said: set[str] = set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -138,20 +139,7 @@ def plan(
 
     console = Console(highlight=False)
     _print_values(console, scan_plan, parsed_scan, every)
-    cost = rehearsal.measure(scan_plan)
-    console.print(_run_table(scan_plan, cost, kept_index))
-    if scan_plan.sequences.fates is not None:
-        console.print(_documents_table(scan_plan.sequences.fates))
-    console.print(_time_table(cost))
-    console.print(_size_table(cost))
-    say(console, f"in {scan_plan.run.path}")
-    if cost.measured_on != cost.device:
-        # The scan may run on a cluster with GPUs that this machine does not have.
-        say(
-            console,
-            f"This machine has no {cost.device}: times and memory were measured on its "
-            f"{cost.measured_on} in {cost.measured_in}.",
-        )
+    _print_cost(console, scan_plan, rehearsal.measure(scan_plan), kept_index)
     for note in scan_plan.notes:
         say(console, f"{scan_plan.run.run_id}: {note}")
     _print_bad_rows(console, scan_plan.bad_rows)
@@ -185,6 +173,23 @@ def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
     hidden = len(rows) - len(shown_rows)
     if hidden:
         say(console, f"{counted(hidden, 'more field')} with the default; --all shows them")
+
+
+def _print_cost(console: Console, plan: Plan, cost: Cost, kept_index: KeptIndex | None) -> None:
+    """Print what the scan will measure, how long it takes and what it writes."""
+    console.print(_run_table(plan, cost, kept_index))
+    if plan.sequences.fates is not None:
+        console.print(_documents_table(plan.sequences.fates))
+    console.print(_time_table(cost))
+    console.print(_size_table(cost))
+    say(console, f"in {plan.run.path}")
+    if cost.measured_on != cost.device:
+        # The scan may run on a cluster with GPUs that this machine does not have.
+        say(
+            console,
+            f"This machine has no {cost.device}: times and memory were measured on its "
+            f"{cost.measured_on} in {cost.measured_in}.",
+        )
 
 
 def _run_table(plan: Plan, cost: Cost, kept_index: KeptIndex | None) -> Table:
@@ -327,11 +332,7 @@ def scan(
         except HeadcountError as error:
             # Of several scans, say which one it is.
             raise type(error)(f"{scan_file}: {error}" if len(scans) > 1 else str(error)) from None
-        # The run keeps the scan file as it was, with the overrides as comments.
-        scan_text = scan_file.read_text(encoding="utf-8")
-        for override in overrides or ():
-            scan_text += f"\n# --set {override}"
-        prepare_run(scan_plan, scan_text)
+        prepare_run(scan_plan, _text_to_keep(scan_file, overrides or ()))
         if new:
             # The same command would start one more.
             say(console, f"{scan_plan.run.run_id}: another run; {command.text()} continues it")
@@ -348,6 +349,14 @@ def scan(
             f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
             f"then {'; '.join(advice)}"
         )
+
+
+def _text_to_keep(scan_file: Path, overrides: Sequence[str]) -> str:
+    """The text that a run keeps of its scan: the file as it is, and the overrides as comments."""
+    text = scan_file.read_text(encoding="utf-8")
+    for override in overrides:
+        text += f"\n# --set {override}"
+    return text
 
 
 def rm(

@@ -214,8 +214,8 @@ def _paces(ledger: pa.Table, now: float) -> list[Pace]:
     """The paces of the replicas at work, the fastest first."""
     if not len(ledger):
         return []
-    # A run may have a million commits, so they are summed by arrays: each replica has a number, and
-    # `replica_of` holds that number for each recent commit.
+    # A run may have a million commits, so they are summed by arrays. Each replica has a number, and
+    # `replica_of` holds the number of the replica that made each recent commit.
     encoded = ledger["replica"].combine_chunks().dictionary_encode()
     replica_names = encoded.dictionary
     count = len(replica_names)
@@ -315,7 +315,7 @@ def _progress_lines(status: Status) -> list[str]:
     if status.at_work is False:
         return [
             "stopped   no process of this machine is at work on this run; headcount resume "
-            f"{shlex.quote(status.run)} goes on"
+            f"{shlex.quote(status.run)} continues it"
         ]
     return []
 

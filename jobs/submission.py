@@ -287,7 +287,7 @@ def _line_of_ended(job: Job, cluster: JobClient) -> str:
     message = f" ({job.message})" if job.message else ""
     raise RunError(
         f"{job.job_id}: has ended, {job.state}{message}; "
-        f"headcount resume {job.run} --address {cluster.url} goes on"
+        f"headcount resume {job.run} --address {cluster.url} continues the run"
     )
 
 

@@ -190,7 +190,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert 0 < len(list(run.commits())) < SHARDS
     ended = refused(*submit, FAR_AWAY=SECRET)
     assert f"{name}: has ended, STOPPED" in ended
-    assert f"headcount resume {path} --address {cluster} goes on" in ended
+    assert f"headcount resume {path} --address {cluster} continues the run" in ended
 
     code, _, errors = headcount("resume", path, *at)
     assert (code, errors.strip()) == (0, f"{name}.2: submitted to {cluster}")

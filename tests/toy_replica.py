@@ -88,5 +88,5 @@ if __name__ == "__main__":
     from headcount import main
     from tests import toy_replica
 
-    jobs.run_loop.run_to_end = partial(jobs.run_loop.run_to_end, replica=toy_replica.SteadyReplica)
+    jobs.run_loop.run_to_end = partial(jobs.run_loop.run_to_end, replica_class=toy_replica.SteadyReplica)
     main()

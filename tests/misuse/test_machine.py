@@ -244,7 +244,7 @@ def test_a_mistake_of_ours_is_one_line_and_a_file(tmp_path: Path) -> None:
         if not debug:
             (file,) = tmp_path.glob("headcount-error-*.txt")
             assert done.stderr == (
-                f"error: this is a mistake in headcount (KeyError: 'a key'); where it arose is in "
+                f"error: this is a mistake in headcount (KeyError: 'a key'); its stack trace is in "
                 f"{file}\n"
             )
             assert "Traceback" in file.read_text()
