@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -250,17 +250,38 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
     Their files may also hold rows of shards that the same fold takes back (`dropped`), and rows of
     shards that no longer count there. Neither is moved.
     """
+    # The numbers are those of the order of writes in the docstring of this file.
+    # 1. Write the merged files.
+    new_places = _write_merged_files(run, commits)
+    # 2. Say that the rows lie there, which deletes the commit files, too (3).
+    moved_commits = [_moved(commit, new_places) for commit in commits]
+    fold(run.commits_directory, moved_commits, dropped)
+    # 3. Delete the small files.
+    old_paths = {
+        file.path
+        for commit in commits
+        for file in commit.files
+        if (file.table, file.intervention) in new_places
+    }
+    delete(run.path / path for path in sorted(old_paths))
+
+
+def _write_merged_files(
+    run: RunDirectory, commits: list[Commit]
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Write the merged files; returns the new fields of each `DataFile`.
+
+    They are keyed by table and intervention. Files that stay where they are have no entry.
+    """
     manifest = run.manifest()
-    # The random part makes the name one that was never used: a reader that still holds an older
-    # commit must find either the older file or none.
+    # The random part makes a name that was never used. A reader that holds an older commit must
+    # find either the older file or none.
     shard_range = f"{commits[0].shard:06d}-{commits[-1].shard:06d}"
     name = f"merged-{shard_range}-{secrets.token_hex(4)}.parquet"
     groups: dict[tuple[str, str], list[_ShardFile]] = {}
     for commit in commits:
         for file in commit.files:
             groups.setdefault((file.table, file.intervention), []).append(_ShardFile(commit, file))
-
-    # Step 1 of the module's docstring.
     new_places: dict[tuple[str, str], dict[str, Any]] = {}
     for (table, intervention), shard_files in groups.items():
         if len(shard_files) == 1 and shard_files[0].file.shards == 1:
@@ -277,17 +298,7 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
             "shards": len(shard_files),
             "digest": digest_of(content),
         }
-
-    # Steps 2 and 3.
-    moved_commits = [_moved(commit, new_places) for commit in commits]
-    fold(run.commits_directory, moved_commits, dropped)
-    old_paths = {
-        file.path
-        for commit in commits
-        for file in commit.files
-        if (file.table, file.intervention) in new_places
-    }
-    delete(run.path / path for path in sorted(old_paths))
+    return new_places
 
 
 def _moved(commit: Commit, new_places: Mapping[tuple[str, str], dict[str, Any]]) -> Commit:
@@ -355,7 +366,7 @@ def _read_file(
     return table
 
 
-def _opened(where: Place) -> Any:  # noqa: ANN401 (pyarrow has no types)
+def _opened(where: Place) -> BinaryIO | pa.NativeFile:
     """A file that is read twice, for its digest and for its rows; a store sends it once."""
     return open_whole(where) if isinstance(where, Path) else pa.BufferReader(where.read_bytes())
 

@@ -199,7 +199,7 @@ class _Dispatcher:
         return attempts
 
     def outcomes(self) -> Iterator[Commit | Failure]:
-        """Commits and failures as they arrive, one for each shard."""
+        """Yield commits and failures as they arrive, one for each shard."""
         for replica in self.replicas:
             self._await_start(replica)
         if (lack := lack_of_room(self.resources)) is not None:
@@ -219,6 +219,7 @@ class _Dispatcher:
                     outcome = self._end_call(working[reference], reference)
                     if outcome is not None:
                         yield outcome
+            # A user who waits for a machine, or for a large model, must not think that this hangs.
             if any(replica.ready for replica in self.replicas):
                 last_notice = time.monotonic()
             elif time.monotonic() - last_notice > STARTING_NOTICE:
@@ -234,6 +235,7 @@ class _Dispatcher:
             ray.kill(replica.actor)
 
     def _await_start(self, replica: _RemoteReplica) -> None:
+        """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""
         replica.ready = False
         replica.readiness = replica.actor.ready.remote()
 

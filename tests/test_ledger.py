@@ -89,6 +89,7 @@ def test_a_fold_may_fail_before_it_is_there(
 
 def test_two_may_fold_at_once_and_each_commit_counts_once(run: RunDirectory) -> None:
     commits_before = list(run.commits())
+    # The folds overlap, and the third says what the first says.
     fold(run.commits_directory, commits_before[:6])
     fold(run.commits_directory, commits_before[4:8])
     fold(run.commits_directory, commits_before[:6])

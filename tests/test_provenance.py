@@ -143,7 +143,7 @@ def test_a_run_continues_with_other_code_only_if_that_is_allowed(
     begun_plan = plan_of(tmp_path)
     run_here(begun_plan)
     become_other_code(OTHER_CODE)
-    # There is nothing to measure, so no code is needed.
+    # A complete run measures nothing, so it does not matter which code is here.
     assert "2 of them done" in run_here(plan_of(tmp_path))[-1]
     for extended, way in (
         (lambda: plan_of(tmp_path, 6), f"headcount rm {begun_plan.run.path} deletes it"),
@@ -216,6 +216,7 @@ def test_other_code_that_means_the_same_is_read_as_one(
 ) -> None:
     run_here(plan_of(tmp_path))
     become_other_code(OTHER_CODE)
+    # Other code, in which every name means the same.
     monkeypatch.undo()
     monkeypatch.setattr(jobs.resolved_scan, "code_fingerprint", lambda: OTHER_CODE)
     monkeypatch.setattr(workers.shard, "code_fingerprint", lambda: OTHER_CODE)
@@ -294,6 +295,7 @@ def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(
 
 
 def test_what_a_fix_of_the_inputs_of_predictions_changes() -> None:
+    # The loss was once mended there, which changed its values and not its formula.
     module = "workers.engine.prediction_inputs"
     readers = {f.name for f in FORMULAS if module in provider_modules(f)}
     assert readers == set(PREDICTIONS)

@@ -202,6 +202,7 @@ def test_a_replica_that_measured_no_time_has_no_speed(
 def test_failures_exclude_shards_committed_since_and_ten_errors_are_read(tmp_path: Path) -> None:
     run = make_run(tmp_path, 40)
     fold_shards(run, np.arange(5))
+    # Shards 3 and 4 were committed in spite of a failed attempt.
     for shard in range(3, 20):
         note_failure(run, shard, f"out of\nmemory in {shard}")
     Path(str(run.failure_file(6))).write_text("{")
@@ -247,7 +248,7 @@ def test_a_stopped_run_has_no_speed_and_names_the_command_that_resumes_it(tmp_pa
         "stopped   no process of this machine is at work on this run; headcount resume "
         f"{run.path} continues it"
     )
-    # Another machine may be at work on the same disk.
+    # A replica of another machine may be at work on the same disk: only its commits tell.
     fold_shards(run, np.array([4]), host="two", replica="two-9")
     assert as_lines(read_status(run, NOW))[3].startswith("speed     ")
 
@@ -321,8 +322,8 @@ def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_
     process = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
-    record, seconds_measured = process.stdout.splitlines()
-    seconds, kilobytes = map(float, seconds_measured.split())
+    record, usage = process.stdout.splitlines()
+    seconds, kilobytes = map(float, usage.split())
     assert json.loads(record)["missing"] == 1
     assert seconds < 5
     assert kilobytes < 300_000
