@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from queries.asking import Record
-from queries.connection import QUERIES
+from queries.shipped_views import QUERIES
 from schemas.errors import QueryError
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import platformdirs
 import pyarrow as pa
 
-from queries.run_tables import Run
+from queries.run import Run
 from schemas.damage import CommittedFile, Damage, committed_files, declared_bounds, problem
 from schemas.places import stats
 from schemas.run_directory import pc

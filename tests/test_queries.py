@@ -24,9 +24,11 @@ from typer.testing import CliRunner
 from jobs.run_model import RunModel
 from queries.answers import run_query
 from queries.asking import open_runs
-from queries.connection import QUERIES, VIEWS, connect, view_descriptions
+from queries.connection import connect, view_descriptions
+from queries.descriptions import VIEWS
 from queries.formats import Format, rows_to_read, write, write_csv, write_json, write_parquet
 from queries.query_commands import mount
+from queries.shipped_views import QUERIES
 from queries.text_tables import COUNTED_ROWS, write_table
 from schemas.errors import QueryError, RunError
 from schemas.statistics import STATISTICS
