@@ -196,7 +196,7 @@ def put(path: Path, content: bytes | None, hide: bool) -> None:
 def test_no_damage_is_returned_as_data(
     prepared: list[Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verified_files, "_folders", lambda: [tmp_path])
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path])
     draw = random.Random(1)
     count = 0
     while count < DAMAGES:
@@ -235,7 +235,7 @@ def spoil(file: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    monkeypatch.setattr(verified_files, "_folders", lambda: [tmp_path / "memory"])
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
     return toy(tmp_path / "runs", "a-1", 0)
 
 
@@ -262,7 +262,7 @@ def test_what_was_whole_is_remembered_until_it_changes(
     of_heads = 2 * SHARDS
     # Files that have just been written could change again and look the same.
     assert [files_read("FROM heads") for _ in range(2)] == [of_heads, of_heads]
-    monkeypatch.setattr(verified_files, "TICK", -1.0)
+    monkeypatch.setattr(verified_files, "CLOCK_TICK_SECONDS", -1.0)
     assert files_read("FROM runs") == 0
     assert [files_read("FROM heads") for _ in range(2)] == [of_heads, 0]
     assert [files_read("FROM sequences") for _ in range(2)] == [2 * SHARDS, 0]
@@ -274,7 +274,7 @@ def test_what_was_whole_is_remembered_until_it_changes(
     assert files_read("FROM heads, sequences LIMIT 1") in (2, 3)
     memory.write_bytes(b"")
     assert files_read("FROM heads") == of_heads
-    monkeypatch.setattr(verified_files, "_folders", lambda: [Path("/proc/nowhere")])
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [Path("/proc/nowhere")])
     assert [files_read("FROM heads") for _ in range(2)] == [of_heads, of_heads]
 
 
@@ -323,7 +323,7 @@ def test_a_connection_goes_on_with_what_was_measured_again(run: RunDirectory) ->
 
 
 def test_the_reading_of_much_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verified_files, "PATIENCE", 0.0)
+    monkeypatch.setattr(verified_files, "SECONDS_BEFORE_NOTICE", 0.0)
     heard: list[str] = []
     open_runs(run.path, tell=heard.append).rows("FROM heads")
     assert heard == ["checking 0.0 GB against the commits, once"]
