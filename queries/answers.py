@@ -158,6 +158,7 @@ def run_query(
     patience = Patience(cursor, timeout)
 
     def start() -> pa.RecordBatchReader:
+        # A second lock, beside the subquery: nothing can be written in this transaction.
         cursor.execute("BEGIN TRANSACTION READ ONLY")
         return cursor.sql(f"{explain}{subquery}{limit_clause}").to_arrow_reader(BATCH_ROWS)
 
@@ -228,6 +229,7 @@ def query_error(
             "the question needs more memory than it may take, or more disk than is free for what "
             "does not fit; --memory 8GB gives it more, fewer columns or runs need less"
         )
+    # Views that cannot be answered fail with a message of ours, which DuckDB prefixes.
     message = str(error).replace("Invalid Input Error: view ", "view ")
     missing_view = re.search(r"Table with name (\S+) does not exist", message)
     if views and missing_view:

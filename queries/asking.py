@@ -49,6 +49,7 @@ class RunDatabase:
         The table has `to_pandas`. Polars reads it by `polars.from_arrow`.
         """
         answer = run_query(self.connection, question)
+        # The schema is given because an answer without rows has no batch that would have it.
         return pa.Table.from_batches(answer.batches(), schema=answer.schema)
 
     def columns(self, view: str) -> frozenset[str]:

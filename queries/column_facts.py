@@ -91,6 +91,7 @@ def _need(connection: duckdb.DuckDBPyConnection, view: str) -> str | None:
         if TABLES[view].written == "every shard":
             return "a shard that is done: headcount status RUN says how far a run is"
         fields = [f"{kind.field} = […]" for kind in KINDS if kind.table.name == view]
+        # Two kinds may fill one table.
         return f"{' or '.join(fields)} in the scan"
     sql = "SELECT comment FROM duckdb_views() WHERE schema_name = 'main' AND view_name = ?"
     row = connection.cursor().execute(sql, [view]).fetchone()

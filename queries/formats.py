@@ -78,6 +78,7 @@ def rows_to_read(answer_format: Format, limit: int | None) -> int | None:
     if answer_format != "table":
         return limit
     shown_rows = TABLE_ROWS if limit is None else limit
+    # One row more than are counted shows that there are even more.
     return shown_rows + COUNTED_ROWS + 1
 
 
@@ -102,6 +103,7 @@ def _appearing(path: Path) -> Iterator[Path]:
     # A link stays a link: what it points at is replaced.
     target = Path(os.path.realpath(path))
     is_special = target.exists() and not target.is_file()
+    # In the same folder, so that it can be renamed: another folder may be on another disk.
     partial = target if is_special else target.with_name(f".headcount-{os.getpid()}.part")
     try:
         yield partial
@@ -224,6 +226,7 @@ def write_parquet(answer: Answer, path: Path) -> None:
         schema = answer.described_schema
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for batch in answer.batches():
+                # The cast changes no value. It adds the metadata.
                 writer.write_batch(batch.cast(schema))
 
 
@@ -235,6 +238,7 @@ def _json_text(value: object, out: TextIO) -> str:
 
 def _json_value(value: object) -> object:
     """The value as JSON has it: no decimals, no NaN, no infinities."""
+    # DuckDB adds integers up in 128 bits, which Arrow has only as a decimal.
     if isinstance(value, Decimal):
         value = int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, float):

@@ -45,6 +45,7 @@ def write_html(template: Path, output: Path, content: Record, figures: Figures) 
         "plotly": get_plotlyjs(),
         # "</script>" inside data would end the script element.
         "figures": figures_json.replace("<", "\\u003c"),
+        # The shared script comes first: the page's own uses its functions.
         "script": "\n".join(file.read_text(encoding="utf-8") for file in script_files),
     }
     page = environment.get_template(f"{template.name}.html.j2").stream(content | scripts)

@@ -89,6 +89,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         code: Code = None,
     ) -> None:
         """Ask the committed rows of runs a question in SQL, or by the name of a view."""
+        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
         from queries.answers import run_query
         from queries.asking import open_runs
         from queries.column_facts import column_facts, why_empty
@@ -123,6 +124,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             # A CSV file is read by programs, so its characters must not become numbers.
             with writing_to_stdout(lossless=answer_format == "csv") as out:
                 write(answer, answer_format, out, limit, vertical)
+        # No rows may be the answer, or a sign that the scan did not measure what a view needs.
         if not answer.rows_read:
             for line in why_empty(database.connection, sql):
                 typer.echo(f"note: {line}", err=True)

@@ -86,6 +86,7 @@ def _records(database: RunDatabase, subject: str, sql: str) -> list[Record]:
 
 def _view_records(database: RunDatabase, view: str, clauses: str = "") -> list[Record]:
     """The rows of a view. None if these runs did not measure a column that it needs."""
+    # Any other error is raised: an empty place on the page means that nothing was measured.
     if view in database.unmeasured_views():
         return []
     return _records(database, view, f"FROM {view} {clauses}")
@@ -96,6 +97,7 @@ def _sections(
 ) -> list[Record]:
     """One section for each intervention of a run. A run without rows yet has sections too."""
     in_run = f"WHERE run_id = {text_literal(run['run_id'])}"
+    # Once for all interventions: the view reads every row of the run.
     heads = _view_records(database, "by_head", in_run)
     damaged = _records(database, "damaged shards", f"FROM shards {in_run} AND status = 'damaged'")
     chance = _chance_levels(database, in_run)
@@ -135,6 +137,7 @@ def _input_words(run: Record) -> str:
 
 def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
     """The engine that measured an intervention. Before the first shard, the one that will."""
+    # DISTINCT, because every shard names its method, and usually all name the same.
     sql = f"""
         SELECT DISTINCT method.engine, method.built_layers
         FROM (
@@ -157,6 +160,7 @@ def _engine_words(method: Record) -> str:
 
 def _chance_levels(database: RunDatabase, in_run: str) -> Record:
     """What uniform attention would score, by name of the column in `sequences`."""
+    # DuckDB refuses a COLUMNS that matches nothing.
     if not any(column.startswith("chance_") for column in database.columns("sequences")):
         return {}
     sql = f"SELECT avg(COLUMNS('^chance_.*')) FROM sequences {in_run}"
@@ -168,6 +172,7 @@ def _rankings(database: RunDatabase, in_section: str) -> list[Record]:
     """The first heads of each ranking that these runs can have."""
     rankings: list[Record] = []
     for view, ranking in RANKINGS.items():
+        # A head without a score has no place in a ranking.
         clauses = f"{in_section} AND {ranking.columns[0]} IS NOT NULL LIMIT {TOP_HEADS}"
         rows = _view_records(database, view, clauses)
         if rows:
@@ -184,6 +189,7 @@ def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
     by_intervention: dict[str, list[Record]] = {}
     for prediction in PREDICTIONS.values():
         name = prediction.name
+        # What has a number for every token has no mean over sequences.
         if prediction.per_token or name not in measured:
             continue
         for row in _records(database, f"prediction {name}", _prediction_sql(name, in_run)):
@@ -288,6 +294,7 @@ def _colour_scale(facts: Record, values: list[float]) -> _ColourScale:
     if (low, high) == (0, 1):
         return _ColourScale(0, 1, "sequential")
     if low < 0:
+        # If all values are 0, the colours still need two ends.
         largest = max(abs(value) for value in values) or 1
         return _ColourScale(-largest, largest, "diverging")
     return _ColourScale(min(values), max(values), "sequential")
@@ -300,6 +307,7 @@ def _heatmap(
     figures: Figures,
 ) -> Record:
     """A heatmap of means by layer and head."""
+    # A manifest may not say the sizes of its model. Then the last measured head is the last one.
     n_layers = run["n_layers"] or 1 + max(layer for layer, _ in means)
     n_heads = run["n_heads"] or 1 + max(head for _, head in means)
     matrix: Matrix = [[None] * n_heads for _ in range(n_layers)]
@@ -366,6 +374,7 @@ NORM_CHARTS = (
 
 def _norm_cards(run: Record, norms: list[Record], figures: Figures) -> list[Record]:
     """Lines of the residual stream's length by layer."""
+    # Also true if there are no rows, because the runs lack a column of the view.
     if all(row["resid_pre_first"] is None for row in norms):
         return []
     cards: list[Record] = []
@@ -396,6 +405,7 @@ def _pile_set_cards(
         """
         lines: dict[str, list[float | None]] = {}
         for row in _records(database, f"{name} by part of the Pile", sql):
+            # The number of sequences says how far a mean can be trusted.
             part = f"{row['pile_set_name']} ({row['sequences']})"
             line = lines.setdefault(part, [None] * run["n_layers"])
             line[row["layer"]] = row["mean"]
@@ -427,6 +437,7 @@ def _dormant_blocks(database: RunDatabase, figures: Figures) -> list[Record]:
 def _dormant_block(rows: list[Record], figures: Figures) -> Record:
     """A ranking and a scatter plot: copying where the input repeats against resting elsewhere."""
     points: list[Record] = []
+    # The view ranks its rows by the induction score, so the first heads are the strongest.
     for index, row in enumerate(rows):
         induction = row["induction_repeated"]
         # Most heads never copy and lie in one crowd, where labels could not be read.

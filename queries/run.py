@@ -54,6 +54,7 @@ class Run:
 
     def damaged_shards_inside(self, table: str) -> list[int]:
         """Damaged shards that have rows in a merged file of a table which is read for others."""
+        # Nearly every run: the rest walks over all commits.
         if not self.damaged:
             return []
         # One entry per commit and file: which shard, which path, and whether the commit is whole.
@@ -63,6 +64,7 @@ class Run:
         paths = pc.struct_field(files, "path").filter(of_table)
         shards = self.ledger["shard"].take(commit_of_file).filter(of_table)
         is_whole = pa.array(self.is_whole).take(commit_of_file).filter(of_table)
+        # A file that only damaged shards use is not read at all, so it hides nothing.
         is_read = pc.is_in(paths, pc.unique(paths.filter(is_whole)))
         return pc.unique(shards.filter(pc.and_not(is_read, is_whole))).to_pylist()
 
@@ -104,6 +106,7 @@ def read_runs(path: Place, code: str | None = None) -> tuple[list[Run], list[Run
         try:
             runs.append(read_run(directory, code))
         except RunError as error:
+            # One run that cannot be read must not hide the others.
             unreadable.append(error)
     if not runs:
         raise unreadable[0]
@@ -115,6 +118,7 @@ def read_run(directory: RunDirectory, code: str | None) -> Run:
     """Read a manifest and a ledger, and look for files that are gone or have another size."""
     manifest = directory.manifest()
     ledger = directory.ledger()
+    # Two compactions of one run at the same time may leave rows that would count twice.
     check_merged(ledger)
     if code is not None:
         codes = _named_codes(ledger["code"], manifest)
@@ -141,6 +145,7 @@ class _Formula(NamedTuple):
 
 def _refuse_two_meanings(runs: list[Run]) -> None:
     """Refuse runs, or shards of one run, that use one name for two formulas."""
+    # A mean over both would be of neither.
     known: dict[str, _Formula] = {}
     for run in runs:
         for code in run.codes:

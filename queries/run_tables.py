@@ -211,6 +211,7 @@ def runs_table(runs: list[Run]) -> pa.Table:
 
 def shards_table(runs: list[Run]) -> pa.Table:
     """One row per shard, done or not."""
+    # The empty table has the columns, which a view needs even without runs.
     return pa.concat_tables([_schema(SHARDS).empty_table(), *map(_shards_of_run, runs)])
 
 
@@ -289,11 +290,13 @@ def _measured_heads(scan: Mapping[str, Any]) -> str:
 
 def _precisions(ledger: pa.Table) -> list[str]:
     """The precisions that some commits were measured in."""
+    # Every commit has a list of methods, one for each intervention.
     methods = pc.list_flatten(ledger["methods"])
     return sorted(pc.unique(pc.struct_field(methods, "precision")).to_pylist())
 
 
 def _model_fingerprint(manifest: Manifest) -> str:
+    # Old manifests identify their model by its description alone.
     model_identity = manifest.identity.get("model", manifest.model)
     return hashlib.sha256(json.dumps(model_identity, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -339,6 +342,7 @@ def _missing_shards(run: Run) -> pa.Table:
     }
     shard_size = run.scan.get("sequences_per_shard")
     if shard_size:
+        # The last shard may be shorter than the others.
         values["start"] = shards * shard_size
         values["stop"] = np.minimum((shards + 1) * shard_size, run.manifest.sequences)
     schema = _schema(SHARDS)

@@ -27,6 +27,7 @@ def table_sql(table: Table, runs: list[Run]) -> str:
     partitions = [column.name for column in PARTITIONS]
     for columns, files in sorted(files_by_columns.items()):
         if files:
+            # Without hive_types, DuckDB would read a run named like a number or a date as one.
             selects.append(
                 f"SELECT {_name_list([*partitions, *table.own, *columns])} FROM "
                 f"read_parquet([{', '.join(map(path_pattern, files))}], "
@@ -36,11 +37,13 @@ def table_sql(table: Table, runs: list[Run]) -> str:
     for run in runs:
         if not _has_safe_name(run):
             selects += _selects_by_intervention(run, table)
+    # BY NAME: what one run did not measure is NULL in its rows.
     return " UNION ALL BY NAME ".join(selects)
 
 
 def path_pattern(path: str) -> str:
     """A path as a pattern in SQL that matches nothing else, whatever characters the path has."""
+    # A pattern reads [*] as a star and [[] as a bracket.
     return text_literal(re.sub(r"[*?\[]", r"[\g<0>]", path))
 
 

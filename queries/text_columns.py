@@ -44,6 +44,7 @@ class TextAnswer(Answer):
             run_ids = [self.only_run] * len(token_lists)
         else:
             run_ids = batch.column("run_id").to_pylist()
+        # Both may be NULL, for example after an outer join in the question.
         texts: list[str | None] = []
         for run_id, tokens in zip(run_ids, token_lists, strict=True):
             if tokens is None or run_id is None:
@@ -61,6 +62,7 @@ def with_text(answer: Answer, models: RunModels, run_ids: list[str]) -> TextAnsw
             f"--text writes the column {TOKENS_COLUMN} as text, and the answer has none; select "
             "it, for instance: SELECT run_id, sequence, tokens FROM sequences"
         )
+    # Without run_id a row does not say which model's tokenizer reads it.
     if "run_id" not in names and len(run_ids) != 1:
         raise QueryError(
             f"--text: these are {len(run_ids)} runs, whose models may read tokens differently; "

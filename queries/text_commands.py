@@ -57,6 +57,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         ] = "auto",
     ) -> None:
         """Print a sequence of a run as text, and what a head attends to in it."""
+        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
         from queries.asking import open_runs
         from queries.formats import writing_to_stdout
         from queries.query_commands import tell_user, warn_of_damage
@@ -115,6 +116,7 @@ def _only_run(database: RunDatabase, place: str) -> Record:
 
 def _sequence(database: RunDatabase, run: Record, sequence: int) -> Record:
     """The row of a sequence."""
+    # A sequence has one row per intervention, all with the same tokens.
     rows = database.records(f"FROM sequences WHERE sequence = {sequence} LIMIT 1")
     if rows:
         return rows[0]
@@ -128,6 +130,7 @@ def _texts(model: RunModelLike, tokens: list[int]) -> list[str]:
     try:
         return [printable(text) for text in model.texts(tokens)]
     except ModelError as error:
+        # What a head attends to can be shown without a tokenizer.
         typer.echo(f"note: token numbers are shown: {error}", err=True)
         return [str(token) for token in tokens]
 
@@ -153,6 +156,7 @@ def _write_text(texts: list[str], out: TextIO, width: int) -> None:
     """
     from rich.cells import cell_len
 
+    # Widths are cells of a terminal, of which a character may take two.
     position_width = len(str(len(texts)))
     room = width - position_width - 2
     line = ""

@@ -129,6 +129,7 @@ def _read(answer: Answer, row_limit: int, marks: Marks) -> _TableContent:
         shown = batch.slice(0, row_limit - len(rows))
         rows += rows_of(shown)
         hidden_rows += batch.num_rows - shown.num_rows
+        # A question may have billions of rows, and DuckDB computes only those that are read.
         if hidden_rows > COUNTED_ROWS:
             break
     names = [marks.written(name) for name in answer.schema.names]
@@ -143,6 +144,8 @@ def _write_across(content: _TableContent, target: _Target) -> None:
     widths = _column_widths(names, cells)
     columns = list(range(len(names)))
     width = target.width
+    # First choice: one column a line, if that stays short or not even one column would fit.
+    # Second choice: constant columns above the table, and then as many columns as fit.
     if width is not None and sum(widths) > width:
         vertical_lines = len(cells) * (len(names) + 1)
         is_short = len(cells) == 1 or vertical_lines <= VERTICAL_LINES
@@ -179,6 +182,7 @@ def _write_constants(cells: list[list[str]], names: list[str], target: _Target) 
     Returns the other columns. If all are the same, or there is only one row, the table has all.
     """
     everything = list(range(len(names)))
+    # In a single row every column would be constant.
     if len(cells) < 2:
         return everything
     constant = [column for column in everything if len({row[column] for row in cells}) == 1]
@@ -289,6 +293,7 @@ def _text(value: object, marks: Marks) -> str:
         return f"{value:,.0f}" if has_large_integer else f"{value:.4g}"
     if isinstance(value, int) and abs(value) >= 1e5:
         return f"{value:,}"
+    # A line break inside a text would break the table.
     if isinstance(value, str):
         value = " ".join(value.split())
     return marks.written(str(value))

@@ -62,6 +62,7 @@ def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
         why = problem(home, run.manifest, file, bounds)
         if why is not None:
             damaged.append(Damage(file.path, file.shards, why))
+        # A file that changed a moment ago has no key, and is read again next time.
         elif key := keys[file.path]:
             memory.new_keys[file.path] = key
 
@@ -101,6 +102,7 @@ def _keys(home: Path, ledger: pa.Table, tables: list[str]) -> dict[str, bytes]:
         if folder not in listings:
             listings[folder] = dict(stats(home / folder))
         status = listings[folder].get(name)
+        # Tools that copy may set back the time of the content, but not that of the inode.
         if status is None or max(status.st_mtime_ns, status.st_ctime_ns) > latest_change:
             keys[path] = b""
         else:

@@ -111,6 +111,7 @@ def _judge(name: str, system: System, model: str, directory: str) -> list[Findin
     warn_of_damage(database)
     findings = judge(name, system, model, database)
     _print_findings(name, system, model, directory, findings)
+    # Beside the directory, not in it: it is no file of a run.
     page = place(f"{directory}.html")
     if isinstance(page, Path):
         heading = Heading(
@@ -163,6 +164,7 @@ def _print_systems(systems: dict[str, System]) -> None:
         show_edge=False,
     )
     for name, system in systems.items():
+        # Only bundled models are miniatures, so the prefix says nothing here.
         miniature = system.bundled_model.removeprefix("bundled:")
         table.add_row(name, f"{system.title}\n{system.published_model}; offline {miniature}")
     Console(highlight=False).print(table)

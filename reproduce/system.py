@@ -23,6 +23,7 @@ SYSTEMS = Path(__file__).parent / "systems"
 class Check(BaseModel):
     """Numbers that were published, by name. `sql` gives rows (name, measured value)."""
 
+    # A misspelt key in a file is an error.
     model_config = ConfigDict(extra="forbid", frozen=True)
     sql: str
     published: dict[str, float]
@@ -45,6 +46,7 @@ class Phenomenon(BaseModel):
     @property
     def words(self) -> str:
         """What it claims: the first text in its SQL, or the whole SQL if it has none."""
+        # The first column of the SQL is the claim, usually the template of a format().
         text = re.search(r"'(.+?)'", self.sql)
         return text[1] if text else self.sql
 
@@ -104,6 +106,7 @@ def read_system(file: Path) -> System:
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
     except ValidationError as error:
+        # One mistake is enough for one line.
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         raise ScanError(f"{file}: {place}: {problem['msg']}") from None

@@ -46,6 +46,8 @@ def plan_system(
     the system, any other for all. `watch` is told how far the tokenising of a corpus is.
     """
     _check_overrides(system, overrides)
+    # The name of the directory needs all resolved scans, and every plan needs the directory. So
+    # scans are resolved first, with another `out`, which is no part of what they measure.
     scans = _resolved_scans(system, model, out, overrides)
     identities = {
         name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
@@ -73,6 +75,7 @@ def measure_runs(
         prepare_run(plan, "")
         run_to_end(
             plan,
+            # 0 replicas: no Ray, the model is loaded into this process.
             Resources(replicas=0, device=device),
             console,
             stop_at_failure=True,
@@ -126,6 +129,7 @@ def _resolved_scans(
     info = describe(find_model(model))
     scans: dict[str, Resolved] = {}
     for scan_name, entry in system.scan.items():
+        # Some scans are only for models with enough positions, or with a query bias.
         if "sizes" in entry and not any(has_sizes(info, sizes) for sizes in entry["sizes"]):
             continue
         scan_overrides = _overrides_of_scan(overrides, scan_name, system)

@@ -36,6 +36,7 @@ def judge(name: str, system: System, model: str, database: RunDatabase) -> list[
         comparable = has_sizes(info, check.sizes or system.published_sizes)
         findings += _check_findings(name, check, comparable, model, database)
     for phenomenon in system.phenomenon:
+        # A phenomenon without a list of models is claimed of all.
         if not phenomenon.models or model in phenomenon.models:
             findings += _phenomenon_findings(name, phenomenon, model, database)
     return findings
@@ -114,6 +115,7 @@ def _measured_values(name: str, sql: str, database: RunDatabase) -> dict[str, An
     """The values that a check's SQL gives, by name."""
     values: dict[str, Any] = {}
     for key, value in _rows(name, sql, 2, database):
+        # A later row would silently win over an earlier one.
         if str(key) in values:
             raise RunError(f"{name}: a check names {key!r} twice")
         values[str(key)] = value
