@@ -35,7 +35,7 @@ from schemas.places import StorePath
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.processes import MARK, kill, marked
-from tests.s3_server import FaultProxy, Rule, S3Server
+from tests.s3_server import Rule, S3Server
 from workers.process import prepare_process
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -62,7 +62,7 @@ class World:
 
     folder: Path
     rng: random.Random
-    proxy: FaultProxy
+    proxy: S3Server
     cluster: Cluster | None = None
     out: str = ""
     n_replicas: int = 2
@@ -393,7 +393,7 @@ def world(seed: int, replica: type[Replica] = Replica) -> Iterator[tuple[World, 
     """Everything that schedules need, and the rows of an undisturbed run."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        proxy = stack.enter_context(FaultProxy(stack.enter_context(S3Server())))
+        proxy = stack.enter_context(S3Server())
         os.environ |= proxy.env() | {
             "PYTHONPATH": str(FAULTS),
             "FAULTS": str(folder / "orders"),

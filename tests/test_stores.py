@@ -27,7 +27,7 @@ from schemas.errors import CorpusError, QueryError, RunError, ScanError
 from schemas.places import StorePath, matching, names, place, write_whole
 from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
-from tests.s3_server import FaultProxy, Rule, S3Server
+from tests.s3_server import Rule, S3Server
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -35,11 +35,11 @@ TEXTS = [f"{word} " * 30 for word in ("alpha", "beta", "gamma", "delta", "epsilo
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[FaultProxy]:
-    """A store behind a proxy; this process reaches it as a user's would."""
+def store() -> Iterator[S3Server]:
+    """A store that can falter; this process reaches it as a user's would."""
     before = dict(os.environ)
-    with S3Server() as server, FaultProxy(server) as proxy:
-        os.environ |= proxy.env()
+    with S3Server() as server:
+        os.environ |= server.env()
         for number, half in enumerate((TEXTS[:3], TEXTS[3:])):
             lines = "\n".join(
                 json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in half
@@ -47,13 +47,13 @@ def store() -> Iterator[FaultProxy]:
             write_whole(
                 place(f"s3://bucket/pile/part-{number}.jsonl.zst"), zstandard.compress(lines)
             )
-        yield proxy
+        yield server
     os.environ.clear()
     os.environ |= before
 
 
 @pytest.fixture(autouse=True)
-def _no_rules(store: FaultProxy) -> None:
+def _no_rules(store: S3Server) -> None:
     store.clear()
 
 
@@ -74,7 +74,7 @@ def measure(plan: Plan, shards: range = range(3)) -> None:
 
 
 @pytest.fixture(scope="module")
-def done(store: FaultProxy) -> Plan:
+def done(store: S3Server) -> Plan:
     """A run whose corpus and rows are in the store."""
     plan = plan_of("stored", "s3://bucket/runs")
     measure(plan)
@@ -105,7 +105,7 @@ def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Pa
 
 
 def test_the_commit_is_the_last_object_and_each_file_is_one_put(
-    done: Plan, store: FaultProxy
+    done: Plan, store: S3Server
 ) -> None:
     done.run.commit_file(0).unlink()
     store.clear()
@@ -149,7 +149,7 @@ def test_the_command_line_takes_addresses(done: Plan, tmp_path: Path) -> None:
     assert "stored" in report.read_text()
 
 
-def test_folding_and_compacting_in_a_store(store: FaultProxy) -> None:
+def test_folding_and_compacting_in_a_store(store: S3Server) -> None:
     plan = plan_of("folded", "s3://bucket/folded")
     measure(plan)
     question = "SELECT sequence, layer, head, sink_mass FROM heads ORDER BY ALL"
@@ -163,7 +163,7 @@ def test_folding_and_compacting_in_a_store(store: FaultProxy) -> None:
     assert missing_shards(plan).tolist() == []
 
 
-def test_damage_in_a_store_is_found_by_size_or_by_reading(store: FaultProxy) -> None:
+def test_damage_in_a_store_is_found_by_size_or_by_reading(store: S3Server) -> None:
     plan = plan_of("damaged", "s3://bucket/damaged")
     measure(plan)
     file = plan.run.data_file("heads", "none", 1)
@@ -185,7 +185,7 @@ def test_damage_in_a_store_is_found_by_size_or_by_reading(store: FaultProxy) -> 
     assert check_run(plan.run).damaged == []
 
 
-def test_names_of_interventions_are_names_of_objects(store: FaultProxy) -> None:
+def test_names_of_interventions_are_names_of_objects(store: S3Server) -> None:
     names = ("none", "scale_query_bias(0.5)+zero_head(1,2)")
     fields = {
         "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 2, "interventions": names, "out": "s3://bucket/edited",
@@ -205,7 +205,7 @@ def test_names_of_interventions_are_names_of_objects(store: FaultProxy) -> None:
         assert [name for (name,) in rows] == list(names)
 
 
-def test_a_store_that_falters_loses_nothing(store: FaultProxy) -> None:
+def test_a_store_that_falters_loses_nothing(store: S3Server) -> None:
     plan = plan_of("faltering", "s3://bucket/faltering")
     store.set_rules(
         Rule({"status": 503}, method="PUT", path="/heads/", count=1),
@@ -219,7 +219,7 @@ def test_a_store_that_falters_loses_nothing(store: FaultProxy) -> None:
     assert store.spent() == [1, 1, 1, 1]
 
 
-def test_a_store_that_refuses_is_one_clear_line(store: FaultProxy) -> None:
+def test_a_store_that_refuses_is_one_clear_line(store: S3Server) -> None:
     plan = plan_of("refused", "s3://bucket/refused")
     store.set_rules(Rule({"status": 403}, method="PUT", count=None))
     with pytest.raises(
@@ -235,7 +235,7 @@ def test_a_store_that_refuses_is_one_clear_line(store: FaultProxy) -> None:
         plan_of("other", "s3://bucket/other")
 
 
-def test_what_is_not_there_is_one_clear_line(store: FaultProxy) -> None:
+def test_what_is_not_there_is_one_clear_line(store: S3Server) -> None:
     with pytest.raises(RunError, match="no run here"):
         connect("s3://bucket/nothing")
     with pytest.raises(CorpusError, match=r"no object matches 's3://bucket/pile/\*.txt'"):
@@ -252,7 +252,7 @@ def test_what_is_not_there_is_one_clear_line(store: FaultProxy) -> None:
         )
 
 
-def test_globs_in_a_store(store: FaultProxy) -> None:
+def test_globs_in_a_store(store: S3Server) -> None:
     for key in ("g/a.jsonl", "g/b.jsonl", "g/deep/c.jsonl", "g/deep/er/d.jsonl", "g/e.txt"):
         write_whole(StorePath(f"s3://bucket/{key}"), key.encode())
 
@@ -270,7 +270,7 @@ def test_globs_in_a_store(store: FaultProxy) -> None:
     assert [size for _, size in matching(StorePath("s3://bucket/g/e.txt"))] == [7]
 
 
-def test_a_run_in_a_store_is_deleted_and_its_neighbours_stay(store: FaultProxy) -> None:
+def test_a_run_in_a_store_is_deleted_and_its_neighbours_stay(store: S3Server) -> None:
     plans = [plan_of(name, "s3://bucket/deleted") for name in ("a", "b")]
     for plan in plans:
         measure(plan, range(1))
