@@ -258,7 +258,14 @@ def replica_slow(world: World) -> None:
 def node_lost(world: World) -> None:
     """kill -9 of a raylet; another node comes in its place."""
     cluster = world.ensure_cluster()
-    cluster.remove_node(world.rng.choice(list(cluster.worker_nodes)), allow_graceful=False)
+    # A node whose replica stands still would not be missed.
+    idle_raylets = {process.ppid() for process in world.suspended if process.is_running()}
+    nodes = [
+        node
+        for node in cluster.worker_nodes
+        if node.all_processes["raylet"][0].process.pid not in idle_raylets
+    ]
+    cluster.remove_node(world.rng.choice(nodes), allow_graceful=False)
     cluster.add_node(**NODE_OPTIONS | {"num_cpus": 1}, wait=False)
 
 

@@ -1,12 +1,20 @@
-"""Processes that tests start: how they are found, named and ended."""
+"""Processes that tests start: how they are started, found and ended."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import multiprocessing
+import os
 import shutil
+import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -52,3 +60,70 @@ def kill(mark: str) -> None:
     for process in marked(mark):
         with contextlib.suppress(psutil.Error):
             process.kill()
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Command:
+    """`headcount …` in a process of its own, which is forked from one that has imported everything.
+
+    Starting Python and importing torch takes longer than most commands. Tests of what happens while
+    Python starts, such as of files that hide modules, need a real start.
+    """
+
+    def __init__(self, *words: str | Path, environment: Mapping[str, str], directory: Path) -> None:
+        self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
+        self._process = _fork_server().Process(
+            target=_run_command,
+            args=([*map(str, words)], dict(environment), directory, self._output),
+        )
+        self._process.start()
+
+    def ended(self, timeout: float = 120) -> Ended:
+        """Wait until the command has ended."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        stdout, stderr = ((self._output / name).read_text() for name in ("stdout", "stderr"))
+        shutil.rmtree(self._output)
+        return Ended(code, stdout, stderr)
+
+
+@cache
+def _fork_server() -> ForkServerContext:
+    """The process that commands are forked from. It ends when this process has ended."""
+    context = multiprocessing.get_context("forkserver")
+    # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
+    context.set_forkserver_preload(
+        ["headcount", "jobs.plan", "jobs.status", "queries.asking", "tests.processes"]
+    )
+    return context
+
+
+def _run_command(
+    words: list[str], environment: dict[str, str], directory: Path, output: Path
+) -> None:
+    """Become `headcount …`."""
+    if sys.platform.startswith("linux"):
+        death_signal_option = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal_option, signal.SIGKILL)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with (output / name).open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.argv = ["headcount", *words]
+
+    import headcount
+
+    headcount.main()
