@@ -12,8 +12,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import psutil
@@ -77,11 +79,18 @@ class Command:
     Python starts, such as of files that hide modules, need a real start.
     """
 
-    def __init__(self, *words: str | Path, environment: Mapping[str, str], directory: Path) -> None:
+    def __init__(
+        self,
+        *words: str | Path,
+        environment: Mapping[str, str],
+        directory: Path,
+        constants: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """`constants` are set first, by `module.NAME`: seconds that no test should wait."""
         self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
         self._process = _fork_server().Process(
             target=_run_command,
-            args=([*map(str, words)], dict(environment), directory, self._output),
+            args=([*map(str, words)], dict(environment), directory, dict(constants), self._output),
         )
         self._process.start()
 
@@ -110,7 +119,11 @@ def _fork_server() -> ForkServerContext:
 
 
 def _run_command(
-    words: list[str], environment: dict[str, str], directory: Path, output: Path
+    words: list[str],
+    environment: dict[str, str],
+    directory: Path,
+    constants: dict[str, float],
+    output: Path,
 ) -> None:
     """Become `headcount …`."""
     if sys.platform.startswith("linux"):
@@ -123,6 +136,9 @@ def _run_command(
     os.environ.update(environment)
     os.chdir(directory)
     sys.argv = ["headcount", *words]
+    for path, seconds in constants.items():
+        module, _, name = path.rpartition(".")
+        setattr(import_module(module), name, seconds)
 
     import headcount
 
