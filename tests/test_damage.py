@@ -31,7 +31,7 @@ from schemas.parquet import parquet_bytes, read_parquet
 from schemas.run_directory import RunDirectory
 from tests.toy_runs import Entry, Row, local, write_run
 
-DAMAGES, AT_ONCE = 1000, 12
+DAMAGES, AT_ONCE = 300, 12
 SHARDS, PER_SHARD, LAYERS, HEADS = 24, 1, 2, 2
 INTERVENTIONS = ("none", "zero_query_bias")
 RUNS = ("a-1", "b-1")
