@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,12 +313,14 @@ def test_whenever_it_is_killed_the_same_command_ends_with_the_same_rows(
 ) -> None:
     expected, short = whole(8), whole(5)
     kept = short.filter(pa.compute.less(short["sequence"], SIZE))  # pyright: ignore
+    begun = planned(tmp_path / "begun", 5)
+    measured(begun)
+    change(begun.run)
     killed, allowed = True, 0
     while killed:
         out = tmp_path / str(allowed)
-        measured(planned(out, 5))
+        shutil.copytree(tmp_path / "begun", out)
         run = planned(out, 8).run
-        change(run)
         with pytest.MonkeyPatch.context() as patch:
             steps(patch, allowed)
             try:
