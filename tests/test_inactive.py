@@ -70,9 +70,8 @@ def test_random_heads_depend_on_the_sequence_and_the_draw_alone(replica: toy.Tex
     # tokens.
     name = "zero_random_heads(sink_value_norm,4.4,raw,{})"
     first, second = (silent(replica, name.format(draw), tokens) for draw in (0, 1))
-    np.testing.assert_array_equal(
-        first, np.concatenate([silent(replica, name.format(0), row[None]) for row in tokens])
-    )
+    one_by_one = [silent(replica, name.format(0), row[None]) for row in tokens[:20]]
+    np.testing.assert_array_equal(first[:20], np.concatenate(one_by_one))
     counts = first[:, 0].sum(-1)
     np.testing.assert_array_equal(counts, second[:, 0].sum(-1))
     expected = counts.mean() / 4
