@@ -89,6 +89,11 @@ def section(page: webdriver.Chrome, index: int) -> WebElement:
     return page.find_elements(By.CSS_SELECTOR, "section.run")[index]
 
 
+def text_of(element: WebElement) -> str:
+    """What an element shows. The driver's own `text` takes seconds for a whole section."""
+    return str(element.get_property("innerText"))
+
+
 def card(section: WebElement, title: str) -> WebElement:
     return next(
         c
@@ -166,20 +171,20 @@ def test_signed_statistics_diverge_around_zero(page: webdriver.Chrome) -> None:
 def test_what_heads_share_is_not_a_heatmap(page: webdriver.Chrome) -> None:
     shown = section(page, 0)
     assert trace(page, card(shown, "Residual stream"))["data"]["y"] == [10, 20, 30]
-    assert "duplicate_score\nundefined here" in shown.text
-    assert "match_coverage\n0.5" in shown.text
+    assert "duplicate_score\nundefined here" in text_of(shown)
+    assert "match_coverage\n0.5" in text_of(shown)
 
 
 def test_it_says_what_was_scanned_and_what_is_missing(page: webdriver.Chrome) -> None:
     shown = section(page, 0)
-    assert "a <b>model</b> (raw weights)" in shown.text
-    assert "10 in 2 sequences of 5" in shown.text
+    assert "a <b>model</b> (raw weights)" in text_of(shown)
+    assert "10 in 2 sequences of 5" in text_of(shown)
     assert (
         "Incomplete. 1 of 2 shards are done: the numbers below cover 2 of 4 sequences."
-        in shown.text
+        in text_of(shown)
     )
-    assert "Incomplete" not in section(page, 1).text
-    assert "No rows yet." in section(page, 3).text
+    assert "Incomplete" not in text_of(section(page, 1))
+    assert "No rows yet." in text_of(section(page, 3))
 
 
 def test_rankings_and_dormant_heads(page: webdriver.Chrome) -> None:
@@ -192,7 +197,7 @@ def test_rankings_and_dormant_heads(page: webdriver.Chrome) -> None:
     # sinks.
     assert (
         "8 of the heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4 "
-        "and a-1." in page.find_element(By.TAG_NAME, "body").text
+        "and a-1." in text_of(page.find_element(By.TAG_NAME, "body"))
     )
     assert len(dormant.find_elements(By.CSS_SELECTOR, ".point")) == LAYERS * HEADS
 
