@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -30,8 +31,9 @@ def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
     for flag in (*FLAGS.split(), f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    # Two that start at the same moment may refuse each other.
-    with FileLock(Path(tempfile.gettempdir()) / "headcount-browser.lock"):
+    # Two that start at the same moment may refuse each other. A user cannot open the lock of another.
+    lock = Path(tempfile.gettempdir()) / f"headcount-browser-{os.getuid()}.lock"
+    with FileLock(lock):
         driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
     yield driver
     driver.quit()
