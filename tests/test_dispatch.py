@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,18 @@ from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.toy_replica import ToyReplica
-from tests.toy_runs import local
 from workers.model.model_info import ModelInfo
 
 QUIET = Console(quiet=True)
 ROOT = Path(__file__).parent.parent
+FIELDS: dict[str, Any] = {
+    "model": "bundled:attn-only-2l-mini",
+    "n_ctx": 8,
+    "sequences": 60,
+    "sequences_per_shard": 1,
+    "statistics": ["sink_mass"],
+    "input": {"family": "uniform_random"},
+}
 
 
 class Killer(ToyReplica):
@@ -93,11 +100,7 @@ def _ray() -> Iterator[None]:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 60, "sequences_per_shard": 1,
-        "statistics": ["sink_mass"], "input": {"family": "uniform_random"}, "out": str(tmp_path),
-    }  # fmt: skip
-    made = make_plan(parse_scan(fields), "idle")
+    made = make_plan(parse_scan(FIELDS | {"out": str(tmp_path)}), "idle")
     prepare_run(made, "")
     return made
 
@@ -220,42 +223,51 @@ def test_a_replica_that_cannot_be_made_is_one_clear_line(plan: Plan) -> None:
         run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=Stillborn)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """A file system of a size that can be changed."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
+# A file system of a size that can be changed, which ends with the process.
+SMALL_DISK = """
+import subprocess, sys
+from tests.test_dispatch import *
+from tests.toy_runs import local
 
-    def resize(size: str) -> Path:
-        options = f"size={size}" + (",remount" if os.path.ismount(disk) else "")
-        made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], capture_output=True, check=False
+disk = sys.argv[1]
+
+def resize(options):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], check=True)
+
+resize("size=256k")
+plan = make_plan(parse_scan(FIELDS | {"out": disk}), "idle")
+prepare_run(plan, "")
+in_this_process = Resources(0, 1, "cpu")
+failures = run_to_end(plan, in_this_process, QUIET, replica=ToyReplica)
+assert failures
+assert all("No space left on device" in failure.error for failure in failures)
+assert sorted(done(plan) + [failure.shard for failure in failures]) == list(range(60))
+assert not list(local(plan.run.path).rglob("*.tmp"))
+assert plan.run.damaged_files([plan.run.ledger()]) == []
+resize("size=16m,remount")
+assert run_to_end(plan, in_this_process, QUIET, replica=ToyReplica) == []
+assert done(plan) == list(range(60))
+"""
+
+
+def test_a_full_disk_stops_the_run_whole_and_more_room_completes_it(tmp_path: Path) -> None:
+    as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    own_mounts = ["unshare", *as_root, "--mount"]
+    try:
+        subprocess.run(
+            [*own_mounts, "mount", "-t", "tmpfs", "tmpfs", tmp_path],
+            capture_output=True,
+            check=True,
         )
-        if made.returncode:
-            pytest.skip("mounting a small file system needs root")
-        return disk
-
-    yield resize
-    subprocess.run(["umount", disk], capture_output=True, check=False)
-
-
-def test_a_full_disk_stops_the_run_whole_and_more_room_completes_it(
-    plan: Plan, small_disk: Callable[[str], Path]
-) -> None:
-    disk = small_disk("256k")
-    scan = plan.scan.model_copy(update={"out": str(disk)})
-    here = make_plan(scan, "idle")
-    prepare_run(here, "")
-    failures = run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica)
-    assert failures
-    assert all("No space left on device" in f.error for f in failures)
-    before = done(here)
-    assert sorted(before + [f.shard for f in failures]) == list(range(60))
-    assert not list(local(here.run.path).rglob("*.tmp"))
-    assert here.run.damaged_files([here.run.ledger()]) == []
-    small_disk("16m")
-    assert run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
-    assert done(here) == list(range(60))
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    ended = subprocess.run(
+        [*own_mounts, sys.executable, "-c", SMALL_DISK, tmp_path],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -264,9 +276,7 @@ import os, sys, threading, time, psutil
 from tests.test_dispatch import *
 class Slow(ToyReplica):
     def misbehave(self, token): time.sleep(0.2)
-plan = make_plan(parse_scan({{
-    "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 60, "sequences_per_shard": 1,
-    "statistics": ["sink_mass"], "input": {{"family": "uniform_random"}}, "out": {str(tmp_path)!r}}}), "idle")
+plan = make_plan(parse_scan(FIELDS | {{"out": {str(tmp_path)!r}}}), "idle")
 prepare_run(plan, "")
 def strike():
     while len(done(plan)) < 5: time.sleep(0.05)
