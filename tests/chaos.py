@@ -35,7 +35,7 @@ from schemas.places import StorePath, names
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.processes import DIES_WITH_ITS_PARENT, MARK, kill, marked
-from tests.s3_server import Rule, S3Server
+from tests.s3_server import Action, Rule, S3Server
 from workers.process import prepare_process
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -324,7 +324,8 @@ def _strike_at_write(world: World, action: str, point: str, path: str) -> None:
     """
     if isinstance(world.run.path, StorePath):
         replica_pids = [process.pid for process in world.replicas()]
-        server_action = {"kill": replica_pids} if action == "kill" else {"status": 500}
+        kill_replicas, refuse = Action(kill=replica_pids), Action(status=500)
+        server_action = kill_replicas if action == "kill" else refuse
         world.store.set_rules(Rule(server_action, method="PUT", path=path, count=1))
 
         def is_pending() -> bool:

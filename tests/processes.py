@@ -137,8 +137,10 @@ def _run_command(
     os.chdir(directory)
     sys.argv = ["headcount", *words]
     for path, seconds in constants.items():
-        module, _, name = path.rpartition(".")
-        setattr(import_module(module), name, seconds)
+        module_name, _, name = path.rpartition(".")
+        module = import_module(module_name)
+        assert hasattr(module, name), path
+        setattr(module, name, seconds)
 
     import headcount
 

@@ -32,6 +32,7 @@ from benchmarks.targets import (
 )
 from benchmarks.ways import STATISTICS, WAYS, Run, bare_format, draw_tokens, make_gpt2_small
 from schemas.precision import FASTEST_ACCEPTABLE
+from tests.processes import DIES_WITH_ITS_PARENT
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,14 +45,16 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that a quick run of the whole benchmark wrote into."""
     out = tmp_path_factory.mktemp("bench")
     command = [sys.executable, "-m", "benchmarks.bench", "--quick", "--out", str(out)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1"
-    }  # Threads only wait for each other at these sizes.
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    ended = subprocess.run(
+        [*DIES_WITH_ITS_PARENT, *command],
+        cwd=ROOT,
+        # Threads only wait for each other at these sizes.
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (out / "stdout").write_text(done.stdout, encoding="utf-8")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (out / "stdout").write_text(ended.stdout, encoding="utf-8")
     return out
 
 
@@ -86,20 +89,18 @@ def test_a_quick_run_measures_every_row_of_its_device_and_says_so_of_the_others(
 def test_a_quick_run_times_every_cell_and_weighs_what_rows_and_plots_need(
     record: dict[str, Any],
 ) -> None:
-    expected = {cell for case in cases.CASES["cpu"] for cell in cells(case, QUICK)}
-    known = {
-        Cell(*(c[name] for name in ("model", "way", "precision", "batch", "n_ctx"))): c
-        for c in record["cells"]
-    }
-    assert set(known) == expected
-    assert {cell.way for cell in known} == set(WAYS)
-    for cell, found in known.items():
-        assert len(found["seconds"]) == 1
-        assert 0 < found["seconds"][0] < math.inf
+    expected_cells = {cell for case in cases.CASES["cpu"] for cell in cells(case, QUICK)}
+    cell_fields = ("model", "way", "precision", "batch", "n_ctx")
+    recorded = {Cell(*(entry[name] for name in cell_fields)): entry for entry in record["cells"]}
+    assert set(recorded) == expected_cells
+    assert {cell.way for cell in recorded} == set(WAYS)
+    for cell, entry in recorded.items():
+        (seconds,) = entry["seconds"]
+        assert 0 < seconds < math.inf
         if CAN_WEIGH and cases.is_weighed(cell, QUICK):
-            assert 100 * MB < found["loaded"] <= found["peak"] < 10_000 * MB
+            assert 100 * MB < entry["loaded"] <= entry["peak"] < 10_000 * MB
         else:
-            assert found["peak"] is None
+            assert entry["peak"] is None
 
 
 def test_the_page_and_the_terminal_show_every_row_and_every_plot(
@@ -273,7 +274,7 @@ def test_speeds_are_paired_by_round_and_counted_in_tokens() -> None:
 
 def test_gpu_rows_follow_from_the_best_batches() -> None:
     half = FASTEST_ACCEPTABLE["cuda"]
-    found = {
+    measurements = {
         Cell("gpt2", "fused", half, 64, 1024): InterventionMeasurements([0.04, 0.04, 0.04]),
         Cell("gpt2", "compiled", half, 128, 1024): InterventionMeasurements([0.08, 0.064, 0.1]),
         Cell("gpt2", "run_with_cache", "float32", 16, 1024): InterventionMeasurements(
@@ -281,7 +282,7 @@ def test_gpu_rows_follow_from_the_best_batches() -> None:
         ),
     }
     values = {
-        t.row + t.baseline: t.value(Results("cuda", found))
+        t.row + t.baseline: t.value(Results("cuda", measurements))
         for t in targets(FULL)
         if t.device == "cuda"
     }
@@ -290,8 +291,11 @@ def test_gpu_rows_follow_from_the_best_batches() -> None:
         [1.0, tokens, tokens * flops_per_token(FULL) / PEAK_FLOPS, 25.0]
     )
     assert flops_per_token(FULL) == 12 * (24 * 768**2 + 2 * 1024 * 768)
-    assert all(t.value(Results("cuda", found)) is None for t in targets(FULL) if t.device != "cuda")
-    assert all(t.value(Results("cpu", found)) is None for t in targets(FULL))
+    # A row is of one device.
+    for target in targets(FULL):
+        assert target.value(Results("cpu", measurements)) is None
+        if target.device != "cuda":
+            assert target.value(Results("cuda", measurements)) is None
 
 
 @pytest.mark.parametrize(
@@ -366,10 +370,12 @@ def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
         bare: Any = WAYS["bare"](path, "cpu", "float32")(tokens)
         half: Any = WAYS["bare"](path, "cpu", "bfloat16_linears")(tokens)
     for layer in range(QUICK.gpt2["n_layer"]):
-        for statistic, values in zip(STATISTICS, cached[layer * len(STATISTICS) :], strict=False):
+        of_layer = cached[layer * len(STATISTICS) :]
+        for statistic, values in zip(STATISTICS, of_layer, strict=False):
             fused = torch.from_numpy(heads.heads[statistic.name][:, layer])
-            values = values if values.dim() == 2 else values[:, None].expand_as(fused)
-            assert torch.allclose(fused, values, rtol=1e-4, atol=1e-5), statistic.name
+            # Some statistics have one value for all heads of a layer.
+            expected = values if values.dim() == 2 else values[:, None].expand_as(fused)
+            assert torch.allclose(fused, expected, rtol=1e-4, atol=1e-5), statistic.name
     assert bare.last_hidden_state.shape == (2, 48, QUICK.gpt2["n_embd"])
     assert (bare.last_hidden_state.dtype, half.last_hidden_state.dtype) == (
         torch.float32,
