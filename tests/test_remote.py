@@ -365,16 +365,23 @@ def test_what_the_nodes_cannot_see_or_run_is_refused_here(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_what_every_node_can_see_is_taken(scan_file: Path) -> None:
-    for overrides in (
-        ["out=s3://bucket/runs"],
-        ["out=/mnt/runs", "model=openai-community/gpt2"],
-        [
-            "out=gs://bucket/runs",
-            "input={family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}",
-        ],
-    ):
-        portable_scan(scan_file, overrides)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"out": "s3://bucket/runs"},
+        {"out": "/mnt/runs", "model": "openai-community/gpt2"},
+        {
+            "out": "gs://bucket/runs",
+            "input": "{family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}",
+        },
+    ],
+    ids=lambda overrides: overrides["out"],
+)
+def test_what_every_node_can_see_is_accepted(scan_file: Path, overrides: dict[str, str]) -> None:
+    scan = portable_scan(scan_file, [f"{key}={value}" for key, value in overrides.items()])
+    assert scan.out == overrides["out"]
+    assert scan.model == overrides.get("model", "bundled:gpt2-mini")
+    assert scan.input.family == ("pile" if "input" in overrides else "repeated_random")
 
 
 def test_any_file_name_can_name_a_job(tmp_path: Path) -> None:
