@@ -310,6 +310,7 @@ def left_behind(world: World) -> None:
         return
     heads = world.run.path / "heads" / "intervention=none"
     heads.mkdir(parents=True, exist_ok=True)
+    # The first is never looked at; the second is written over when its shard is measured.
     (heads / f".shard-{world.rng.randrange(SHARDS):06d}.parquet.dead.tmp").write_bytes(b"PAR1 half")
     last_file = world.run.data_file("heads", "none", SHARDS - 1)
     if not world.run.commit_file(SHARDS - 1).is_file():
@@ -394,6 +395,7 @@ def compare(measured: pa.Table, expected: pa.Table) -> tuple[int, int, int]:
 
 def draw_lives(rng: random.Random) -> list[Life]:
     """One or two drivers' lives, each with up to three faults."""
+    # The last shards are left to the end of the run, so that every fault finds it at work.
     kinds = [
         rng.choices(list(FAULTS_BY_NAME), k=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))
     ]
@@ -410,6 +412,7 @@ def run_schedule(world: World, expected: pa.Table, lives: list[Life]) -> Result:
     faults: list[str] = []
     exit_codes = [_run_driver(world, life, faults) for life in lives]
     world.withdraw_faults()
+    # A user who meets an error gives the same command again.
     while exit_codes[-1] != 0 and len(exit_codes) < len(lives) + 4:
         world.start_driver()
         exit_codes.append(world.wait_for_drivers())
@@ -427,6 +430,7 @@ def _run_driver(world: World, life: Life, struck: list[str]) -> int:
     driver = world.start_driver()
     for planned in life:
         deadline = time.monotonic() + PATIENCE_SECONDS
+        # Most faults strike a replica, so one must be alive.
         while world.committed_shards() < planned.after_shards or not world.replicas():
             if driver.poll() is not None or time.monotonic() > deadline:
                 break
@@ -456,11 +460,13 @@ def open_world(
 ) -> Iterator[tuple[World, pa.Table]]:
     """Everything that schedules need, and the rows of an undisturbed run.
 
-    Changes the environment of this process: Ray's processes inherit it.
+    Changes the environment of this process.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         store = stack.enter_context(S3Server())
+        # Drivers, Ray's processes and replicas inherit these: whoever writes obeys orders, and
+        # whoever is left behind in the end is found by the mark.
         os.environ |= store.env() | {
             "PYTHONPATH": str(FAULTS),
             "FAULTS": str(folder / "orders"),
