@@ -15,11 +15,11 @@ import pytest
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from docs import page_commands, reference_pages
 from headcount import app
 from reproduce import systems_page
 from schemas import formula_pages
 from schemas.scan import Scan
+from tests import page_commands, reference_pages
 from workers import edit_and_input_pages
 
 ROOT = Path(__file__).parent.parent

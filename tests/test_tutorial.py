@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.page_commands import (
+from tests.page_commands import (
     CommandBlock,
     FileToSave,
     follow,
@@ -25,7 +25,7 @@ def test_every_command_of_a_page_prints_what_the_page_says(page_name: str, tmp_p
     for step in steps_of(page):
         printed = follow(step, tmp_path)
         if isinstance(step, CommandBlock) and step.output is not None:
-            advice = f"python -m docs.page_commands {page_name}"
+            advice = f"python -m tests.page_commands {page_name}"
             assert same_output(step.output, printed), f"{printed}\nif this is right: {advice}"
 
 
