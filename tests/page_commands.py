@@ -152,24 +152,25 @@ def _same_word(expected: str, printed: str) -> bool:
 
 def with_outputs_of_today(page: str, folder: Path) -> str:
     """The page with what its commands print now."""
-    renewed = page
-    # Where the next output begins in the renewed page moves with the lengths before it.
-    moved = 0
+    renewed_page = page
+    # An output begins later in the renewed page if those above it have become longer.
+    shift = 0
     for step in steps_of(page):
         printed = follow(step, folder)
         if isinstance(step, FileToSave) or step.output is None:
             continue
-        if same_output(step.output, printed):
-            continue
-        printed = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
-        start = step.output_start + moved
-        renewed = renewed[:start] + printed + renewed[start + len(step.output) :]
-        moved += len(printed) - len(step.output)
-    return renewed
+        # Tables pad their last column with spaces, which an editor would take away.
+        output = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
+        start = step.output_start + shift
+        stop = start + len(step.output)
+        renewed_page = renewed_page[:start] + output + renewed_page[stop:]
+        shift += len(output) - len(step.output)
+    return renewed_page
 
 
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        page = path.read_text(encoding="utf-8")
-        with tempfile.TemporaryDirectory() as folder:
-            path.write_text(with_outputs_of_today(page, Path(folder)), encoding="utf-8")
+    for page_path in map(Path, sys.argv[1:]):
+        page_text = page_path.read_text(encoding="utf-8")
+        with tempfile.TemporaryDirectory() as scratch:
+            renewed = with_outputs_of_today(page_text, Path(scratch))
+        page_path.write_text(renewed, encoding="utf-8")

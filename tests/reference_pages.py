@@ -8,6 +8,7 @@ It lies here because it reads the whole command line, which no room of the house
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -33,6 +34,8 @@ PAGES_OF_FIELDS = {
     **{kind.field: kind.page for kind in KINDS},
 }
 """Where more is said about a field of a scan."""
+
+LINE_LENGTH = 138
 
 WORDS_OF_TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "Path": "FILE"}
 
@@ -60,9 +63,15 @@ def _command_section(name: str, command: TyperCommand) -> str:
             usage.append(word)
         else:
             word = _option(parameter, types[parameter.name or ""])
-        lines.append(f"* `{word}`: {parameter.help}{_default(parameter)}\n")
-    purpose = " ".join((command.help or "").split())
-    return f"### {name}\n\n`{' '.join(usage)}`\n\n{purpose}\n\n{''.join(lines)}"
+        lines.append(_wrapped(f"* `{word}`: {parameter.help}{_default(parameter)}"))
+    purpose = _wrapped(command.help or "")
+    return f"### {name}\n\n`{' '.join(usage)}`\n\n{purpose}\n{''.join(lines)}"
+
+
+def _wrapped(text: str) -> str:
+    """A paragraph or an item of a list, in lines as long as those of the other pages."""
+    indent = "  " if text.startswith("* ") else ""
+    return textwrap.fill(text, LINE_LENGTH, subsequent_indent=indent, break_on_hyphens=False) + "\n"
 
 
 def _argument(parameter: TyperArgument) -> str:

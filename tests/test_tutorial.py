@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,17 @@ def test_every_command_of_a_page_prints_what_the_page_says(page_name: str, tmp_p
         if isinstance(step, CommandBlock) and step.output is not None:
             advice = f"python -m tests.page_commands {page_name}"
             assert same_output(step.output, printed), f"{printed}\nif this is right: {advice}"
+    if page_name == "README.md":
+        check_python_examples(page, tmp_path)
+
+
+def check_python_examples(page: str, folder: Path) -> None:
+    """Run the examples in Python, which read the runs that the commands above them wrote."""
+    examples = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert examples
+    with contextlib.chdir(folder):
+        for example in examples:
+            exec(example, {})
 
 
 def test_the_tutorial_has_the_steps_that_it_promises() -> None:
