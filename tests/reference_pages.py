@@ -54,24 +54,29 @@ def commands_reference() -> str:
 def _command_section(name: str, command: TyperCommand) -> str:
     """One command: how it is called, what it does, and what each word of it means."""
     types = get_type_hints(command.callback)
-    usage = [f"headcount {name}"]
-    lines: list[str] = []
+    usage_words = [f"headcount {name}"]
+    parameter_items: list[str] = []
     for parameter in command.params:
         assert isinstance(parameter, TyperArgument | TyperOption)
         if isinstance(parameter, TyperArgument):
-            word = _argument(parameter)
-            usage.append(word)
+            spelling = _argument(parameter)
+            usage_words.append(spelling)
         else:
-            word = _option(parameter, types[parameter.name or ""])
-        lines.append(_wrapped(f"* `{word}`: {parameter.help}{_default(parameter)}"))
+            # Typer keeps no type of an option that can be asked for, but the function has it.
+            spelling = _option(parameter, types[parameter.name or ""])
+        item = f"* `{spelling}`: {parameter.help}{_default(parameter)}"
+        parameter_items.append(_wrapped(item))
     purpose = _wrapped(command.help or "")
-    return f"### {name}\n\n`{' '.join(usage)}`\n\n{purpose}\n{''.join(lines)}"
+    usage = " ".join(usage_words)
+    return f"### {name}\n\n`{usage}`\n\n{purpose}\n{''.join(parameter_items)}"
 
 
 def _wrapped(text: str) -> str:
     """A paragraph or an item of a list, in lines as long as those of the other pages."""
     indent = "  " if text.startswith("* ") else ""
-    return textwrap.fill(text, LINE_LENGTH, subsequent_indent=indent, break_on_hyphens=False) + "\n"
+    one_line = " ".join(text.split())
+    lines = textwrap.wrap(one_line, LINE_LENGTH, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
 
 
 def _argument(parameter: TyperArgument) -> str:

@@ -177,22 +177,23 @@ def run_python(folder: Path, file: str) -> None:
 
 def apply_diff(file: Path, diff: str) -> None:
     """Add the lines that a diff adds, each below the line that stands above it in the diff."""
-    content = file.read_text(encoding="utf-8")
-    for above, line in itertools.pairwise(diff.splitlines()):
+    source = file.read_text(encoding="utf-8")
+    for line_above, line in itertools.pairwise(diff.splitlines()):
         if line.startswith("+"):
-            anchor = f"\n{above[1:]}\n"
-            assert content.count(anchor) == 1, above
-            content = content.replace(anchor, f"{anchor}{line[1:]}\n")
-    file.write_text(content, encoding="utf-8")
+            # The first character of a line of a diff is its sign.
+            anchor = f"\n{line_above[1:]}\n"
+            assert source.count(anchor) == 1, line_above
+            source = source.replace(anchor, f"{anchor}{line[1:]}\n")
+    file.write_text(source, encoding="utf-8")
 
 
 def test_following_adding_md_adds_a_kind_of_measurement_with_one_file_and_one_entry(
     tmp_path: Path,
 ) -> None:
     copy_project(tmp_path)
-    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
-    _, section = page.split("## A kind of measurement\n")
-    section, *_ = section.split("\n## ")
+    page_text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    _, rest_of_page = page_text.split("## A kind of measurement\n")
+    section, *_ = rest_of_page.split("\n## ")
     step = r"(?:Create|Add to) `(schemas/\w+\.py)`[^\n]*:\n\n```\w+\n(.*?)```"
     blocks = dict(re.findall(step, section, flags=re.DOTALL))
     assert list(blocks) == ["schemas/layer_statistics.py", "schemas/kinds.py"]
@@ -211,8 +212,8 @@ def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_a
     tmp_path: Path,
 ) -> None:
     copy_project(tmp_path)
-    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
-    steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", page, flags=re.DOTALL)
+    page_text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", page_text, flags=re.DOTALL)
     rooms = [path.split("/")[0] for path, _ in steps]
     assert rooms == ["schemas", "workers", "workers", "queries", "copying.toml"]
     for path, addition in steps:
@@ -236,8 +237,8 @@ def test_pages_are_what_the_registries_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", reference_pages.PAGES)
 def test_the_generated_parts_of_pages_are_what_the_code_says(name: str) -> None:
-    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert page == reference_pages.renewed(name), "run: make docs"
+    page_text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert page_text == reference_pages.renewed(name), "run: make docs"
 
 
 def test_the_pages_of_options_say_values_and_defaults_in_words() -> None:
@@ -263,27 +264,30 @@ def options_by_command() -> dict[str, set[str]]:
 
 
 def test_every_command_has_an_example() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    examples, _ = page.split("## How a command ends")
-    missing = [name for name in options_by_command() if f"\nheadcount {name} " not in examples]
-    assert missing == []
+    page_text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    examples, _ = page_text.split("## How a command ends")
+    command_names = options_by_command()
+    without_example = [name for name in command_names if f"\nheadcount {name} " not in examples]
+    assert without_example == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_use_only_commands_and_options_that_exist(page: Path) -> None:
-    options = options_by_command()
-    text = page.read_text(encoding="utf-8")
-    for line in code_lines(text):
-        if command := COMMAND.match(line):
-            name, arguments = command.groups()
-            assert name in options, line
-            assert set(OPTION.findall(arguments)) <= options[name], line
+    known_options = options_by_command()
+    page_text = page.read_text(encoding="utf-8")
+    for line in code_lines(page_text):
+        command = COMMAND.match(line)
+        if command is None:
+            continue
+        command_name, arguments = command.groups()
+        assert command_name in known_options, line
+        assert set(OPTION.findall(arguments)) <= known_options[command_name], line
 
 
-def code_lines(text: str) -> Iterator[str]:
+def code_lines(page_text: str) -> Iterator[str]:
     """The lines of a page that are code, in blocks or between backticks."""
     in_block = False
-    for line in text.splitlines():
+    for line in page_text.splitlines():
         if line.startswith("```"):
             in_block = not in_block
         elif in_block or line.startswith("    "):
@@ -294,35 +298,38 @@ def code_lines(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for path, heading in LINK.findall(text):
-        target = page.parent / path
-        assert target.exists(), f"{page.name}: {path}"
-        if heading:
-            assert heading in anchors_of(target), f"{page.name}: {path}#{heading}"
-    for heading in re.findall(r"\]\(#([\w-]+)\)", text):
-        assert heading in anchors_of(page), f"{page.name}: #{heading}"
+    page_text = page.read_text(encoding="utf-8")
+    for linked_path, anchor in LINK.findall(page_text):
+        target = page.parent / linked_path
+        assert target.exists(), f"{page.name}: {linked_path}"
+        if anchor:
+            assert anchor in anchors_of(target), f"{page.name}: {linked_path}#{anchor}"
+    anchors_here = re.findall(r"\]\(#([\w-]+)\)", page_text)
+    assert set(anchors_here) <= anchors_of(page)
 
 
 def anchors_of(page: Path) -> set[str]:
     """The names under which GitHub links to the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    words = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
-    return {heading.replace(" ", "-") for heading in words}
+    page_text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", page_text, flags=re.MULTILINE)
+    # GitHub drops punctuation before it joins the words by hyphens.
+    plain_headings = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain_headings}
 
 
 def test_the_index_lists_every_page() -> None:
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    listed = {path for path, _ in LINK.findall(index)}
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    assert pages - listed == set()
+    index_text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed_pages = {path for path, _ in LINK.findall(index_text)}
+    page_names = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert page_names - listed_pages == {"index.md"}
 
 
 def test_a_run_directory_is_as_how_it_works_draws_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-    drawn = set(re.findall(r"^[├└]── (\w[\w.]*)", page, flags=re.MULTILINE))
+    page_text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    drawn_names = set(re.findall(r"^[├└]── (\w[\w.]*)", page_text, flags=re.MULTILINE))
+    # This scan asks for every table, and a corpus has an index.
     (tmp_path / "drawn.toml").write_text(
         'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\nstatistics = ["sink_mass"]\n'
         'profiles = ["attention_by_lag"]\ncurves = ["attention_by_lag"]\n'
@@ -331,10 +338,10 @@ def test_a_run_directory_is_as_how_it_works_draws_it(
     )
     monkeypatch.chdir(tmp_path)
     page_commands.run_headcount("headcount scan drawn.toml --replicas 0")
-    (run,) = Path("runs").iterdir()
-    written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
-    # Of these shards none failed.
-    assert written == drawn - {"failures"}
+    (run_directory,) = Path("runs").iterdir()
+    written_names = {path.name for path in run_directory.iterdir()} - {".lock"}
+    # Only a shard that fails leaves a record in failures/.
+    assert written_names == drawn_names - {"failures"}
 
 
 def test_every_field_of_a_scan_says_what_it_means() -> None:

@@ -69,8 +69,8 @@ def run_headcount(
 def scanned_run(run_headcount: Headcount, scan: str = "texts.toml") -> Path:
     """The directory of a run that is complete."""
     run_headcount("scan", scan, "--replicas", "0")
-    (run,) = Path("runs").glob(f"run_id={scan.removesuffix('.toml')}-*")
-    return run
+    (run_directory,) = Path("runs").glob(f"run_id={scan.removesuffix('.toml')}-*")
+    return run_directory
 
 
 # Each of these brings about one message.
@@ -123,6 +123,7 @@ def no_gpu(run_headcount: Headcount) -> str:
 
 
 def missing_library(run_headcount: Headcount) -> str:
+    # Every library is installed where tests run, so the error is made here.
     (line,) = lines_of(ModuleNotFoundError("No module named 'torch'", name="torch"))
     return f"error: {line}"
 
@@ -138,8 +139,9 @@ def unforeseen_error(run_headcount: Headcount) -> str:
 
 
 def busy_run(run_headcount: Headcount) -> str:
-    run = scanned_run(run_headcount)
-    with FileLock(run / ".lock"):
+    run_directory = scanned_run(run_headcount)
+    # This is the lock that a scan holds as long as it is at work.
+    with FileLock(run_directory / ".lock"):
         return run_headcount("scan", "texts.toml", "--replicas", "0", "--set", "sequences=4")
 
 
@@ -150,10 +152,13 @@ def changed_corpus(run_headcount: Headcount) -> str:
 
 
 def other_code(run_headcount: Headcount) -> str:
-    run = scanned_run(run_headcount)
-    manifest = run / "manifest.json"
-    text = re.sub(r'"code": ?"\w+"', '"code": "0123456789ab"', manifest.read_text(), count=1)
-    manifest.write_text(text)
+    run_directory = scanned_run(run_headcount)
+    manifest_file = run_directory / "manifest.json"
+    manifest_text = manifest_file.read_text()
+    # As if the run was begun by other code: the manifest has its fingerprint.
+    other_manifest = re.sub(r'"code": ?"\w+"', '"code": "0123456789ab"', manifest_text, count=1)
+    assert other_manifest != manifest_text
+    manifest_file.write_text(other_manifest)
     return run_headcount("scan", "texts.toml", "--replicas", "0", "--set", "sequences=4")
 
 
@@ -177,23 +182,24 @@ def unmeasured_view(run_headcount: Headcount) -> str:
 
 
 def damaged_file(run_headcount: Headcount) -> str:
-    run = scanned_run(run_headcount)
-    (file,) = run.glob("heads/*/*.parquet")
-    file.write_bytes(file.read_bytes()[:-9])
-    return run_headcount("check", "runs") + run_headcount("query", "runs", "SELECT 1")
+    run_directory = scanned_run(run_headcount)
+    (data_file,) = run_directory.glob("heads/*/*.parquet")
+    data_file.write_bytes(data_file.read_bytes()[:-9])
+    return run_headcount("query", "runs", "SELECT 1")
 
 
 def lost_model(run_headcount: Headcount) -> str:
     shutil.copytree(Path(headcount.ROOT) / "models/gpt2-mini", "my-model")
     run_headcount("scan", "texts.toml", "--replicas", "0", "--set", "model=./my-model")
     shutil.move("my-model", "moved")
-    (run,) = Path("runs").glob("run_id=texts-*")
-    return run_headcount("text", str(run), "0")
+    (run_directory,) = Path("runs").glob("run_id=texts-*")
+    return run_headcount("text", str(run_directory), "0")
 
 
 def nobody_to_ask(run_headcount: Headcount) -> str:
-    run = scanned_run(run_headcount)
-    return run_headcount("rm", str(run))
+    run_directory = scanned_run(run_headcount)
+    # Tests have no terminal on stdin, so there is nobody to ask.
+    return run_headcount("rm", str(run_directory))
 
 
 PROVOCATIONS: dict[str, Callable[[Headcount], str]] = {
@@ -231,6 +237,9 @@ def test_the_page_and_this_file_have_the_same_messages() -> None:
 
 @pytest.mark.parametrize("title", PROVOCATIONS)
 def test_the_program_says_what_the_page_says(title: str, run_headcount: Headcount) -> None:
-    printed = " ".join(PROVOCATIONS[title](run_headcount).split())
-    expected = re.escape(" ".join(MESSAGES[title].split())).replace("…", ".*")
-    assert re.search(expected, printed), f"{title}: {printed}"
+    printed = PROVOCATIONS[title](run_headcount)
+    # The page may break a long message into lines.
+    printed_words = " ".join(printed.split())
+    expected_words = " ".join(MESSAGES[title].split())
+    expected_pattern = re.escape(expected_words).replace("…", ".*")
+    assert re.search(expected_pattern, printed_words), f"{title}: {printed}"

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize("page_name", ["docs/tutorial.md", "README.md"])
 def test_every_command_of_a_page_prints_what_the_page_says(page_name: str, tmp_path: Path) -> None:
     page = (ROOT / page_name).read_text(encoding="utf-8")
+    # Later steps read the files and runs of earlier ones, so they share a folder and an order.
     for step in steps_of(page):
         printed = follow(step, tmp_path)
         if isinstance(step, CommandBlock) and step.output is not None:
