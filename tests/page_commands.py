@@ -57,6 +57,7 @@ class CommandBlock:
 
 def steps_of(page: str) -> list[FileToSave | CommandBlock]:
     """The files and commands of a page, in the order of reading."""
+    # By their place in the page: a reader saves a file before the command that reads it.
     steps: dict[int, FileToSave | CommandBlock] = {}
     for match in FILE_TO_SAVE.finditer(page):
         steps[match.start()] = FileToSave(match[1], match["content"])
@@ -93,6 +94,7 @@ def follow(step: FileToSave | CommandBlock, folder: Path) -> str:
 
 def run_command(command: str) -> str:
     """Run a command in the current directory; what it prints on stdout."""
+    # A shell would start another process for headcount, so the pipe is made here.
     if piped := PIPED.fullmatch(command):
         return run_in_shell(piped[2], run_headcount(piped[1]))
     if command.startswith("headcount "):
@@ -146,6 +148,7 @@ def _same_word(expected: str, printed: str) -> bool:
     printed_number = NUMBER.fullmatch(printed)
     if expected_number is None or printed_number is None or expected_number[1] is None:
         return False
+    # One unit and a half, because differences of decimal numbers are not exact in floats.
     last_digit = 10.0 ** -len(expected_number[1])
     return abs(float(expected) - float(printed)) < 1.5 * last_digit
 

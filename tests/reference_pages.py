@@ -128,6 +128,7 @@ def _default_of_field(field: FieldInfo) -> str:
     if field.default is None:
         return "–"
     default = field.default
+    # Interventions are objects, which a scan writes as text.
     if isinstance(default, tuple):
         default = [str(item) for item in default]
     return f"`{in_toml(default)}`"

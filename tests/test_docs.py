@@ -256,6 +256,7 @@ def options_by_command() -> dict[str, set[str]]:
     """The options of every command, with their long names."""
     group = get_command(app)
     assert isinstance(group, TyperGroup)
+    # Every command has --help, which is none of its own parameters.
     return {
         name: {"--help"}.union(*(parameter.opts for parameter in command.params))
         for name, command in group.commands.items()
@@ -286,6 +287,7 @@ def test_pages_use_only_commands_and_options_that_exist(page: Path) -> None:
 
 def code_lines(page_text: str) -> Iterator[str]:
     """The lines of a page that are code, in blocks or between backticks."""
+    # Prose begins lines with "headcount" too, so only code is looked at.
     in_block = False
     for line in page_text.splitlines():
         if line.startswith("```"):

@@ -91,7 +91,7 @@ def bad_override(run_headcount: Headcount) -> str:
 
 
 def unknown_model(run_headcount: Headcount) -> str:
-    return run_headcount("plan", "texts.toml", "--set", "model=openai-community/gpt2")
+    return run_headcount("plan", "texts.toml", "--set", "model=somebody/some-model")
 
 
 def too_long_sequences(run_headcount: Headcount) -> str:
