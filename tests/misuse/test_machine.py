@@ -287,7 +287,7 @@ def test_an_interrupt_is_quiet_at_any_moment(here: Path, seconds: float) -> None
 
 def test_the_front_door_says_what_it_is(tmp_path: Path) -> None:
     done = headcount(tmp_path, "--version")
-    assert done.stdout.startswith("headcount 0.1.0, code ") or "not installed" in done.stdout
+    assert done.stdout.startswith("headcount 0.2.0, code ") or "not installed" in done.stdout
     short, long = (headcount(tmp_path, "scan", option).stdout for option in ("-h", "--help"))
     assert short == long
     assert short.startswith("Usage: headcount scan")
