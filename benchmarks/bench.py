@@ -58,27 +58,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def benchmark(sizes: Sizes, cases: Sequence[str], rounds: int, device: str) -> Json:
     """The record of one run of the benchmark: everything that is known of it."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     started_at = datetime.now(UTC)
     ways = {**WAYS, "compiled": partial(compiled, backend=sizes.backend)}
     with tempfile.TemporaryDirectory() as directory:
         paths = sizes.make_models(Path(directory))
-        cells_to_run = [cell for case in cases for cell in cells(case, sizes)]
+        requested_cells = [cell for case in cases for cell in cells(case, sizes)]
         if "gpu" in cases:
             best = at_best_batches(paths["gpt2"], sizes, device, ways)
-            cells_to_run = [*best, *cells_to_run]
+            requested_cells = [*best, *requested_cells]
         # Cases share cells; each is measured once.
-        unique_cells = list(dict.fromkeys(cells_to_run))
+        unique_cells = list(dict.fromkeys(requested_cells))
         seconds = time_cells(unique_cells, paths, device, rounds, ways)
         weighed_cells = [cell for cell in unique_cells if is_weighed(cell, sizes)]
         memory = weigh_cells(weighed_cells, paths, device)
+    # A cell that was not weighed is known by its seconds alone.
     measured = {
         cell: CellMeasurements(seconds[cell], *memory.get(cell, (None, None)))
         for cell in unique_cells
     }
     return {
         "time": started_at.isoformat(timespec="seconds"),
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - start_time, 1),
         "device": device,
         "rounds": rounds,
         "n_ctx": sizes.main[1],
@@ -113,8 +114,9 @@ def at_best_batches(path: Path, sizes: Sizes, device: str, ways: Mapping[str, Wa
     """
     n_ctx = sizes.main[1]
     fastest = FASTEST_ACCEPTABLE[device]
+    # run_with_cache has no other precision than float32.
     precisions = {"fused": fastest, "compiled": fastest, "run_with_cache": "float32"}
-    cells_at_best: list[Cell] = []
+    best_cells: list[Cell] = []
     for way, precision in precisions.items():
         say(f"best batch of {way}")
         batch = best_batch(
@@ -123,8 +125,8 @@ def at_best_batches(path: Path, sizes: Sizes, device: str, ways: Mapping[str, Wa
             sizes.first_batch,
         )
         if batch:
-            cells_at_best.append(Cell("gpt2", way, precision, batch, n_ctx))
-    return cells_at_best
+            best_cells.append(Cell("gpt2", way, precision, batch, n_ctx))
+    return best_cells
 
 
 def write(record: Json, out: Path) -> None:

@@ -46,7 +46,7 @@ class Sizes:
 
     gpt2: dict[str, int]
     llama: dict[str, int]
-    """About GPT-2 small's size, with what newer models have: grouped heads, RMSNorm, SwiGLU."""
+    """About GPT-2 small's size, with grouped heads, RMSNorm and SwiGLU as newer models have."""
     rotary: dict[str, int]
     """A small model without learned positions, so its weights do not grow with `n_ctx`."""
     main: Shape
@@ -82,6 +82,7 @@ class Sizes:
         return sizes["num_hidden_layers"] * sizes["num_attention_heads"]
 
 
+# The timings that are published.
 FULL = Sizes(
     gpt2={"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257},
     llama={
@@ -98,6 +99,7 @@ FULL = Sizes(
     lengths=(128, 256, 512, 1024, 2048, 4096, 8192), first_batch=16, backend="inductor",
 )  # fmt: skip
 
+# Seconds instead of minutes: what a test runs. Its ratios mean nothing.
 QUICK = Sizes(
     gpt2={"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 101},
     llama={
@@ -138,6 +140,7 @@ def _speed_cells(sizes: Sizes) -> list[Cell]:
     gpt2_ways += [("compiled", "float32"), ("run_with_cache", "float32")]
     of_gpt2 = [Cell("gpt2", way, precision, *sizes.main) for way, precision in gpt2_ways]
     of_gpt2 += [Cell("gpt2", way, "float32", *sizes.short) for way in ("bare", "fused")]
+    # Without torch.compile: it would take most of a minute more, and says little that is new.
     llama_ways = ("bare", "fused", "run_with_cache")
     return of_gpt2 + [Cell("llama", way, "float32", *sizes.main) for way in llama_ways]
 
@@ -166,6 +169,7 @@ def is_weighed(cell: Cell, sizes: Sizes) -> bool:
 def _can_run(cell: Cell, sizes: Sizes) -> bool:
     """Whether this machine has what a way needs."""
     if cell.way == "compiled":
+        # On a CPU inductor writes C++.
         return sizes.backend == "eager" or shutil.which(os.environ.get("CXX", "g++")) is not None
     if cell.way == "run_with_cache":
         # Patterns and scores of all layers, and as much again for what is computed from them.

@@ -53,11 +53,11 @@ def seconds_of(run: Run, tokens: Tensor) -> float:
     """Seconds of one pass over tokens."""
     device = tokens.device.type
     _wait(device)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(PASSES[device]):
         run(tokens)
     _wait(device)
-    return (time.perf_counter() - began) / PASSES[device]
+    return (time.perf_counter() - start_time) / PASSES[device]
 
 
 def time_cells(

@@ -45,11 +45,11 @@ TFLOP/s are what it was seen to do in half precision."""
 
 def table(record: Json) -> Table:
     """The rows, for the terminal."""
-    shown = Table(*COLUMNS, title=hardware(record), title_justify="left")
+    terminal_table = Table(*COLUMNS, title=hardware(record), title_justify="left")
     for row in record["rows"]:
         *cells, verdict = (row[column] for column in COLUMNS)
-        shown.add_row(*cells, f"[{VERDICT_COLOURS.get(verdict, 'dim')}]{verdict}[/]")
-    return shown
+        terminal_table.add_row(*cells, f"[{VERDICT_COLOURS.get(verdict, 'dim')}]{verdict}[/]")
+    return terminal_table
 
 
 def hardware(record: Json) -> str:
@@ -63,7 +63,7 @@ def hardware(record: Json) -> str:
 
 def page(record: Json, plots: Iterable[str]) -> str:
     """The page, in Markdown; `plots` are the addresses of its pictures."""
-    parts = [
+    sections = [
         "# How fast headcount is",
         "`make bench` writes this page, its plots and a line of `history.jsonl`.",
         f"{hardware(record)}; {record['time']}, {record['rounds']} rounds in "
@@ -76,11 +76,11 @@ def page(record: Json, plots: Iterable[str]) -> str:
         cells = [_details(cell) for cell in record["cells"] if cell["model"] == model]
         if cells:
             sizes_text = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            parts.append(f"## {model}: {MODELS[model]}")
-            parts.append(f"{sizes_text}.")
-            parts.append(grid(cells[0], (cell.values() for cell in cells)))
-    parts.append("\n".join(f"* **{name}**: {way.__doc__}" for name, way in WAYS.items()))
-    return "\n\n".join(parts) + "\n"
+            sections.append(f"## {model}: {MODELS[model]}")
+            sections.append(f"{sizes_text}.")
+            sections.append(grid(cells[0], (cell.values() for cell in cells)))
+    sections.append("\n".join(f"* **{name}**: {way.__doc__}" for name, way in WAYS.items()))
+    return "\n\n".join(sections) + "\n"
 
 
 def draw(record: Json, directory: Path) -> list[Path]:
@@ -88,6 +88,7 @@ def draw(record: Json, directory: Path) -> list[Path]:
     points is left out.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    # Other precisions are in the tables only.
     in_float32 = [cell for cell in record["cells"] if cell["precision"] == "float32"]
     n_ctx = record["n_ctx"]
     curves = {
@@ -95,12 +96,13 @@ def draw(record: Json, directory: Path) -> list[Path]:
         "n_ctx": [c for c in in_float32 if c["model"] == "rotary"],
     }
     titles = {"batch": f"gpt2, float32, n_ctx {n_ctx}", "n_ctx": "rotary, float32, one sequence"}
-    drawn: list[Path] = []
+    plot_paths: list[Path] = []
     for axis, cells in curves.items():
+        # One point makes no curve.
         if len({cell[axis] for cell in cells}) >= 2:
-            drawn.append(directory / f"{axis}.svg")
-            _save(_figure(cells, axis, titles[axis]), drawn[-1])
-    return drawn
+            plot_paths.append(directory / f"{axis}.svg")
+            _save(_figure(cells, axis, titles[axis]), plot_paths[-1])
+    return plot_paths
 
 
 def _figure(cells: Sequence[Json], axis: str, title: str) -> Figure:

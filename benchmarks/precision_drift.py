@@ -144,6 +144,7 @@ def measure_case(fields: dict[str, Any], sequences: int, precisions: Sequence[st
         scan = parse_scan(fields | {"precision": precision})
         return Replica(info, scan).measure(shard.tokens, labels=shard.labels).heads
 
+    # Columns are stored as float32, so a drift below its rounding, 6e-8 of a value, is not seen.
     in_float64 = measure("float64")
     # A statistic that has no value on this input, such as one of repeats on text, has no drift.
     exact = {name: values for name, values in in_float64.items() if np.isfinite(values).any()}
@@ -188,7 +189,7 @@ def acceptable(drift: DriftByStatistic) -> bool:
 
 def beyond_limit(drift: DriftByStatistic) -> list[str]:
     """The probabilities and norms whose 99th percentile is beyond the limit."""
-    # NaN is beyond it too, and compares as neither smaller nor larger.
+    # `not <=` instead of `>`, so that NaN counts as beyond the limit.
     return [name for name in drift if is_judged(name) and not drift[name].p99 <= ACCEPTABLE]
 
 
@@ -256,7 +257,7 @@ def page(record: Json, cases: Sequence[Case]) -> str:
         "acceptable",
     ]
     sizes = [f"{case.title}: {case.sequences} sequences of {case.n_ctx} tokens" for case in cases]
-    parts = [
+    sections = [
         "# Precision",
         _paragraph(
             "How far the statistics of the table `heads` drift from float64 in each value of a "
@@ -315,7 +316,7 @@ def page(record: Json, cases: Sequence[Case]) -> str:
         f"```sql\n{QUERY}```",
         grid(*answer(QUERY)),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def answer(query: str) -> tuple[list[str], list[list[str]]]:
@@ -357,8 +358,8 @@ def _verdict_row(precision: str, cases: Sequence[Case]) -> list[str]:
 def _largest_drift(drift: DriftByStatistic) -> str:
     """The largest 99th percentile of a standard probability or norm, and whose it is."""
     standard = [name for name in drift if is_judged(name) and STATISTICS[name].standard]
-    worst = max(standard, key=lambda name: drift[name].p99)
-    return f"{drift[worst].p99:.2e} `{worst}`"
+    worst_statistic = max(standard, key=lambda name: drift[name].p99)
+    return f"{drift[worst_statistic].p99:.2e} `{worst_statistic}`"
 
 
 def _exceptions(precision: str, cases: Sequence[Case]) -> str:

@@ -130,7 +130,7 @@ def through_ray(
     plan: Plan, replicas: int, cores: int, replica: type[Replica] = Replica
 ) -> tuple[float, float]:
     """Shards per second from the first forward pass to the last commit, and seconds before that."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     connect(Resources(2, 1, "cpu"))  # Ray is started once, with both cores.
     resources = Resources(replicas, cores, "cpu")
     shards = np.arange(plan.manifest.shards)
@@ -139,17 +139,17 @@ def through_ray(
         last_commit = time.perf_counter()
         # The first outcome arrives when its shard is committed; its pass began that much earlier.
         first_pass = first_pass or last_commit - getattr(outcome, "seconds", 0.0)
-    return len(shards) / (last_commit - first_pass), first_pass - began
+    return len(shards) / (last_commit - first_pass), first_pass - start_time
 
 
 def in_a_loop(plan: Plan, threads: int) -> float:
     """Shards per second of the same engine without Ray."""
     prepare_process(threads)
     replica = Replica(plan.info, plan.scan, "cpu")
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for shard in range(plan.manifest.shards):
         run_shard(replica, plan.run, plan.sequences.shard(shard))
-    return plan.manifest.shards / (time.perf_counter() - began)
+    return plan.manifest.shards / (time.perf_counter() - start_time)
 
 
 def no_work(out: Path) -> dict[str, float]:
@@ -283,9 +283,9 @@ QUESTIONS: Mapping[str, Callable[[Plan], int]] = {
 def ask(question: str, run: Path) -> dict[str, float]:
     """Seconds and memory of a new process that answers one question about a run."""
     command = [sys.executable, "-m", "benchmarks.scale", "--ask", question, str(run)]
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     process = subprocess.run(command, capture_output=True, text=True, check=True)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     answer, peak_mb = process.stdout.split()
     return {"seconds": seconds, "peak_mb": float(peak_mb), "answer": int(answer)}
 

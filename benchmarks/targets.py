@@ -70,6 +70,7 @@ class Results:
         lengths.
         """
         cells_of_way = [cell for cell in self.cells if (cell.model, cell.way) == (model, way)]
+        # The curve is of one sequence, so a cell is known by its length.
         by_length = sorted(cells_of_way, key=lambda cell: cell.n_ctx)
         # Short sequences need so little that the allocator's rounding would be measured.
         longer_half = by_length[(len(by_length) - 1) // 2 :]
@@ -128,6 +129,7 @@ class Target:
             return NOT_MEASURED
         if self.unit == "tokens/s":
             return f"{value:,.0f} tokens/s"
+        # 1/6.6 is easier to compare with 1/6 than 0.152 with 0.167.
         if self.at_most is not None and max(self.at_most, value) < 0.5:
             return f"1/{1 / value:.3g} ×"
         return f"{value:.3g} {self.unit}".rstrip()
@@ -158,6 +160,8 @@ def flops_per_token(sizes: Sizes) -> float:
     n_layers · (24·d_model² + 2·n_ctx·d_model): products with weights, and attention to the past.
     """
     n_layers, d_model, n_ctx = sizes.gpt2["n_layer"], sizes.gpt2["n_embd"], sizes.main[1]
+    # A layer has 12·d_model² weights, with a product and a sum each. Attention has two products,
+    # q·k and A·v, of 2·d_model operations for n_ctx/2 earlier tokens in the mean.
     return n_layers * (24 * d_model**2 + 2 * n_ctx * d_model)
 
 
@@ -173,35 +177,38 @@ def targets(sizes: Sizes) -> list[Target]:
 
 def _gpt2_on_cpu(sizes: Sizes) -> list[Target]:
     """GPT-2 small's shape against every other way, and in other precisions."""
-    main = f"GPT-2, CPU, {_shown(sizes.main)}, float32"
-    short = f"GPT-2, CPU, {_shown(sizes.short)}, float32"
+    main_setting = f"GPT-2, CPU, {_shown(sizes.main)}, float32"
+    short_setting = f"GPT-2, CPU, {_shown(sizes.short)}, float32"
     bare = Cell("gpt2", "bare", "float32", *sizes.main)
     fused = replace(bare, way="fused")
     compiled = replace(bare, way="compiled")
     cached = replace(bare, way="run_with_cache")
     short_bare = Cell("gpt2", "bare", "float32", *sizes.short)
     short_fused = replace(short_bare, way="fused")
-    against_bare = Target(f"{main}: speed", "bare", _speed(fused, bare), at_least=0.95)
+    against_bare = Target(f"{main_setting}: speed", "bare", _speed(fused, bare), at_least=0.95)
     return [
         against_bare,
-        Target(f"{main}: peak memory", "bare", _memory(fused, bare), at_most=1.25),
-        Target(f"{main}: speed", "bare, compiled", _speed(fused, compiled), at_least=0.90),
-        Target(f"{short}: speed", "bare", _speed(short_fused, short_bare), at_least=0.90),
+        Target(f"{main_setting}: peak memory", "bare", _memory(fused, bare), at_most=1.25),
+        Target(f"{main_setting}: speed", "bare, compiled", _speed(fused, compiled), at_least=0.90),
+        Target(f"{short_setting}: speed", "bare", _speed(short_fused, short_bare), at_least=0.90),
         *_faster_precisions(sizes.main, against_bare),
-        Target(f"{main}: speed", "run_with_cache", _speed(fused, cached), at_least=4),
-        Target(f"{main}: peak memory", "run_with_cache", _memory(fused, cached), at_most=1 / 6),
+        Target(f"{main_setting}: speed", "run_with_cache", _speed(fused, cached), at_least=4),
+        Target(
+            f"{main_setting}: peak memory", "run_with_cache", _memory(fused, cached), at_most=1 / 6
+        ),
     ]
 
 
 def _faster_precisions(shape: Shape, against_bare: Target) -> list[Target]:
     """The fastest acceptable precision of a CPU, and one that is shown for information."""
     fastest = FASTEST_ACCEPTABLE["cpu"]
-    place = f"GPT-2, CPU, {_shown(shape)}"
+    # While that is float32, the first row of the table answers this too.
+    setting = f"GPT-2, CPU, {_shown(shape)}"
     if fastest == "float32":
-        row = f"{place}, fastest acceptable precision: speed (float32, the first row again)"
+        row = f"{setting}, fastest acceptable precision: speed (float32, the first row again)"
         rows = [replace(against_bare, row=row)]
     else:
-        row = f"{place}, {fastest}, the fastest acceptable: speed"
+        row = f"{setting}, {fastest}, the fastest acceptable: speed"
         fused = Cell("gpt2", "fused", fastest, *shape)
         bare = replace(fused, way="bare")
         in_float32 = replace(fused, precision="float32")
@@ -211,7 +218,7 @@ def _faster_precisions(shape: Shape, against_bare: Target) -> list[Target]:
             Target(row, "headcount, float32", _speed(fused, in_float32), at_least=1.5),
         ]
     if fastest != SHOWN:
-        row = f"{place}, {SHOWN}: speed (for information)"
+        row = f"{setting}, {SHOWN}: speed (for information)"
         fused = Cell("gpt2", "fused", SHOWN, *shape)
         bare = replace(fused, way="bare")
         rows.append(Target(row, f"bare, {bare_format(SHOWN)}", _speed(fused, bare)))
@@ -220,16 +227,16 @@ def _faster_precisions(shape: Shape, against_bare: Target) -> list[Target]:
 
 def _llama_on_cpu(sizes: Sizes) -> list[Target]:
     """A rotary model of about the same size."""
-    place = f"Llama, CPU, {_shown(sizes.main)}, float32"
+    setting = f"Llama, CPU, {_shown(sizes.main)}, float32"
     bare = Cell("llama", "bare", "float32", *sizes.main)
     fused = replace(bare, way="fused")
     cached = replace(bare, way="run_with_cache")
     return [
         # Below GPT-2's 0.95: a Llama's bare pass has no slow GELU whose time headcount wins back.
-        Target(f"{place}: speed", "bare", _speed(fused, bare), at_least=0.90),
-        Target(f"{place}: peak memory", "bare", _memory(fused, bare), at_most=1.25),
-        Target(f"{place}: speed", "run_with_cache", _speed(fused, cached), at_least=4),
-        Target(f"{place}: peak memory", "run_with_cache", _memory(fused, cached), at_most=1 / 6),
+        Target(f"{setting}: speed", "bare", _speed(fused, bare), at_least=0.90),
+        Target(f"{setting}: peak memory", "bare", _memory(fused, bare), at_most=1.25),
+        Target(f"{setting}: speed", "run_with_cache", _speed(fused, cached), at_least=4),
+        Target(f"{setting}: peak memory", "run_with_cache", _memory(fused, cached), at_most=1 / 6),
     ]
 
 
@@ -247,8 +254,9 @@ def _growth(sizes: Sizes) -> Target:
 
 def _gpt2_on_gpu(sizes: Sizes) -> list[Target]:
     """GPT-2 small's shape, each way at its best batch."""
+    # The best batches are found on the machine, so a cell is known by its way and precision.
     precision = FASTEST_ACCEPTABLE["cuda"]
-    place = f"GPT-2, GPU, n_ctx {sizes.main[1]}, best batch, {precision}"
+    setting = f"GPT-2, GPU, n_ctx {sizes.main[1]}, best batch, {precision}"
 
     def speed_against(way: str, way_precision: str) -> Measure:
         return lambda results: results.speed(
@@ -264,15 +272,15 @@ def _gpt2_on_gpu(sizes: Sizes) -> list[Target]:
 
     return [
         Target(
-            f"{place}: speed",
+            f"{setting}: speed",
             f"bare, compiled, {bare_format(precision)}",
             speed_against("compiled", precision),
             at_least=0.85,
         ),
-        Target(f"{place}: speed", "–", tokens_per_second, at_least=1.5e6, unit="tokens/s"),
-        Target(f"{place}: share of {PEAK_FLOPS / 1e12:.0f} TFLOP/s", "–", share_of_peak, unit=""),
+        Target(f"{setting}: speed", "–", tokens_per_second, at_least=1.5e6, unit="tokens/s"),
+        Target(f"{setting}: share of {PEAK_FLOPS / 1e12:.0f} TFLOP/s", "–", share_of_peak, unit=""),
         Target(
-            f"{place}: speed",
+            f"{setting}: speed",
             "run_with_cache, float32, its best batch",
             speed_against("run_with_cache", "float32"),
             at_least=15,

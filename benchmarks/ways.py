@@ -48,12 +48,14 @@ def bare(path: Path, device: str, precision: str) -> Run:
 def compiled(path: Path, device: str, precision: str, backend: str = "inductor") -> Run:
     """The same forward pass under torch.compile."""
     model = _hugging_face(path, device, precision)
+    # Every timed shape is compiled for itself, as a user who wants speed would do.
     return _forward(torch.compile(model, dynamic=False, backend=backend), device, precision)
 
 
 def fused(path: Path, device: str, precision: str) -> Run:
     """headcount's fused engine, all standard statistics."""
     engine = FusedEngine(load_model(describe(path), "raw", device), precision)
+    # The first pass learns which questions the statistics ask of a pattern; warming up covers that.
     return lambda tokens: measure_batch(engine, STATISTICS, tokens)
 
 
@@ -61,15 +63,16 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
     """TransformerLens's run_with_cache, then the same statistics from the cache, all in float32."""
     model = load_model(describe(path), "raw", device)
     layers = range(model.info.n_layers)
-    places = {layer: _cached_places(model, layer) for layer in layers}
-    names_filter = [name for layer in layers for name in places[layer].values()]
+    hook_names = {layer: _cached_hook_names(model, layer) for layer in layers}
+    # Without a filter the cache would hold the MLPs' activations too.
+    names_filter = [name for layer in layers for name in hook_names[layer].values()]
 
     def run(tokens: Tensor) -> object:
         _, cache = bridge_of(model).run_with_cache(tokens, names_filter=names_filter)
         matches = find_matches(tokens)
         measured: list[Tensor] = []
         for layer in layers:
-            cached = {name: cache[place] for name, place in places[layer].items()}
+            cached = {name: cache[hook_name] for name, hook_name in hook_names[layer].items()}
             activations = {**_layer_activations(model, layer, cached), **matches}
             measured += [evaluate(statistic.compute, activations) for statistic in STATISTICS]
         return measured
@@ -77,14 +80,14 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
     return run
 
 
-def _cached_places(model: Model, layer: int) -> dict[str, str]:
+def _cached_hook_names(model: Model, layer: int) -> dict[str, str]:
     """The hook of each cached activation: queries and keys as attention multiplies them."""
-    places = {name: model.hook_name(name, layer) for name in CACHED}
+    hook_names = {name: model.hook_name(name, layer) for name in CACHED}
     for name in ("q", "k"):
         rotated = model.hook_name(f"rot_{name}", layer)
         if model.has_hook(rotated):
-            places[name] = rotated
-    return places
+            hook_names[name] = rotated
+    return hook_names
 
 
 def _layer_activations(model: Model, layer: int, cached: dict[str, Tensor]) -> dict[str, Any]:
@@ -159,6 +162,7 @@ def draw_tokens(path: Path, batch: int, n_ctx: int) -> Tensor:
     """Tokens `[batch pos]` for a model; token r has a probability in proportion to 1/(r+1)."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     probabilities = 1 / torch.arange(1, config["vocab_size"] + 1, dtype=torch.float64)
+    # The process that is weighed gets the same tokens as the one that is timed.
     generator = torch.Generator().manual_seed(0)
     tokens = torch.multinomial(probabilities, batch * n_ctx, replacement=True, generator=generator)
     return tokens.view(batch, n_ctx)
