@@ -1,4 +1,4 @@
-"""Names for the doctests of `schemas`: small patterns, vectors and tokens, made from plain lists."""
+"""Names for the doctests of `schemas`: small patterns, vectors and tokens from plain lists."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from workers.process import prepare_process
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-# Where two tests run at a time, each has a core; threads of two that share cores wait for one
-# another.
+# If two tests run at a time, each has a core. With more threads they would wait for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 prepare_process(threads=1)
@@ -83,6 +82,6 @@ def successors(tokens: list[int]) -> TokenPairs:
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
-    names = (pattern, scores, products, vectors, stream, head, nats, triggers, copies, successors)
-    doctest_namespace |= {f.__name__: f for f in names}
+    makers = (pattern, scores, products, vectors, stream, head, nats, triggers, copies, successors)
+    doctest_namespace |= {maker.__name__: maker for maker in makers}
     doctest_namespace["nan"] = float("nan")

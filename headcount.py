@@ -1,4 +1,4 @@
-"""The front door: `headcount`, a census of attention heads."""
+"""The front door: the command `headcount`, a census of attention heads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
 def _find_own_rooms() -> None:
-    """Look for our rooms here before anywhere else: their names are common, and a file of the
-    user's that is called `jobs.py` or `models.py` is none of them.
+    """Import our rooms from here before anywhere else.
 
-    `python -m` puts the working directory first, where a `torch.py` may lie as well.
+    Their names are common: a user may have a `jobs.py` or a `models.py` of his own.
     """
+    # `python -m headcount` puts the working directory first, where even a `torch.py` may lie.
     if __name__ == "__main__" and not sys.flags.safe_path:
         sys.path[0] = ROOT
     elif sys.path[:1] != [ROOT]:
@@ -26,12 +26,14 @@ def _find_own_rooms() -> None:
 
 
 def _leave_at_once(number: int, _: FrameType | None) -> None:
-    """End without unwinding: an interrupt in the middle of an import would be a stack trace."""
+    """End without unwinding: an interrupt during an import would print a stack trace."""
     os.write(2, b"stopped\n")
     os._exit(128 + number)
 
 
 _find_own_rooms()
+# Until the imports below have ended, an interrupt ends the process at once: nothing is started
+# or written yet. A program that imports this module and handles interrupts itself is left alone.
 _hears_interrupts = (
     threading.current_thread() is threading.main_thread()
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -60,16 +62,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# In the order of `headcount --help`.
 jobs.scan_commands.mount(app)
 jobs.check_commands.mount(app)
 jobs.cluster_commands.mount(app)
+# Questions import no models, so the front door hands them the class that opens one.
 queries.query_commands.mount(app, jobs.run_model.RunModel)
 queries.text_commands.mount(app, jobs.run_model.RunModel)
 reproduce.reproduce_commands.mount(app)
 
 
-def _print_version(wanted: bool) -> None:
-    if not wanted:
+def _print_version(is_wanted: bool) -> None:
+    """Print the release and the fingerprint of the code, and end the command."""
+    if not is_wanted:
         return
     from importlib.metadata import PackageNotFoundError, version
 
@@ -91,17 +96,18 @@ def front_door(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Show the release and the fingerprint of the code that measures.",
+            help="Print the release and the fingerprint of the measuring code.",
         ),
     ] = False,
 ) -> None:
-    """Options that stand before any command."""
+    """Options that come before any command."""
 
 
 def main() -> None:
-    """Run the command line; whatever goes wrong is a line, not a stack trace."""
-    # Threads that wait for one another in a loop take the cores from those they wait for: beside
-    # other programs a scan on all cores was ten times slower than on one. Read when torch is loaded.
+    """Run the command line; every error is a line and not a stack trace."""
+    # OpenMP's threads wait for one another in a loop, and take cores from those they wait for.
+    # Beside other programs a scan on all cores was ten times slower than on one. Torch reads the
+    # variable when it is loaded; a value of the user's stays.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with ended_in_lines():
         app(prog_name="headcount")

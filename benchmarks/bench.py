@@ -1,7 +1,7 @@
 """How fast headcount is, and in how much memory: `make bench`.
 
 Prints a table of targets and whether they are met. A whole run also writes RESULTS.md, its plots
-and a line of history.jsonl; one that is quick or partial writes only where `--out` says.
+and a line of history.jsonl. A quick or partial run writes only if `--out` says where.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.cases import CASES, FULL, QUICK, Cell, Sizes, cells, is_weighed
 from benchmarks.measure import best_batch, say, time_cells, weigh_cells
 from benchmarks.measured_on import machine
 from benchmarks.page import Json, draw, page, table
-from benchmarks.targets import InterventionMeasurements, Results, targets
+from benchmarks.targets import CellMeasurements, Results, targets
 from benchmarks.ways import WAYS, Way, compiled, draw_tokens
 from schemas.precision import FASTEST_ACCEPTABLE
 from workers.process import prepare_process
@@ -46,60 +46,78 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     sizes = QUICK if options.quick else FULL
-    record = benchmark(sizes, options.cases, options.rounds or (1 if options.quick else 3), device)
+    rounds = options.rounds or (1 if options.quick else 3)
+    record = benchmark(sizes, options.cases, rounds, device)
     Console(width=140).print(table(record))
-    whole = not options.quick and set(options.cases) == set(CASES[device])
-    if out := options.out or (HERE if whole else None):
+    # The page of this folder shows every row at full size, or is left as it is.
+    is_whole = not options.quick and set(options.cases) == set(CASES[device])
+    out = options.out or (HERE if is_whole else None)
+    if out is not None:
         write(record, out)
 
 
 def benchmark(sizes: Sizes, cases: Sequence[str], rounds: int, device: str) -> Json:
-    """Everything that is known of one run of the benchmark."""
-    began, now = time.perf_counter(), datetime.now(UTC)
+    """The record of one run of the benchmark: everything that is known of it."""
+    start_time = time.perf_counter()
+    started_at = datetime.now(UTC)
     ways = {**WAYS, "compiled": partial(compiled, backend=sizes.backend)}
     with tempfile.TemporaryDirectory() as directory:
         paths = sizes.make_models(Path(directory))
-        # Cases share cells; each is measured once.
-        wanted = list(dict.fromkeys(cell for case in cases for cell in cells(case, sizes)))
+        requested_cells = [cell for case in cases for cell in cells(case, sizes)]
         if "gpu" in cases:
-            wanted = [*at_best_batches(paths["gpt2"], sizes, device, ways), *wanted]
-        seconds = time_cells(wanted, paths, device, rounds, ways)
-        bytes_of = weigh_cells([cell for cell in wanted if is_weighed(cell, sizes)], paths, device)
+            best = at_best_batches(paths["gpt2"], sizes, device, ways)
+            requested_cells = [*best, *requested_cells]
+        # Cases share cells; each is measured once.
+        unique_cells = list(dict.fromkeys(requested_cells))
+        seconds = time_cells(unique_cells, paths, device, rounds, ways)
+        weighed_cells = [cell for cell in unique_cells if is_weighed(cell, sizes)]
+        memory = weigh_cells(weighed_cells, paths, device)
+    # A cell that was not weighed is known by its seconds alone.
     measured = {
-        cell: InterventionMeasurements(seconds[cell], *bytes_of.get(cell, (None, None)))
-        for cell in wanted
+        cell: CellMeasurements(seconds[cell], *memory.get(cell, (None, None)))
+        for cell in unique_cells
     }
-    results = Results(device, measured)
-    rows = [
-        {"row": target.row, "baseline": target.baseline, "reach": target.reach, "value": value}
-        | {"measured": target.show(value), "verdict": target.verdict(value)}
-        for target in targets(sizes)
-        for value in [target.value(results)]
-    ]
     return {
-        "time": now.isoformat(timespec="seconds"),
-        "seconds": round(time.perf_counter() - began, 1),
+        "time": started_at.isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - start_time, 1),
         "device": device,
         "rounds": rounds,
         "n_ctx": sizes.main[1],
-        "models": {"gpt2": sizes.gpt2, "rotary": sizes.rotary},
+        "models": sizes.of_models(),
         "machine": machine(),
-        "rows": rows,
-        "cells": [asdict(cell) | asdict(measured[cell]) for cell in wanted],
+        "rows": _rows(sizes, Results(device, measured)),
+        "cells": [asdict(cell) | asdict(measured[cell]) for cell in unique_cells],
     }
 
 
+def _rows(sizes: Sizes, results: Results) -> list[Json]:
+    """The table: every target with what was measured and its verdict."""
+    rows: list[Json] = []
+    for target in targets(sizes):
+        value = target.value(results)
+        rows.append(
+            {
+                "row": target.row,
+                "baseline": target.baseline,
+                "reach": target.reach,
+                "value": value,
+                "measured": target.show(value),
+                "verdict": target.verdict(value),
+            }
+        )
+    return rows
+
+
 def at_best_batches(path: Path, sizes: Sizes, device: str, ways: Mapping[str, Way]) -> list[Cell]:
-    """Each way at the batch that is the fastest for it; a way of which not even the first batch
-    fits is left out.
+    """Each way at the batch that is the fastest for it. A way is left out if not even its first
+    batch fits.
     """
-    n_ctx, fastest = sizes.main[1], FASTEST_ACCEPTABLE[device]
-    found: list[Cell] = []
-    for way, precision in (
-        ("fused", fastest),
-        ("compiled", fastest),
-        ("run_with_cache", "float32"),
-    ):
+    n_ctx = sizes.main[1]
+    fastest = FASTEST_ACCEPTABLE[device]
+    # run_with_cache has no other precision than float32.
+    precisions = {"fused": fastest, "compiled": fastest, "run_with_cache": "float32"}
+    best_cells: list[Cell] = []
+    for way, precision in precisions.items():
         say(f"best batch of {way}")
         batch = best_batch(
             ways[way](path, device, precision),
@@ -107,12 +125,12 @@ def at_best_batches(path: Path, sizes: Sizes, device: str, ways: Mapping[str, Wa
             sizes.first_batch,
         )
         if batch:
-            found.append(Cell("gpt2", way, precision, batch, n_ctx))
-    return found
+            best_cells.append(Cell("gpt2", way, precision, batch, n_ctx))
+    return best_cells
 
 
 def write(record: Json, out: Path) -> None:
-    """The page, its plots, and one more line of the history."""
+    """Write the page and its plots, and add a line to the history."""
     plots = draw(record, out / "plots")
     text = page(record, (plot.relative_to(out).as_posix() for plot in plots))
     (out / "RESULTS.md").write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "transformers", "transformer_lens", "ray", "pyarrow")
 def machine() -> dict[str, Any]:
     """Processor, accelerator, versions and commit."""
     return {
-        "cpu": _cpu(),
+        "cpu": _processor_name(),
         "cores": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
@@ -25,23 +25,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next(
-        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
+def _processor_name() -> str:
+    """The processor's name as Linux says it, because `platform` does not know it there."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model_names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return model_names[0] if model_names else platform.processor()
 
 
 def _commit() -> str:
-    """The commit that is checked out, marked where files differ from it."""
-    here = Path(__file__).parent
-    done = subprocess.run(
+    """The commit that is checked out, marked `-dirty` if files differ from it."""
+    describe = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,
         text=True,
+        # A copy of the code without git has no commit; the output is empty then.
         check=False,
-        cwd=here,
+        cwd=Path(__file__).parent,
     )
-    return done.stdout.strip()
+    return describe.stdout.strip()

@@ -1,25 +1,27 @@
-"""How far each precision drifts from float64, column by column: `make precision` writes
-docs/precision.md.
+"""How far each precision drifts from float64, statistic by statistic: `make precision`.
 
-Every drift is of a value that a row would hold: a sequence, a layer, a head. Probabilities and
-shares (range 0 to 1) drift absolutely, everything else relative to the larger of 1 and the float64
-value.
+It writes docs/precision.md with the verdicts and benchmarks/precision_drift.csv with every figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import tempfile
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import duckdb
 import numpy as np
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.measured_on import machine
-from benchmarks.page import grid, hardware
+from benchmarks.page import Json, grid, hardware
 from schemas.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
@@ -28,8 +30,11 @@ from workers.model.model_info import describe, find_model
 from workers.process import prepare_process
 from workers.replica import Replica
 
-PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
-RESULTS = Path(__file__).parent / "results" / "precision.json"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "precision.md"
+FIGURES = ROOT / "benchmarks" / "precision_drift.csv"
+MEASURED_ON = ROOT / "benchmarks" / "results" / "precision.json"
+"""The machine, and the size of each case."""
 
 TEXT = {
     "family": "text",
@@ -39,58 +44,96 @@ TEXT = {
 BLOCKS = {"family": "repeated_random"}
 BACKCOPY = {"family": "backcopy", "text": "bundled:backcopy-3l-mini"}
 
-Drift = dict[str, dict[str, tuple[float, float, float]]]
-"""Median, 99th percentile and maximum, by precision and column."""
+SHARP = "gpt2-small-sharp"
+"""The model that `gpt2_small_sharp` makes."""
+
+QUERY = f"""\
+SELECT precision, format('{{:.0e}}', median) AS median, format('{{:.0e}}', p99) AS p99,
+    format('{{:.0e}}', maximum) AS maximum
+FROM 'benchmarks/precision_drift.csv'
+WHERE model = '{SHARP}' AND statistic = 'sink_mass'
+ORDER BY precision_drift.p99, precision
+"""
+"""The example of the page: one statistic on one model, in every precision."""
+
+
+class Drift(NamedTuple):
+    """How far one statistic is from its float64 value, over all rows of a case."""
+
+    median: float
+    p99: float
+    """The 99th percentile."""
+    maximum: float
+
+
+DriftByStatistic = Mapping[str, Drift]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on an input: what is measured, and once it is, how far each precision drifts."""
+
+    model: str
+    input: str
+    """The input family."""
+    sequences: int
+    n_ctx: int
+    drift: Mapping[str, DriftByStatistic]
+    """By precision."""
+
+    @property
+    def title(self) -> str:
+        """The case as the page names it."""
+        return f"{self.model} on `{self.input}`"
+
+
+# The models
 
 
 def gpt2_small_sharp(path: Path, largest: float = 16.0) -> Path:
     """GPT-2 small's shape with random weights whose pre-softmax scores have GPT-2's size.
 
     Head h of each layer draws W_Q and W_K so that S has the standard deviation `largest^(h/11)`: 1
-    to 16, with single scores beyond ±100. After a layer norm, std S = d_model · σ².
+    to 16, with single scores beyond ±100.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     config = GPT2Config()
-    d_model, heads = config.n_embd, config.n_head
+    d_model, n_heads = config.n_embd, config.n_head
     torch.manual_seed(0)
     model: Any = GPT2LMHeadModel(config)
-    spread = (
-        (torch.logspace(0, np.log10(largest), heads) / d_model)
-        .sqrt()
-        .repeat_interleave(d_model // heads)
-    )
+    # After a layer norm the stream has variance 1, so weights of variance σ² give
+    # std S = d_model · σ².
+    score_std = torch.logspace(0, np.log10(largest), n_heads)
+    weight_std = (score_std / d_model).sqrt().repeat_interleave(d_model // n_heads)
     with torch.no_grad():
         for block in model.transformer.h:
+            # The first two thirds of the columns are W_Q and W_K; W_V stays as it is.
             query_key = block.attn.c_attn.weight[:, : 2 * d_model]
-            query_key.copy_(torch.randn_like(query_key) * spread.repeat(2))
+            query_key.copy_(torch.randn_like(query_key) * weight_std.repeat(2))
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((find_model("bundled:gpt2-mini") / name).read_bytes())
     return path
 
 
-def cases(sharp: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The models, each with a scan of at least 200 sequences."""
-    yield "gpt2-mini on text", {"model": "bundled:gpt2-mini", "n_ctx": 192, "input": TEXT}
-    yield (
-        "attn-only-2l-mini on repeated blocks",
-        {"model": "bundled:attn-only-2l-mini", "n_ctx": 50, "input": BLOCKS},
-    )
-    yield (
-        "backcopy-3l-mini on repeated blocks",
-        {"model": "bundled:backcopy-3l-mini", "n_ctx": 50, "input": BLOCKS},
-    )
-    task = {"model": "bundled:backcopy-3l-mini", "n_ctx": 128, "bos": True, "input": BACKCOPY}
-    yield "backcopy-3l-mini on Bigram-Backcopy", task
-    yield (
-        "GPT-2 small's shape, scores of GPT-2's size, on text",
-        {"model": str(sharp), "n_ctx": 128, "input": TEXT},
-    )
+def scans(sharp: Path) -> Iterator[dict[str, Any]]:
+    """The fields of a scan for each case; `sharp` is the directory of `gpt2_small_sharp`."""
+    yield {"model": "bundled:gpt2-mini", "n_ctx": 192, "input": TEXT}
+    yield {"model": "bundled:attn-only-2l-mini", "n_ctx": 50, "input": BLOCKS}
+    yield {"model": "bundled:backcopy-3l-mini", "n_ctx": 50, "input": BLOCKS}
+    yield {"model": "bundled:backcopy-3l-mini", "n_ctx": 128, "bos": True, "input": BACKCOPY}
+    yield {"model": str(sharp), "n_ctx": 128, "input": TEXT}
 
 
-def measure_drift(fields: dict[str, Any], sequences: int, wanted: list[str]) -> tuple[Drift, int]:
-    """The drift of each precision on the first sequences of a scan, and how many there were."""
+def model_name(fields: Mapping[str, Any]) -> str:
+    """The name of a scan's model, without its place."""
+    return Path(fields["model"].removeprefix("bundled:")).name
+
+
+# Measuring
+
+
+def measure_case(fields: dict[str, Any], sequences: int, precisions: Sequence[str]) -> Case:
+    """The drift of each precision on the first sequences of a scan."""
     fields = {"bos": False} | fields | {"sequences": sequences, "statistics": "all"}
     info = describe(find_model(fields["model"]))
     source = Sequences(parse_scan(fields), info)
@@ -101,161 +144,262 @@ def measure_drift(fields: dict[str, Any], sequences: int, wanted: list[str]) -> 
         scan = parse_scan(fields | {"precision": precision})
         return Replica(info, scan).measure(shard.tokens, labels=shard.labels).heads
 
-    exact = {
-        name: values for name, values in measure("float64").items() if np.isfinite(values).any()
-    }
-    drift: Drift = {}
-    for precision in wanted:
-        found = measure(precision)
+    # Columns are stored as float32, so a drift below its rounding, 6e-8 of a value, is not seen.
+    in_float64 = measure("float64")
+    # A statistic that has no value on this input, such as one of repeats on text, has no drift.
+    exact = {name: values for name, values in in_float64.items() if np.isfinite(values).any()}
+    drift: dict[str, DriftByStatistic] = {}
+    for precision in precisions:
+        measured = measure(precision)
         drift[precision] = {
-            name: _drift(name, found[name], values) for name, values in exact.items()
+            name: drift_of(name, measured[name], values) for name, values in exact.items()
         }
-    return drift, len(shard.tokens)
+    return Case(
+        model_name(fields), fields["input"]["family"], len(shard.tokens), fields["n_ctx"], drift
+    )
 
 
-def _drift(column: str, found: np.ndarray, exact: np.ndarray) -> tuple[float, float, float]:
-    """Median, 99th percentile and maximum, over the values that there are."""
-    error = np.abs(found - exact) / (1.0 if absolute(column) else np.maximum(1, np.abs(exact)))
-    error = error[np.isfinite(exact)]
-    return float(np.median(error)), float(np.quantile(error, 0.99)), float(error.max())
+def drift_of(statistic: str, values: np.ndarray, exact: np.ndarray) -> Drift:
+    """The drift of one statistic's values, where they are defined.
 
-
-def absolute(column: str) -> bool:
-    """Whether a column is a probability or a share."""
-    return STATISTICS[column].range == (0, 1)
-
-
-def acceptable(drift: dict[str, tuple[float, float, float]]) -> bool:
-    """Whether the 99th percentile of every standard probability and norm is small enough."""
-    return not any(STATISTICS[name].standard for name in _beyond(drift))
-
-
-def _beyond(drift: dict[str, tuple[float, float, float]]) -> list[str]:
-    """The probabilities and norms whose 99th percentile is too large; NaN is."""
-    return [name for name in drift if _judged(name) and not drift[name][1] <= ACCEPTABLE]
-
-
-def _judged(column: str) -> bool:
-    """Whether a column is held to the limit: a probability or a norm."""
-    return absolute(column) or "norm" in STATISTICS[column].unit
-
-
-def page(results: dict[str, Any]) -> str:
-    """The page that tells how far each precision drifts."""
-    cases: dict[str, dict[str, Any]] = results["cases"]
-    precisions = list(next(iter(cases.values()))["drift"])
-    defaults = " and ".join(f"`{p}` on {d.upper()}" for d, p in FASTEST_ACCEPTABLE.items())
-    parts = [
-        "# Precision",
-        "How far every column of `heads` that there was drifts from float64 in each value of a "
-        "scan's `precision`. A column stands where the input defines it. Written by `make "
-        "precision`.",
-        "A drift is that of one row's value. Probabilities and shares drift absolutely; "
-        "everything else relative to the float64 value, or to 1 where that is smaller. "
-        f"*Acceptable*: 99 of 100 values within {ACCEPTABLE:g} for every standard probability and "
-        "norm. Whatever the precision, sums, norms, softmax, the residual stream and the "
-        "statistics are float32 (float64 in `float64`); it names the format of the factors of "
-        "products.",
-        f'`precision = "auto"` means {defaults}; scans that need the '
-        'bridge (`engine = "dense"`, folded weights) then use `float32`.',
-        f"Measured on {hardware(results)}. The text is this project's own documentation at that "
-        "commit, byte by byte. A format that the device lacks is imitated: factors are rounded "
-        "and multiplied in float32, as tensor cores do. On this CPU that is float16 and TF32; "
-        "bfloat16 is native, and rounds results as well.",
-        "## Verdicts",
-        "The largest 99th percentile among standard probabilities and norms, and the column that "
-        "has it.",
-        grid(
-            ["precision", "products with weights", "q·k and A·v", *cases, "acceptable"],
-            (
-                _verdict(precision, [case["drift"][precision] for case in cases.values()])
-                for precision in precisions
-            ),
-        ),
-    ]
-    parts += [_others(precision, cases) for precision in FASTEST_ACCEPTABLE.values()]
-    for title, case in cases.items():
-        drift: Drift = case["drift"]
-        rows = (
-            [f"`{c}`", *(_spread(drift[p][c]) for p in precisions)] for c in drift[precisions[0]]
-        )
-        parts += [
-            f"## {title}",
-            f"{case['sequences']} sequences of {case['n_ctx']} tokens: median / 99th percentile / "
-            "maximum.",
-            grid(["column", *(f"`{p}`" for p in precisions)], rows),
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _verdict(precision: str, drifts: list[dict[str, tuple[float, float, float]]]) -> list[str]:
-    """A precision's row: its formats, what drifts most in each case, whether that is acceptable in
-    all.
+    A probability drifts by |x - exact|, everything else by |x - exact| / max(1, |exact|).
     """
-    cells: list[str] = []
-    for drift in drifts:
-        worst = max(
-            (c for c in drift if _judged(c) and STATISTICS[c].standard),
-            key=lambda column, drift=drift: drift[column][1],
-        )
-        cells.append(f"{drift[worst][1]:.2e} `{worst}`")
-    kind = PRECISIONS[precision]
+    unit = 1.0 if is_share(statistic) else np.maximum(1, np.abs(exact))
+    drift = (np.abs(values - exact) / unit)[np.isfinite(exact)]
+    return Drift(float(np.median(drift)), float(np.quantile(drift, 0.99)), float(drift.max()))
+
+
+# Verdicts
+
+
+def is_share(statistic: str) -> bool:
+    """Whether a statistic is a probability or a share: its range is 0 to 1."""
+    return STATISTICS[statistic].range == (0, 1)
+
+
+def is_judged(statistic: str) -> bool:
+    """Whether the limit holds for a statistic: for probabilities and norms."""
+    return is_share(statistic) or "norm" in STATISTICS[statistic].unit
+
+
+def acceptable(drift: DriftByStatistic) -> bool:
+    """Whether the 99th percentile of every standard probability and norm is within the limit."""
+    return not any(STATISTICS[name].standard for name in beyond_limit(drift))
+
+
+def beyond_limit(drift: DriftByStatistic) -> list[str]:
+    """The probabilities and norms whose 99th percentile is beyond the limit."""
+    # `not <=` instead of `>`, so that NaN counts as beyond the limit.
+    return [name for name in drift if is_judged(name) and not drift[name].p99 <= ACCEPTABLE]
+
+
+# Files
+
+
+def write_figures(cases: Sequence[Case], path: Path) -> None:
+    """Write every figure as CSV, one line for each model, input, precision and statistic."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["model", "input", "precision", "statistic", *Drift._fields])
+        for case in cases:
+            for precision, drift in case.drift.items():
+                for statistic, figures in drift.items():
+                    # Floats are written in full, so what is read back is equal to the bit.
+                    writer.writerow([case.model, case.input, precision, statistic, *figures])
+
+
+def read_figures(path: Path) -> dict[tuple[str, str], dict[str, dict[str, Drift]]]:
+    """The figures of each (model, input), by precision and statistic."""
+    figures: dict[tuple[str, str], dict[str, dict[str, Drift]]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            drift = Drift(*(float(line[field]) for field in Drift._fields))
+            of_case = figures.setdefault((line["model"], line["input"]), {})
+            of_case.setdefault(line["precision"], {})[line["statistic"]] = drift
+    return figures
+
+
+def read_cases() -> tuple[Json, list[Case]]:
+    """The last measurement: the record of its machine, and its cases."""
+    record = json.loads(MEASURED_ON.read_text(encoding="utf-8"))
+    figures = read_figures(FIGURES)
+    cases = [Case(**case, drift=figures[case["model"], case["input"]]) for case in record["cases"]]
+    return record, cases
+
+
+def write(cases: Sequence[Case]) -> None:
+    """Write the figures, what they were measured on, and the page."""
+    sizes = [
+        {"model": c.model, "input": c.input, "sequences": c.sequences, "n_ctx": c.n_ctx}
+        for c in cases
+    ]
+    record = {"machine": machine(), "cases": sizes}
+    MEASURED_ON.parent.mkdir(exist_ok=True)
+    MEASURED_ON.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_figures(cases, FIGURES)
+    PAGE.write_text(page(record, cases), encoding="utf-8")
+
+
+# The page
+
+
+def page(record: Json, cases: Sequence[Case]) -> str:
+    """The page: the method, the verdicts and what follows from them, in Markdown."""
+    precisions = list(cases[0].drift)
+    defaults = " and ".join(
+        f"`{precision}` on {device.upper()}" for device, precision in FASTEST_ACCEPTABLE.items()
+    )
+    header = [
+        "precision",
+        "products with weights",
+        "q·k and A·v",
+        *(case.title for case in cases),
+        "acceptable",
+    ]
+    sizes = [f"{case.title}: {case.sequences} sequences of {case.n_ctx} tokens" for case in cases]
+    sections = [
+        "# Precision",
+        _paragraph(
+            "How far the statistics of the table `heads` drift from float64 in each value of a "
+            "scan's `precision`. `make precision` writes this page and the figures behind it."
+        ),
+        "## What is measured",
+        _paragraph(
+            "A precision names the number format of the factors of products. Sums, norms, "
+            "softmax, the residual stream and the statistics are float32 in every precision "
+            "(float64 in `float64`)."
+        ),
+        _paragraph(
+            "The same sequences are measured in float64 and in each precision. A drift compares "
+            "one value of one row with its float64 value. Probabilities and shares drift "
+            "absolutely. Everything else drifts relative to the float64 value, or to 1 if that "
+            "value is smaller."
+        ),
+        _paragraph(
+            f"A precision is *acceptable* if 99 of 100 values are within {ACCEPTABLE:g}, for "
+            "every standard probability and norm, in every case:"
+        ),
+        _list(sizes),
+        _paragraph(
+            f"`{SHARP}` is GPT-2 small's shape with random weights whose pre-softmax scores are "
+            "as large as GPT-2's. The text is this project's own documentation at that commit, "
+            "byte by byte. A statistic is left out of a case if the input does not define it."
+        ),
+        _paragraph(
+            "If the device does not have a format, the format is imitated: factors are rounded "
+            "and multiplied in float32, as tensor cores do. On this CPU that holds for float16 "
+            "and TF32. bfloat16 is native here, and its results are rounded too."
+        ),
+        _paragraph(f"Measured on {hardware(record)}."),
+        "## Verdicts",
+        _paragraph(
+            "The largest 99th percentile among standard probabilities and norms, and the "
+            "statistic that has it:"
+        ),
+        grid(header, (_verdict_row(precision, cases) for precision in precisions)),
+        "## What follows",
+        _list(
+            [
+                f'`precision = "auto"` means {defaults}. Scans that need the bridge (`engine = '
+                '"dense"`, folded weights) then use `float32`. [decisions.md](decisions.md) has '
+                "the reasons.",
+                *(_exceptions(precision, cases) for precision in FASTEST_ACCEPTABLE.values()),
+            ]
+        ),
+        "## Every figure",
+        _paragraph(
+            "[benchmarks/precision_drift.csv](../benchmarks/precision_drift.csv) has one line "
+            "for each model, input, precision and statistic, with the median, the 99th "
+            "percentile (`p99`) and the maximum of the drift. DuckDB reads it from the root of "
+            f"the repository. For example, `sink_mass` on `{SHARP}` in every precision:"
+        ),
+        f"```sql\n{QUERY}```",
+        grid(*answer(QUERY)),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def answer(query: str) -> tuple[list[str], list[list[str]]]:
+    """The columns and rows that DuckDB answers, at the root of the repository."""
+    # An absolute path makes the answer independent of the directory in which this runs.
+    quoted_path = str(FIGURES).replace("'", "''")
+    query = query.replace("'benchmarks/precision_drift.csv'", f"'{quoted_path}'")
+    with duckdb.connect() as connection:
+        cursor = connection.execute(query)
+        columns = [column[0] for column in cursor.description or []]
+        return columns, [[str(value) for value in row] for row in cursor.fetchall()]
+
+
+def _paragraph(text: str, indent: str = "") -> str:
+    """A paragraph in lines of at most 120 characters, the later ones indented."""
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _list(items: Sequence[str]) -> str:
+    return "\n".join(_paragraph(f"* {item}", "  ") for item in items)
+
+
+def _verdict_row(precision: str, cases: Sequence[Case]) -> list[str]:
+    """A precision's row: its formats, what drifts most in each case, and the verdict."""
+    formats = PRECISIONS[precision]
+    largest = [_largest_drift(case.drift[precision]) for case in cases]
+    is_acceptable = all(acceptable(case.drift[precision]) for case in cases)
     return [
         f"`{precision}`",
-        kind.linears,
-        kind.scores,
-        *cells,
-        "**yes**" if all(map(acceptable, drifts)) else "no",
+        formats.linears,
+        formats.scores,
+        *largest,
+        "**yes**" if is_acceptable else "no",
     ]
 
 
-def _others(precision: str, cases: dict[str, Any]) -> str:
-    """What a scan may ask for that a default does not keep within the limit."""
-    drifts = {title: case["drift"][precision] for title, case in cases.items()}
-    found = [
-        f"`{name}` {drift[name][1]:.2e} ({title})"
-        for title, drift in drifts.items()
-        for name in _beyond(drift)
+def _largest_drift(drift: DriftByStatistic) -> str:
+    """The largest 99th percentile of a standard probability or norm, and whose it is."""
+    standard = [name for name in drift if is_judged(name) and STATISTICS[name].standard]
+    worst_statistic = max(standard, key=lambda name: drift[name].p99)
+    return f"{drift[worst_statistic].p99:.2e} `{worst_statistic}`"
+
+
+def _exceptions(precision: str, cases: Sequence[Case]) -> str:
+    """What a scan may ask for that a default precision does not keep within the limit."""
+    exceptions = [
+        f"`{name}` {case.drift[precision][name].p99:.2e} ({case.title})"
+        for case in cases
+        for name in beyond_limit(case.drift[precision])
     ]
-    return f"Probabilities and norms that are not standard and go beyond the limit in `{precision}`: {', '.join(found) or 'none'}."
-
-
-def _spread(numbers: tuple[float, float, float]) -> str:
-    return " / ".join(f"{number:.0e}" for number in numbers)
+    if not exceptions:
+        return f"In `{precision}` every probability and norm is within the limit."
+    return (
+        f"In `{precision}` probabilities and norms that are not standard are beyond the limit: "
+        f"{', '.join(exceptions)}."
+    )
 
 
 def main() -> None:
-    """Measure, write the results and the page."""
+    """Measure, write the figures and the page."""
     prepare_process()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=200)
     parser.add_argument(
-        "--precisions", nargs="*", default=[p for p in PRECISIONS if p != "float64"]
+        "--precisions", nargs="*", default=[name for name in PRECISIONS if name != "float64"]
     )
     parser.add_argument(
-        "--only", default="", help="measure only the models whose line begins so, and write nothing"
+        "--only", default="", help="measure only models whose name begins so, and write nothing"
     )
     options = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine(), "cases": {}}
+    cases: list[Case] = []
     with tempfile.TemporaryDirectory() as directory:
-        for name, fields in cases(gpt2_small_sharp(Path(directory) / "gpt2-small-sharp")):
-            if name.startswith(options.only):
-                drift, count = measure_drift(fields, options.sequences, options.precisions)
-                results["cases"][name] = {
-                    "sequences": count,
-                    "n_ctx": fields["n_ctx"],
-                    "drift": drift,
-                }
-                for precision, columns in drift.items():
-                    worst = max(columns, key=lambda c, d=columns: d[c][1])
-                    print(
-                        f"{name}: {precision}: {worst} {columns[worst]} {acceptable(columns)}",
-                        flush=True,
-                    )
+        for fields in scans(gpt2_small_sharp(Path(directory) / SHARP)):
+            if not model_name(fields).startswith(options.only):
+                continue
+            case = measure_case(fields, options.sequences, options.precisions)
+            cases.append(case)
+            for precision, drift in case.drift.items():
+                print(f"{case.title}: {precision}: {_largest_drift(drift)}", flush=True)
     if not options.only:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(page(results), encoding="utf-8")
+        write(cases)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What is run: ways to put tokens through a model, and the models and tokens that they get.
 
-Weights are random, for speed does not depend on them. Tokens are drawn by Zipf's law: of 1024
-tokens each then has 6.5 earlier copies, on the Pile 5 to 7, so that statistics of repeated tokens
-cost what they cost on text.
+Weights are random, because speed does not depend on them. Tokens are drawn by Zipf's law: of 1024
+tokens each then has 6.5 earlier copies (on the Pile 5 to 7), so statistics of repeated tokens cost
+what they cost on text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from schemas.precision import PRECISIONS
 from schemas.statistics import KIND, evaluate
@@ -24,7 +25,7 @@ from workers.engine.token_pairs import find_matches
 from workers.measurements.batch import measure_batch
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from workers.model.loading import load_model
-from workers.model.model import bridge_of
+from workers.model.model import Model, bridge_of
 from workers.model.model_info import describe
 
 Run = Callable[[Tensor], object]
@@ -35,6 +36,9 @@ Way = Callable[[Path, str, str], Run]
 
 STATISTICS = KIND.select("standard")
 
+CACHED = ("resid_pre", "resid_post", "q", "k", "v", "z", "pattern", "attn_scores")
+"""Activations that `run_with_cache` keeps of every layer."""
+
 
 def bare(path: Path, device: str, precision: str) -> Run:
     """Hugging Face's forward pass: eager modules, SDPA, no unembedding; measures nothing."""
@@ -43,61 +47,79 @@ def bare(path: Path, device: str, precision: str) -> Run:
 
 def compiled(path: Path, device: str, precision: str, backend: str = "inductor") -> Run:
     """The same forward pass under torch.compile."""
-    model: Any = torch.compile(
-        _hugging_face(path, device, precision), dynamic=False, backend=backend
-    )
-    return _forward(model, device, precision)
+    model = _hugging_face(path, device, precision)
+    # Every timed shape is compiled for itself, as a user who wants speed would do.
+    return _forward(torch.compile(model, dynamic=False, backend=backend), device, precision)
 
 
 def fused(path: Path, device: str, precision: str) -> Run:
-    """headcount's fused engine, all statistics."""
+    """headcount's fused engine, all standard statistics."""
     engine = FusedEngine(load_model(describe(path), "raw", device), precision)
+    # The first pass learns which questions the statistics ask of a pattern; warming up covers that.
     return lambda tokens: measure_batch(engine, STATISTICS, tokens)
 
 
 def run_with_cache(path: Path, device: str, precision: str) -> Run:
     """TransformerLens's run_with_cache, then the same statistics from the cache, all in float32."""
     model = load_model(describe(path), "raw", device)
-    bridge = bridge_of(model)
-    attention = ("q", "k", "v", "z", "pattern", "attn_scores")
-    names = ("hook_resid_pre", "hook_resid_post", *(f"attn.hook_{name}" for name in attention))
+    layers = range(model.info.n_layers)
+    hook_names = {layer: _cached_hook_names(model, layer) for layer in layers}
+    # Without a filter the cache would hold the MLPs' activations too.
+    names_filter = [name for layer in layers for name in hook_names[layer].values()]
 
     def run(tokens: Tensor) -> object:
-        wanted = [
-            f"blocks.{layer}.{name}" for layer in range(bridge.cfg.n_layers) for name in names
-        ]
-        _, cache = bridge.run_with_cache(tokens, names_filter=wanted)
+        _, cache = bridge_of(model).run_with_cache(tokens, names_filter=names_filter)
         matches = find_matches(tokens)
-        out: list[Tensor] = []
-        for layer in range(bridge.cfg.n_layers):
-            seen: dict[str, Any] = {
-                n.rpartition("hook_")[2]: cache[f"blocks.{layer}.{n}"] for n in names
-            }
-            q, k = seen["q"].transpose(1, 2), seen["k"].transpose(1, 2)
-            scale = bridge.cfg.d_head**-0.5
-            seen["pattern"] = DensePattern(seen["pattern"], seen["attn_scores"], q, k, scale)
-            seen |= attention_weights(model, layer, READABLE_WEIGHTS)
-            out += [evaluate(s.compute, {**seen, **matches}) for s in STATISTICS]
-        return out
+        measured: list[Tensor] = []
+        for layer in layers:
+            cached = {name: cache[hook_name] for name, hook_name in hook_names[layer].items()}
+            activations = {**_layer_activations(model, layer, cached), **matches}
+            measured += [evaluate(statistic.compute, activations) for statistic in STATISTICS]
+        return measured
 
     return run
+
+
+def _cached_hook_names(model: Model, layer: int) -> dict[str, str]:
+    """The hook of each cached activation: queries and keys as attention multiplies them."""
+    hook_names = {name: model.hook_name(name, layer) for name in CACHED}
+    for name in ("q", "k"):
+        rotated = model.hook_name(f"rot_{name}", layer)
+        if model.has_hook(rotated):
+            hook_names[name] = rotated
+    return hook_names
+
+
+def _layer_activations(model: Model, layer: int, cached: dict[str, Tensor]) -> dict[str, Any]:
+    """What statistics read of a layer, made of what the cache holds of it."""
+    activations: dict[str, Any] = dict(cached)
+    for name in ("k", "v"):
+        # Several query heads may share one key head; statistics want one for each query head.
+        repeats = model.info.n_heads // cached[name].shape[2]
+        activations[name] = cached[name].repeat_interleave(repeats, 2)
+    q = activations["q"].transpose(1, 2)
+    k = activations["k"].transpose(1, 2)
+    activations["pattern"] = DensePattern(
+        cached["pattern"], cached["attn_scores"], q, k, model.scale(layer)
+    )
+    return activations | attention_weights(model, layer, READABLE_WEIGHTS)
 
 
 WAYS: dict[str, Way] = {way.__name__: way for way in (bare, compiled, fused, run_with_cache)}
 
 
 def bare_format(precision: str) -> str:
-    """The format that a forward pass of Hugging Face's has for a precision of ours.
+    """The number format in which Hugging Face's forward pass stands beside one of our precisions.
 
-    float16x2 it does not have; the faster float16 stands for it.
+    Hugging Face does not have float16x2; the faster float16 stands for it.
     """
     return PRECISIONS[precision].linears.removesuffix("x2")
 
 
-def _hugging_face(path: Path, device: str, precision: str) -> Any:
-    """A model without its unembedding; a half is the format of all of it, residual stream included."""
-    from transformers import AutoModel
-
+def _hugging_face(path: Path, device: str, precision: str) -> nn.Module:
+    """A model without its unembedding. A half precision is the format of the whole model, the
+    residual stream included.
+    """
     dtype = HALVES.get(bare_format(precision), torch.float32)
     model = AutoModel.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
@@ -105,8 +127,9 @@ def _hugging_face(path: Path, device: str, precision: str) -> Any:
     return model.eval().requires_grad_(False).to(device)
 
 
-def _forward(model: Any, device: str, precision: str) -> Run:
-    # TF32 is no format of tensors: it has to be switched on.
+def _forward(model: Callable[..., object], device: str, precision: str) -> Run:
+    """A forward pass in the format of a precision."""
+    # TF32 is not a format of tensors: it is a mode of products that has to be switched on.
     factors = "tf32" if device == "cuda" and bare_format(precision) == "tf32" else ""
 
     def run(tokens: Tensor) -> object:
@@ -116,35 +139,30 @@ def _forward(model: Any, device: str, precision: str) -> Run:
     return run
 
 
-def make_gpt2_small(path: Path, **changes: int) -> Path:
-    """A GPT-2 of GPT-2 small's shape, or as changed."""
-    from transformers import GPT2Config
-
-    fields: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, **changes}
+def make_gpt2_small(path: Path, **sizes: int) -> Path:
+    """A GPT-2 of GPT-2 small's shape, or of other sizes."""
+    fields: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, **sizes}
     return _make(path, GPT2Config(**fields))
 
 
-def make_rotary(path: Path, **sizes: int) -> Path:
-    """A Llama of any shape: rotary positions, so that weights do not grow with `n_ctx`."""
-    from transformers import LlamaConfig
-
+def make_llama(path: Path, **sizes: int) -> Path:
+    """A Llama of any shape: rotary positions, RMSNorm, SwiGLU."""
     fields: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, **sizes}
     return _make(path, LlamaConfig(**fields))
 
 
-def _make(path: Path, config: Any) -> Path:
-    from transformers import AutoModelForCausalLM
-
+def _make(path: Path, config: PreTrainedConfig) -> Path:
+    """A model with random weights, saved in a directory."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
 
 def draw_tokens(path: Path, batch: int, n_ctx: int) -> Tensor:
-    """Tokens `[batch pos]` for a model; token r comes with a probability in proportion to 1/(r+1)."""
-    d_vocab = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    chance = 1 / torch.arange(1, d_vocab + 1, dtype=torch.float64)
-    drawn = torch.multinomial(
-        chance, batch * n_ctx, replacement=True, generator=torch.Generator().manual_seed(0)
-    )
-    return drawn.view(batch, n_ctx)
+    """Tokens `[batch pos]` for a model; token r has a probability in proportion to 1/(r+1)."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    probabilities = 1 / torch.arange(1, config["vocab_size"] + 1, dtype=torch.float64)
+    # The process that is weighed gets the same tokens as the one that is timed.
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(probabilities, batch * n_ctx, replacement=True, generator=generator)
+    return tokens.view(batch, n_ctx)

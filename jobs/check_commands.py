@@ -1,4 +1,4 @@
-"""The subcommand `check`: read every file of runs, and say which are not as committed."""
+"""The subcommand `check`: read every file of runs, and name those that are not as committed."""
 
 from __future__ import annotations
 
@@ -24,54 +24,62 @@ def check(
     runs: Annotated[
         str,
         typer.Argument(
-            metavar="RUNS", help="A run directory, or one that holds runs; a path or an address."
+            metavar="RUNS",
+            help="A run directory, or a directory that holds runs; a path, or an address in a "
+            "store.",
         ),
     ],
 ) -> None:
-    """Read every file of runs, and say which are not as committed. Nothing is changed."""
+    """Compare every file of runs with its commit.
+
+    Files that are not as committed are named. Nothing is changed.
+    """
     from schemas.errors import RunError
     from schemas.places import absolute
     from schemas.run_directory import find_runs
 
     console = Console(highlight=False)
-    whole = True
+    all_whole = True
     for run in find_runs(absolute(runs)):
         try:
-            whole &= _check(run, console)
+            all_whole &= _check(run, console)
         except RunError as error:
+            # One run that cannot be read does not keep the others from being checked.
             say(console, f"{run.run_id}: {error}")
-            whole = False
-    if not whole:
+            all_whole = False
+    if not all_whole:
         sys.exit(1)
 
 
 def _check(run: RunDirectory, console: Console) -> bool:
-    """Say what is wrong with a run; whether nothing is."""
+    """Print what is wrong with a run; returns whether all of its files are as committed."""
     from jobs.checking import check_run
 
-    found = check_run(run)
-    for damage in found.damaged:
+    checked = check_run(run)
+    for damage in checked.damaged:
         say(console, f"{run.run_id}: {damage}")
-    if found.unreferenced:
+    if checked.unreferenced:
+        # Not an error: a killed process left them, and no reader sees them.
         say(
             console,
-            f"{run.run_id}: {counted(found.unreferenced, 'file')} that no commit refers to; "
+            f"{run.run_id}: {counted(checked.unreferenced, 'file')} that no commit refers to; "
             f"headcount compact {run.path} deletes what it may",
         )
-    if found.without_digest:
+    if checked.without_digest:
+        # Without a digest, a flipped bit in a value may go unnoticed.
         say(
             console,
-            f"{run.run_id}: {counted(found.without_digest, 'file')} of older code, committed "
+            f"{run.run_id}: {counted(checked.without_digest, 'file')} of older code, committed "
             "without a digest; what shows in them was checked",
         )
-    size = f"{counted(found.files, 'file')}, {found.bytes / 1e6:,.1f} MB"
-    if not found.damaged:
-        say(console, f"{run.run_id}: {counted(found.shards, 'shard')}, {size}, as committed")
+    size = f"{counted(checked.files, 'file')}, {checked.bytes / 1e6:,.1f} MB"
+    if not checked.damaged:
+        say(console, f"{run.run_id}: {counted(checked.shards, 'shard')}, {size}, as committed")
         return True
-    shards = len({shard for damage in found.damaged for shard in damage.shards})
+    damaged_shards = {shard for damage in checked.damaged for shard in damage.shards}
     say(
         console,
-        f"{run.run_id}: {counted(shards, 'shard')} of {found.shards:,} damaged, in {size}; "
-        f"headcount resume {run.path} --verify measures them anew",
+        f"{run.run_id}: {counted(len(damaged_shards), 'shard')} of {checked.shards:,} damaged, "
+        f"in {size}; headcount resume {run.path} --verify measures them anew",
     )
     return False

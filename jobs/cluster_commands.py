@@ -1,5 +1,7 @@
-"""The subcommands for runs elsewhere: `submit`, `status`, `list`, `logs`, `stop`, `resume`. Heavy
-imports wait.
+"""The subcommands for runs that may be elsewhere: `submit`, `status`, `list`, `logs`, `stop` and
+`resume`.
+
+Torch and Ray take seconds to import, so they are imported inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -30,20 +32,25 @@ from jobs.scan_commands import (
 from schemas.errors import RunError, counted, unknown
 
 if TYPE_CHECKING:
+    from jobs.ray_cluster import Resources
+    from jobs.status import Status
     from schemas.run_directory import RunDirectory
 
 URL = "http://HOST:8265"
-Address = Annotated[str, typer.Option(metavar=URL, help="The cluster's dashboard.")]
+Address = Annotated[str, typer.Option(metavar=URL, help="Address of the cluster's dashboard.")]
 MaybeAddress = Annotated[
-    str | None, typer.Option(metavar=URL, help="The cluster's dashboard; none asks no cluster.")
+    str | None,
+    typer.Option(
+        metavar=URL, help="Address of a cluster's dashboard. By default no cluster is asked."
+    ),
 ]
 Env = Annotated[
     list[str] | None,
     typer.Option(
         "--env",
         metavar="NAME",
-        help="Give the job this variable of this machine; whoever may read the cluster's jobs can "
-        "read its value.",
+        help="Pass this environment variable of this machine to the job. Everybody who may read "
+        "the cluster's jobs can read its value.",
     ),
 ]
 Run = Annotated[
@@ -56,7 +63,7 @@ Runs = Annotated[
     str,
     typer.Option(
         metavar="DIRECTORY",
-        help="Where a run that is given by its name lies: a path, or an address.",
+        help="Directory in which to look for a run by its name; a path, or an address in a store.",
     ),
 ]
 RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, directory or address.")]
@@ -65,6 +72,7 @@ RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, direct
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
     for command in (submit, status, list_runs, logs, stop, resume):
+        # `list_runs` is the command `list`: a function of that name would hide Python's own.
         app.command(command.__name__.partition("_")[0])(command)
 
 
@@ -78,8 +86,9 @@ def submit(
     env: Env = None,
     new: New = False,
 ) -> None:
-    """Run a scan as a job of a Ray cluster, with the code that is here. Submitting it twice is one
-    job.
+    """Run a scan as a job of a Ray cluster.
+
+    The job runs the code of this machine. Submitting the same scan twice makes one job.
     """
     from jobs.portable_scan import portable_scan
     from jobs.ray_cluster import Resources
@@ -90,6 +99,7 @@ def submit(
     scan = portable_scan(scan_file, overrides or [])
     resources = Resources(replicas, cores, device, address)
     line, run = submit_scan(scan, scan_file, overrides or [], resources, env or [], new)
+    # A script reads the id from stdout; people read the line on stderr.
     _tell(line)
     print(run.run_id)
 
@@ -99,56 +109,87 @@ def status(
     runs: Runs = "runs",
     address: MaybeAddress = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Say it again and again, until the run is complete.")
+        bool, typer.Option("--watch", help="Print it again and again until the run is complete.")
     ] = False,
     every: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="How often --watch says it.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How often --watch prints it.")
     ] = 5.0,
     format_: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="For people or for programs.")
+        Literal["text", "json"],
+        typer.Option("--format", help="text for people, json for programs."),
     ] = "text",
 ) -> None:
-    """Say how far a run is, from its directory alone; with a cluster's address, also the state of
-    its job.
+    """Print how far a run is, read from its directory alone.
+
+    With a cluster's address, also print the state of the run's job.
     """
     from jobs.status import as_json, as_lines, read_status
 
     directory = _run_directory(run, runs)
-    on_terminal = sys.stdout.isatty() and format_ == "text"
-    shown = 0
+    redraws = watch and sys.stdout.isatty()
+    lines_on_screen = 0
     while True:
         run_status = read_status(directory)
-        record, lines = as_json(run_status), as_lines(run_status)
+        job_state = None
         if address is not None:
             job_state = _job_states(address).get(directory.run_id, "none")
-            record |= {"job": job_state}
-            lines = [*lines, f"job       {job_state}"]
         if format_ == "json":
+            record = as_json(run_status)
+            if job_state is not None:
+                record["job"] = job_state
             lines = [json.dumps(record)]
-        elif watch and on_terminal:
-            # What was shown before is written over; no line may wrap, or it would not fit.
-            width = shutil.get_terminal_size().columns
-            lines = [line[:width] for line in lines]
-            print(f"\x1b[{shown}A\x1b[J" if shown else "", end="")
-        elif watch:
-            # A log gets a line each time.
-            shards, tokens = (line.split(maxsplit=1)[1] for line in lines[1:3])
-            lines = [f"{datetime.now(UTC):%H:%M:%S}  shards {shards}; tokens {tokens}"]
+        else:
+            lines = as_lines(run_status)
+            if job_state is not None:
+                lines.append(f"job       {job_state}")
+            if redraws:
+                _clear_lines(lines_on_screen)
+                # A line that wrapped would take two rows, and the next clearing would miss one.
+                width = shutil.get_terminal_size().columns
+                lines = [line[:width] for line in lines]
+            elif watch:
+                # A log gets one line each time.
+                lines = [_log_line(run_status)]
         print("\n".join(lines), flush=True)
-        shown = len(lines)
+        lines_on_screen = len(lines)
         if not watch or run_status.complete:
             return
         time.sleep(every)
 
 
+def _clear_lines(count: int) -> None:
+    """Clear the last lines of the terminal, and put the cursor where they began."""
+    if count:
+        cursor_up, clear_below = f"\x1b[{count}A", "\x1b[J"
+        print(f"{cursor_up}{clear_below}", end="")
+
+
+def _log_line(run_status: Status) -> str:
+    """How far a run is, in one line with the time."""
+    from jobs.status import as_lines
+
+    # The second and third line begin with the words `shards` and `tokens`.
+    _, shards_line, tokens_line, *_ = as_lines(run_status)
+    _, shards = shards_line.split(maxsplit=1)
+    _, tokens = tokens_line.split(maxsplit=1)
+    return f"{datetime.now(UTC):%H:%M:%S}  shards {shards}; tokens {tokens}"
+
+
 def list_runs(
     runs: Annotated[
         str | None,
-        typer.Argument(metavar="RUNS", help="A directory of runs; 'runs' if no address."),
+        typer.Argument(
+            metavar="RUNS",
+            help="A directory of runs. Default: 'runs' without --address, none with it.",
+        ),
     ] = None,
     address: MaybeAddress = None,
 ) -> None:
-    """List the runs of a directory and how far they are, the jobs of a cluster, or both."""
+    """List runs, the jobs of a cluster, or both.
+
+    With --address alone, the cluster's jobs are listed. With a directory too, its runs are listed
+    with the states of their jobs.
+    """
     from jobs.status import HEADINGS, list_line
     from schemas.places import place
     from schemas.run_directory import find_runs
@@ -157,14 +198,13 @@ def list_runs(
         _list_jobs(address)
         return
     job_states = None if address is None else _job_states(address)
-    rows: list[tuple[str, ...]] = [HEADINGS]
-    if job_states is not None:
-        rows = [(*rows[0], "job")]
+    rows: list[tuple[str, ...]] = [HEADINGS if job_states is None else (*HEADINGS, "job")]
     unreadable: list[RunError] = []
     for run in find_runs(place(runs or "runs")):
         try:
             row: tuple[str, ...] = list_line(run)
         except RunError as error:
+            # Said below the table, so that one broken run does not hide the others.
             unreadable.append(error)
             continue
         if job_states is not None:
@@ -179,15 +219,16 @@ def logs(
     run: RunOrJob,
     address: Address,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job ends.")
+        bool, typer.Option("--follow", "-f", help="Continue until the job ends.")
     ] = False,
 ) -> None:
-    """Print what the driver of a run's last job said."""
+    """Print the output of a run's last job."""
     from jobs.submission import JobClient
 
     cluster = JobClient(address)
     job = cluster.find(run)
     for text in cluster.log(job, follow):
+        # The text has its own line ends.
         sys.stdout.write(text)
         sys.stdout.flush()
     if follow:
@@ -195,7 +236,7 @@ def logs(
 
 
 def stop(run: RunOrJob, address: Address) -> None:
-    """Stop a run's job; what is committed stays, and `resume` goes on."""
+    """Stop a run's job. Committed shards stay, and `resume` continues the run."""
     from jobs.submission import JobClient
 
     cluster = JobClient(address)
@@ -205,7 +246,7 @@ def stop(run: RunOrJob, address: Address) -> None:
         return
     _tell(
         f"{job.job_id}: {cluster.stop(job).state}; headcount resume {job.run} --address "
-        f"{cluster.url} goes on"
+        f"{cluster.url} continues the run"
     )
 
 
@@ -222,36 +263,49 @@ def resume(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Set batch_size; sequences, which extends the run; or where something lies that "
-            "has moved: model, input.files, input.text.",
+            help="Change a field: batch_size, bad_rows or bad_rows_in_a_row; sequences, to extend "
+            "the run; model, input.files or input.text, if they have moved.",
         ),
     ] = None,
     verify: Verify = False,
     allow_other_code: AllowOtherCode = False,
 ) -> None:
-    """Go on with a run from its directory alone: here, or as a job of a cluster. The scan file is
-    not needed.
+    """Continue a run from its directory alone.
+
+    It continues here, or as a job of a cluster. The scan file is not needed.
     """
     from jobs.ray_cluster import Resources
-    from jobs.replan import check_overrides, replan
+    from jobs.replan import check_overrides
 
     directory = _run_directory(run, runs)
     resources = Resources(replicas, cores, device, address)
     if address is not None:
         from jobs.submission import resume as submit_resume
 
+        # The job checks its overrides, too, but minutes later and in its log.
         check_overrides(directory, overrides or [])
-        _tell(
-            submit_resume(
-                directory, resources, env or [], overrides or [], verify, allow_other_code
-            )
+        line = submit_resume(
+            directory, resources, env or [], overrides or [], verify, allow_other_code
         )
+        _tell(line)
         return
     if env:
         raise RunError(
-            "--env: expected with --address only; a run that goes on here has this machine's "
+            "--env: expected with --address only; a run that continues here has this machine's "
             "variables"
         )
+    _resume_here(directory, resources, overrides or [], verify, allow_other_code)
+
+
+def _resume_here(
+    directory: RunDirectory,
+    resources: Resources,
+    overrides: list[str],
+    verify: bool,
+    allow_other_code: bool,
+) -> None:
+    """Continue a run with this process as its driver."""
+    from jobs.replan import replan
     from jobs.run_loop import run_to_end
     from jobs.run_places import where_begun
     from jobs.scan_runs import ScanCommand, resumption
@@ -261,38 +315,43 @@ def resume(
     resources.check_here()
     console = Console(highlight=False, stderr=True)
     command = ScanCommand.of_run(directory.manifest())
-    with where_begun(directory, overrides or []) as anchored:
-        plan = replan(directory, anchored, command)
+    # Relative names of the scan are meant from where the run was begun.
+    with where_begun(directory, overrides) as absolute_overrides:
+        plan = replan(directory, absolute_overrides, command)
         failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
     print(directory.path)
     if failures:
         raise RunError(
             f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
-            f"then {resumption(directory)} goes on, {plan.way}"
+            f"then {resumption(directory)} continues it, {plan.alternative}"
         )
 
 
 def _run_directory(run: str, runs: str) -> RunDirectory:
-    """A run directory by its path, made absolute, by its address in a store, or by the run's name or
-    id among some runs.
+    """Find a run by its path, by its address in a store, or by its name or id.
+
+    A name or an id is looked for in the directory `runs`. A path becomes absolute, because the
+    process may change its directory later.
     """
     from schemas.places import absolute
     from schemas.run_directory import RunDirectory, find_runs
 
     by_path = RunDirectory(absolute(run))
+    # A path need not exist here: it may be one of the cluster that runs the job.
     if by_path.path.name.startswith("run_id="):
         return by_path
     if "/" in run or (isinstance(by_path.path, Path) and by_path.path.exists()):
         raise RunError(f"{run}: expected the directory of a run, …/run_id=NAME-HASH")
     directory = absolute(runs)
-    found = {other.run_id: other for other in find_runs(directory)}
-    named = [other for other in found.values() if run in (other.run_id, _name_of(other.run_id))]
-    if not named:
-        raise RunError(f"{directory}: {unknown('run', run, found)}; --runs names another directory")
-    if len(named) > 1:
-        ids = ", ".join(other.run_id for other in named)
-        raise RunError(f"{directory}: {len(named)} runs have the name {run}; say which: {ids}")
-    return named[0]
+    runs_by_id = {each.run_id: each for each in find_runs(directory)}
+    matches = [each for run_id, each in runs_by_id.items() if run in (run_id, _name_of(run_id))]
+    if not matches:
+        message = unknown("run", run, runs_by_id)
+        raise RunError(f"{directory}: {message}; --runs names another directory")
+    if len(matches) > 1:
+        ids = ", ".join(match.run_id for match in matches)
+        raise RunError(f"{directory}: {len(matches)} runs have the name {run}; say which: {ids}")
+    return matches[0]
 
 
 def _name_of(run_id: str) -> str:
@@ -301,9 +360,10 @@ def _name_of(run_id: str) -> str:
 
 
 def _job_states(address: str) -> dict[str, str]:
-    """State of the last job of each run."""
+    """State of the last job of each run, by the run's id."""
     from jobs.submission import JobClient
 
+    # Jobs of one run come in their order, so the last one stays in the dictionary.
     return {job.run_id: job.state for job in JobClient(address).jobs()}
 
 
@@ -318,7 +378,7 @@ def _list_jobs(address: str) -> None:
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows in columns that are never cut, whatever they are printed to."""
+    """Print rows in columns that are never cut, not even on a narrow terminal."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

@@ -8,13 +8,14 @@ from schemas.errors import printable
 
 
 def say(console: Console, line: str) -> None:
-    """Print a line, or several: not wrapped, not interpreted, no control character but line ends."""
+    """Print lines as they are: not wrapped, without markup, control characters written out."""
+    # Line ends stay: a message may have several lines.
     lines = map(printable, line.split("\n"))
     console.print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
-    """A time in the two units that matter.
+    """A time in words, in its two largest units.
 
     >>> duration(0.25), duration(45), duration(125), duration(7300)
     ('0.2 s', '45 s', '2 min 5 s', '2 h 1 min')

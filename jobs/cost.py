@@ -1,10 +1,11 @@
-"""What a plan will cost, from a short measured run on this machine."""
+"""What a plan will cost: a few batches are measured on this machine and extrapolated."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jobs.plan import Plan
 from schemas.commits import Method
@@ -70,27 +71,35 @@ class Cost:
         return sum(cost.bytes for cost in self.tables)
 
 
-def _devices(device: str) -> tuple[str, str]:
-    """The device of a scan, and the one of this machine that is measured in its place."""
-    here = resolve_device("auto")
-    device = here if device == "auto" else device
-    return device, device if device in (here, "cpu") else here
+class _Devices(NamedTuple):
+    """The device that a scan will run on, and the device of this machine that stands for it."""
+
+    scan_device: str
+    measured_on: str
+
+
+def _devices(device: str) -> _Devices:
+    """The devices of a scan, which may run on another machine."""
+    best_here = resolve_device("auto")
+    scan_device = best_here if device == "auto" else device
+    is_here = scan_device in (best_here, "cpu")
+    return _Devices(scan_device, scan_device if is_here else best_here)
 
 
 def threads_of(device: str, replicas: int) -> int | None:
-    """Threads of one of some replicas on this machine; none means all that there are.
+    """Threads of one of several replicas on this machine; none means all that there are.
 
-    Replicas on GPUs have one each; those on a CPU share its cores.
+    Replicas on a CPU share its cores. Each replica on a GPU has a GPU of its own.
     """
-    sharing = replicas > 1 and _devices(device)[1] == "cpu"
-    return max(1, available_cores() // replicas) if sharing else None
+    shares_cores = replicas > 1 and _devices(device).measured_on == "cpu"
+    return max(1, available_cores() // replicas) if shares_cores else None
 
 
 class Rehearsal:
-    """A replica for measuring what a scan will cost.
+    """A replica that measures what a scan will cost.
 
-    Making one settles how each intervention will be measured on the scan's device, which need not
-    be here, and refuses what cannot run there.
+    Making one settles how each intervention will be measured on the scan's device, which another
+    machine may have. What cannot run there is refused.
     """
 
     def __init__(
@@ -98,28 +107,28 @@ class Rehearsal:
     ) -> None:
         self.device, self.measured_on = _devices(device)
         self.replicas = replicas
-        # Loading may take more memory than measuring.
+        # Loading may take more memory than measuring, so its peak counts too.
         with PeakMemory(self.measured_on) as self.loading:
             self.replica = Replica(info, scan, self.measured_on)
         self.settlement = settle(self.replica.model, scan, self.device)
 
     def measure(self, plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
-        """Measure a few batches of the plan's first shard, and write none of it.
+        """Measure a few batches of the plan's first shard under each intervention; write nothing.
 
-        Each intervention is timed. A batch size that is to be found is looked for under the first
-        one, as in a scan; after `patience` seconds under an intervention, the size being tried must
-        do.
+        With `batch_size = "auto"`, the size is searched under the first intervention, as in a scan.
+        After `patience` seconds under an intervention the search ends with the size it has reached.
         """
-        first = plan.sequences.shard(0)
+        first_shard = plan.sequences.shard(0)
         speeds: list[float] = []
         samples: list[InterventionMeasurements] = []
         with PeakMemory(self.measured_on) as memory:
             for intervention in plan.scan.interventions:
-                speed, sample = _timed(self.replica, first, intervention, passes, patience)
+                speed, sample = _timed(self.replica, first_shard, intervention, passes, patience)
+                # Replicas read and write by themselves, so their speeds add up.
                 speeds.append(speed * max(1, self.replicas))
                 samples.append(sample)
         tokens = len(plan.sequences) * plan.scan.n_ctx
-        # Engines do not depend on the device, the precision does.
+        # Engines do not depend on the device. The precision does.
         settled = {"precision": self.settlement.precision}
         costs = [
             InterventionCost(sample.method.model_copy(update=settled), speed, tokens / speed)
@@ -133,7 +142,7 @@ class Rehearsal:
             replicas=self.replicas,
             batch_size=self.replica.batch.size,
             interventions=costs,
-            tables=_tables(plan, self.replica, first, samples),
+            tables=_table_costs(plan, self.replica, first_shard, samples),
             peak_memory=max(memory.main, self.loading.main),
             gpu_memory=max(memory.gpu, self.loading.gpu),
         )
@@ -146,80 +155,115 @@ def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
 
 def _timed(
     replica: Replica,
-    first: ShardInput,
+    first_shard: ShardInput,
     intervention: Intervention,
     passes: int,
     patience: float,
 ) -> tuple[float, InterventionMeasurements]:
-    """Tokens per second under an intervention, and what was measured."""
-    speeds: dict[int, list[float]] = {}
-    until = time.perf_counter() + patience
+    """Tokens per second under an intervention, and the measurements of the last pass."""
+    speeds_by_size: dict[int, list[float]] = {}
+    deadline = time.perf_counter() + patience
     while True:
-        size = min(replica.batch.size, len(first.tokens))
-        labels = None if first.labels is None else first.labels[:size]
-        partner = None if first.partner is None else first.partner[:size]
+        size = min(replica.batch.size, len(first_shard.tokens))
+        labels = None if first_shard.labels is None else first_shard.labels[:size]
+        partner = None if first_shard.partner is None else first_shard.partner[:size]
         began = time.perf_counter()
-        measured = replica.measure(first.tokens[:size], intervention, labels, partner)
+        measured = replica.measure(first_shard.tokens[:size], intervention, labels, partner)
         seconds = time.perf_counter() - began
-        speeds_of_size = speeds.setdefault(size, [])
-        speeds_of_size.append(size * replica.scan.n_ctx / seconds)
-        late = time.perf_counter() > until
-        searching = replica.batch.searching and size == replica.batch.size and not late
-        if not searching and len(speeds_of_size) >= (2 if late else passes):
-            # The first pass warms up.
-            return statistics.median(speeds_of_size[1:]), measured
+        speeds = speeds_by_size.setdefault(size, [])
+        speeds.append(size * replica.scan.n_ctx / seconds)
+        is_late = time.perf_counter() > deadline
+        # A size that is cut off by the end of the shard cannot grow any more.
+        is_searching = replica.batch.searching and size == replica.batch.size and not is_late
+        passes_needed = 2 if is_late else passes
+        if not is_searching and len(speeds) >= passes_needed:
+            # The first pass warms up: it lays out memory, and loads what is loaded late.
+            return statistics.median(speeds[1:]), measured
 
 
-def _tables(
-    plan: Plan, replica: Replica, first: ShardInput, samples: list[InterventionMeasurements]
+def _table_costs(
+    plan: Plan, replica: Replica, first_shard: ShardInput, samples: list[InterventionMeasurements]
 ) -> list[TableCost]:
     """Rows and bytes of every table that the scan writes."""
-    sequences, shards = len(plan.sequences), plan.manifest.shards
-    costs = dict.fromkeys(TABLES, (0.0, 0.0))
+    rows_of = dict.fromkeys(TABLES, 0.0)
+    bytes_of = dict.fromkeys(TABLES, 0.0)
     for measured in samples:
-        count = len(next(iter(measured.heads.values())))
-        half = count // 2
-        half_sizes = _sizes(plan, first, measured, half) if half else {}
-        for name, (rows, size) in _sizes(plan, first, measured, count).items():
-            if TABLES[name].has("sequence"):
-                # A file costs something by itself, and each sequence adds to it. A whole sample and
-                # half of it say how much either is.
-                _, half_size = half_sizes.get(name, (0, 0))
-                each = (size - half_size) / (count - half)
-                file = max(0.0, size - each * count)
-                more = (rows / count * sequences, each * sequences + file * shards)
-            else:
-                # As large for one sequence as for a whole shard.
-                more = (rows * shards, size * shards)
-            costs[name] = (costs[name][0] + more[0], costs[name][1] + more[1])
+        for name, size in _extrapolated_sizes(plan, first_shard, measured).items():
+            rows_of[name] += size.rows
+            bytes_of[name] += size.bytes
     for name, table in replica.weights().items():
-        # A run has one file of them, whatever its sequences and interventions.
-        costs[name] = (table.num_rows, len(parquet_bytes(table)))
+        # A run has one file of them, for any number of sequences and interventions.
+        rows_of[name] = table.num_rows
+        bytes_of[name] = len(parquet_bytes(table))
     return [
-        TableCost(name, round(rows), round(size)) for name, (rows, size) in costs.items() if size
+        TableCost(name, round(rows_of[name]), round(bytes_of[name]))
+        for name in TABLES
+        if bytes_of[name]
     ]
+
+
+class _TableSize(NamedTuple):
+    """The size of a table, or of a part of it."""
+
+    rows: float
+    bytes: float
+
+
+def _extrapolated_sizes(
+    plan: Plan, first_shard: ShardInput, measured: InterventionMeasurements
+) -> dict[str, _TableSize]:
+    """The size of every table in the whole run, under one intervention.
+
+    The bytes of a file are `file + each * n`, with a fixed part and a part for each of its n
+    sequences. Two sizes determine both: that of the whole sample and that of half of it.
+    """
+    sequences, shards = len(plan.sequences), plan.manifest.shards
+    # Every column has one row for each sequence of the sample.
+    count = len(next(iter(measured.heads.values())))
+    half = count // 2
+    sizes = _sizes(plan, first_shard, measured, count)
+    half_sizes = _sizes(plan, first_shard, measured, half) if half else {}
+    extrapolated: dict[str, _TableSize] = {}
+    for name, size in sizes.items():
+        if TABLES[name].has("sequence"):
+            half_bytes = half_sizes[name].bytes if name in half_sizes else 0
+            each = (size.bytes - half_bytes) / (count - half)
+            file = max(0.0, size.bytes - each * count)
+            extrapolated[name] = _TableSize(
+                size.rows / count * sequences, each * sequences + file * shards
+            )
+        else:
+            # Such a table is as large for one sequence as for a whole shard.
+            extrapolated[name] = _TableSize(size.rows * shards, size.bytes * shards)
+    return extrapolated
 
 
 def _sizes(
-    plan: Plan, first: ShardInput, measured: InterventionMeasurements, n: int
-) -> dict[str, tuple[int, int]]:
-    """Rows and bytes of every table of the first `n` sequences under one intervention."""
-    origin = {name: values[:n] for name, values in first.origin.items()}
-    labels = first.labels and first.labels[:n]
-    sample = ShardInput(0, 0, first.tokens[:n], origin, [], labels)
-    tables = intervention_tables(plan.scan, sample, measured.first(n))
-    return {name: (rows.num_rows, len(parquet_bytes(rows))) for name, rows in tables.items()}
+    plan: Plan, first_shard: ShardInput, measured: InterventionMeasurements, count: int
+) -> dict[str, _TableSize]:
+    """The size of every table of the first `count` sequences under one intervention."""
+    # A shard of the first sequences, written as a replica would write it.
+    origin = {name: values[:count] for name, values in first_shard.origin.items()}
+    labels = first_shard.labels and first_shard.labels[:count]
+    sample = ShardInput(0, 0, first_shard.tokens[:count], origin, [], labels)
+    tables = intervention_tables(plan.scan, sample, measured.first(count))
+    return {
+        name: _TableSize(table.num_rows, len(parquet_bytes(table)))
+        for name, table in tables.items()
+    }
 
 
-def meanings(scan: Scan) -> list[tuple[str, str, str]]:
-    """Every resolved field of a scan: name, value, meaning."""
-    fields = type(scan).model_fields
-    return [
-        (name, _show(getattr(scan, name)), " ".join((fields[name].description or "").split()))
-        for name in fields
-        if name != "input"
-    ]
+def field_meanings(scan: Scan) -> list[tuple[str, str, str]]:
+    """Name, value and meaning of every field of a scan but `input`, whose options differ."""
+    meanings: list[tuple[str, str, str]] = []
+    for name, field in type(scan).model_fields.items():
+        if name != "input":
+            description = " ".join((field.description or "").split())
+            meanings.append((name, _value_in_words(getattr(scan, name)), description))
+    return meanings
 
 
-def _show(value: object) -> str:
-    return ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+def _value_in_words(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

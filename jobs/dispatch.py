@@ -1,18 +1,30 @@
-"""Measure shards on replicas: each reads, measures, writes and commits; the driver hands out shards
-and sees that all end.
+"""Hand out shards to replicas, and see that every shard gets an outcome: a commit or a failure.
 
-Ray places the replicas, replaces those that die and waits for nodes. The driver decides what Ray
-cannot know: which shard is given out again, which shard is to blame for a death, and when a slow
-replica is not worth waiting for. A shard is done when its commit exists, whoever wrote it. So giving
-a shard out twice is always safe, and the driver may do so whenever it is in doubt.
+A replica reads, measures, writes and commits a shard by itself. Ray places the replicas, replaces
+those that die and waits for nodes. The driver decides what Ray cannot know: which shard is given
+out again, which shard is to blame for a death, and when a slow replica is not worth waiting for.
 
-What becomes of a shard:
+A shard is done when its commit exists, no matter which replica wrote it. So giving a shard out
+twice is always safe, and the driver may do so whenever it is in doubt.
 
-* It fails with an exception: the shard is tried again on any replica, `ATTEMPTS` times in all.
-* Its replica dies: any shard in that replica may be to blame. Each of them becomes a suspect, which
-  is tried again alone in a replica. If that replica dies too, the blame is clear.
-* Its node is taken back by the cloud: nobody is to blame, and the try does not count.
-* It takes far longer than others: another replica, which has nothing else to do, measures it too.
+Where a replica's next shard comes from, in this order (`_next_shard`):
+
+1. Its own span of new shards, so that it reads the corpus's files forward. If the span is used up,
+   it steals half of the longest span of another replica (`jobs.spans`).
+2. The retries: shards that failed once, so that they hold up nobody.
+3. The suspects and the stragglers, for an idle replica only.
+
+What can happen to a shard that was given out:
+
+* It fails with an exception: it is tried again on any replica, `ATTEMPTS` times in all.
+* Its replica dies: every shard in that replica may be to blame. Each of them becomes a suspect,
+  which is tried again alone in a replica. If that replica dies too, the blame is clear.
+* Its node is taken back by the cloud: no shard is to blame, and the try does not count.
+* It takes far longer than others: it is a straggler, and another replica that has nothing else to
+  do measures it too. The first outcome counts.
+
+`outcomes` is the loop that all of this happens in. It waits for one event at a time: a replica is
+loaded, or a call has ended.
 """
 
 from __future__ import annotations
@@ -30,14 +42,15 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from jobs.plan import Plan, begun_precisions
+from jobs.plan import Plan
 from jobs.ray_cluster import Resources, lack_of_room, last_line
 from jobs.replica_actor import DEPTH, ReplicaActor
+from jobs.run_identity import begun_precisions
 from jobs.spans import Spans
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from workers.replica import Replica
-from workers.shard import noted
+from workers.shard import note_failure
 
 ATTEMPTS = 3
 """How often a command tries a shard before it reports it."""
@@ -49,13 +62,13 @@ LEAST_PATIENCE = 2.0
 """Seconds before any shard is a straggler, however short the others are."""
 
 MOST_FAILED_STARTS = 20
-"""Give up after this many replicas failed to start."""
+"""Give up after this many failed starts in a row."""
 
 RECENT_SHARDS = 64
 """Shards whose durations make the median."""
 
 STARTING_NOTICE = 30.0
-"""Seconds without any replica after which the user is told why nothing happens."""
+"""Seconds without any replica after which a line says why nothing happens."""
 
 
 def dispatch(
@@ -63,15 +76,15 @@ def dispatch(
     shards: np.ndarray,
     resources: Resources,
     say: Callable[[str], None],
-    replica: type[Replica] = Replica,
+    replica_class: type[Replica] = Replica,
 ) -> Iterator[Commit | Failure]:
-    """Measure `shards` on replicas; yields each one's commit or failure as it arrives, in no order."""
-    dispatcher = _Dispatcher(plan, shards, resources, say, replica)
+    """Measure `shards` on replicas; yields the commit or failure of each as it arrives."""
+    dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
     try:
         yield from dispatcher.outcomes()
     except ray.exceptions.RayError as error:
         raise RunError(
-            f"{plan.run.run_id}: Ray gave up ({last_line(str(error))}); the same command goes on "
+            f"{plan.run.run_id}: Ray gave up ({last_line(str(error))}); the same command continues "
             "where it stopped"
         ) from None
     finally:
@@ -84,6 +97,7 @@ class _Call:
 
     shard: int
     started: float
+    """By the driver's monotonic clock."""
 
 
 @dataclass(eq=False)
@@ -91,13 +105,14 @@ class _RemoteReplica:
     """A replica as the driver sees it."""
 
     actor: Any
+    """Ray's handle. Ray gives it a new process if the old one dies; the handle stays."""
     ready: bool = False
-    readiness: Any = None
+    readiness: ray.ObjectRef | None = None
     """Ray's reference that is fulfilled as soon as the replica is loaded."""
-    calls: dict[Any, _Call] = field(default_factory=dict[Any, _Call])
-    """What it works at, by Ray's reference of the result."""
+    calls: dict[ray.ObjectRef, _Call] = field(default_factory=dict[ray.ObjectRef, _Call])
+    """The shards it works at, by Ray's reference of the result; `DEPTH` at most."""
     has_suspect: bool = False
-    """Whether it measures a shard that may have killed a replica, and nothing else beside it."""
+    """Whether it measures a suspect, and so no other shard beside it."""
 
 
 class _Dispatcher:
@@ -114,9 +129,9 @@ class _Dispatcher:
         self.plan = plan
         self.resources = resources
         self.say = say
-        self.open = np.zeros(plan.manifest.shards, bool)
-        """The shards that have no outcome yet."""
-        self.open[shards] = True
+        self.is_open = np.zeros(plan.manifest.shards, bool)
+        """Whether a shard still needs an outcome, by shard."""
+        self.is_open[shards] = True
         self.open_count = len(shards)
 
         # Where the next shard comes from, in this order.
@@ -126,11 +141,21 @@ class _Dispatcher:
 
         self.failed_attempts = self._noted_attempts()
         """Failed attempts at each shard, those of earlier commands included."""
-        self.tries: Counter[int] = Counter()
-        """Failed attempts at each shard in this command."""
+        self.failed_attempts_here: Counter[int] = Counter()
+        """Failed attempts at each shard in this command, of which there are `ATTEMPTS` at most."""
         self.durations: deque[float] = deque(maxlen=RECENT_SHARDS)
+        """Seconds from handing out a shard to its commit, of the last shards."""
         self.failed_starts = 0
+        """Starts that failed since a replica was loaded."""
+        # More replicas than shards would have nothing to do.
+        start_replica = self._replica_starter(replica_class)
+        self.replicas = [
+            _RemoteReplica(start_replica()) for _ in range(min(resources.replicas, self.open_count))
+        ]
 
+    def _replica_starter(self, replica_class: type[Replica]) -> Callable[[], Any]:
+        """A function that asks Ray for one more replica, and does not wait for it."""
+        plan, resources = self.plan, self.resources
         # A replica gets the reference as bytes. Ray warns of a reference among an actor's
         # arguments, because it does not keep the object for an actor that restarts; but this
         # process keeps it as long as there are replicas.
@@ -150,22 +175,22 @@ class _Dispatcher:
             "scheduling_strategy": "SPREAD",
         }
         start_actor = ReplicaActor.options(**options).remote
-        self.replicas: list[_RemoteReplica] = []
-        for _ in range(min(resources.replicas, self.open_count)):
-            actor = start_actor(
-                plan.scan,
-                plan.info,
-                plan.run,
-                plan.code,
-                reference_bytes,
-                resources,
-                replica_class,
-                precisions,
-                None if resources.cluster else os.getcwd(),
-            )
-            self.replicas.append(_RemoteReplica(actor))
+        # Paths of the scan may be relative to this directory; another machine does not have it.
+        directory = None if resources.cluster else os.getcwd()
+        return lambda: start_actor(
+            plan.scan,
+            plan.info,
+            plan.run,
+            plan.code,
+            reference_bytes,
+            resources,
+            replica_class,
+            precisions,
+            directory,
+        )
 
     def _noted_attempts(self) -> Counter[int]:
+        """Failed attempts at each shard, read from the notes that earlier commands left."""
         attempts: Counter[int] = Counter()
         for shard in self.plan.run.failed_shards():
             note = self.plan.run.failure(shard)
@@ -174,7 +199,7 @@ class _Dispatcher:
         return attempts
 
     def outcomes(self) -> Iterator[Commit | Failure]:
-        """Commits and failures as they arrive, one for each shard."""
+        """Yield commits and failures as they arrive, one for each shard."""
         for replica in self.replicas:
             self._await_start(replica)
         if (lack := lack_of_room(self.resources)) is not None:
@@ -183,17 +208,18 @@ class _Dispatcher:
         while self.open_count:
             for replica in self.replicas:
                 self._fill(replica)
-            starts = {r.readiness: r for r in self.replicas if not r.ready}
-            calls = {call: replica for replica in self.replicas for call in replica.calls}
+            starting = {r.readiness: r for r in self.replicas if r.readiness is not None}
+            working = {call: replica for replica in self.replicas for call in replica.calls}
             # One second at most: a straggler shows by the clock, not by an event.
-            arrived, _ = ray.wait([*calls, *starts], num_returns=1, timeout=1.0)
+            arrived, _ = ray.wait([*working, *starting], num_returns=1, timeout=1.0)
             for reference in arrived:
-                if reference in starts:
-                    self._started(starts[reference])
+                if reference in starting:
+                    self._end_start(starting[reference], reference)
                 else:
-                    outcome = self._outcome(calls[reference], reference)
+                    outcome = self._end_call(working[reference], reference)
                     if outcome is not None:
                         yield outcome
+            # A user who waits for a machine, or for a large model, must not think that this hangs.
             if any(replica.ready for replica in self.replicas):
                 last_notice = time.monotonic()
             elif time.monotonic() - last_notice > STARTING_NOTICE:
@@ -204,20 +230,23 @@ class _Dispatcher:
                 last_notice = time.monotonic()
 
     def end(self) -> None:
-        """Stop the replicas, whatever they do."""
+        """Stop the replicas, whatever they are doing: a shard that is cut off has no commit."""
         for replica in self.replicas:
             ray.kill(replica.actor)
 
     def _await_start(self, replica: _RemoteReplica) -> None:
+        """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""
         replica.ready = False
         replica.readiness = replica.actor.ready.remote()
 
-    def _started(self, replica: _RemoteReplica) -> None:
-        """A replica is loaded, or failed to start. Ray starts it again, unless its constructor
-        raised: that would happen anywhere, every time.
+    def _end_start(self, replica: _RemoteReplica, reference: ray.ObjectRef) -> None:
+        """Count a replica as loaded, or wait for the next one if it died before.
+
+        Ray starts an actor again that died. If its constructor raised, it would raise anywhere and
+        every time, so that is an error at once.
         """
         try:
-            ray.get(replica.readiness)
+            ray.get(reference)
         except ray.exceptions.RayError as error:
             self.failed_starts += 1
             constructor_raised = getattr(error, "actor_init_failed", False)
@@ -226,10 +255,11 @@ class _Dispatcher:
             self._await_start(replica)
         else:
             replica.ready = True
+            replica.readiness = None
             self.failed_starts = 0
 
     def _fill(self, replica: _RemoteReplica) -> None:
-        """Give a replica as many shards as it takes at once."""
+        """Give a replica as many shards as it takes at once; a suspect stays alone."""
         while replica.ready and not replica.has_suspect and len(replica.calls) < DEPTH:
             shard = self._next_shard(replica)
             if shard is None:
@@ -238,8 +268,9 @@ class _Dispatcher:
             replica.calls[reference] = _Call(shard, time.monotonic())
 
     def _next_shard(self, replica: _RemoteReplica) -> int | None:
-        """What a replica measures next: new shards first, so that one that fails again and again
-        holds up nobody. None if there is nothing for it now.
+        """The shard that a replica measures next, or none if there is nothing for it now.
+
+        New shards come first, so that one that fails again and again holds up nobody.
         """
         shard = self.spans.take(replica)
         if shard is not None:
@@ -258,24 +289,28 @@ class _Dispatcher:
     def _straggler(self, idle: _RemoteReplica) -> int | None:
         """The open shard that other replicas have had for longest, if that is far too long.
 
-        A shard that was given out twice counts from the second time, so that it is not given to
+        A shard that was given out twice counts from the second time. Otherwise it would be given to
         every replica that becomes idle.
         """
-        started: dict[int, float] = {}
+        last_start: dict[int, float] = {}
         for replica in self.replicas:
             if replica is idle:
                 continue
             for call in replica.calls.values():
-                if self.open[call.shard]:
-                    started[call.shard] = max(call.started, started.get(call.shard, call.started))
-        if not started or not self.durations:
+                if self.is_open[call.shard]:
+                    earlier_start = last_start.get(call.shard, call.started)
+                    last_start[call.shard] = max(call.started, earlier_start)
+        # Without a duration nobody knows yet what is slow.
+        if not last_start or not self.durations:
             return None
-        oldest = min(started, key=started.__getitem__)
+        oldest = min(last_start, key=last_start.__getitem__)
         patience = max(LEAST_PATIENCE, SLOW * statistics.median(self.durations))
-        return oldest if time.monotonic() - started[oldest] > patience else None
+        return oldest if time.monotonic() - last_start[oldest] > patience else None
 
-    def _outcome(self, replica: _RemoteReplica, reference: Any) -> Commit | Failure | None:
-        """What became of a shard; none if it is tried again, or has an outcome already."""
+    def _end_call(
+        self, replica: _RemoteReplica, reference: ray.ObjectRef
+    ) -> Commit | Failure | None:
+        """The outcome of a call; none if its shard is tried again, or has an outcome already."""
         call = replica.calls.pop(reference)
         replica.has_suspect = False
         died = False
@@ -286,17 +321,19 @@ class _Dispatcher:
             # replica lives.
             result = Failure(call.shard, last_line(str(error)))
         except ray.exceptions.RayError as error:
-            # The replica died. All its calls end here, one after the other; the first one waits for
-            # the replica that Ray starts in its place.
+            # The replica died. All its calls end here, one after the other. The first of them asks
+            # for news of the replica that Ray starts in its place.
             if replica.ready:
                 self._await_start(replica)
             if getattr(error, "preempted", False):
-                if self.open[call.shard]:
+                # The cloud took the node back. The shard may be done elsewhere: it was a straggler.
+                if self.is_open[call.shard]:
                     self.retries.append(call.shard)
                 return None
             result = Failure(call.shard, f"its replica died ({last_line(str(error))})")
             died = True
-        if not self.open[call.shard]:
+        # Two replicas had this shard, and the other one was first.
+        if not self.is_open[call.shard]:
             return None
         if isinstance(result, Commit):
             self.durations.append(time.monotonic() - call.started)
@@ -305,20 +342,20 @@ class _Dispatcher:
         return self._retry_or_report(result, died)
 
     def _retry_or_report(self, failure: Failure, died: bool) -> Failure | None:
-        """Put a shard back, or report it after enough tries."""
+        """Queue a shard again and return none; after enough attempts, return its failure."""
         shard = failure.shard
-        self.tries[shard] += 1
+        self.failed_attempts_here[shard] += 1
         self.failed_attempts[shard] += 1
-        if self.tries[shard] < ATTEMPTS:
+        if self.failed_attempts_here[shard] < ATTEMPTS:
             queue = self.suspects if died else self.retries
             queue.append(shard)
             return None
-        if died:
-            # The replica leaves a note of a failure; one that died could not.
-            failure = noted(self.plan.run, failure, self.failed_attempts[shard])
         self._close(shard)
+        if died:
+            # A replica leaves a note of a failure in the run. One that died could not.
+            return note_failure(self.plan.run, failure, self.failed_attempts[shard])
         return failure
 
     def _close(self, shard: int) -> None:
-        self.open[shard] = False
+        self.is_open[shard] = False
         self.open_count -= 1

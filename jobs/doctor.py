@@ -1,4 +1,4 @@
-"""Checks that a machine can run scans."""
+"""Check that a machine can run scans: its code, its libraries, its devices and its numbers."""
 
 from __future__ import annotations
 
@@ -22,43 +22,46 @@ if TYPE_CHECKING:
 
 PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce")
 READING = ("duckdb", "pyarrow", "numpy", "pydantic", "plotly")
+"""Libraries that are always installed."""
+
 MEASURING = ("torch", "transformer_lens", "transformers", "tokenizers", "ray", "datasets")
 """Libraries of the extra `scan`."""
 
 INSTALL = "in headcount's folder, run: pip install -e '.[scan]'"
 
 DRIFT = 1e-5
-"""Largest difference allowed between the two engines on a probability."""
+"""Largest difference that is allowed between the two engines on a probability."""
 
 MEMORY = 4e9
-"""Bytes that a scan with Ray wants."""
+"""Bytes of memory that a scan with Ray needs."""
 
 DISK = 1e9
-"""Bytes that a small run and Ray's files want."""
+"""Bytes of disk that a small run and Ray's files need."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at."""
+    """The result of checking one thing."""
 
     name: str
     ok: bool
-    found: str
+    result: str
+    """What was found, in words."""
     advice: str = ""
     """What to do if it is not ok."""
 
 
 def examine() -> Iterator[Check]:
-    """Look at the interpreter, our own code, the libraries, the machine and every bundled model."""
+    """Check the interpreter, our own code, the libraries, the machine and every bundled model."""
     yield Check("python", True, f"{platform.python_version()} on {platform.platform()}")
     yield check_code()
-    missing = False
+    is_complete = True
     for library in (*READING, *MEASURING):
         check = check_library(library)
-        missing |= not check.ok
+        is_complete &= check.ok
         yield check
-    if missing:
-        # The rest cannot be looked at.
+    if not is_complete:
+        # The other checks import the libraries.
         return
     yield from _check_machine()
     from workers.model.model_info import BUNDLED_MODELS
@@ -70,21 +73,23 @@ def examine() -> Iterator[Check]:
 
 
 def check_code() -> Check:
-    """Whether the code that runs is this project's: our packages have common names, and a folder of
-    the user's may be found before them.
+    """Whether the code that runs is this project's.
+
+    Our packages have common names, so Python may find a folder of the user's before them.
     """
     front_door = find_spec("headcount")
     if front_door is None or front_door.origin is None:
         return Check("code", False, "headcount.py cannot be imported", INSTALL)
     home = Path(front_door.origin).resolve().parent
     for package in PACKAGES:
+        # Python would import the package from there.
         spec = find_spec(package)
-        places = [] if spec is None else list(spec.submodule_search_locations or ())
-        if [Path(place).resolve() for place in places] != [home / package]:
+        folders = [] if spec is None else list(spec.submodule_search_locations or ())
+        if [Path(folder).resolve() for folder in folders] != [home / package]:
             return Check(
                 "code",
                 False,
-                f"{package} comes from {', '.join(places) or 'nowhere'}, headcount from {home}",
+                f"{package} comes from {', '.join(folders) or 'nowhere'}, headcount from {home}",
                 f"take the folder that holds the other {package} off PYTHONPATH, rename it, or "
                 "run headcount elsewhere",
             )
@@ -100,7 +105,7 @@ def check_library(library: str) -> Check:
 
 
 def _check_machine() -> Iterator[Check]:
-    """The devices, the memory and the disk."""
+    """Check the devices, the memory and the disk."""
     import torch
 
     from workers.memory import available_cores, total_memory
@@ -124,7 +129,10 @@ def _check_machine() -> Iterator[Check]:
 
 
 def _check_model(name: str) -> Check:
-    """Measure two sequences with both engines."""
+    """Measure two sequences with both engines, which must agree.
+
+    Two independent ways to the same numbers show a broken library or processor.
+    """
     from workers.model.model_info import describe, find_model
     from workers.replica import Replica
 
@@ -136,10 +144,10 @@ def _check_model(name: str) -> Check:
     }
     try:
         info = describe(find_model(f"bundled:{name}"))
-        tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, 32)).astype(np.int32)
-        fused, dense = (
-            Replica(info, parse_scan(fields | {"engine": e}), "cpu") for e in ("fused", "dense")
-        )
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(info.d_vocab, size=(2, 32)).astype(np.int32)
+        fused = Replica(info, parse_scan(fields | {"engine": "fused"}), "cpu")
+        dense = Replica(info, parse_scan(fields | {"engine": "dense"}), "cpu")
         column, drift = _largest_drift(fused, dense, tokens)
     except HeadcountError as error:
         return Check("model", False, f"{name}: {error}", "install headcount again; a file is amiss")
@@ -158,12 +166,17 @@ def _largest_drift(fused: Replica, dense: Replica, tokens: np.ndarray) -> tuple[
 
     A value that only one of them has is a difference of 1.
     """
-    of_fused, of_dense = fused.measure(tokens).heads, dense.measure(tokens).heads
+    fused_columns = fused.measure(tokens).heads
+    dense_columns = dense.measure(tokens).heads
     drifts: dict[str, float] = {}
     for statistic in KIND.select("standard"):
-        if statistic.unit == "probability":
-            one, other = of_fused[statistic.name], of_dense[statistic.name]
-            both = np.isnan(one) & np.isnan(other)
-            difference = np.where(both, 0.0, np.nan_to_num(np.abs(one - other), nan=1.0))
-            drifts[statistic.name] = float(difference.max())
-    return max(drifts.items(), key=lambda drift: drift[1])
+        if statistic.unit != "probability":
+            # Other units have no common scale on which a drift is small.
+            continue
+        fused_values = fused_columns[statistic.name]
+        dense_values = dense_columns[statistic.name]
+        is_undefined = np.isnan(fused_values) & np.isnan(dense_values)
+        # If one of them is NaN, so is the difference.
+        difference = np.nan_to_num(np.abs(fused_values - dense_values), nan=1.0)
+        drifts[statistic.name] = float(np.where(is_undefined, 0.0, difference).max())
+    return max(drifts.items(), key=lambda column_and_drift: column_and_drift[1])

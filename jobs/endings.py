@@ -1,5 +1,11 @@
-"""How a command ends before its end: with one line for people and an exit code for programs, on any
-machine and at any moment.
+"""How a command ends that fails or is stopped: with a line for people, and a code for programs.
+
+Exit codes: 2 for an error, 128 + the signal's number if a signal stopped the command, 1 if the
+reader of stdout closed it.
+
+Why lines: people read them, logs keep them and programs compare them, while a stack trace tells a
+user nothing. An interrupt may come anywhere: during an import, inside a library that turns it into
+an error of its own, or where Python can raise nothing. So one place catches everything.
 """
 
 from __future__ import annotations
@@ -20,24 +26,26 @@ from typing import NoReturn
 from schemas.errors import HeadcountError, printable
 
 OUR_PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce", "models")
-"""One of these that cannot be imported is a mistake here, not a missing library."""
+"""If one of these cannot be imported, that is a mistake here and not a missing library."""
 
-GOES_ON = ("scan", "resume", "compact", "reproduce")
-"""Commands that go on where they were stopped."""
+CONTINUABLE = ("scan", "resume", "compact", "reproduce")
+"""Commands that the same command continues after they were stopped."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What a terminal, a scheduler and a lost connection send to end a command."""
+"""Signals that end a command: from a terminal, from a scheduler, and after a lost connection."""
 
 CLEANING_SECONDS = 20.0
-"""A command that was stopped ends its processes in this time, or leaves them behind."""
+"""Exit after this time even if the processes that the command started have not ended."""
 
 TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 SCARCE = TOO_MANY_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of the system if it has no more space, or no more open files."""
+
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-"""What the system says where space or files run out, and where something is not allowed."""
+"""Errors of the system if something is not allowed."""
 
 DEBUG = "HEADCOUNT_DEBUG"
-"""The variable that shows the stack trace of an error that is ours."""
+"""If this environment variable is set, an error of ours shows its stack trace."""
 
 
 class Stopped(BaseException):
@@ -48,128 +56,155 @@ class Stopped(BaseException):
         self.number = number
 
 
-class _Stop:
-    """What was asked of this process so far."""
+class _ProcessState:
+    """What this module knows of its process. There is one, so these are class attributes."""
 
-    number: int | None = None
-    """The signal that came first."""
-    has_processes = False
+    stop_signal: int | None = None
+    """The signal that asked this process to end; none if none did."""
+    has_children = False
     """Whether this process has started others, which must be ended with it."""
 
 
 def processes_start() -> None:
-    """Say that other processes are about to be started: from here on a command that is stopped
-    unwinds, so that they end.
+    """Say that other processes are about to be started.
+
+    From here on a command that is stopped unwinds, so that they are ended.
     """
-    _Stop.has_processes = True
+    _ProcessState.has_children = True
 
 
 @contextlib.contextmanager
 def ended_in_lines() -> Iterator[None]:
-    """Turn everything that ends a command into lines on stderr and an exit code."""
+    """Turn everything that ends a command early into lines on stderr and an exit code."""
     _open_standard_streams()
-    handlers = listen_to_signals()
-    hook, sys.unraisablehook = sys.unraisablehook, _unraisable
+    previous_handlers = listen_to_signals()
+    previous_hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
     try:
         try:
             yield
         finally:
+            # What is printed may fail only now: on a full disk, or to a closed pipe.
             sys.stdout.flush()
-    except (KeyboardInterrupt, Stopped) as stop:
-        _end_stopped(stop.number if isinstance(stop, Stopped) else signal.SIGINT)
-    except SystemExit as left:
-        # What the command line library makes of an interrupt, and Ray of SIGTERM while it starts.
-        if left.code == 128 + signal.SIGINT:
-            _end_stopped(signal.SIGINT)
-        if left.code == signal.SIGTERM:
-            _end_stopped(signal.SIGTERM)
-        raise
+    except (KeyboardInterrupt, Stopped, SystemExit) as end:
+        number = _signal_of(end)
+        if number is None:
+            raise
+        _end_stopped(number)
     except BrokenPipeError:
-        # Whoever reads has enough, as `head` has.
+        # The reader has enough, as `head` has.
         _close_stdout()
         sys.exit(1)
     except Exception as error:
-        if _Stop.number is not None:
-            # A library made something else of the interrupt.
-            _end_stopped(_Stop.number)
-        if os.environ.get(DEBUG) and not isinstance(error, HeadcountError):
-            raise
-        _close_stdout_if_it_fails()
-        for line in lines_of(error):
-            _say(f"error: {printable(line)}")
-        sys.exit(2)
+        _end_failed(error)
     finally:
-        _Stop.number = None
-        sys.unraisablehook = hook
-        if not _Stop.has_processes:
-            for number, handler in handlers.items():
+        # A test may run several commands in one process.
+        _ProcessState.stop_signal = None
+        sys.unraisablehook = previous_hook
+        if not _ProcessState.has_children:
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
 
-def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
-    """Have signals that end a command unwind it. Returns the handlers before.
+def _signal_of(end: BaseException) -> int | None:
+    """The signal behind the end of a command; none for an ordinary exit."""
+    if isinstance(end, Stopped):
+        return end.number
+    if isinstance(end, KeyboardInterrupt):
+        return signal.SIGINT
+    if isinstance(end, SystemExit):
+        # The command line library makes exit code 130 of an interrupt. Ray makes exit code 15 of
+        # SIGTERM while it starts.
+        if end.code == 128 + signal.SIGINT:
+            return signal.SIGINT
+        if end.code == signal.SIGTERM:
+            return signal.SIGTERM
+    return None
 
-    Those that the shell that started this process wants ignored stay ignored. Ray takes SIGTERM for
-    itself when it starts, so this is called again after that.
+
+def _end_failed(error: Exception) -> NoReturn:
+    """Say what went wrong and exit with code 2; in debug mode, raise an error of ours instead."""
+    if _ProcessState.stop_signal is not None:
+        # A library made an error of its own of the interrupt.
+        _end_stopped(_ProcessState.stop_signal)
+    if os.environ.get(DEBUG) and not isinstance(error, HeadcountError):
+        raise error
+    _close_stdout_if_it_fails()
+    for line in lines_of(error):
+        _say(f"error: {printable(line)}")
+    sys.exit(2)
+
+
+def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
+    """Let the signals that end a command unwind it; returns the handlers before.
+
+    Signals that the shell wants ignored stay ignored, as `nohup` does. Ray takes SIGTERM for itself
+    when it starts, so this is called again after that.
     """
+    # Python allows it in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return {}
-    before: dict[signal.Signals, signal.Handlers] = {}
+    previous: dict[signal.Signals, signal.Handlers] = {}
     for number in STOPPING:
         handler = signal.getsignal(number)
         if handler is signal.SIG_IGN or handler is None:
             continue
-        before[number] = handler  # pyright: ignore[reportArgumentType]
+        previous[number] = handler  # pyright: ignore[reportArgumentType]
         signal.signal(number, _stop)
-    return before
+    return previous
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Unwind the command, or leave at once where unwinding would be noisy and has nothing to do."""
-    _Stop.number = number
-    if not _Stop.has_processes and _importing(frame):
+    """Unwind the command, or leave at once during an import if there is nothing to end."""
+    _ProcessState.stop_signal = number
+    if not _ProcessState.has_children and _is_importing(frame):
         _leave(number)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise Stopped(number)
 
 
-def _importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: libraries turn an interrupt there into errors of theirs."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported: libraries turn an interrupt there into other errors."""
+    caller = frame
+    while caller is not None:
+        if caller.f_code.co_filename.startswith("<frozen importlib"):
             return True
-        frame = frame.f_back
+        caller = caller.f_back
     return False
 
 
-def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Repeat an interrupt that came where Python can raise nothing, and would print it and go on."""
-    if isinstance(unraisable.exc_value, KeyboardInterrupt | Stopped):
-        if not _Stop.has_processes:
-            _leave(_Stop.number or signal.SIGINT)
-        again = _Stop.number or signal.SIGINT
-        threading.Timer(0.01, signal.raise_signal, [again]).start()
+def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
+    """Repeat an interrupt that came where Python can raise nothing, such as in a destructor.
+
+    Python would print it and continue, so the interrupt would be lost.
+    """
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt | Stopped):
+        sys.__unraisablehook__(unraisable)
         return
-    sys.__unraisablehook__(unraisable)
+    number = _ProcessState.stop_signal or signal.SIGINT
+    if not _ProcessState.has_children:
+        _leave(number)
+    # A moment later, when the destructor has ended.
+    threading.Timer(0.01, signal.raise_signal, [number]).start()
 
 
 def _end_stopped(number: int) -> NoReturn:
-    """Say that the command was stopped and exit; what it started ends with it."""
+    """Say that the command was stopped, and exit; the processes that it started end with it."""
     _say(_stopped_line())
     for other in STOPPING:
-        # A second interrupt must not cut short what ends Ray's processes.
+        # A second interrupt must not cut the end of Ray's processes short.
         signal.signal(other, signal.SIG_IGN)
-    if _Stop.has_processes:
-        late = threading.Timer(CLEANING_SECONDS, os._exit, [128 + number])
-        late.daemon = True
-        late.start()
+    if _ProcessState.has_children:
+        watchdog = threading.Timer(CLEANING_SECONDS, os._exit, [128 + number])
+        watchdog.daemon = True
+        watchdog.start()
     _close_stdout_if_it_fails()
     sys.exit(128 + number)
 
 
 def _leave(number: int) -> NoReturn:
-    """Exit without unwinding."""
+    """Exit without unwinding. Files are written whole or not at all, so none is half written."""
+    # A progress bar hides the cursor.
     show_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{show_cursor}{_stopped_line()}\n".encode())
@@ -177,14 +212,16 @@ def _leave(number: int) -> NoReturn:
 
 
 def _stopped_line() -> str:
-    if sys.argv[1:2] and sys.argv[1] in GOES_ON:
-        command = "the same command without --new" if "--new" in sys.argv else "the same command"
-        return f"stopped; a {sys.argv[1]} goes on where it stopped with {command}"
-    return "stopped"
+    subcommand = sys.argv[1] if len(sys.argv) > 1 else ""
+    if subcommand not in CONTINUABLE:
+        return "stopped"
+    # The same command with --new would start one more run.
+    command = "the same command without --new" if "--new" in sys.argv else "the same command"
+    return f"stopped; {command} continues the {subcommand} where it stopped"
 
 
 def lines_of(error: Exception) -> list[str]:
-    """What a user is told of an error."""
+    """The lines that explain an error to a user; one for most errors."""
     if isinstance(error, HeadcountError):
         return str(error).splitlines()
     if isinstance(error, ModuleNotFoundError):
@@ -202,12 +239,10 @@ def lines_of(error: Exception) -> list[str]:
 
 
 def _machine_advice(error: Exception) -> str | None:
-    """What to do where the machine refused, and not our code; none if it is no such error."""
-    cause: BaseException | None = error
-    # A library may have wrapped what the system said.
-    while cause is not None and not (isinstance(cause, OSError) and cause.errno in SCARCE | DENIED):
-        cause = cause.__cause__ or cause.__context__
-    cause = cause or error
+    """What to do if the system refused something; none if it is an error of ours."""
+    # A library may have wrapped the system's error in others.
+    system_error = _system_error_behind(error)
+    cause = error if system_error is None else system_error
     if not isinstance(cause, OSError):
         return None
     from schemas.places import reason
@@ -225,8 +260,18 @@ def _machine_advice(error: Exception) -> str | None:
     return problem
 
 
+def _system_error_behind(error: BaseException) -> OSError | None:
+    """The first error in a chain of causes with which the system refused space or access."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in SCARCE | DENIED:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
 def _bug_line(error: Exception) -> str:
-    """One line for an error that nobody foresaw; its trace is kept in a file."""
+    """One line for an error that nobody foresaw. Its stack trace is kept in a file."""
     trace = "".join(traceback.format_exception(error))
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     try:
@@ -235,18 +280,19 @@ def _bug_line(error: Exception) -> str:
         ) as file:
             file.write(trace)
     except OSError:
-        return f"this is a mistake in headcount ({what}); {DEBUG}=1 shows where it arose"
-    return f"this is a mistake in headcount ({what}); where it arose is in {file.name}"
+        return f"this is a mistake in headcount ({what}); {DEBUG}=1 shows its stack trace"
+    return f"this is a mistake in headcount ({what}); its stack trace is in {file.name}"
 
 
 def _open_standard_streams() -> None:
-    """Let stdout and stderr take whatever is printed: a stream that is closed swallows it, and one
-    in ASCII shows what it cannot write as \\u….
+    """Let stdout and stderr accept everything that is printed.
+
+    A closed stream swallows it. A stream in ASCII shows a character that it lacks as \\u….
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            # Open as long as the process is.
+            # It stays open as long as the process lives.
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure") and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -258,6 +304,7 @@ def _say(line: str) -> None:
 
 
 def _close_stdout_if_it_fails() -> None:
+    """Drop what stdout cannot write, for example on a full disk."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -265,6 +312,6 @@ def _close_stdout_if_it_fails() -> None:
 
 
 def _close_stdout() -> None:
-    """Throw away what could not be written, which Python would try again and complain about."""
+    """Drop what could not be written. Python would try again at exit and print a stack trace."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,13 +1,14 @@
-"""Let a run grow: more sequences, another batch size, other code that may go on with it.
+"""Let a run grow: more sequences, another batch size, other code that may continue it.
 
-The manifest is written last. Whoever is killed before leaves a run of its old size, which the same
-command extends again.
+The manifest is written last. If the process is killed before, the run still has its old size and
+perhaps misses a shard, which readers know already. The same command extends it again.
 """
 
 from __future__ import annotations
 
 from jobs.compaction import DamagedShards, clean, merge
-from jobs.plan import Plan, write_index, write_manifest
+from jobs.plan import Plan, write_manifest
+from jobs.run_corpus import write_index
 from schemas.commits import Commit, delete, drop
 from schemas.errors import RunError
 from schemas.run_directory import RunDirectory
@@ -15,21 +16,23 @@ from schemas.run_directory import RunDirectory
 
 def extend(plan: Plan) -> None:
     """Write a run's manifest as the plan has it; the caller has the run's lock."""
-    before = plan.before
-    if before is None or (plan.manifest == before and not plan.indexed_anew):
+    previous = plan.previous_manifest
+    if previous is None or (plan.manifest == previous and not plan.has_new_index):
         return
-    if plan.manifest.sequences > before.sequences:
-        last = before.shards - 1
-        if plan.manifest.stops(last) > before.sequences:
-            take_back(plan.run, last)
-    if plan.indexed_anew or plan.manifest.sequences > before.sequences:
-        write_index(plan)
+    is_longer = plan.manifest.sequences > previous.sequences
+    last_shard = previous.shards - 1
+    # A last shard that was short is now a longer one. It is measured again instead of being
+    # completed: its data files would stand beside the commit of the shorter shard for a moment.
+    if is_longer and plan.manifest.stops(last_shard) > previous.sequences:
+        take_back(plan.run, last_shard)
+    if is_longer or plan.has_new_index:
+        write_index(plan.run, plan.sequences)
     write_manifest(plan)
 
 
 def check_unchanged(plan: Plan) -> None:
-    """Refuse to go on with a run that somebody has extended since it was planned."""
-    expected = plan.manifest if plan.before is None else plan.before
+    """Refuse to continue a run that another process has extended since it was planned."""
+    expected = plan.previous_manifest or plan.manifest
     if plan.run.manifest().sequences != expected.sequences:
         raise RunError(
             f"{plan.run.path}: another process has extended this run meanwhile; run the same "
@@ -39,27 +42,29 @@ def check_unchanged(plan: Plan) -> None:
 
 def take_back(run: RunDirectory, shard: int) -> None:
     """Take a shard out of the ledger, and its rows out of merged files: it is missing again."""
-    # While there is a fold with the shard, a file of its own does not count; without the fold it
-    # would.
+    # The commit file goes first. As long as a fold has the shard, its own file does not count; once
+    # the fold has dropped the shard, the file would count again.
     run.commit_file(shard).unlink(missing_ok=True)
     commits = {commit.shard: commit for commit in run.commits()}
     if shard in commits:
-        together = _in_the_same_files(commits, shard)
+        neighbours = _shards_in_the_same_files(commits, shard)
         try:
-            if together:
-                merge(run, together, dropped=[shard])
+            if neighbours:
+                # One fold moves the neighbours to a new file and drops the shard. At no moment
+                # does a merged file hold rows that no commit refers to.
+                merge(run, neighbours, dropped=[shard])
             else:
                 drop(run.commits_directory, run.run_id, [shard])
         except DamagedShards:
-            # The others lie in the same damaged file: all of them are measured again.
-            others = [commit.shard for commit in together]
-            delete(run.commit_file(other) for other in others)
-            drop(run.commits_directory, run.run_id, [*others, shard])
+            # The neighbours lie in the same damaged file: all of them are measured again.
+            neighbour_shards = [commit.shard for commit in neighbours]
+            delete(run.commit_file(neighbour) for neighbour in neighbour_shards)
+            drop(run.commits_directory, run.run_id, [*neighbour_shards, shard])
     clean(run, run.ledger())
 
 
-def _in_the_same_files(commits: dict[int, Commit], shard: int) -> list[Commit]:
-    """The other shards with rows in the files that hold a shard's."""
+def _shards_in_the_same_files(commits: dict[int, Commit], shard: int) -> list[Commit]:
+    """The other shards with rows in the files that hold a shard's rows."""
     paths = {file.path for file in commits[shard].files}
     return [
         commit

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jobs.plan import Plan, begun_precisions
+from jobs.plan import Plan
+from jobs.run_identity import begun_precisions
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from workers.interventions.settlement import check_begun
 from workers.process import prepare_process
-from workers.replica import Replica, broken, resolve_device
-from workers.shard import failed, noted, run_shard
+from workers.replica import Replica, is_device_failure, resolve_device
+from workers.shard import failure_of, note_failure, run_shard
 
 
 def measure_in_process(
@@ -22,24 +23,26 @@ def measure_in_process(
     cores: int = 0,
     replica_class: type[Replica] = Replica,
 ) -> Iterator[Commit | Failure]:
-    """Measure `shards` one after the other; yields each one's commit or failure.
+    """Measure `shards` one after the other; yields the commit or failure of each.
 
-    Uses all cores if `cores` is 0. A shard is tried once: the next command tries it again.
+    Uses all cores if `cores` is 0. A shard is tried once, and the next command tries it again: a
+    process that is killed could not try it again anyway.
     """
     device = resolve_device(device)
     prepare_process(threads=cores or None)
     replica = replica_class(plan.info, plan.scan, device)
     check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
     for shard in shards.tolist():
+        # The note of an earlier command says how often the shard has failed.
         failed_attempts, _ = plan.run.failure(shard) or (0, "")
         attempt = failed_attempts + 1
         try:
             outcome = run_shard(replica, plan.run, plan.sequences.shard(shard), attempt)
         except Exception as error:
-            outcome = noted(plan.run, failed(shard, error), attempt)
+            outcome = note_failure(plan.run, failure_of(shard, error), attempt)
             # After such an error every call on the device fails, so the other shards would too.
-            if broken(error):
+            if is_device_failure(error):
                 raise RunError(
-                    f"shard {shard}: {outcome.error}; the same command goes on in a new process"
+                    f"shard {shard}: {outcome.error}; the same command continues in a new process"
                 ) from None
         yield outcome

@@ -1,11 +1,11 @@
-"""What can be checked here of a scan that other machines will run."""
+"""Check a scan that other machines will run, as far as this machine can."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from jobs.plan import check_scan
+from jobs.resolved_scan import check_scan
 from jobs.run_places import FILE_OPTIONS
 from schemas.errors import ScanError
 from schemas.places import StorePath, place
@@ -16,9 +16,9 @@ from workers.model.model_info import describe, find_model
 
 
 def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
-    """Read a scan; refuse what is wrong and what the nodes of a cluster cannot reach.
+    """Read a scan file; refuse mistakes, and places that the nodes of a cluster cannot reach.
 
-    The corpus is not opened: this machine may not see it.
+    The corpus is not opened, because this machine may not see it.
     """
     scan = load_scan(scan_file, overrides)
     _check_everywhere("out", scan.out, "--set out=s3://BUCKET/runs")
@@ -26,6 +26,7 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
         value = scan.input.options.get(option)
         files = value if isinstance(value, list) else [value]
         for file in files:
+            # A value of another type is an error of the family's check below.
             if isinstance(file, str) and not file.startswith("bundled:"):
                 _check_everywhere(
                     f"input.{option}", file, "an absolute path that every node mounts, or s3://"
@@ -36,6 +37,7 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
             "or an absolute path that every node mounts"
         )
     check_scan(scan)
+    # Bundled models are small and on this machine, so more can be checked.
     if scan.model.startswith("bundled:"):
         info = describe(find_model(scan.model))
         scan = scan.for_model(info)
@@ -46,10 +48,11 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
 
 
 def _check_everywhere(key: str, location: str, example: str) -> None:
-    """Refuse a path that means another place on every node."""
+    """Refuse a location that means another place on every node."""
+    # Every node has its own home directory.
     if not location.startswith("~"):
-        resolved = place(location)
-        if isinstance(resolved, StorePath) or resolved.is_absolute():
+        where = place(location)
+        if isinstance(where, StorePath) or where.is_absolute():
             return
     raise ScanError(
         f"{key}: {location} means another place on every node; expected a store or an absolute "
@@ -58,6 +61,7 @@ def _check_everywhere(key: str, location: str, example: str) -> None:
 
 
 def _is_relative_directory(model: str) -> bool:
+    """Whether a model's name means a directory here; `a/b` may also be a model of the Hub."""
     if model.startswith((".", "~")):
         return True
     return not os.path.isabs(model) and Path(model).is_dir()

@@ -1,4 +1,4 @@
-"""Progress of a scan in tokens: a bar on a terminal, a quiet line per interval elsewhere."""
+"""Progress of a scan in tokens: a bar on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from workers.inputs.document_index import IndexProgress
 
 QUIET_SECONDS = 10.0
-"""Seconds between two lines if the console is no terminal."""
+"""Seconds between two lines if the console is not a terminal."""
 
 
 def show_progress(
     outcomes: Iterable[Commit | Failure], tokens: int, done: int, console: Console
 ) -> list[Failure]:
-    """Show progress until the outcomes end; `done` of all `tokens` were measured before. Returns
-    the failures.
+    """Show progress until the outcomes end; returns the failures.
+
+    `done` of all `tokens` were measured before.
     """
     progress = _Progress(tokens, done)
+    # A short scan prints no line but its summary.
     next_line = time.monotonic() + QUIET_SECONDS
     with _bar(console) as bar:
         task = bar.add_task("tokens", total=tokens, completed=done, state=progress.line())
@@ -37,21 +39,23 @@ def show_progress(
             if not console.is_terminal and time.monotonic() >= next_line:
                 console.print(progress.line(), highlight=False)
                 next_line = time.monotonic() + QUIET_SECONDS
+    # Without a commit there is no speed to tell.
     if progress.began is not None:
         console.print(progress.summary(), highlight=False)
     return progress.failures
 
 
 def _bar(console: Console) -> Progress:
-    """A bar with the field `state` beside it; nothing if the console is no terminal."""
+    """A bar with the field `state` beside it; nothing if the console is not a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 @contextmanager
 def watch_index(console: Console) -> Iterator[Callable[[IndexProgress], None]]:
-    """Show how far the tokenising of a corpus is: a bar on a terminal, a line now and then
-    elsewhere.
+    """Show how far the tokenising of a corpus is: a bar on a terminal, lines elsewhere.
+
+    Yields the function that takes each step of it.
     """
     next_line = time.monotonic() + QUIET_SECONDS
     with _bar(console) as bar:
@@ -60,7 +64,7 @@ def watch_index(console: Console) -> Iterator[Callable[[IndexProgress], None]]:
         def show(progress: IndexProgress) -> None:
             nonlocal next_line
             state = index_line(progress)
-            # Without a number of sequences nobody knows how long the rest is: the bar pulses.
+            # A scan of all sequences does not know how many there are. Then the bar pulses.
             bar.update(
                 task,
                 completed=progress.sequences,
@@ -76,7 +80,7 @@ def watch_index(console: Console) -> Iterator[Callable[[IndexProgress], None]]:
 
 
 def index_line(progress: IndexProgress) -> str:
-    """How far the tokenising of a corpus is."""
+    """How far the tokenising of a corpus is, in one line."""
     needed = "" if progress.enough is None else f" of {progress.enough:,}"
     parts = [
         counted(progress.documents, "document"),
@@ -89,7 +93,7 @@ def index_line(progress: IndexProgress) -> str:
 
 
 class _Progress:
-    """Tokens done, and how fast."""
+    """How many tokens are done, and how fast they were measured."""
 
     def __init__(self, tokens: int, done: int) -> None:
         self.tokens = tokens
@@ -101,18 +105,23 @@ class _Progress:
         self.idle_seconds = 0.0
 
     def add(self, outcome: Commit | Failure) -> None:
-        """Count an outcome; the clock starts when the first committed shard was begun."""
+        """Count an outcome.
+
+        The clock starts when the first committed shard was begun, so that loading a model does not
+        make the scan look slow.
+        """
         if isinstance(outcome, Failure):
             self.failures.append(outcome)
             return
         if self.began is None:
+            # The host's clock may be wrong, so the shard's own duration is taken.
             self.began = time.monotonic() - outcome.seconds
         self.done += outcome.tokens
         self.compute_seconds += outcome.compute_seconds
         self.idle_seconds += outcome.idle_seconds
 
     def summary(self) -> str:
-        """What was measured in how much time."""
+        """How many tokens were measured, in how much time; in one line."""
         measured = self.done - self.done_before
         seconds = time.monotonic() - (self.began or 0)
         busy = self.compute_seconds / (self.compute_seconds + self.idle_seconds)
@@ -122,9 +131,10 @@ class _Progress:
         )
 
     def line(self) -> str:
-        """Done, speed, time left, failed shards."""
+        """Tokens done, speed, time left and failed shards, in one line."""
         parts = [f"{self.done:,} of {self.tokens:,} tokens"]
         if self.began is not None:
+            # Tokens of earlier commands say nothing about the speed of this one.
             speed = (self.done - self.done_before) / (time.monotonic() - self.began)
             seconds_left = (self.tokens - self.done) / speed
             parts += [f"{speed:,.0f} tokens/s", f"{duration(seconds_left)} left"]

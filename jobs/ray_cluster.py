@@ -1,4 +1,4 @@
-"""Ray on this machine, or a cluster that is already there. What goes wrong is one line."""
+"""Connect to Ray: start it on this machine, or join a cluster. Every error becomes one line."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ import ray
 import ray.exceptions
 
 from jobs.endings import listen_to_signals, processes_start
-from schemas.errors import HeadcountError, RunError
+from schemas.errors import HeadcountError, RunError, counted
 from schemas.places import reason
 from workers.inputs.text_files import BUNDLED_PREFIX, located
 from workers.memory import available_cores, available_gpus
 
 ROOT = Path(__file__).parent.parent
 CODE = ("headcount.py", "LICENSE", "schemas", "workers", "jobs", "queries", "reproduce", "models")
-"""What a node needs of this project. A job starts `headcount.py`, which imports every room for its
-commands, so `queries` and `reproduce` are sent too; together they are 0.4 MB of 6. LICENSE is the
-text of the input `bundled:LICENSE`.
+"""The part of this project that a node needs. A job starts `headcount.py`, which imports every room
+for its commands, so `queries` and `reproduce` are sent too: 0.4 MB of 6. LICENSE is the text of the
+input `bundled:LICENSE`.
 """
 
 START_SECONDS = 60.0
-"""Ray starts on this machine in this time (2 s where nothing else is at work), or never."""
+"""Give up if Ray does not start on this machine in this time. It takes 2 s on an idle machine."""
 
 JOIN_SECONDS = 25.0
-"""A cluster's head answers in this time, or never."""
+"""Give up if a cluster's head does not answer in this time."""
 
 CONNECT_SECONDS = 10.0
-"""A machine takes a connection in this time, or never."""
+"""Give up if a machine does not accept a connection in this time."""
 
 LEAST_TEMPORARY_BYTES = 20e6
-"""What Ray's processes write into the temporary directory when they start, and a little more."""
+"""A little more than Ray's processes write into the temporary directory when they start."""
 
 SETTINGS = b"\x04"
-"""Type of the frame that gRPC, which Ray's head speaks, begins with."""
+"""Type of the first frame of an HTTP/2 connection, on which gRPC and so Ray's head build."""
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + SETTINGS + bytes(5)
-"""How a client of gRPC begins: the preface of HTTP/2 and no settings."""
+"""The first bytes of a client of HTTP/2: its preface, then a settings frame of length 0."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the replicas get."""
+    """Number, cores and device of the replicas, and the cluster that they run on."""
 
     replicas: int = 1
-    """Models in actors of their own; 0 means one in this process, without Ray."""
+    """Models in actors of their own; 0 means a single one in this process, without Ray."""
     cores: int = 0
-    """Cores of each replica; 0 shares out this machine's, and means 1 on a cluster."""
+    """Cores of each replica. 0 divides the cores of this machine, and means 1 on a cluster."""
     device: Device = "auto"
-    """auto: a GPU for each replica where Ray has as many, else CPU cores."""
+    """auto means a GPU for each replica if Ray has as many, else CPU cores."""
     address: str | None = None
-    """Of a Ray cluster. None starts Ray on this machine, or joins the cluster that this job runs
-    on.
+    """Address of a Ray cluster. None starts Ray on this machine, or joins the cluster that this job
+    runs on.
     """
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse a cluster for a replica in this process."""
         if self.address and not self.replicas:
             raise RunError(
                 f"--replicas 0 measures in this process, --address {self.address} on a cluster; "
@@ -81,39 +81,48 @@ class Resources:
 
     @property
     def cluster(self) -> str | None:
-        """Address of the cluster to join; none starts Ray here, or does without."""
+        """Address of the cluster to join; none if Ray is started here, or not needed."""
+        # Ray sets the variable in the processes of a job.
         return self.address or (os.environ.get("RAY_ADDRESS") if self.replicas else None)
 
     def check_here(self) -> None:
         """Refuse GPUs that this machine does not have, before anything else takes time."""
         if self.device != "cuda" or self.cluster is not None:
             return
-        wanted, found = max(1, self.replicas), available_gpus()
-        if found < wanted:
-            advice = f"--replicas {found}, or " if found else ""
+        gpus_wanted, gpus_here = max(1, self.replicas), available_gpus()
+        if gpus_here < gpus_wanted:
+            advice = f"--replicas {gpus_here}, or " if gpus_here else ""
             raise RunError(
-                f"--device cuda: {wanted} GPU{'s' if wanted > 1 else ''} wanted, one for each "
-                f"replica, and this machine has {found or 'none'}; {advice}--device cpu goes on"
+                f"--device cuda: {counted(gpus_wanted, 'GPU')} wanted, one for each replica, and "
+                f"this machine has {gpus_here or 'none'}; {advice}--device cpu needs none"
             )
 
 
 def connect(resources: Resources) -> Resources:
     """Start Ray here or join a cluster; returns the resources with cores and device filled in."""
     address = resources.cluster
-    shared = max(1, available_cores() // resources.replicas)
-    cores = resources.cores or (1 if address else shared)
+    cores = resources.cores
+    if not cores:
+        # This machine's cores say nothing about those of a cluster.
+        cores = 1 if address else max(1, available_cores() // resources.replicas)
     if not ray.is_initialized():
         processes_start()
         with explained(address or "Ray on this machine"):
-            _join(address) if address else _start(resources.replicas * cores)
+            if address:
+                _join(address)
+            else:
+                _start(resources.replicas * cores)
+        # Ray took SIGTERM for itself.
         listen_to_signals()
     device = resources.device
     if device == "auto":
-        device = "cuda" if ray.cluster_resources().get("GPU", 0) >= resources.replicas else "cpu"
+        gpus = ray.cluster_resources().get("GPU", 0)
+        device = "cuda" if gpus >= resources.replicas else "cpu"
     return replace(resources, cores=cores, device=device)
 
 
 def _start(cores: int) -> None:
+    """Start a cluster of this machine alone, which ends with this process."""
     _check_loopback()
     _check_temporary_directory()
     # Ray would run the replicas at nice 15, behind everything else that wants a core. But the scan
@@ -123,8 +132,9 @@ def _start(cores: int) -> None:
     # this process, and so does its token.
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Ray lets workers import from the directory that it is started in, before all others. So that
-    # is the one of our code, and not the user's, where a `jobs.py` may lie. The replicas go back.
+    # Ray lets workers import from the directory that it is started in, before all others. In the
+    # user's directory a `jobs.py` may lie, so Ray is started in the directory of our code. The
+    # replicas change back, because paths of a scan are relative to the user's directory.
     with (
         _given_up_after(
             START_SECONDS,
@@ -134,8 +144,9 @@ def _start(cores: int) -> None:
         contextlib.chdir(ROOT),
     ):
         ray.init(
-            address="local",  # A cluster of its own, whatever else runs on this machine.
+            address="local",  # A cluster of its own, even if another one runs on this machine.
             num_cpus=cores,
+            # Only the index of a corpus is kept there. Ray's own default is 30 % of the memory.
             object_store_memory=min(1 << 30, psutil.virtual_memory().available // 4),
             include_dashboard=False,
             log_to_driver=False,
@@ -144,6 +155,7 @@ def _start(cores: int) -> None:
 
 
 def _join(address: str) -> None:
+    """Join a cluster that this machine belongs to, and send it our code."""
     if address.startswith(("ray://", "http://", "https://")):
         raise RunError(
             f"{address}: expected HOST:PORT of the cluster's head, on a machine of the cluster; "
@@ -159,8 +171,8 @@ def _join(address: str) -> None:
             "chosen otherwise",
         ),
     ):
-        # A job's replicas have the code that the job was submitted with. Any other driver sends its
-        # own.
+        # The replicas of a job have the code that the job was submitted with. Any other driver
+        # sends its own.
         in_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
         runtime_env = None if in_a_job else {"working_dir": str(code)}
         ray.init(
@@ -172,7 +184,7 @@ def _join(address: str) -> None:
 
 
 def _check_loopback() -> None:
-    """Ray's processes talk over the network of this machine, and wait for ever where it has none."""
+    """Refuse a machine without a loopback device: Ray's processes would wait for ever."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS).close()
@@ -185,14 +197,14 @@ def _check_loopback() -> None:
 
 
 def _check_temporary_directory() -> None:
-    """Ray's processes write there before all else, and do not say why they end."""
+    """Refuse a full temporary directory: Ray's processes would end without saying why."""
     directory = tempfile.gettempdir()
     free = shutil.disk_usage(directory).free
     if free < LEAST_TEMPORARY_BYTES:
         raise RunError(
-            f"Ray on this machine: {directory} has {free / 1e6:.1f} MB free, and its processes want "
-            f"{LEAST_TEMPORARY_BYTES / 1e6:.0f} MB; set TMPDIR to another directory, or measure "
-            "without Ray: --replicas 0"
+            f"Ray on this machine: {directory} has {free / 1e6:.1f} MB free, and its processes "
+            f"want {LEAST_TEMPORARY_BYTES / 1e6:.0f} MB; set TMPDIR to another directory, or "
+            "measure without Ray: --replicas 0"
         )
 
 
@@ -206,6 +218,7 @@ def _check_head(address: str) -> None:
     advice = "expected HOST:PORT of the cluster's head; the port is 6379 unless chosen otherwise"
     try:
         with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+            # A head that speaks TLS does not understand the bytes below. Ray finds out by itself.
             if os.environ.get("RAY_USE_TLS") == "1":
                 return
             connection.sendall(HELLO)
@@ -214,20 +227,19 @@ def _check_head(address: str) -> None:
         raise RunError(f"{address}: no answer in {CONNECT_SECONDS:.0f} s; {advice}") from None
     except OSError as error:
         raise RunError(f"{address}: no answer ({reason(error)}); {advice}") from None
+    # A frame begins with three bytes for its length and one for its type.
     if answer[3:4] != SETTINGS:
         raise RunError(f"{address}: what answers there is no head of a Ray cluster; {advice}")
 
 
 def lack_of_room(resources: Resources) -> str | None:
-    """What no machine of the cluster has for a replica; none if one has all of it.
+    """Say what a replica needs that no machine of the cluster has; none if one has all of it.
 
-    It is no error: a cluster may start machines when they are wanted.
+    This is not an error: a cluster may start machines when they are needed.
     """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    most_gpus, most_cores = (
-        int(max((machine.get(name, 0) for machine in machines), default=0))
-        for name in ("GPU", "CPU")
-    )
+    most_gpus = int(max((machine.get("GPU", 0) for machine in machines), default=0))
+    most_cores = int(max((machine.get("CPU", 0) for machine in machines), default=0))
     if resources.device == "cuda" and not most_gpus:
         return (
             f"{resources.replicas} GPUs wanted, one for each replica, and the cluster has none: "
@@ -244,8 +256,9 @@ def lack_of_room(resources: Resources) -> str | None:
 
 @contextmanager
 def _given_up_after(seconds: float, message: str) -> Iterator[None]:
-    """End this process, and what it started, with one line if a block takes longer: what Ray waits
-    in cannot be interrupted.
+    """End this process and its children with one line if a block takes longer.
+
+    An exception would not help: Ray waits inside its library, where Python raises nothing.
     """
 
     def give_up() -> None:
@@ -266,10 +279,10 @@ def _given_up_after(seconds: float, message: str) -> Iterator[None]:
 
 @contextmanager
 def staged_code() -> Iterator[Path]:
-    """A temporary directory with the project's code and nothing else, for Ray to send to the nodes."""
+    """A temporary directory with the project's code and nothing else, which Ray sends to nodes."""
     with tempfile.TemporaryDirectory(prefix="headcount-") as directory:
         for name in CODE:
-            # A wheel keeps the licence elsewhere.
+            # `located` knows where the licence lies: a wheel keeps it elsewhere.
             source = Path(located(f"{BUNDLED_PREFIX}{name}"))
             target = Path(directory) / name
             if source.is_dir():
@@ -281,7 +294,7 @@ def staged_code() -> Iterator[Path]:
 
 @contextmanager
 def explained(cluster: str) -> Iterator[None]:
-    """Turn what Ray raises if a cluster cannot be used into one line."""
+    """Turn every error of Ray about a cluster into one line."""
     try:
         yield
     except ray.exceptions.AuthenticationError as error:
@@ -291,18 +304,18 @@ def explained(cluster: str) -> Iterator[None]:
         ) from None
     except HeadcountError:
         raise
-    except Exception as error:  # Ray raises that itself where its processes do not start.
-        # Ray says no more of a token that is missing, whatever the head answered.
-        hint = (
-            "" if os.environ.get("RAY_AUTH_MODE") else "; if it wants a token: RAY_AUTH_MODE=token"
-        )
+    except Exception as error:  # Ray raises a plain `Exception` if its processes do not start.
+        # If a token is missing, Ray says only that it found no cluster.
+        has_token = bool(os.environ.get("RAY_AUTH_MODE"))
+        hint = "" if has_token else "; if it wants a token: RAY_AUTH_MODE=token"
         raise RunError(f"{cluster}: no cluster that can be used ({reason(error)}){hint}") from None
 
 
 def last_line(text: str) -> str:
-    """The last line of what Ray says. It is what went wrong; above it are the stacks."""
+    """The last line of a message of Ray: it is the error, and above it are the stacks."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return ""
+    # Errors of ours explain themselves without the name of their class.
     message = re.sub(r"^schemas\.errors\.\w+: ", "", lines[-1])
     return reason(RuntimeError(message))

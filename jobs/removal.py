@@ -1,6 +1,7 @@
-"""Delete a run, so that whoever is killed on the way leaves what no reader takes for a run.
+"""Delete a run in an order that never leaves half a run.
 
-The manifest goes first, then the ledger, then the rows.
+The manifest goes first, then the ledger, then the rows. If the process is killed on the way, what
+is left has no manifest, so no reader takes it for a run.
 """
 
 # pyarrow has no types.
@@ -16,12 +17,13 @@ import pyarrow.fs as pafs
 from jobs.run_lock import locked
 from schemas.errors import RunError
 from schemas.places import Place, absolute, names, reason, settle
-from schemas.run_directory import RunDirectory, covered
+from schemas.run_directory import RunDirectory, holds_whole_shard
 
 
 def check_removable(location: str) -> RunDirectory:
-    """The run at a path or address; refuse what is no run directory, not even a broken or half
-    deleted one.
+    """The run at a path or address; refuse everything that is not the directory of a run.
+
+    A broken or half deleted run is accepted: its directory has the name of one.
     """
     run = RunDirectory(absolute(location))
     if not _is_directory(run.path):
@@ -29,15 +31,17 @@ def check_removable(location: str) -> RunDirectory:
     if isinstance(run.path, Path) and run.path.is_symlink():
         raise RunError(f"{run.path}: a link to {run.path.resolve()}; delete what it leads to")
     if not run.path.name.startswith("run_id="):
-        run.manifest()  # A run may be called otherwise, but only its manifest says that it is one.
+        # A run may have another name. Then only a manifest shows that it is one; without, this
+        # raises.
+        run.manifest()
     return run
 
 
 def describe_run(run: RunDirectory) -> str:
-    """A run, and how much of it there is, in words."""
+    """A run and how many of its shards are done, in words."""
     try:
         manifest = run.manifest()
-        done = int(covered(manifest, run.ledger(["stop"])).sum())
+        done = int(holds_whole_shard(manifest, run.ledger(["stop"])).sum())
     except RunError as error:
         return f"{run.path} ({error})"
     return f"{run.path} ({done:,} of {manifest.shards:,} shards done)"
@@ -48,28 +52,30 @@ def remove(run: RunDirectory) -> None:
     try:
         with locked(run):
             run.manifest_file.unlink(missing_ok=True)
+            # A power cut must not bring the manifest back when other files are gone.
             settle(run.path)
             for name in [run.commits_directory.name, *sorted(names(run.path))]:
                 if name != ".lock":
                     _delete(run.path / name)
         if _is_directory(run.path):
-            # A store keeps a marker of the directory, a disk the lock.
+            # A store keeps a marker of the directory, and a disk keeps the lock.
             _delete(run.path)
     except OSError as error:
         raise RunError(
             f"{run.path}: cannot be deleted whole ({reason(error)}); mend that, and the same "
-            "command goes on"
+            "command continues"
         ) from None
 
 
 def _is_directory(path: Place) -> bool:
+    """Whether there is a directory at a path, or objects under an address."""
     if isinstance(path, Path):
         return path.is_dir()
     return path.filesystem.get_file_info(path.key).type is pafs.FileType.Directory
 
 
 def _delete(path: Place) -> None:
-    """Delete a file, or a directory and all that is in it; nothing where there is none."""
+    """Delete a file, or a directory with everything in it; do nothing if there is none."""
     if not isinstance(path, Path):
         kind = path.filesystem.get_file_info(path.key).type
         if kind is pafs.FileType.Directory:

@@ -1,4 +1,4 @@
-"""One process at a time at work on a run."""
+"""The lock of a run: one process at a time is at work on it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from schemas.run_directory import RunDirectory
 
 @contextmanager
 def locked(run: RunDirectory) -> Iterator[None]:
-    """Refuse a second driver of the same run, where the run lies on a disk; the lock ends with the
-    process.
+    """Hold the lock of a run that lies on a disk; refuse if another process holds it.
 
-    A store has no locks: two drivers there measure twice and write each row once.
+    The system releases the lock when the process ends, however it ends, so a stale lock file locks
+    nobody out. A store has no locks. Two drivers there measure shards twice and write each row
+    once, because both write the same files.
     """
     if not isinstance(run.path, Path):
         yield
         return
     lock = FileLock(run.path / ".lock")
     try:
+        # Do not wait: a run takes hours.
         lock.acquire(timeout=0)
     except Timeout:
         raise RunError(
@@ -32,5 +34,6 @@ def locked(run: RunDirectory) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise RunError(f"{run.path}: cannot be locked ({error.strerror})") from None
+    # Leaving this block releases what `acquire` took.
     with lock:
         yield

@@ -1,12 +1,15 @@
 """Bring a run to its end: find what is missing, measure it, keep the ledger small.
 
-There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and without.
+There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and without. It is a chain
+of generators: outcomes of shards come from `dispatch` or `measure_in_process`, and pass through
+those that stop the run, fold commits and show progress.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,18 +23,18 @@ from jobs.plan import Plan
 from jobs.progress import show_progress
 from jobs.ray_cluster import Resources, connect
 from jobs.run_lock import locked
-from schemas.commits import FOLD, Commit, Failure, commits_of, delete, drop, fold
+from schemas.commits import COMMITS_PER_FOLD, Commit, Failure, commits_of, delete, drop, fold
 from schemas.damage import BY_CONTENT, BY_SIZE
 from schemas.errors import RunError, counted
 from schemas.manifest import Manifest
-from schemas.run_directory import RunDirectory, covered, differing_keys
+from schemas.run_directory import RunDirectory, differing_keys, holds_whole_shard
 from workers.replica import Replica
 
 MOST_FAILURES = 20
 """Stop a run after this many shards failed, if none has succeeded."""
 
 FAILURES_SHOWN = 10
-"""Failures that are said one by one at the end; a full disk may have hundreds."""
+"""Failures that are said one by one at the end. A full disk may cause hundreds."""
 
 
 def run_to_end(
@@ -39,77 +42,108 @@ def run_to_end(
     resources: Resources,
     console: Console,
     verify: bool = False,
-    replica: type[Replica] = Replica,
+    replica_class: type[Replica] = Replica,
     stop_at_failure: bool = False,
     allow_other_code: bool = False,
 ) -> list[Failure]:
     """Measure every shard that is not done; returns the failures.
 
     `verify` reads every data file and measures damaged ones again. `stop_at_failure` raises at the
-    first failure instead of going on with the other shards. `allow_other_code` goes on with a run
-    that other measuring code began.
+    first failure instead of measuring the other shards. `allow_other_code` continues a run that
+    other measuring code began.
     """
     resources.check_here()
     with locked(plan.run):
+        # The plan was made before the lock was held.
         check_unchanged(plan)
-        if plan.other_code and not allow_other_code:
-            _refuse_other_code(plan, verify)
+        if plan.needs_permission and not allow_other_code:
+            _refuse_to_measure(plan, verify)
         else:
             extend(plan)
         missing = missing_shards(plan, verify)
-        shards = plan.manifest.shards
-        done = shards - len(missing)
-        for note in plan.notes:
-            say(console, f"{plan.run.run_id}: {note}")
-        say(
-            console,
-            f"{plan.run.run_id}: {counted(plan.tokens, 'token')}, {counted(shards, 'shard')}, {done:,} of them done",
-        )
-        missing = _requested(plan, missing)
-        if not len(missing):
+        _say_what_is_done(plan, missing, console)
+        # A run may miss shards beyond what this command asks for.
+        requested = _requested_shards(plan, missing)
+        if not len(requested):
             return []
-        if resources.replicas:
-            resources = connect(resources)
-            outcomes = dispatch(plan, missing, resources, lambda line: say(console, line), replica)
-        else:
-            outcomes = measure_in_process(plan, missing, resources.device, resources.cores, replica)
-        outcomes = say_what_differs(plan.run, outcomes, lambda line: say(console, line))
+        tokens_done = plan.tokens - tokens_of(plan, requested)
+        outcomes = _outcomes(plan, requested, resources, console, replica_class)
         if stop_at_failure:
             outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
         outcomes = stop_if_none_succeeds(plan.run.run_id, outcomes)
         outcomes = fold_commits(plan.run, outcomes)
-        tokens_done = plan.tokens - tokens_of(plan, missing)
+        # The generators above have measured nothing yet. They run as this asks for outcomes.
         failures = show_progress(outcomes, plan.tokens, tokens_done, console)
+    _say_failures(plan, failures, console)
+    return failures
+
+
+def _outcomes(
+    plan: Plan,
+    shards: np.ndarray,
+    resources: Resources,
+    console: Console,
+    replica_class: type[Replica],
+) -> Iterator[Commit | Failure]:
+    """The outcomes of shards as they arrive, measured on Ray's replicas or in this process."""
+
+    def tell(line: str) -> None:
+        say(console, line)
+
+    if resources.replicas:
+        outcomes = dispatch(plan, shards, connect(resources), tell, replica_class)
+    else:
+        outcomes = measure_in_process(
+            plan, shards, resources.device, resources.cores, replica_class
+        )
+    return say_what_differs(plan.run, outcomes, tell)
+
+
+def _say_what_is_done(plan: Plan, missing: np.ndarray, console: Console) -> None:
+    for note in plan.notes:
+        say(console, f"{plan.run.run_id}: {note}")
+    shards = plan.manifest.shards
+    shards_done = shards - len(missing)
+    say(
+        console,
+        f"{plan.run.run_id}: {counted(plan.tokens, 'token')}, {counted(shards, 'shard')}, "
+        f"{shards_done:,} of them done",
+    )
+
+
+def _say_failures(plan: Plan, failures: list[Failure], console: Console) -> None:
     for failure in failures[:FAILURES_SHOWN]:
         say(console, f"shard {failure.shard} failed: {failure.error}")
     if len(failures) > FAILURES_SHOWN:
         more = len(failures) - FAILURES_SHOWN
         say(console, f"and {more:,} more shards failed: headcount status {plan.run.path}")
-    return failures
 
 
-def _refuse_other_code(plan: Plan, verify: bool) -> None:
-    """Refuse to measure with code that has no part in the run; a run with nothing to measure needs
-    none.
+def _refuse_to_measure(plan: Plan, verify: bool) -> None:
+    """Refuse to measure with code that has no part in the run yet.
+
+    A run that is complete is not refused: after an update, the same command still says that nothing
+    is missing.
     """
-    assert plan.before is not None
-    grows = plan.manifest.sequences > plan.before.sequences
-    if grows or len(_requested(plan, missing_shards(plan, verify))):
+    assert plan.previous_manifest is not None
+    is_extended = plan.manifest.sequences > plan.previous_manifest.sequences
+    if is_extended or len(_requested_shards(plan, missing_shards(plan, verify))):
         raise RunError(
-            f"{plan.run.run_id}: begun with code {plan.before.code}, and the code here is "
-            f"{plan.code}, which may measure something else; --allow-other-code goes on, and every "
-            f"shard says which code measured it; or {plan.way}"
+            f"{plan.run.run_id}: begun with code {plan.previous_manifest.code}, and the code here "
+            f"is {plan.code}, which may measure something else; --allow-other-code continues it, "
+            f"and every shard says which code measured it; or {plan.alternative}"
         )
 
 
-def _requested(plan: Plan, shards: np.ndarray) -> np.ndarray:
-    """Those of some shards that have sequences that were asked for."""
-    return shards[shards * plan.scan.sequences_per_shard < plan.requested]
+def _requested_shards(plan: Plan, shards: np.ndarray) -> np.ndarray:
+    """Those of some shards that begin before the last sequence that was asked for."""
+    return shards[shards * plan.scan.sequences_per_shard < plan.requested_sequences]
 
 
 def tokens_of(plan: Plan, shards: np.ndarray) -> int:
-    """Tokens that some shards send through the model; the last shard of a run may be short."""
+    """Tokens that some shards send through the model, over all interventions."""
     size = plan.scan.sequences_per_shard
+    # The last shard of a run may be short.
     starts = shards * size
     stops = np.minimum(starts + size, len(plan.sequences))
     sequences = int((stops - starts).sum())
@@ -117,42 +151,47 @@ def tokens_of(plan: Plan, shards: np.ndarray) -> int:
 
 
 def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
-    """The shards that have no commit yet, and those whose files are not as committed: by name and
-    size, or by content to `verify` them.
+    """The shards that have no commit, and those with files that are not as committed.
 
-    Commits of the latter are taken out of the ledger: nothing counts them, and a replica does not
-    write a shard that is committed.
+    Files are compared by name and size, or by content to `verify` them. The commits of damaged
+    shards are taken out of the ledger: a replica does not write a shard that is committed.
     """
     survey = _LedgerSurvey(plan.manifest)
     columns = BY_CONTENT if verify else BY_SIZE
     parts = survey.watch(plan.run.ledger_parts(["stop", *columns]))
     damaged: set[int] = set(survey.short)
+    # This reads the parts, and fills the survey on the way.
     for damage in plan.run.damaged_files(parts, plan.manifest if verify else None):
         damaged.update(shard for shard in damage.shards if shard < plan.manifest.shards)
 
-    # Files first: without the fold, a file of the same shard would count.
+    # Commit files go first. While a fold has the shard, its own file does not count; once the fold
+    # has dropped the shard, the file would count again.
     delete(plan.run.commit_file(shard) for shard in sorted(damaged))
-    folded_and_damaged = [shard for shard in sorted(damaged) if survey.folded[shard]]
+    folded_and_damaged = [shard for shard in sorted(damaged) if survey.is_folded[shard]]
     if folded_and_damaged:
         drop(plan.run.commits_directory, plan.run.run_id, folded_and_damaged)
-    if survey.loose_commits >= FOLD:
+    if survey.loose_commits >= COMMITS_PER_FOLD:
+        # Drivers that were killed early left them: each folds only what it measured itself.
         _fold_loose_commits(plan.run, damaged)
 
-    missing = ~survey.committed
-    missing[list(damaged)] = True
-    return np.flatnonzero(missing)
+    is_missing = ~survey.is_committed
+    is_missing[list(damaged)] = True
+    return np.flatnonzero(is_missing)
 
 
 class _LedgerSurvey:
-    """What the ledger says of a run's shards. The ledger of a large run is read in parts, once, and
-    the parts are also what finds damaged files: so the survey is taken while they go by.
+    """What the ledger says of each shard of a run.
+
+    The ledger of a large run is read once, in parts. The search for damaged files needs the same
+    parts, so the survey is taken while they go by.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.committed = np.zeros(manifest.shards, bool)
-        self.folded = np.zeros(manifest.shards, bool)
-        """Whether a shard's commit is in a merged file."""
+        self.is_committed = np.zeros(manifest.shards, bool)
+        """By shard."""
+        self.is_folded = np.zeros(manifest.shards, bool)
+        """Whether a shard's commit is in a fold, by shard."""
         self.loose_commits = 0
         """Commits in files of their own."""
         self.short: list[int] = []
@@ -161,16 +200,16 @@ class _LedgerSurvey:
         """
 
     def watch(self, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
-        """Pass the parts of a ledger on."""
+        """Pass the parts of a ledger on, and note what they say."""
         for part in parts:
             shards = part["shard"].to_numpy()
-            in_merged_file = part["folded"].to_numpy()
+            is_folded = part["folded"].to_numpy()
             # A directory may hold commits beyond the scan's last shard; they are not this scan's.
-            own = shards < len(self.committed)
-            self.short += shards[own & ~covered(self.manifest, part)].tolist()
-            self.committed[shards[own]] = True
-            self.folded[shards[own & in_merged_file]] = True
-            self.loose_commits += np.count_nonzero(~in_merged_file)
+            is_own = shards < len(self.is_committed)
+            self.short += shards[is_own & ~holds_whole_shard(self.manifest, part)].tolist()
+            self.is_committed[shards[is_own]] = True
+            self.is_folded[shards[is_own & is_folded]] = True
+            self.loose_commits += np.count_nonzero(~is_folded)
             yield part
 
 
@@ -184,29 +223,53 @@ def _fold_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
 def say_what_differs(
     run: RunDirectory, outcomes: Iterable[Commit | Failure], tell: Callable[[str], None]
 ) -> Iterator[Commit | Failure]:
-    """Pass outcomes on; say once of each device and each set of libraries that the run was not begun
-    with.
+    """Pass outcomes on; name each device and each set of libraries that differ from the run's.
+
+    Those of the run are what one of its first commits says, or else the first commit that arrives.
+    Each difference is said once.
     """
-    oldest = run.oldest_commit(["device", "versions"])
-    begun = None if oldest is None else (oldest["device"], _versions(oldest["versions"]))
-    said: set[str] = set()
+    begun = _first_origin(run)
+    lines_said: set[str] = set()
     for outcome in outcomes:
         if isinstance(outcome, Commit):
-            device = outcome.device
-            versions = _versions([version.model_dump() for version in outcome.versions])
-            begun = begun or (device, versions)
-            differing = differing_keys(begun[1], versions) if begun[1] else []
-            if begun[0] and device != begun[0]:
-                differing = [f"{device}, begun on {begun[0]}", *differing]
-            line = f"{run.run_id}: measured on {outcome.host} with {', '.join(differing)}"
-            if differing and line not in said:
+            origin = _origin_of(outcome)
+            begun = begun or origin
+            differences = _differences(begun, origin)
+            line = f"{run.run_id}: measured on {outcome.host} with {', '.join(differences)}"
+            if differences and line not in lines_said:
                 tell(line)
-                said.add(line)
+                lines_said.add(line)
         yield outcome
 
 
-def _versions(versions: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    return {version["library"]: version["version"] for version in versions}
+class _Origin(NamedTuple):
+    """What a shard was measured on and with."""
+
+    device: str
+    """Empty in commits of older code."""
+    versions: dict[str, str]
+    """The version of each library; empty in commits of older code."""
+
+
+def _first_origin(run: RunDirectory) -> _Origin | None:
+    commit = run.oldest_commit(["device", "versions"])
+    if commit is None:
+        return None
+    versions = {entry["library"]: entry["version"] for entry in commit["versions"]}
+    return _Origin(commit["device"], versions)
+
+
+def _origin_of(commit: Commit) -> _Origin:
+    versions = {entry.library: entry.version for entry in commit.versions}
+    return _Origin(commit.device, versions)
+
+
+def _differences(begun: _Origin, origin: _Origin) -> list[str]:
+    """What differs between two origins, in words; what older code did not record does not count."""
+    differences = differing_keys(begun.versions, origin.versions) if begun.versions else []
+    if begun.device and origin.device != begun.device:
+        differences = [f"{origin.device}, begun on {begun.device}", *differences]
+    return differences
 
 
 def stop_at_first_failure(
@@ -222,8 +285,9 @@ def stop_at_first_failure(
 def stop_if_none_succeeds(
     run_id: str, outcomes: Iterable[Commit | Failure]
 ) -> Iterator[Commit | Failure]:
-    """Pass outcomes on; raise when many shards have failed and none has succeeded: then the cause
-    is not in the shards.
+    """Pass outcomes on; raise if many shards failed and none succeeded.
+
+    Then the cause is not in the shards, and the others need not be tried.
     """
     failures = 0
     any_success = False
@@ -234,8 +298,8 @@ def stop_if_none_succeeds(
             failures += 1
             if failures >= MOST_FAILURES and not any_success:
                 raise RunError(
-                    f"{run_id}: {counted(failures, 'shard')} failed and none succeeded, the last with: "
-                    f"{outcome.error}; mend the cause and run the same command again"
+                    f"{run_id}: {counted(failures, 'shard')} failed and none succeeded, the last "
+                    f"with: {outcome.error}; mend the cause and run the same command again"
                 )
         yield outcome
 
@@ -243,22 +307,23 @@ def stop_if_none_succeeds(
 def fold_commits(
     run: RunDirectory, outcomes: Iterable[Commit | Failure]
 ) -> Iterator[Commit | Failure]:
-    """Pass outcomes on, and merge commits into one file whenever there are enough.
+    """Pass outcomes on, and fold their commits into one file whenever there are enough.
 
-    One merge runs at a time, in the background: a store may take seconds for it. The next one waits
-    for it, so what went wrong with a merge is raised and not lost.
+    A fold is written in the background, because a store may take seconds for it. The next one waits
+    for it: so there is one at a time, and an error of a fold is raised and not lost.
     """
-    unmerged: list[Commit] = []
+    unfolded: list[Commit] = []
     with ThreadPoolExecutor(1) as background:
-        merge: Future[None] | None = None
+        folding: Future[None] | None = None
         for outcome in outcomes:
             if isinstance(outcome, Commit):
-                unmerged.append(outcome)
-            if len(unmerged) == FOLD:
-                if merge is not None:
-                    merge.result()
-                merge = background.submit(fold, run.commits_directory, unmerged)
-                unmerged = []
+                unfolded.append(outcome)
+            # The last few commits stay in files of their own, until there are enough of them.
+            if len(unfolded) == COMMITS_PER_FOLD:
+                if folding is not None:
+                    folding.result()
+                folding = background.submit(fold, run.commits_directory, unfolded)
+                unfolded = []
             yield outcome
-        if merge is not None:
-            merge.result()
+        if folding is not None:
+            folding.result()

@@ -1,4 +1,8 @@
-"""The model that made a run: its tokenizer says what tokens mean, and it runs one sequence again."""
+"""The model that measured a run: it turns tokens into text, and runs one sequence again.
+
+Questions (`queries`) know neither models nor tokenizers. `headcount.py` hands this class to them.
+Imports wait until they are needed, because every command loads this file.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from schemas.errors import ModelError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from schemas.places import Place
     from schemas.scan import Scan
     from workers.model.model_info import ModelInfo
@@ -18,17 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Look:
-    """Where a query looks."""
+    """The attention of one query."""
 
     key: int
-    """The key with most attention; -1 where it sees none."""
+    """The key with most attention; -1 if the query sees no key."""
     mass: float
+    """Attention to that key."""
     first: float
     """Attention to key 0."""
 
 
 class RunModel:
-    """The model of the run in a directory; `model` says where it lies now, if it has moved."""
+    """The model of the run in a directory; `model` is its place if it has moved."""
 
     def __init__(self, run: str | Place, model: str | None = None) -> None:
         from schemas.places import absolute
@@ -36,24 +43,25 @@ class RunModel:
 
         self.run = RunDirectory(absolute(run))
         self.manifest = self.run.manifest()
-        self.moved = model
+        self.new_place = model
 
     @property
-    def _fields(self) -> dict[str, Any]:
-        """The fields of the scan."""
+    def _scan_fields(self) -> dict[str, Any]:
+        """The fields of the scan that the run measured."""
         return {**self.manifest.identity["scan"], "sequences": self.manifest.sequences}
 
     @cached_property
     def info(self) -> ModelInfo:
-        """What the model's files say; refused where they are not those that were measured."""
+        """What the model's files say; refused if they are not those that were measured."""
         from workers.model.model_info import describe, find_model
 
-        name = self.moved or self._fields["model"]
-        revision = None if self.moved else self._fields.get("revision")
+        name = self.new_place or self._scan_fields["model"]
+        revision = None if self.new_place else self._scan_fields.get("revision")
         try:
             info = describe(find_model(name, revision))
         except ModelError as error:
             raise ModelError(f"{error}; --model PATH says where the model lies now") from None
+        # Other weights under the same name would tell of another model.
         if info.sha256 != self.manifest.model["sha256"]:
             raise ModelError(
                 f"{name}: has weights {info.sha256}, and run {self.run.run_id} was measured with "
@@ -84,7 +92,10 @@ class RunModel:
         intervention: str,
         device: str,
     ) -> list[Look]:
-        """Run a sequence of the run again; where each query of a head looks."""
+        """Run a sequence of the run again; returns where each query of a head looks.
+
+        No run stores this: it would be one number for each query, layer and head.
+        """
         import numpy as np
 
         from schemas.intervention import parse_intervention
@@ -95,31 +106,37 @@ class RunModel:
         from workers.strongest_keys import strongest_keys
 
         edit = parse_intervention(intervention)
-        changed = {"interventions": [intervention], "batch_size": 1, "precision": self._precision}
-        scan = parse_scan(self._fields | changed)
+        # As the rows were measured, but one sequence under one intervention.
+        changes = {"interventions": [intervention], "batch_size": 1, "precision": self._precision}
+        scan = parse_scan(self._scan_fields | changes)
+        # Before torch computes anything: it sets threads and memory.
         prepare_process()
         replica = Replica(self.info, scan, device)
         partner = self._partner(scan, sequence) if needs_partners((edit,)) else None
-        found = strongest_keys(
+        strongest = strongest_keys(
             replica, np.array(tokens, np.int32), layer, head, edit, partner=partner
         )
         return [
             Look(int(key), float(mass), float(first))
-            for key, mass, first in zip(found.key, found.mass, found.first, strict=True)
+            for key, mass, first in zip(strongest.key, strongest.mass, strongest.first, strict=True)
         ]
 
     @property
     def _precision(self) -> str:
-        """The precision of the run's rows, as they were measured."""
-        commit = self.run.oldest_commit(["methods"])
-        measured = {method["precision"] for method in commit["methods"]} if commit else set[str]()
-        return measured.pop() if len(measured) == 1 else self._fields["precision"]
+        """The precision in which the run's rows were measured.
 
-    def _partner(self, scan: Scan, sequence: int) -> Any:
-        """The partner of a sequence, drawn again."""
+        It is read from a commit, because the scan may say `auto`.
+        """
+        commit = self.run.oldest_commit(["methods"])
+        methods = [] if commit is None else commit["methods"]
+        precisions = {method["precision"] for method in methods}
+        return precisions.pop() if len(precisions) == 1 else self._scan_fields["precision"]
+
+    def _partner(self, scan: Scan, sequence: int) -> np.ndarray | None:
+        """The partner of a sequence, drawn again; none if its family has no partners."""
         from workers.inputs.sequences import Sequences
 
-        shard = Sequences(scan, self.info, partners=True).shard(
-            sequence // scan.sequences_per_shard
-        )
+        # A partner is not stored. It is drawn from its number alone, so it is the same again.
+        sequences = Sequences(scan, self.info, partners=True)
+        shard = sequences.shard(sequence // scan.sequences_per_shard)
         return None if shard.partner is None else shard.partner[sequence - shard.start]

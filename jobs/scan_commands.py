@@ -1,11 +1,13 @@
-"""The subcommands `plan`, `scan`, `rm`, `compact` and `doctor`. Heavy imports wait until a command
-runs.
+"""The subcommands `plan`, `scan`, `rm`, `compact` and `doctor`.
+
+Torch and Ray take seconds to import, so they are imported inside the functions that need them.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,34 +31,42 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the scan."),
 ]
-Replicas = Annotated[int, typer.Option(min=1, help="Models to load, each in an actor of its own.")]
+Replicas = Annotated[
+    int, typer.Option(min=1, help="Number of replicas. Each is one model in a process of its own.")
+]
 LocalReplicas = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Models to load, each in an actor of its own; 0: one in this process, without Ray.",
+        help="Number of replicas. Each is one model in a process of its own. 0 measures in this "
+        "process, without Ray.",
     ),
 ]
 Cores = Annotated[
-    int, typer.Option(min=0, help="CPU cores of each replica; 0 shares out the machine's.")
+    int,
+    typer.Option(
+        min=0,
+        help="CPU cores of each replica. 0 divides the cores of this machine; on a cluster it "
+        "means 1.",
+    ),
 ]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option(help="What replicas compute on; auto: GPUs if there are any."),
+    typer.Option(help="Device of the replicas. auto uses GPUs if there are enough."),
 ]
 
 New = Annotated[
     bool,
     typer.Option(
         "--new",
-        help="Start another run of the scan, NAME-HASH-2, -3 …, beside those that there are.",
+        help="Start another run of the scan, NAME-HASH-2, -3 …, beside the existing runs.",
     ),
 ]
 AllowOtherCode = Annotated[
     bool,
     typer.Option(
         "--allow-other-code",
-        help="Go on with a run that other measuring code began; every shard says which code "
+        help="Continue a run that other measuring code began. Every shard records which code "
         "measured it.",
     ),
 ]
@@ -64,9 +74,13 @@ AllowOtherCode = Annotated[
 Verify = Annotated[
     bool,
     typer.Option(
-        "--verify", help="Read every file of shards that are done, and measure damaged ones anew."
+        "--verify",
+        help="Read every file of the shards that are done, and measure damaged shards again.",
     ),
 ]
+
+MOST_BAD_ROWS = 5
+"""Bad rows that are named; the others are counted."""
 
 
 def mount(app: typer.Typer) -> None:
@@ -82,62 +96,58 @@ def plan(
     device: DeviceOption = "auto",
     new: New = False,
     every: Annotated[
-        bool, typer.Option("--all", help="Print the fields that have their default, too.")
+        bool, typer.Option("--all", help="Also print the fields that have their default.")
     ] = False,
 ) -> None:
-    """Print what a scan says, with its meaning, and its cost before it is paid."""
+    """Print what a scan measures and what it will cost.
+
+    The cost is measured on this machine, with a few batches of each intervention. Every field of
+    the scan is printed with its meaning.
+    """
     from schemas.scan import load_scan
 
-    # Before the seconds that the imports below take.
+    # A mistake in the scan file shows before the seconds that the imports below take.
     parsed_scan = load_scan(scan_file, overrides or ())
     from jobs.corpus_index import KeptIndex
     from jobs.cost import Rehearsal, threads_of
-    from jobs.plan import begun_precisions, find_run, plan_run, resolve
+    from jobs.plan import find_run, plan_run
     from jobs.progress import watch_index
+    from jobs.resolved_scan import resolve
+    from jobs.run_identity import begun_precisions
     from jobs.scan_runs import ScanCommand
     from schemas.run_directory import RunDirectory
     from workers.interventions.settlement import check_begun
     from workers.process import prepare_process
 
+    # As many threads as one replica of the scan would have, or the cost would be another one.
     prepare_process(threads_of(device, replicas))
     command = ScanCommand.typed(scan_file, overrides or ())
     resolved = resolve(parsed_scan)
-    first = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
-    run = find_run(resolved, first, command, new)
-    # What cannot run is refused before the time that the tokenising of a corpus takes.
+    first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
+    run = find_run(resolved, first_run, command, new)
+    # A scan that cannot run is refused before the time that the tokenising of a corpus takes.
     rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
     precision = rehearsal.settlement.precision
     if run.manifest_file.is_file():
         check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
     with watch_index(Console(highlight=False, stderr=True)) as watch:
         scan_plan = plan_run(resolved, run, watch=watch, command=command)
-    kept = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
-    if kept is not None:
-        kept.write(scan_plan.sequences)
+    kept_index = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
+    if kept_index is not None:
+        # The scan that follows does not tokenise the corpus again.
+        kept_index.write(scan_plan.sequences)
 
     console = Console(highlight=False)
     _print_values(console, scan_plan, parsed_scan, every)
-    cost = rehearsal.measure(scan_plan)
-    console.print(_run_table(scan_plan, cost, kept))
-    if scan_plan.sequences.fates is not None:
-        console.print(_documents_table(scan_plan.sequences.fates))
-    console.print(_time_table(cost))
-    console.print(_size_table(cost))
-    say(console, f"in {scan_plan.run.path}")
-    if cost.measured_on != cost.device:
-        say(
-            console,
-            f"This machine has no {cost.device}: times and memory were measured on its "
-            f"{cost.measured_on} in {cost.measured_in}.",
-        )
+    _print_cost(console, scan_plan, rehearsal.measure(scan_plan), kept_index)
     for note in scan_plan.notes:
         say(console, f"{scan_plan.run.run_id}: {note}")
     _print_bad_rows(console, scan_plan.bad_rows)
 
 
 def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) -> None:
-    """Print the fields that a scan sets, with their meaning; with `every`, the others too."""
-    from jobs.cost import meanings
+    """Print the fields that a scan sets, with their meaning; with `every`, also the others."""
+    from jobs.cost import field_meanings
     from schemas.values import in_toml
 
     table = Table(
@@ -147,27 +157,43 @@ def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
         title=f"run {plan.run.run_id}",
         title_justify="left",
     )
-    rows = meanings(plan.scan)
+    rows = field_meanings(plan.scan)
     rows.append(("input.family", plan.scan.input.family, plan.sequences.family.meaning))
     rows += [
         (f"input.{option}", value if isinstance(value, str) else in_toml(value), "")
         for option, value in plan.sequences.options.items()
     ]
-    set_here = {*parsed_scan.model_fields_set, "input.family"}
-    set_here |= {f"input.{option}" for option in parsed_scan.input.options}
-    hidden = 0
-    for row in rows:
-        if every or row[0] in set_here:
-            table.add_row(*(escape(printable(cell)) for cell in row))
-        else:
-            hidden += 1
+    fields_set = {*parsed_scan.model_fields_set, "input.family"}
+    fields_set |= {f"input.{option}" for option in parsed_scan.input.options}
+    shown_rows = [row for row in rows if every or row[0] in fields_set]
+    for row in shown_rows:
+        # A value may hold brackets, which Rich would read as markup.
+        table.add_row(*(escape(printable(cell)) for cell in row))
     console.print(table)
+    hidden = len(rows) - len(shown_rows)
     if hidden:
         say(console, f"{counted(hidden, 'more field')} with the default; --all shows them")
 
 
-def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
-    """What will run, and on what."""
+def _print_cost(console: Console, plan: Plan, cost: Cost, kept_index: KeptIndex | None) -> None:
+    """Print what the scan will measure, how long it takes and what it writes."""
+    console.print(_run_table(plan, cost, kept_index))
+    if plan.sequences.fates is not None:
+        console.print(_documents_table(plan.sequences.fates))
+    console.print(_time_table(cost))
+    console.print(_size_table(cost))
+    say(console, f"in {plan.run.path}")
+    if cost.measured_on != cost.device:
+        # The scan may run on a cluster with GPUs that this machine does not have.
+        say(
+            console,
+            f"This machine has no {cost.device}: times and memory were measured on its "
+            f"{cost.measured_on} in {cost.measured_in}.",
+        )
+
+
+def _run_table(plan: Plan, cost: Cost, kept_index: KeptIndex | None) -> Table:
+    """What the scan will measure, and on which device."""
     table = Table(
         "cost",
         Column("", overflow="fold"),
@@ -177,14 +203,18 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
     replicas = "in this process" if not cost.replicas else counted(cost.replicas, "replica")
     table.add_row("device", f"{cost.device}, {cost.precision}, {replicas}")
     table.add_row("batches", counted(cost.batch_size, "sequence"))
-    done = plan.done
-    table.add_row("shards", f"{plan.manifest.shards:,}{f', {done:,} done' if done else ''}")
+    shards_done = plan.shards_done
+    done_note = f", {shards_done:,} done" if shards_done else ""
+    table.add_row("shards", f"{plan.manifest.shards:,}{done_note}")
     table.add_row("sequences", f"{len(plan.sequences):,}")
     table.add_row("tokens", f"{plan.tokens:,} through the model")
     index = plan.sequences.index
     if index is not None:
+        # Rows without tokens of their own, bad or skipped, have a negative number here.
         tokens = int(index.n_tokens[index.n_tokens > 0].sum())
-        place = "not kept (a data set of the Hub)" if kept is None else f"kept as {kept.file}"
+        place = "not kept (a data set of the Hub)"
+        if kept_index is not None:
+            place = f"kept as {kept_index.file}"
         documents = counted(index.documents, "document")
         corpus = f"{documents} read, {counted(tokens, 'token')}; index {place}"
         table.add_row("corpus", escape(printable(corpus)))
@@ -196,16 +226,17 @@ def _run_table(plan: Plan, cost: Cost, kept: KeptIndex | None) -> Table:
 
 
 def _documents_table(fates: Fates) -> Table:
-    """What becomes of the corpus's documents, by part."""
-    kinds = list(fates.all)
-    numbers = [Column(kind, justify="right") for kind in ("all", *kinds)]
-    table = Table(Column("documents", overflow="fold"), *numbers)
-    parts = {printable(name) or "of no part": counts for name, counts in fates.parts.items()}
-    for name, counts in (parts if len(parts) > 1 else {}).items():
-        cells = [f"{counts.get(kind, 0):,}" for kind in kinds]
-        table.add_row(escape(name), f"{sum(counts.values()):,}", *cells)
-    total = [f"{count:,}" for count in fates.all.values()]
-    table.add_row("all", f"{sum(fates.all.values()):,}", *total)
+    """How many documents of the corpus have which fate: a row for each part, and one for all."""
+    fate_names = list(fates.all)
+    columns = [Column(name, justify="right") for name in ("all", *fate_names)]
+    table = Table(Column("documents", overflow="fold"), *columns)
+    if len(fates.parts) > 1:
+        for part, counts in fates.parts.items():
+            cells = [f"{counts.get(name, 0):,}" for name in fate_names]
+            label = escape(printable(part) or "of no part")
+            table.add_row(label, f"{sum(counts.values()):,}", *cells)
+    totals = [f"{count:,}" for count in fates.all.values()]
+    table.add_row("all", f"{sum(fates.all.values()):,}", *totals)
     return table
 
 
@@ -219,16 +250,17 @@ def _time_table(cost: Cost) -> Table:
         Column("tokens/s", justify="right"),
         Column("time", justify="right"),
     )
-    for one in cost.interventions:
-        speed = f"{one.tokens_per_second:,.0f}"
-        method = one.method
+    for intervention_cost in cost.interventions:
+        speed = f"{intervention_cost.tokens_per_second:,.0f}"
+        time = f"about {duration(intervention_cost.seconds)}"
+        method = intervention_cost.method
         engine = f"{method.engine}, {method.attention}"
         if method.built_layers:
             engine += f", patterns built in {counted(len(method.built_layers), 'layer')}"
-        table.add_row(method.intervention, engine, speed, f"about {duration(one.seconds)}")
+        table.add_row(method.intervention, engine, speed, time)
     if len(cost.interventions) > 1:
         # Every intervention reads the same tokens, so this is the mean over tokens.
-        tokens = sum(one.tokens_per_second * one.seconds for one in cost.interventions)
+        tokens = sum(each.tokens_per_second * each.seconds for each in cost.interventions)
         speed = f"{tokens / cost.seconds:,.0f}"
         table.add_row("all", "", speed, f"about {duration(cost.seconds)}")
     return table
@@ -241,8 +273,9 @@ def _size_table(cost: Cost) -> Table:
         Column("rows", justify="right"),
         Column("on disk", justify="right"),
     )
-    for one in cost.tables:
-        table.add_row(one.table, f"{one.rows:,}", f"about {_bytes(one.bytes)}")
+    for table_cost in cost.tables:
+        size = f"about {_bytes(table_cost.bytes)}"
+        table.add_row(table_cost.table, f"{table_cost.rows:,}", size)
     table.add_row("all", "", f"about {_bytes(cost.bytes_on_disk)}")
     return table
 
@@ -254,7 +287,7 @@ def scan(
     overrides: Overrides = None,
     run: Annotated[
         str | None,
-        typer.Option(help="Go on with the run of this id; refused if the scan differs."),
+        typer.Option(help="Continue the run with this id. The scan must measure the same."),
     ] = None,
     replicas: LocalReplicas = 1,
     cores: Cores = 0,
@@ -263,20 +296,20 @@ def scan(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Ray cluster that this machine belongs to. Default: Ray is started here.",
+            help="Ray cluster that this machine belongs to. By default Ray is started here.",
         ),
     ] = None,
     verify: Verify = False,
     allow_other_code: AllowOtherCode = False,
     new: New = False,
 ) -> None:
-    """Run scans. A run that was stopped, however it was, goes on with the same command."""
+    """Run scans. If a run was stopped or killed, the same command continues it."""
     from schemas.scan import load_scan
 
     if new and run is not None:
-        raise RunError(f"--new starts a run, --run {run} goes on with one; leave out one")
+        raise RunError(f"--new starts a run, --run {run} continues one; leave out one")
 
-    # Read all of them first: the imports below take seconds, and the first scan may take hours.
+    # Read all files first: the imports below take seconds, and the first scan may take hours.
     scans = [(file, load_scan(file, overrides or ())) for file in scan_files]
     from jobs.plan import make_plan, prepare_run
     from jobs.progress import watch_index
@@ -290,34 +323,40 @@ def scan(
     resources = Resources(replicas, cores, device, address)
     resources.check_here()
     failures: list[Failure] = []
-    ways: list[str] = []
+    advice: list[str] = []
     for scan_file, parsed_scan in scans:
         command = ScanCommand.typed(scan_file, overrides or ())
         try:
             with watch_index(console) as watch:
                 scan_plan = make_plan(parsed_scan, scan_file.stem, run, watch, command, new)
         except HeadcountError as error:
+            # Of several scans, say which one it is.
             raise type(error)(f"{scan_file}: {error}" if len(scans) > 1 else str(error)) from None
-        scan_text = scan_file.read_text(encoding="utf-8")
-        for override in overrides or ():
-            scan_text += f"\n# --set {override}"
-        prepare_run(scan_plan, scan_text)
+        prepare_run(scan_plan, _text_to_keep(scan_file, overrides or ()))
         if new:
             # The same command would start one more.
-            say(console, f"{scan_plan.run.run_id}: another run; {command.text()} goes on with it")
+            say(console, f"{scan_plan.run.run_id}: another run; {command.text()} continues it")
         _print_bad_rows(console, scan_plan.bad_rows)
-        failed = run_to_end(
+        run_failures = run_to_end(
             scan_plan, resources, console, verify, allow_other_code=allow_other_code
         )
-        if failed:
-            failures += failed
-            ways.append(f"{command.text()} goes on, {scan_plan.way}")
+        if run_failures:
+            failures += run_failures
+            advice.append(f"{command.text()} continues it, {scan_plan.alternative}")
         print(scan_plan.run.path)
     if failures:
         raise RunError(
             f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
-            f"then {'; '.join(ways)}"
+            f"then {'; '.join(advice)}"
         )
+
+
+def _text_to_keep(scan_file: Path, overrides: Sequence[str]) -> str:
+    """The text that a run keeps of its scan: the file as it is, and the overrides as comments."""
+    text = scan_file.read_text(encoding="utf-8")
+    for override in overrides:
+        text += f"\n# --set {override}"
+    return text
 
 
 def rm(
@@ -325,21 +364,23 @@ def rm(
         list[str],
         typer.Argument(metavar="RUN...", help="Run directories, or their addresses in a store."),
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
 ) -> None:
-    """Delete runs. Of a run in a store, first make sure that nobody is at work on it: a store has no
-    locks.
+    """Delete runs.
+
+    A store has no locks: before you delete a run there, make sure that nobody is at work on it.
     """
     from jobs.removal import check_removable, describe_run, remove
 
     console = Console(highlight=False, stderr=True)
-    found = [check_removable(location) for location in runs]
+    # All are checked before the first is deleted.
+    run_directories = [check_removable(location) for location in runs]
     if not yes and not sys.stdin.isatty():
         raise RunError(
-            "nobody can be asked here whether to delete; "
+            "headcount rm asks before it deletes, and stdin is no terminal; "
             f"{shlex.join(['headcount', 'rm', *runs, '--yes'])} does not ask"
         )
-    for run in found:
+    for run in run_directories:
         if yes or typer.confirm(f"Delete {describe_run(run)}?", err=True):
             remove(run)
             say(console, f"deleted {run.path}")
@@ -352,11 +393,14 @@ def compact(
             metavar="RUN", help="A run directory, or one that holds runs; a path or an address."
         ),
     ],
-    rows: Annotated[int, typer.Option(min=1, help="Rows of heads in a merged file.")] = 2_000_000,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of the largest table in a merged file.")
+    ] = 2_000_000,
 ) -> None:
-    """Merge the small files of a run into few large ones. If it is stopped, the same command goes on.
+    """Merge the small files of a run into few large ones.
 
-    A store has no locks: do not compact a run there during a scan or another compaction of it.
+    If it is stopped or killed, the same command continues. A store has no locks: do not compact a
+    run there during a scan or another compaction of it.
     """
     from jobs.compaction import compact
     from jobs.console import duration
@@ -369,11 +413,12 @@ def compact(
         try:
             result = compact(run, rows, lambda line: say(console, line))
         except RunError as error:
-            problems += [str(error)]
+            # One run that cannot be compacted does not keep the others from it.
+            problems.append(str(error))
             continue
-        before = result.before.files
-        verb = "is" if before == 1 else "are"
-        files = f"{counted(before, 'file')} {verb} now {result.after.files:,}"
+        files_before = result.before.files
+        verb = "is" if files_before == 1 else "are"
+        files = f"{counted(files_before, 'file')} {verb} now {result.after.files:,}"
         size = f"{_bytes(result.before.bytes)} are now {_bytes(result.after.bytes)}"
         say(console, f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")
         problems += [f"{run.run_id}: {problem}" for problem in result.problems]
@@ -385,10 +430,13 @@ def compact(
 def doctor(
     device: Annotated[
         Literal["cpu", "cuda"],
-        typer.Option(help="cuda: compare the GPU's kernel with the tiles, in all shapes."),
+        typer.Option(
+            help="cpu checks the installation. cuda compares the GPU's kernel with the tiles of "
+            "the CPU's code, in all shapes."
+        ),
     ] = "cpu",
 ) -> None:
-    """Check that this machine can run scans, and say what it has."""
+    """Check that this machine can run scans, and print what it has."""
     if device == "cuda":
         _compare_kernel(Console(highlight=False))
         return
@@ -396,11 +444,11 @@ def doctor(
 
     console = Console(highlight=False)
     healthy = True
-    # The libraries take seconds to load, and so does every model.
+    # Loading the libraries takes seconds, and so does every model.
     with console.status("loading the libraries, then measuring with every bundled model"):
         for check in examine():
             healthy &= check.ok
-            say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.found}")
+            say(console, f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<16} {check.result}")
             if not check.ok and check.advice:
                 say(console, f"{'':<23}{check.advice}")
             sys.stdout.flush()
@@ -409,7 +457,7 @@ def doctor(
 
 
 def _compare_kernel(console: Console) -> None:
-    """Print how the GPU's kernel and the tiles differ in every shape and precision."""
+    """Print how much the GPU's kernel and the tiles differ in every shape and precision."""
     from jobs.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line, kernel_obstacle
 
     if obstacle := kernel_obstacle():
@@ -424,18 +472,22 @@ def _compare_kernel(console: Console) -> None:
         sys.exit(1)
 
 
-def _print_bad_rows(console: Console, problems: list[str], most: int = 5) -> None:
+def _print_bad_rows(console: Console, problems: list[str]) -> None:
+    """Name the first few rows of the corpus that cannot be read."""
     if not problems:
         return
-    more = f" and {len(problems) - most:,} more" if len(problems) > most else ""
+    hidden = len(problems) - MOST_BAD_ROWS
+    more = f" and {hidden:,} more" if hidden > 0 else ""
     rows = counted(len(problems), "bad row")
-    say(console, f"{rows} left out: {', '.join(problems[:most])}{more}")
+    say(console, f"{rows} left out: {', '.join(problems[:MOST_BAD_ROWS])}{more}")
     say(console, "Lines and rows are counted from 1 here, and from 0 in sequences.row.")
 
 
 def _bytes(count: float) -> str:
+    """A number of bytes in the unit that leaves at most three digits before the point."""
+    size = count
     for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

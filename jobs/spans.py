@@ -1,4 +1,4 @@
-"""Who measures which shards: contiguous spans, so that a replica reads the corpus's files forward."""
+"""Which replica measures which shards: spans of neighbours, so that it reads files forward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 
 
 class Spans:
-    """Shards in order, shared out among owners; an owner with nothing left takes half of the
-    longest span.
+    """Shards in order, divided among owners; one without any steals half of the longest span.
 
     >>> spans = Spans(np.arange(10, 18))
     >>> [spans.take(owner) for owner in "aaab"]
@@ -18,21 +17,24 @@ class Spans:
 
     def __init__(self, shards: np.ndarray) -> None:
         self.shards = shards
-        # What no owner has had yet is the span of None. Its taker gets the whole of it.
+        # An owner's span is `shards[start:stop]`. Shards that nobody has had yet belong to None.
         self.spans: dict[object, tuple[int, int]] = {None: (0, len(shards))}
 
     def take(self, owner: object) -> int | None:
         """The owner's next shard; none if all are taken."""
         start, stop = self.spans.get(owner, (0, 0))
         if start == stop:
-            start, stop = self._split_longest()
+            start, stop = self._steal()
         if start == stop:
             return None
         self.spans[owner] = start + 1, stop
         return int(self.shards[start])
 
-    def _split_longest(self) -> tuple[int, int]:
-        """The second half of the longest span; its owner keeps the first half."""
+    def _steal(self) -> tuple[int, int]:
+        """The second half of the longest span, which its owner loses; all of it if None owns it.
+
+        The owner keeps the first half, because that is where it reads now.
+        """
         longest = max(self.spans, key=self._length)
         start, stop = self.spans[longest]
         middle = start if longest is None else (start + stop) // 2

@@ -1,7 +1,7 @@
-"""How far a run is, how fast it goes and what went wrong, from its directory alone.
+"""How far a run is, how fast it goes and what went wrong, read from its directory alone.
 
-Every speed is tokens over the seconds that a replica measured itself, so clocks that are wrong do
-not enter it. They enter which commits are recent: those of a replica are compared with its own last
+Clocks of machines may be wrong. So a speed is tokens over seconds that a replica measured itself.
+Only which commits are recent depends on clocks: a replica's commits are compared with its own last
 one, and only that one with the clock here.
 """
 
@@ -28,20 +28,19 @@ from schemas.document_fates import Fates
 from schemas.errors import printable
 from schemas.manifest import Manifest
 from schemas.places import Place
-from schemas.run_directory import RunDirectory, covered, pc
+from schemas.run_directory import RunDirectory, holds_whole_shard, pc
 
-RECENT = 600.0
-"""Seconds before a replica's last commit that its speed is taken from."""
+RECENT_SECONDS = 600.0
+"""A replica's speed is taken from this long before its last commit."""
 
-PATIENCE = 5.0
-"""A replica is at work if its last commit is no older than so many of its shards take, or `QUIET`
-seconds.
-"""
+PATIENCE_SHARDS = 5.0
+"""A replica is at work if its last commit is no older than this many of its shards take."""
 
-QUIET = 60.0
+PATIENCE_SECONDS = 60.0
+"""It is also at work if its last commit is no older than this, however short its shards are."""
 
 REASONS = 10
-"""Failures that are read and shown; the others are counted."""
+"""Failures and damaged files that are read and shown; the others are counted."""
 
 COLUMNS = [
     "stop",
@@ -53,11 +52,12 @@ COLUMNS = [
     "replica",
     "bad_rows",
 ]
+"""Columns of the ledger that a status needs."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """One replica at work."""
+    """How fast a replica at work is."""
 
     replica: str
     host: str
@@ -65,7 +65,7 @@ class Pace:
     busy: float
     """Share of its time that it computes."""
     shards: int
-    """Recent ones, which the speed is taken from."""
+    """Recent shards, from which the speed is taken."""
 
 
 @dataclass(frozen=True)
@@ -88,78 +88,81 @@ class Status:
     damage: list[str] = field(default_factory=list)
     """What is wrong with the first few damaged files."""
     documents: dict[str, int] | None = None
-    """Documents of the corpus by what became of them; none where there is no corpus, or an older run
-    did not keep it.
+    """Documents of the corpus by what became of them. None without a corpus, and for older runs,
+    which did not record it.
     """
     failures: dict[int, str] = field(default_factory=dict)
-    """Reason by shard, of the first few."""
+    """The error of each of the first few failed shards."""
     last_commit: str | None = None
-    """When, by the clock of the host that made it."""
+    """Time of the last commit, by the clock of the host that made it."""
     last_host: str | None = None
     seconds_since: float | None = None
-    """Since the last commit, by the clock here; 0 where the host's clock is ahead."""
+    """Since the last commit, by the clock here; 0 if the host's clock is ahead."""
     seconds_ahead: float = 0.0
     """How far the clock of `last_host` is ahead of the one here, if it is."""
     tokens_per_second: float | None = None
-    """Of the replicas at work; none where none is."""
+    """Of all replicas at work together; none if no replica is at work."""
     seconds_left: float | None = None
     replicas: list[Pace] = field(default_factory=list)
     at_work: bool | None = None
-    """Whether a process of this machine has the run's lock; none where that cannot be known."""
+    """Whether a process of this machine has the run's lock; none if that cannot be known."""
 
 
 def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
-    """Read a run's manifest, ledger and notes of failures."""
+    """Read a run's manifest, its ledger and the notes of failures; `now` is the time here."""
+    now_seconds = (now or datetime.now(UTC)).timestamp()
     manifest = run.manifest()
-    ledger, damaged = done_and_damaged(run, manifest, COLUMNS)
-    done = ledger["shard"].to_numpy()
-    failed = np.setdiff1d(np.array(run.failed_shards(), np.int64), done)
-    notes = {int(shard): run.failure(int(shard)) for shard in failed[:REASONS]}
-    tokens, tokens_done = tokens_of(manifest), int(pc.sum(ledger["tokens"]).as_py() or 0)
-    complete = len(done) == manifest.shards
-    last = _last_commit(ledger, (now or datetime.now(UTC)).timestamp())
-    at_work = _locked(run.path)
-    paces = [] if complete else _paces(ledger, (now or datetime.now(UTC)).timestamp())
+    ledger, damages = done_and_damaged(run, manifest, COLUMNS)
+    done_shards = ledger["shard"].to_numpy()
+    failed_shards = _failed_shards(run, done_shards)
+    tokens = tokens_of(manifest)
+    tokens_done = int(pc.sum(ledger["tokens"]).as_py() or 0)
+    complete = len(done_shards) == manifest.shards
+    last_commit = _last_commit(ledger, now_seconds)
+    at_work = _is_locked(run.path)
+    paces = [] if complete else _paces(ledger, now_seconds)
     if at_work is False:
-        # Replicas of this machine end with the process that has the lock; others may be at work.
+        # Replicas of this machine end with the process that has the lock, even if their last
+        # commits are recent. Those of other machines may be at work.
         paces = [pace for pace in paces if pace.host != socket.gethostname()]
-    speed = sum(pace.tokens_per_second for pace in paces) or None
+    tokens_per_second = sum(pace.tokens_per_second for pace in paces) or None
+    tokens_left = max(0, tokens - tokens_done)
     fates = run.fates()
     return Status(
         run_id=run.run_id,
         run=str(run.path),
         complete=complete,
         shards=manifest.shards,
-        done=len(done),
-        missing=manifest.shards - len(done),
-        failed=len(failed),
-        damaged=len({shard for damage in damaged for shard in damage.shards}),
+        done=len(done_shards),
+        missing=manifest.shards - len(done_shards),
+        failed=len(failed_shards),
+        damaged=len({shard for damage in damages for shard in damage.shards}),
         tokens=tokens,
         tokens_done=tokens_done,
         bad_rows=pc.count_distinct(pc.list_flatten(ledger["bad_rows"])).as_py(),
-        damage=[str(damage) for damage in damaged[:REASONS]],
+        damage=[str(damage) for damage in damages[:REASONS]],
         documents=fates.all if fates else None,
-        failures={
-            shard: note[1] if note else "its note cannot be read" for shard, note in notes.items()
-        },
-        tokens_per_second=speed,
-        seconds_left=max(0, tokens - tokens_done) / speed if speed else None,
+        failures=_errors(run, failed_shards[:REASONS].tolist()),
+        tokens_per_second=tokens_per_second,
+        seconds_left=tokens_left / tokens_per_second if tokens_per_second else None,
         replicas=paces,
         at_work=at_work,
-        **last,
+        **last_commit,
     )
 
 
 def done_and_damaged(
     run: RunDirectory, manifest: Manifest, columns: Sequence[str]
 ) -> tuple[pa.Table, list[Damage]]:
-    """Columns of the commits of shards that are done, and files that are gone or of another size."""
+    """The ledger of the shards that are done, and the files that are gone or of another size."""
     ledger = run.ledger(columns)
-    # In parts, because the names of all files take as much memory as everything else.
-    damaged = run.damaged_by_size()
-    broken = [shard for damage in damaged for shard in damage.shards]
-    done = covered(manifest, ledger) & ~np.isin(ledger["shard"].to_numpy(), broken)
-    return ledger.filter(pa.array(done)), damaged
+    # Sizes are checked in parts, because the names of all files take as much memory as everything
+    # else.
+    damages = run.damaged_by_size()
+    damaged_shards = [shard for damage in damages for shard in damage.shards]
+    is_whole = ~np.isin(ledger["shard"].to_numpy(), damaged_shards)
+    is_done = holds_whole_shard(manifest, ledger) & is_whole
+    return ledger.filter(pa.array(is_done)), damages
 
 
 def tokens_of(manifest: Manifest) -> int:
@@ -168,67 +171,96 @@ def tokens_of(manifest: Manifest) -> int:
     return manifest.sequences * int(scan["n_ctx"]) * len(scan["interventions"])
 
 
+def _failed_shards(run: RunDirectory, done_shards: np.ndarray) -> np.ndarray:
+    """The shards with a note of a failure that no later attempt has measured."""
+    noted_shards = np.array(run.failed_shards(), np.int64)
+    return np.setdiff1d(noted_shards, done_shards)
+
+
+def _errors(run: RunDirectory, shards: list[int]) -> dict[int, str]:
+    """The error of each of some shards, as its note says."""
+    errors: dict[int, str] = {}
+    for shard in shards:
+        note = run.failure(shard)
+        if note is None:
+            errors[shard] = "its note cannot be read"
+        else:
+            _, errors[shard] = note
+    return errors
+
+
 def _last_commit(ledger: pa.Table, now: float) -> dict[str, Any]:
+    """The fields of a status that tell of the last commit."""
     if not len(ledger):
         return {}
-    last = int(np.argmax(_seconds(ledger)))
-    made = ledger["finished"][last].as_py()
-    since = now - made.timestamp()
+    last = int(np.argmax(_finished_seconds(ledger)))
+    finished = ledger["finished"][last].as_py()
+    seconds_since = now - finished.timestamp()
     return {
-        "last_commit": made.astimezone(UTC).isoformat(timespec="seconds"),
+        "last_commit": finished.astimezone(UTC).isoformat(timespec="seconds"),
         "last_host": ledger["host"][last].as_py(),
-        "seconds_since": round(max(0.0, since), 1),
-        "seconds_ahead": round(max(0.0, -since), 1),
+        "seconds_since": round(max(0.0, seconds_since), 1),
+        # A commit of the future was made by a clock that is ahead.
+        "seconds_ahead": round(max(0.0, -seconds_since), 1),
     }
 
 
-def _seconds(ledger: pa.Table) -> np.ndarray:
+def _finished_seconds(ledger: pa.Table) -> np.ndarray:
     """When each commit was made, in seconds since 1970."""
     return ledger["finished"].cast(pa.int64()).to_numpy() / 1e6
 
 
 def _paces(ledger: pa.Table, now: float) -> list[Pace]:
-    """The replicas at work, the fastest first."""
-    replicas = ledger["replica"].combine_chunks().dictionary_encode()
+    """The paces of the replicas at work, the fastest first."""
     if not len(ledger):
         return []
-    codes, count = replicas.indices.to_numpy(), len(replicas.dictionary)
-    finished = _seconds(ledger)
+    # A run may have a million commits, so they are summed by arrays. Each replica has a number, and
+    # `replica_of` holds the number of the replica that made each recent commit.
+    encoded = ledger["replica"].combine_chunks().dictionary_encode()
+    replica_names = encoded.dictionary
+    count = len(replica_names)
+    replica_of_all = encoded.indices.to_numpy()
+    finished = _finished_seconds(ledger)
     newest = np.full(count, -np.inf)
-    np.maximum.at(newest, codes, finished)
-    recent = np.flatnonzero(finished >= newest[codes] - RECENT)
-    codes = codes[recent]
+    np.maximum.at(newest, replica_of_all, finished)
+    recent = np.flatnonzero(finished >= newest[replica_of_all] - RECENT_SECONDS)
+    replica_of = replica_of_all[recent]
 
-    def total(values: np.ndarray | None) -> np.ndarray:
-        return np.bincount(codes, values, minlength=count)
+    def total(column: str) -> np.ndarray:
+        """The sum of a column over the recent commits of each replica."""
+        values = ledger[column].to_numpy()[recent].astype(float)
+        # One commit with a broken number must not spoil the sums of its replica.
+        finite_values = np.maximum(0, np.nan_to_num(values, posinf=0))
+        return np.bincount(replica_of, finite_values, minlength=count)
 
-    shards = total(None)
-    tokens, computed, idle = (
-        total(np.maximum(0, np.nan_to_num(ledger[name].to_numpy()[recent].astype(float), posinf=0)))
-        for name in ("tokens", "compute_seconds", "idle_seconds")
-    )
-    seconds = computed + idle
-    at_work = (seconds > 0) & (
-        now - newest <= np.maximum(QUIET, PATIENCE * seconds / np.maximum(1, shards))
-    )
-    _, rows = np.unique(codes, return_index=True)  # Each replica has a recent commit: its newest.
-    hosts = ledger["host"].take(pa.array(recent[rows]))
-    found = [
+    shards = np.bincount(replica_of, minlength=count)
+    tokens = total("tokens")
+    compute_seconds = total("compute_seconds")
+    seconds = compute_seconds + total("idle_seconds")
+    seconds_per_shard = seconds / np.maximum(1, shards)
+    patience = np.maximum(PATIENCE_SECONDS, PATIENCE_SHARDS * seconds_per_shard)
+    is_at_work = (seconds > 0) & (now - newest <= patience)
+
+    # Each replica has a recent commit, its newest, so this has one entry for each replica.
+    _, first_commits = np.unique(replica_of, return_index=True)
+    hosts = ledger["host"].take(pa.array(recent[first_commits]))
+    paces = [
         Pace(
-            replica=replicas.dictionary[code].as_py(),
-            host=hosts[code].as_py(),
-            tokens_per_second=round(float(tokens[code] / seconds[code]), 1),
-            busy=round(float(computed[code] / seconds[code]), 3),
-            shards=int(shards[code]),
+            replica=replica_names[number].as_py(),
+            host=hosts[number].as_py(),
+            tokens_per_second=round(float(tokens[number] / seconds[number]), 1),
+            busy=round(float(compute_seconds[number] / seconds[number]), 3),
+            shards=int(shards[number]),
         )
-        for code in np.flatnonzero(at_work).tolist()
+        for number in np.flatnonzero(is_at_work).tolist()
     ]
-    return sorted(found, key=lambda pace: (-pace.tokens_per_second, pace.replica))
+    return sorted(paces, key=lambda pace: (-pace.tokens_per_second, pace.replica))
 
 
-def _locked(path: Place) -> bool | None:
-    """Whether a process of this machine holds the lock of a run; looked up, because taking it would
-    be in a driver's way.
+def _is_locked(path: Place) -> bool | None:
+    """Whether a process of this machine holds the lock of a run; none if that cannot be known.
+
+    The system's list of locks is read instead of taking the lock, which would be in a driver's way.
     """
     if not isinstance(path, Path):
         return None
@@ -237,6 +269,7 @@ def _locked(path: Place) -> bool | None:
         locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
+    # A line is `1: FLOCK ADVISORY WRITE 1234 00:2f:5678 0 EOF`, with the inode after the device.
     return any("FLOCK" in line and f":{inode} " in line for line in locks)
 
 
@@ -245,40 +278,17 @@ def as_json(status: Status) -> dict[str, Any]:
     return asdict(status)
 
 
-def as_lines(status: Status, most: int = 20) -> list[str]:
-    """A status as lines for people."""
+def as_lines(status: Status, most_replicas: int = 20) -> list[str]:
+    """A status as lines for people, of which each begins with a word for its subject."""
     share = status.tokens_done / status.tokens if status.tokens else 1.0
     lines = [
         f"run       {status.run}",
         f"shards    {status.done:,} of {status.shards:,} done, {status.missing:,} missing, "
         f"{status.failed:,} of them failed",
         f"tokens    {status.tokens_done:,} of {status.tokens:,} ({share:.1%})",
+        *_progress_lines(status),
+        _commit_line(status),
     ]
-    if status.complete:
-        lines.append("complete  every shard is committed")
-    elif status.tokens_per_second is not None and status.seconds_left is not None:
-        lines.append(
-            f"speed     {status.tokens_per_second:,.0f} tokens/s, {duration(status.seconds_left)} "
-            "left"
-        )
-    elif status.at_work is False:
-        lines.append(
-            "stopped   no process of this machine is at work on this run; headcount resume "
-            f"{shlex.quote(status.run)} goes on"
-        )
-    if status.last_commit is not None:
-        ahead = (
-            f", whose clock is {duration(status.seconds_ahead)} ahead"
-            if status.seconds_ahead >= 1
-            else ""
-        )
-        since = "just now" if ahead else f"{duration(status.seconds_since or 0)} ago"
-        lines.append(
-            f"commit    the last {since}, at {status.last_commit} by the clock of "
-            f"{status.last_host}{ahead}"
-        )
-    else:
-        lines.append("commit    none yet")
     if status.at_work:
         lines.append("process   one of this machine is at work on this run")
     if status.documents:
@@ -286,45 +296,77 @@ def as_lines(status: Status, most: int = 20) -> list[str]:
     elif status.bad_rows:
         lines.append(f"bad rows  {status.bad_rows:,} left out")
     lines += [
-        f"replica   {p.replica}: {p.tokens_per_second:,.0f} tokens/s, busy {p.busy:.0%}"
-        for p in status.replicas[:most]
+        f"replica   {pace.replica}: {pace.tokens_per_second:,.0f} tokens/s, busy {pace.busy:.0%}"
+        for pace in status.replicas[:most_replicas]
     ]
-    if len(status.replicas) > most:
-        lines.append(f"replica   and {len(status.replicas) - most:,} more")
+    if len(status.replicas) > most_replicas:
+        lines.append(f"replica   and {len(status.replicas) - most_replicas:,} more")
+    lines += _problem_lines(status)
+    return [printable(line) for line in lines]
+
+
+def _progress_lines(status: Status) -> list[str]:
+    """Whether a run is complete, how fast it goes, or that it stopped; no line if nobody knows."""
+    if status.complete:
+        return ["complete  every shard is committed"]
+    if status.tokens_per_second is not None and status.seconds_left is not None:
+        time_left = duration(status.seconds_left)
+        return [f"speed     {status.tokens_per_second:,.0f} tokens/s, {time_left} left"]
+    if status.at_work is False:
+        return [
+            "stopped   no process of this machine is at work on this run; headcount resume "
+            f"{shlex.quote(status.run)} continues it"
+        ]
+    return []
+
+
+def _commit_line(status: Status) -> str:
+    """When the last commit was made, and on which host."""
+    if status.last_commit is None:
+        return "commit    none yet"
+    since, ahead = f"{duration(status.seconds_since or 0)} ago", ""
+    if status.seconds_ahead >= 1:
+        since, ahead = "just now", f", whose clock is {duration(status.seconds_ahead)} ahead"
+    return (
+        f"commit    the last {since}, at {status.last_commit} by the clock of "
+        f"{status.last_host}{ahead}"
+    )
+
+
+def _problem_lines(status: Status) -> list[str]:
+    """Damaged files and failed shards, the first few of each."""
+    lines: list[str] = []
     if status.damaged:
         lines.append(
             f"damaged   {status.damaged:,} of the missing were committed; headcount resume "
             f"{status.run} measures them anew"
         )
         lines += [f"damaged   {line}" for line in status.damage]
-    lines += [
-        f"failed    shard {shard}: {' '.join(error.split())}"
-        for shard, error in status.failures.items()
-    ]
+    for shard, error in status.failures.items():
+        lines.append(f"failed    shard {shard}: {' '.join(error.split())}")
     if status.failed > len(status.failures):
         lines.append(f"failed    and {status.failed - len(status.failures):,} more")
-    return [printable(line) for line in lines]
+    return lines
 
 
 HEADINGS = ("run", "model", "input", "shards", "failed", "tokens", "created", "process")
-"""Of the columns of a table of runs."""
+"""The columns of a table of runs."""
 
 
 def list_line(run: RunDirectory) -> tuple[str, ...]:
-    """A run in a table of runs, under `HEADINGS`."""
+    """A run's row in a table of runs, under `HEADINGS`."""
     manifest = run.manifest()
     ledger, _ = done_and_damaged(run, manifest, ["stop", "tokens"])
-    done = ledger["shard"].to_numpy()
-    failed = np.setdiff1d(np.array(run.failed_shards(), np.int64), done)
-    tokens = pc.sum(ledger["tokens"]).as_py() or 0
+    done_shards = ledger["shard"].to_numpy()
+    tokens_done = pc.sum(ledger["tokens"]).as_py() or 0
     scan = manifest.identity["scan"]
     return (
         run.run_id,
         str(scan["model"]),
         str(scan["input"]["family"]),
-        f"{len(done):,}/{manifest.shards:,}",
-        f"{len(failed):,}",
-        f"{tokens:,}/{tokens_of(manifest):,}",
+        f"{len(done_shards):,}/{manifest.shards:,}",
+        f"{len(_failed_shards(run, done_shards)):,}",
+        f"{tokens_done:,}/{tokens_of(manifest):,}",
         manifest.created,
-        "at work" if _locked(run.path) else "",
+        "at work" if _is_locked(run.path) else "",
     )

@@ -1,8 +1,10 @@
 """Runs as jobs of a Ray cluster, from a machine that need not belong to it.
 
-A job has the run's id, so that submitting twice is one job. Ray does not support giving the id of a
-deleted job to another, so one that resumes a run has a number of its own: NAME-HASH, NAME-HASH.2,
-NAME-HASH.3. The last one speaks for the run. (NAME-HASH-2 is another run of the same scan.)
+The first job of a run has the run's id. A cluster takes each id once, so submitting a scan twice
+makes one job, even if both commands run at the same time. Ray does not support giving the id of a
+deleted job to another, so a job that resumes a run gets a number: NAME-HASH, NAME-HASH.2,
+NAME-HASH.3. The last one stands for the run. (NAME-HASH-2, with a hyphen, is another run of the
+same scan.)
 """
 
 from __future__ import annotations
@@ -19,13 +21,12 @@ from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from ssl import SSLError
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import ray
 from ray.exceptions import AuthenticationError
-from ray.job_submission import JobSubmissionClient
+from ray.job_submission import JobDetails, JobSubmissionClient
 
 from jobs.ray_cluster import Resources, last_line, staged_code
 from jobs.scan_runs import last_run, next_run
@@ -41,16 +42,17 @@ STOP_SECONDS = 60.0
 """Give up after this many seconds if a job does not stop; Ray kills it after three."""
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-"""States of a job that runs no more."""
+"""States of a job that has ended."""
 
 ADDRESS_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+"""Environment variables that Ray prefers to the address that it is given."""
 
 TALKATIVE_MODULES = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
 )
-"""Modules of Ray that report on stderr what is no news to the user."""
+"""Modules of Ray whose messages on stderr tell the user nothing new."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,13 @@ class Job:
     state: str
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
     message: str
-    """Last line of what Ray says of it."""
+    """Last line of Ray's message about it."""
     started: float
     """Seconds since 1970."""
 
     @property
     def ended(self) -> bool:
-        """Whether it runs no more."""
+        """Whether it has ended, well or not."""
         return self.state in ENDED
 
 
@@ -87,11 +89,11 @@ class JobClient:
             self.client = JobSubmissionClient(self.url)
 
     def jobs(self) -> list[Job]:
-        """The jobs that measure runs, by run and in order."""
+        """The jobs that measure runs, by run, those of a run in their order."""
         with self._explained():
-            jobs = [_job(details) for details in self.client.list_jobs()]
-        ours = [job for job in jobs if job is not None]
-        return sorted(ours, key=lambda job: (job.run_id, job.attempt, job.started))
+            jobs = [_job_of(details) for details in self.client.list_jobs()]
+        our_jobs = [job for job in jobs if job is not None]
+        return sorted(our_jobs, key=lambda job: (job.run_id, job.attempt, job.started))
 
     def last(self, run_id: str) -> Job | None:
         """The last job of a run; none if it never had one."""
@@ -99,15 +101,17 @@ class JobClient:
         return jobs[-1] if jobs else None
 
     def find(self, name: str) -> Job:
-        """A job by its id, or the last one of a run, by the run's id, directory or address."""
+        """The job with an id, or the last job of a run by the run's id, directory or address."""
         jobs = self.jobs()
-        name = name.rstrip("/").rpartition("/")[2].removeprefix("run_id=")
-        # The first job of a run has the run's id, which as a name means the last one.
+        last_part = name.rstrip("/").rpartition("/")[2]
+        name_or_id = last_part.removeprefix("run_id=")
+        # The id of a run is also that of its first job. It stands for the last one, which is kept
+        # here because it comes last in `jobs`.
         by_name = {job.run_id: job for job in jobs}
         by_name |= {job.job_id: job for job in jobs if job.job_id != job.run_id}
-        if name not in by_name:
-            raise RunError(f"{self.url}: {unknown('job', name, by_name)}")
-        return by_name[name]
+        if name_or_id not in by_name:
+            raise RunError(f"{self.url}: {unknown('job', name_or_id, by_name)}")
+        return by_name[name_or_id]
 
     def start(
         self,
@@ -116,12 +120,15 @@ class JobClient:
         env: dict[str, str],
         scan_file: Path | None = None,
     ) -> str:
-        """Start a job for a run, unless one is at work; returns a line that says which."""
+        """Start a job for a run unless one is at work; returns a line that says which it was.
+
+        `words` follow `headcount` on the job's command line. The scan file is sent with the code.
+        """
         self._check_version()
-        last = self.last(run.run_id)
-        if last is not None and not last.ended:
-            return self._at_work(last)
-        attempt = 1 if last is None else last.attempt + 1
+        last_job = self.last(run.run_id)
+        if last_job is not None and not last_job.ended:
+            return self._already_submitted(last_job)
+        attempt = 1 if last_job is None else last_job.attempt + 1
         job_id = run.run_id if attempt == 1 else f"{run.run_id}.{attempt}"
         with self._explained(), staged_code() as code:
             if scan_file is not None:
@@ -138,16 +145,17 @@ class JobClient:
                     },
                 )
             except (RuntimeError, OSError):
-                # Ray refuses the second of two that submit at once. Its answer may also be lost on
-                # the way. In both cases the job is there, and is what was wanted.
-                jobs = {job.job_id: job for job in self.jobs()}
-                if job_id not in jobs:
+                # Two commands may find the same last job and submit the same id: Ray refuses the
+                # second. Ray's answer may also be lost on the way. In both cases the job is there,
+                # and that is what the user wanted.
+                jobs_by_id = {job.job_id: job for job in self.jobs()}
+                if job_id not in jobs_by_id:
                     raise
-                return self._at_work(jobs[job_id])
+                return self._already_submitted(jobs_by_id[job_id])
         return f"{job_id}: submitted to {self.url}"
 
     def stop(self, job: Job) -> Job:
-        """End a job, and wait until it has ended."""
+        """Stop a job and wait until it has ended; returns it with its last state."""
         deadline = time.monotonic() + STOP_SECONDS
         while not job.ended:
             if time.monotonic() > deadline:
@@ -168,7 +176,7 @@ class JobClient:
             return str(self.client.get_job_status(job.job_id))
 
     def log(self, job: Job, follow: bool = False) -> Iterator[str]:
-        """What the driver of a job printed, and with `follow` what it will print until it ends."""
+        """Yield what a job's driver printed; with `follow`, also what it prints until it ends."""
         with self._explained():
             if not follow:
                 yield self.client.get_job_logs(job.job_id)
@@ -181,19 +189,23 @@ class JobClient:
                 try:
                     return await anext(texts, None)
                 except ClientError as error:
+                    # So that `_explained` knows it.
                     raise ConnectionError(str(error)) from None
 
+            # Ray's log is an asynchronous generator. One event loop serves all of its steps: the
+            # connection behind it belongs to the loop that opened it.
             with asyncio.Runner() as runner:
                 while (text := runner.run(next_text())) is not None:
                     yield text
 
-    def _at_work(self, job: Job) -> str:
+    def _already_submitted(self, job: Job) -> str:
         return (
             f"{job.job_id}: already submitted to {self.url}, {job.state}; "
             f"headcount logs {job.run_id} shows what it does"
         )
 
     def _check_version(self) -> None:
+        """Refuse a cluster with another release of Ray: a job would end in a stack trace."""
         cluster_version = self.client._server_ray_version or "unknown"
         own_version = ray.__version__
         # Versions that differ only in their last part talk to each other.
@@ -206,7 +218,7 @@ class JobClient:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what goes wrong between here and the cluster into one line."""
+        """Turn every error between this machine and the cluster into one line."""
         try:
             yield
         except HeadcountError:
@@ -224,6 +236,8 @@ class JobClient:
                 "cluster.yaml` runs"
             ) from None
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            # Ray's client takes any answer for one of a cluster, so another server's answer shows
+            # as a missing key or a wrong type.
             raise RunError(
                 f"{self.url}: what answers there is no Ray cluster, or failed "
                 f"({last_line(str(error))})"
@@ -238,38 +252,50 @@ def submit(
     env: list[str],
     new: bool = False,
 ) -> tuple[str, RunDirectory]:
-    """Start the job of a scan's newest run, unless it has one, or of a `new` run; returns a line that
-    says which of the two, and the run.
+    """Start the job of a scan's newest run, or with `new` of another run of the scan.
+
+    Returns a line that says what was done, and the run. A run whose job is at work, or succeeded,
+    is left alone.
     """
     cluster = JobClient(resources.address or "")
-    first = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
-    known = [
+    first_run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
+    # A run whose job has just started has no directory yet, so the cluster's jobs count too.
+    submitted_run_ids = [
         job.run_id
         for job in cluster.jobs()
-        if job.run == f"{first.path.parent / f'run_id={job.run_id}'}"
+        if job.run == f"{first_run.path.parent / f'run_id={job.run_id}'}"
     ]
-    run = next_run(first, known) if new else last_run(first, known)
-    last = cluster.last(run.run_id)
-    if last is not None and last.ended and not _extends(run, scan):
-        if last.state == "SUCCEEDED":
-            return f"{last.job_id}: has ended, SUCCEEDED; headcount status {last.run}", run
-        message = f" ({last.message})" if last.message else ""
-        raise RunError(
-            f"{last.job_id}: has ended, {last.state}{message}; "
-            f"headcount resume {last.run} --address {cluster.url} goes on"
-        )
-    words = ["scan", f"{safe_name(scan_file.stem)}.toml"]
-    for override in overrides:
-        words += ["--set", override]
+    newest_or_next = next_run if new else last_run
+    run = newest_or_next(first_run, submitted_run_ids)
+
+    last_job = cluster.last(run.run_id)
+    if last_job is not None and last_job.ended and not _extends(run, scan):
+        return _line_of_ended(last_job, cluster), run
+    words = ["scan", f"{safe_name(scan_file.stem)}.toml", *_set_options(overrides)]
     if new:
         words.append("--new")
-    elif run != first:
+    elif run != first_run:
         words += ["--run", run.run_id]
-    return cluster.start(run, [*words, *_flags(resources)], _forwarded(env), scan_file), run
+    words += _resource_options(resources)
+    return cluster.start(run, words, _forwarded(env), scan_file), run
+
+
+def _line_of_ended(job: Job, cluster: JobClient) -> str:
+    """Say that a run's job succeeded; if it did not, name the command that resumes the run."""
+    if job.state == "SUCCEEDED":
+        return f"{job.job_id}: has ended, SUCCEEDED; headcount status {job.run}"
+    message = f" ({job.message})" if job.message else ""
+    raise RunError(
+        f"{job.job_id}: has ended, {job.state}{message}; "
+        f"headcount resume {job.run} --address {cluster.url} continues the run"
+    )
 
 
 def _extends(run: RunDirectory, scan: Scan) -> bool:
-    """Whether a scan has more sequences than its run, as far as can be known from here."""
+    """Whether a scan has more sequences than its run, as far as this machine can know.
+
+    A store is seen from here, a disk of the cluster is not.
+    """
     if scan.sequences == "all" or not run.manifest_file.is_file():
         return False
     return scan.sequences > run.manifest().sequences
@@ -284,18 +310,20 @@ def resume(
     allow_other_code: bool,
 ) -> str:
     """Start another job for a run whose last one has ended; returns a line for the user."""
-    words = ["resume", str(run.path)]
-    for override in overrides:
-        words += ["--set", override]
+    words = ["resume", str(run.path), *_set_options(overrides)]
     if verify:
         words.append("--verify")
     if allow_other_code:
         words.append("--allow-other-code")
-    words += _flags(resources)
+    words += _resource_options(resources)
     return JobClient(resources.address or "").start(run, words, _forwarded(env))
 
 
-def _flags(resources: Resources) -> list[str]:
+def _set_options(overrides: list[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def _resource_options(resources: Resources) -> list[str]:
     return [
         "--replicas",
         f"{resources.replicas}",
@@ -307,7 +335,7 @@ def _flags(resources: Resources) -> list[str]:
 
 
 def _forwarded(names: list[str]) -> dict[str, str]:
-    """Values of the variables of this machine that a job gets."""
+    """The values of those environment variables of this machine that a job gets."""
     for name in names:
         if name not in os.environ:
             raise RunError(f"--env {name}: expected the name of a variable that is set here")
@@ -315,13 +343,15 @@ def _forwarded(names: list[str]) -> dict[str, str]:
 
 
 def _url(address: str) -> str:
+    """The URL of a dashboard; refuse an address that cannot be one."""
     url = (address if "://" in address else f"http://{address}").rstrip("/")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        # Reading the port raises if it is no number from 0 to 65535.
+        is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        usable = False
-    if not usable:
+        is_usable = False
+    if not is_usable:
         raise RunError(
             f"{address}: expected http://HOST:8265, the address of the cluster's dashboard"
         )
@@ -330,9 +360,7 @@ def _url(address: str) -> str:
 
 @contextmanager
 def _without_address_variables() -> Iterator[None]:
-    """Ray prefers these variables to the address that it is given. Here the address on the command
-    line counts.
-    """
+    """Hide the variables that Ray prefers, so that the address on the command line counts."""
     variables = {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ}
     try:
         yield
@@ -344,6 +372,7 @@ def _check_connection(url: str) -> None:
     """Fail soon if nobody answers: Ray would wait for minutes."""
     parts = urlsplit(url)
     host = parts.hostname or ""
+    # Behind a proxy the host need not be reachable from here.
     if getproxies().get(parts.scheme) and not proxy_bypass(host):
         return
     connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -362,8 +391,8 @@ def _check_connection(url: str) -> None:
         connection.close()
 
 
-def _job(details: Any) -> Job | None:
-    """A job as Ray describes it; none if it is not ours."""
+def _job_of(details: JobDetails) -> Job | None:
+    """Read Ray's description of a job; none if headcount did not submit it."""
     metadata = details.metadata or {}
     if "headcount" not in metadata or details.submission_id is None:
         return None
@@ -374,7 +403,7 @@ def _job(details: Any) -> Job | None:
         attempt=int(metadata.get("attempt", "1")),
         state=str(details.status),
         message=last_line(details.message or ""),
-        started=(details.start_time or 0) / 1000,
+        started=(details.start_time or 0) / 1000,  # Ray counts milliseconds.
     )
 
 

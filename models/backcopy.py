@@ -1,5 +1,5 @@
-"""Train the model of Guo et al. 2024 on Bigram-Backcopy, keeping it on the way: active-dormant
-heads as they arise.
+"""Train the model of Guo et al. 2024 on Bigram-Backcopy and keep checkpoints, in which
+active-dormant heads arise.
 
 python -m models.backcopy --layers 3 --text tinyshakespeare.txt --out DIR
 
@@ -29,12 +29,13 @@ from workers.inputs.bigram_backcopy import (
     follow,
 )
 
+# Close together at first, where the heads change fastest.
 CHECKPOINTS = [0, 20, 40, 60, 80, 100, 150, *range(200, 2000, 200), *range(2000, 10_000, 1000)]
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.03}
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The published configuration as defaults."""
+    """The options, whose defaults are the published configuration."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,13 +57,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=512, help="sequences of a step")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="adamw")
-    parser.add_argument("--lr", type=float, help=f"learning rate, {LEARNING_RATES} unless told")
+    parser.add_argument(
+        "--lr", type=float, help=f"learning rate; the default depends: {LEARNING_RATES}"
+    )
     parser.add_argument(
         "--checkpoints",
         type=int,
         nargs="*",
         default=CHECKPOINTS,
-        help="steps after which it is kept",
+        help="numbers of steps after which the model is kept",
     )
     parser.add_argument("--seed", type=int, default=42, help="seed of weights and sequences")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -70,8 +73,8 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def train(args: argparse.Namespace) -> GPT2LMHeadModel:
-    """Minimise next-token cross-entropy, every position counting alike, on fresh sequences at a
-    constant rate.
+    """Minimise next-token cross-entropy on fresh sequences at a constant learning rate; every
+    position counts the same.
     """
     table = bigrams_of(args.text, triggers=3)
     model = make_model(table, args.layers, args.dim, args.length, args.seed).to(args.device)
@@ -80,6 +83,7 @@ def train(args: argparse.Namespace) -> GPT2LMHeadModel:
     for step, tokens in track(enumerate(islice(batches, args.steps)), "training", total=args.steps):
         logits = model(tokens[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        # Before the step, so that step-000000 is the model as it was drawn.
         if step in args.checkpoints:
             print(f"step {step}  loss {loss.item():.4f}", flush=True)
             model.save_pretrained(args.out / f"step-{step:06}")
@@ -92,39 +96,40 @@ def train(args: argparse.Namespace) -> GPT2LMHeadModel:
 
 
 def sequences(table: Bigrams, batch: int, length: int, seed: int, device: str) -> Iterator[Tensor]:
-    """Fresh tokens `[sequence pos]` of the input family `backcopy`, BOS first, without end."""
+    """Batches of fresh tokens `[sequence pos]` of the input family `backcopy`, BOS first, without
+    end.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     rows, wakes, copies = chain_of(table)
     chain = Chain(torch.from_numpy(rows).to(device), torch.from_numpy(wakes).to(device), copies)
-    copied = torch.ones(length - 1, dtype=torch.bool, device=device)
-    start = torch.full((batch,), bos_of(table), device=device)
+    # In this variant a copy follows every trigger.
+    is_copied = torch.ones(length - 1, dtype=torch.bool, device=device)
+    bos = torch.full((batch,), bos_of(table), device=device)
     while True:
+        # float64, because a symbol is where its number falls in the cumulative row.
         places = torch.rand(
             length - 1, batch, generator=generator, device=device, dtype=torch.float64
         )
-        yield torch.stack(
-            [start, *(table.first_id + symbols for symbols in follow(chain, places, copied))], dim=1
-        )
+        tokens = [table.first_id + symbols for symbols in follow(chain, places, is_copied)]
+        yield torch.stack([bos, *tokens], dim=1)
 
 
 def bos_of(table: Bigrams) -> int:
-    """The token before every sequence: the one behind the symbols, as the source has it; a
-    delimiter, unused, is the next.
-    """
+    """The token before every sequence: the first id after the symbols, as in the source."""
     return table.first_id + len(table.unigram)
 
 
 def make_model(table: Bigrams, layers: int, dim: int, length: int, seed: int) -> GPT2LMHeadModel:
-    """A GPT-2 of one head a layer, ReLU and an untied output; its linear layers have biases that
-    stay zero.
+    """A GPT-2 of one head a layer, with ReLU, an untied unembedding and biases that stay zero.
 
-    Weights are PyTorch's own: N(0, 1) for embeddings, uniform up to 1/√(inputs) for linear layers.
+    Weights are drawn as PyTorch does by default: embeddings from N(0, 1), linear layers uniformly
+    up to 1/√(inputs).
     """
     torch.manual_seed(seed)
     bos = bos_of(table)
     model = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=bos + 2,
+            vocab_size=bos + 2,  # After BOS the source has a delimiter, which is never used.
             n_positions=length,
             n_embd=dim,
             n_layer=layers,
@@ -142,16 +147,19 @@ def make_model(table: Bigrams, layers: int, dim: int, length: int, seed: int) ->
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
         elif isinstance(module, nn.Linear | Conv1D):
+            # Conv1D keeps its weight transposed: [inputs outputs].
             inputs = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
-            nn.init.uniform_(module.weight, -(inputs**-0.5), inputs**-0.5)
+            bound = inputs**-0.5
+            nn.init.uniform_(module.weight, -bound, bound)
             if module.bias is not None:
+                # The source has no biases; zeros that never change stand for that.
                 module.bias.requires_grad_(False).zero_()
     return model
 
 
 def make_optimiser(model: nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
-    """The published optimisers."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """One of the published optimisers."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=1e-4)

@@ -1,9 +1,10 @@
 """What the recipes measure on a trained model, and the tables of its card.
 
-Tensors carry TransformerLens names and axes: tokens [batch pos], pattern [layer batch head query
-key]. Every sequence starts with BOS at position 0.
+Tensors have TransformerLens names and axes: tokens [batch pos], pattern [layer batch head query
+key]. Every sequence starts with BOS at position 0. Scores of heads are [layer head].
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import GPT2LMHeadModel
 
 EVALUATION_SEED = 2026
@@ -22,16 +24,21 @@ EVALUATION_SEED = 2026
 def twice(
     rng: np.random.Generator, batch: int, low: int, high: int, bos: int, period: int = 25
 ) -> Tensor:
-    """BOS and uniform tokens, the same ones again."""
+    """BOS and a segment of uniform tokens, twice."""
     segment = rng.integers(low, high, (batch, period))
-    return torch.from_numpy(np.pad(np.tile(segment, 2), ((0, 0), (1, 0)), constant_values=bos))
+    return with_bos(np.tile(segment, 2), bos)
 
 
 def distinct(
     rng: np.random.Generator, batch: int, low: int, high: int, bos: int, length: int = 50
 ) -> Tensor:
-    """BOS and tokens of which none occurs twice."""
-    tokens = rng.permuted(np.tile(np.arange(low, high), (batch, 1)), axis=1)[:, :length]
+    """BOS and uniform tokens that all differ."""
+    vocabulary = np.tile(np.arange(low, high), (batch, 1))
+    return with_bos(rng.permuted(vocabulary, axis=1)[:, :length], bos)
+
+
+def with_bos(tokens: np.ndarray, bos: int) -> Tensor:
+    """Tokens [batch pos] with BOS before each sequence."""
     return torch.from_numpy(np.pad(tokens, ((0, 0), (1, 0)), constant_values=bos))
 
 
@@ -52,17 +59,17 @@ class Observation:
     """[layer batch pos d_model]"""
 
 
-def keep(outputs: list[Tensor]) -> Callable[[nn.Module, tuple, Tensor], None]:
-    """A forward hook that appends what the module gives."""
-    return lambda module, args, output: outputs.append(output)
+def keep(outputs: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    """A forward hook that appends the module's output to a list."""
+    return lambda module, arguments, output: outputs.append(output)
 
 
 @torch.inference_mode()
 def observe(model: GPT2LMHeadModel, tokens: Tensor) -> Observation:
-    """Run a GPT-2 with eager attention and keep what the scores read."""
+    """What one forward pass of a GPT-2 with eager attention shows."""
     qkv: list[Tensor] = []
     resid_post: list[Tensor] = []
-    hooks = []
+    hooks: list[RemovableHandle] = []
     for layer in range(model.config.n_layer):
         block = f"transformer.h.{layer}"
         hooks.append(model.get_submodule(f"{block}.attn.c_attn").register_forward_hook(keep(qkv)))
@@ -72,12 +79,9 @@ def observe(model: GPT2LMHeadModel, tokens: Tensor) -> Observation:
     finally:
         for hook in hooks:
             hook.remove()
-    v = (
-        torch.stack(qkv)
-        .chunk(3, dim=-1)[2]
-        .unflatten(-1, (model.config.n_head, -1))
-        .transpose(2, 3)
-    )
+    # c_attn computes q, k and v side by side, each with its heads side by side.
+    v_of_all_heads = torch.stack(qkv).chunk(3, dim=-1)[2]
+    v = v_of_all_heads.unflatten(-1, (model.config.n_head, -1)).transpose(2, 3)
     return Observation(output.logits, torch.stack(output.attentions), v, torch.stack(resid_post))
 
 
@@ -89,25 +93,26 @@ class Scores:
     """What a trained model shows, per head and as a whole."""
 
     heads: dict[str, Tensor]
-    """Score to [layer head]."""
+    """By score, values [layer head]."""
     roles: dict[str, Tensor]
-    """Role to a mask [layer head]."""
+    """By role, a mask [layer head] of the heads that have it."""
     model: dict[str, float]
+    """Scores of the whole model."""
 
 
 def previous_token(pattern: Tensor) -> Tensor:
-    """Mean attention to the token before the query, queries from 2 on, as [layer head]."""
+    """Mean attention of a head to the token before the query, over queries from 2 on."""
     return pattern.diagonal(-1, -2, -1)[..., 1:].mean((1, -1))
 
 
 def bos_attention(pattern: Tensor) -> Tensor:
-    """Mean attention to BOS, queries from 2 on, as [layer head]."""
+    """Mean attention of a head to BOS, over queries from 2 on."""
+    # Query 0 can look nowhere else, and query 1 only at itself.
     return pattern[..., 2:, 0].mean((1, -1))
 
 
 def induction(pattern: Tensor) -> Tensor:
-    """Mean attention of the second copy to the token after the query's earlier copy, as [layer
-    head].
+    """Mean attention of a head, in the second copy, to the token after the query's earlier copy.
 
     For BOS and two copies of N tokens: mean over q = N+1 .. 2N of A[q, q-N+1].
     """
@@ -116,20 +121,20 @@ def induction(pattern: Tensor) -> Tensor:
 
 
 def copy_accuracy(logits: Tensor, tokens: Tensor) -> float:
-    """Share of the second copy's tokens, from its second on, that the model names."""
+    """Share of the second copy's tokens, from its second on, that the model predicts first."""
     period = (tokens.shape[1] - 1) // 2
-    guess = logits[:, period + 1 : -1].argmax(-1)
-    return (guess == tokens[:, period + 2 :]).double().mean().item()
+    predicted = logits[:, period + 1 : -1].argmax(-1)
+    return (predicted == tokens[:, period + 2 :]).double().mean().item()
 
 
 def value_drain(v: Tensor) -> Tensor:
-    """Norm of v at BOS over its mean norm at the other positions, as [layer head]."""
+    """Norm of v at BOS over its mean norm at the other positions, for each head."""
     norm = v.norm(dim=-1)
     return norm[..., 0].mean(1) / norm[..., 1:].mean((1, -1))
 
 
 def residual_peak(resid_post: Tensor) -> list[float]:
-    """Norm of resid_post at BOS over its mean norm at the other positions, one number per layer."""
+    """Norm of resid_post at BOS over its mean norm at the other positions, for each layer."""
     norm = resid_post.norm(dim=-1)
     return (norm[..., 0].mean(1) / norm[..., 1:].mean((1, -1))).tolist()
 
@@ -145,37 +150,34 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def report(scores: Mapping[str, Scores]) -> str:
     """The scores of one or more trainings, by label, as Markdown."""
-    first = next(iter(scores.values()))
-    rows = [[name, *(f"{s.model[name]:.3f}" for s in scores.values())] for name in first.model]
-    rows += [
-        [f"{role} heads", *(str(int(s.roles[role].sum())) for s in scores.values())]
-        for role in first.roles
-    ]
-    parts = [table(["whole model", *scores], rows)]
-    return "\n\n".join(parts + [head_table(label, s) for label, s in scores.items()])
+    trainings = list(scores.values())
+    rows: list[list[str]] = []
+    for name in trainings[0].model:
+        values = [training.model[name] for training in trainings]
+        rows.append([name, *(f"{value:.3f}" for value in values)])
+    for role in trainings[0].roles:
+        counts = [int(training.roles[role].sum()) for training in trainings]
+        rows.append([f"{role} heads", *map(str, counts)])
+    tables = [table(["whole model", *scores], rows)]
+    tables += [head_table(label, training) for label, training in scores.items()]
+    return "\n\n".join(tables)
 
 
 def head_table(label: str, scores: Scores) -> str:
-    """One row per head: its roles and its scores."""
+    """A table with one row for each head: its roles and its scores."""
     n_layers, n_heads = next(iter(scores.heads.values())).shape
-    rows = []
-    for layer in range(n_layers):
-        for head in range(n_heads):
-            roles = ", ".join(role for role, mask in scores.roles.items() if mask[layer, head])
-            rows.append(
-                [
-                    f"L{layer}H{head}",
-                    roles,
-                    *(f"{s[layer, head]:.3f}" for s in scores.heads.values()),
-                ]
-            )
+    rows: list[list[str]] = []
+    for layer, head in itertools.product(range(n_layers), range(n_heads)):
+        roles = [role for role, mask in scores.roles.items() if mask[layer, head]]
+        values = [f"{score[layer, head]:.3f}" for score in scores.heads.values()]
+        rows.append([f"L{layer}H{head}", ", ".join(roles), *values])
     return table([f"head, {label}", "role", *scores.heads], rows)
 
 
 def fill_card(card: Path, text: str) -> None:
-    """Replace what stands between the card's two score markers."""
-    before, opening, rest = card.read_text().partition("<!-- scores -->\n")
-    _, closing, after = rest.partition("<!-- end of scores -->")
+    """Replace the text between the card's two score markers."""
+    before, opening, remainder = card.read_text().partition("<!-- scores -->\n")
+    _, closing, after = remainder.partition("<!-- end of scores -->")
     if not (opening and closing):
         raise ValueError(f"{card} lacks the lines <!-- scores --> and <!-- end of scores -->")
     card.write_text(f"{before}{opening}{text}\n{closing}{after}")

@@ -1,8 +1,9 @@
 """What the recipes share: data with repeats, initialisation, optimiser, training loop, files and
 command line.
 
-Tensors carry TransformerLens names; every sequence of tokens [batch pos] starts with BOS at
-position 0.
+Tensors have TransformerLens names. Every sequence of tokens [batch pos] starts with BOS at position
+0. The draws of a recipe are part of its model: an edit that draws in another order trains another
+model.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +33,15 @@ WRITERS = ("attn.W_O", "c_proj.weight")
 MATRICES = ("W_Q", "W_K", "W_V", "W_O", "W_U", "c_attn.weight", "c_fc.weight", "c_proj.weight")
 
 Source = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]
-"""Draws the fresh tokens [batch] for one position, given tokens [batch pos] filled up to it."""
+"""Draws the fresh tokens [batch] of one position, given tokens [batch pos] that are filled up to
+it.
+"""
 
 Maker = Callable[[np.random.Generator, int, int], np.ndarray]
-"""Draws tokens [batch pos] for a number of sequences and a length."""
+"""Draws tokens [batch pos], given a number of sequences and a length."""
 
 
-# Data
+# Data: sequences that repeat
 
 
 @dataclass(frozen=True)
@@ -53,96 +57,107 @@ class Repeats:
 
 
 def copy_lags(rng: np.random.Generator, batch: int, length: int, repeats: Repeats) -> np.ndarray:
-    """Draw how far back each position copies from, 0 for a fresh token, as [batch pos]."""
+    """How far back each position copies from, 0 for a fresh token, as [batch pos]."""
     lags = np.zeros((batch, length), dtype=np.int64)
-    for row in lags:
+    for sequence_lags in lags:
         if rng.random() < repeats.whole:
-            repeat_to_the_end(rng, row)
+            repeat_to_the_end(rng, sequence_lags)
         else:
-            copy_segments(rng, row, repeats)
+            copy_segments(rng, sequence_lags, repeats)
     return lags
 
 
-def repeat_to_the_end(rng: np.random.Generator, row: np.ndarray) -> None:
+def repeat_to_the_end(rng: np.random.Generator, lags: np.ndarray) -> None:
     """Set the lags of one sequence so that one segment repeats until the end."""
-    period = rng.integers(3, len(row) // 2 + 1)
-    start = 1 + rng.integers(0, len(row) // 4 + 1)
-    row[start + period :] = period
+    length = len(lags)
+    period = rng.integers(3, length // 2 + 1)
+    start = 1 + rng.integers(0, length // 4 + 1)
+    lags[start + period :] = period
 
 
-def copy_segments(rng: np.random.Generator, row: np.ndarray, repeats: Repeats) -> None:
+def copy_segments(rng: np.random.Generator, lags: np.ndarray, repeats: Repeats) -> None:
     """Set the lags of one sequence to segments of 3 to 24 tokens, some of them copies."""
     pos = 1
-    while pos < len(row):
+    while pos < len(lags):
         size = rng.integers(3, 25)
+        # A copy needs two tokens before it: BOS is never copied.
         if pos > 2 and rng.random() < repeats.copied:
             if rng.random() < repeats.recent:
+                # Log-uniform, because near repeats are common in text and far ones are rare.
                 distance = int(math.exp(rng.uniform(math.log(2), math.log(pos))))
             else:
                 distance = rng.integers(2, pos)
-            row[pos : pos + size] = distance
+            lags[pos : pos + size] = distance
         pos += size
 
 
 def compose(rng: np.random.Generator, source: Source, lags: np.ndarray, bos: int) -> np.ndarray:
-    """Fill tokens [batch pos] from BOS on: copies where a lag is set, the source elsewhere."""
+    """Tokens [batch pos] that begin with BOS: copies where a lag is set, else from the source."""
     tokens = np.full(lags.shape, bos, dtype=np.int64)
-    rows = np.arange(len(tokens))
+    sequences = np.arange(len(tokens))
+    # Position by position: a copy may copy a copy.
     for pos in range(1, lags.shape[1]):
         lag = lags[:, pos]
-        tokens[:, pos] = np.where(lag > 0, tokens[rows, pos - lag], source(rng, tokens, pos))
+        copies = tokens[sequences, pos - lag]
+        tokens[:, pos] = np.where(lag > 0, copies, source(rng, tokens, pos))
     return tokens
 
 
 def repeating(source: Source, repeats: Repeats, bos: int) -> Maker:
-    """Make sequences in which part of what the source gives is repeated."""
-    return lambda rng, batch, length: compose(
-        rng, source, copy_lags(rng, batch, length, repeats), bos
-    )
+    """A maker of sequences that repeat a part of what the source gives."""
+
+    def make(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
+        lags = copy_lags(rng, batch, length, repeats)
+        return compose(rng, source, lags, bos)
+
+    return make
 
 
 def uniform(low: int, high: int) -> Source:
-    """Every token from low to high - 1 is equally likely."""
+    """A source in which every token from low to high - 1 is equally likely."""
     return lambda rng, tokens, pos: rng.integers(low, high, len(tokens))
 
 
 def skip_gram(
     low: int, high: int, weights: tuple[float, float, float], table_seed: int = 0
 ) -> Source:
-    """The next token is a successor of the token 1, 2 or 3 back; each has two successors per
-    distance.
+    """A source whose next token is a successor of the token 1, 2 or 3 back; a token has two
+    successors for each distance.
 
-    The weights are the probabilities of the three distances; what remains is a uniform token.
+    The weights are the probabilities of the three distances; otherwise the token is uniform.
     """
-    # RandomState, because its stream is frozen across numpy versions and the tables are part of the
+    # RandomState's stream is the same in every version of numpy, and the table is a part of the
     # recipe.
     successors = np.random.RandomState(table_seed).randint(low, high, size=(3, high, 2))
     thresholds = np.cumsum(weights)
 
     def draw(rng: np.random.Generator, tokens: np.ndarray, pos: int) -> np.ndarray:
-        rows = np.arange(len(tokens))
-        choice = np.searchsorted(thresholds, rng.random(len(tokens)), side="right")
-        back = pos - 1 - choice
-        known = (choice < 3) & (back >= 1)
-        previous = np.where(known, tokens[rows, np.maximum(back, 0)], low)
-        follows = successors[np.minimum(choice, 2), previous, rng.integers(0, 2, len(tokens))]
-        return np.where(known, follows, rng.integers(low, high, len(tokens)))
+        batch = len(tokens)
+        # 0, 1, 2 for the tokens 1, 2, 3 back; 3 for a uniform token.
+        choice = np.searchsorted(thresholds, rng.random(batch), side="right")
+        source_pos = pos - 1 - choice
+        # Near the beginning there may be no token that far back, and BOS has no successors.
+        has_source = (choice < 3) & (source_pos >= 1)
+        source_tokens = tokens[np.arange(batch), np.maximum(source_pos, 0)]
+        previous = np.where(has_source, source_tokens, low)
+        which_successor = rng.integers(0, 2, batch)
+        next_tokens = successors[np.minimum(choice, 2), previous, which_successor]
+        return np.where(has_source, next_tokens, rng.integers(low, high, batch))
 
     return draw
 
 
 def mixture(parts: Sequence[tuple[float, Maker]]) -> Maker:
-    """Make batches whose sequences come from several makers, each with its share."""
+    """A maker of batches whose sequences come from several makers, each with its share."""
     shares = [share for share, _ in parts]
 
     def make(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
         counts = rng.multinomial(batch, shares)
-        made = [
-            maker(rng, count, length)
-            for count, (_, maker) in zip(counts, parts, strict=True)
-            if count
-        ]
-        return np.concatenate(made)
+        batches: list[np.ndarray] = []
+        for count, (_, maker) in zip(counts, parts, strict=True):
+            if count:
+                batches.append(maker(rng, count, length))
+        return np.concatenate(batches)
 
     return make
 
@@ -174,6 +189,8 @@ def initialise(model: nn.Module, n_layers: int, embedding_std: float, seed: int)
         elif name.endswith(EMBEDDINGS):
             nn.init.normal_(parameter, std=embedding_std, generator=generator)
         elif name.endswith(MATRICES):
+            # Two matrices a layer write into the residual stream, so their sum would grow with
+            # the depth.
             std = 0.07 / math.sqrt(2 * n_layers) if name.endswith(WRITERS) else 0.07
             nn.init.normal_(parameter, std=std, generator=generator)
 
@@ -185,24 +202,27 @@ def sinusoids(n_ctx: int, d_model: int) -> Tensor:
     return math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Split parameters so that only matrices decay: no embedding, position, bias or LayerNorm."""
-    named = list(model.named_parameters())
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups of parameters: matrices decay; embeddings, positions, biases and LayerNorms do
+    not.
+    """
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if name.endswith(MATRICES) else others).append(parameter)
     return [
-        {
-            "params": [p for name, p in named if name.endswith(MATRICES)],
-            "weight_decay": weight_decay,
-        },
-        {"params": [p for name, p in named if not name.endswith(MATRICES)], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
 
 
 def lr_factor(plan: Plan, step: int) -> float:
     """The learning rate at a step as a share of its peak."""
-    warm = min(1.0, (step + 1) / plan.warmup)
-    progress = max(0.0, 1 - (1 - step / plan.steps) / plan.cooldown)
-    fall = (1 + math.cos(math.pi * progress)) / 2 if plan.cosine else 1 - progress
-    return warm * (0.02 + 0.98 * fall)
+    warmup = min(1.0, (step + 1) / plan.warmup)
+    # 0 until the cooldown begins, 1 at the end of training.
+    cooldown = max(0.0, 1 - (1 - step / plan.steps) / plan.cooldown)
+    decay = (1 + math.cos(math.pi * cooldown)) / 2 if plan.cosine else 1 - cooldown
+    return warmup * (0.02 + 0.98 * decay)
 
 
 def train(
@@ -212,8 +232,8 @@ def train(
     plan: Plan,
     seed: int,
 ) -> None:
-    """Minimise next-token cross-entropy on what make(rng, progress) draws, every position counting
-    alike.
+    """Minimise next-token cross-entropy on batches of make(rng, progress); every position counts
+    the same.
     """
     rng = np.random.default_rng(seed)
     optimiser = torch.optim.AdamW(
@@ -236,8 +256,8 @@ def train(
             )
 
 
-def save(out: Path, tensors: Mapping[str, Tensor], config: dict, seed: int) -> None:
-    """Write model.safetensors, which remembers its seed, and config.json."""
+def save(out: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], seed: int) -> None:
+    """Write config.json and model.safetensors, whose metadata holds the seed."""
     out.mkdir(parents=True, exist_ok=True)
     save_file(
         dict(tensors), out / "model.safetensors", metadata={"format": "pt", "seed": str(seed)}
@@ -256,6 +276,7 @@ def train_gpt2(
     model = GPT2LMHeadModel(config)
     initialise(model, config.n_layer, embedding_std=0.1, seed=seed)
     train(model, lambda tokens: model(tokens, use_cache=False).logits, make, plan, seed)
+    # The unembedding is the embedding, and safetensors refuses tensors that share memory.
     tensors = {
         name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
     }
@@ -266,7 +287,7 @@ def train_gpt2(
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options every train.py has."""
+    """The options that every train.py has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument("--out", type=Path, help="directory to train into, scored afterwards")
@@ -282,21 +303,22 @@ def run(
     fit: Callable[[Path, int], None],
     score: Callable[[Path], evaluation.Scores],
 ) -> None:
-    """Train unless told to evaluate only, then print the scores and fill the card."""
+    """Train (with --evaluate only score), then print the scores and fill the card."""
+    # The models are so small that threads would mostly wait for one another.
     torch.set_num_threads(1)
     if not (args.evaluate or args.out):
         raise SystemExit("Give --out DIR to train, or --evaluate DIR to score.")
     if not args.evaluate:
         fit(args.out, args.seed)
-    text = evaluation.report(
-        {seed_label(directory): score(directory) for directory in args.evaluate or [args.out]}
-    )
+    directories = args.evaluate or [args.out]
+    scores = {seed_label(directory): score(directory) for directory in directories}
+    text = evaluation.report(scores)
     print(text)
     if args.card:
         evaluation.fill_card(args.card, text)
 
 
 def seed_label(directory: Path) -> str:
-    """The seed that a checkpoint was trained with, as its file remembers it."""
+    """The seed of a checkpoint, from the metadata of its file, such as `seed 0`."""
     with safe_open(directory / "model.safetensors", "pt") as file:
         return f"seed {file.metadata()['seed']}"

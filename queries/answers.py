@@ -14,13 +14,18 @@ from typing import Any, TypeVar
 import duckdb
 import pyarrow as pa
 
-from queries.connection import hold_to_commits, view_descriptions, way_to
+from queries.connection import hold_to_commits, view_descriptions
+from queries.shipped_views import way_to
 from schemas.errors import QueryError, printable, unknown
 
 BATCH_ROWS = 10_000
+"""Rows that DuckDB hands over at once."""
 
-STOPPING = 300
-"""Tenths of a second that DuckDB has for stopping."""
+INTERRUPTS = 300
+"""How often a question is interrupted before it is given up, a tenth of a second apart."""
+
+EXPLAIN = re.compile(r"(?:\s|--.*\n|/\*.*?\*/)*EXPLAIN(?:\s+ANALYZE)?\b", re.IGNORECASE)
+"""What an EXPLAIN begins with, after spaces and comments."""
 
 T = TypeVar("T")
 
@@ -28,45 +33,48 @@ T = TypeVar("T")
 class Patience:
     """Waits for DuckDB, and stops it after some seconds or on Ctrl-C.
 
-    DuckDB computes in a thread of its own: Python hears no signal while it is inside a library.
-    Only the seconds that DuckDB computes count, not those in which somebody reads its rows.
+    DuckDB computes in a thread of its own, because Python handles no signal while it is inside a
+    library. Only the seconds that DuckDB computes count, not those in which somebody reads rows.
     """
 
     def __init__(self, cursor: duckdb.DuckDBPyConnection, seconds: float | None) -> None:
-        self.cursor, self.allowed, self.left = cursor, seconds, seconds
+        self.cursor = cursor
+        self.seconds_allowed = seconds
+        self.seconds_left = seconds
 
     def wait(self, call: Callable[[], T]) -> T:
-        """What a call returns."""
+        """What a call to DuckDB returns."""
         answer: Future[T] = Future()
         began = time.monotonic()
         threading.Thread(target=_settle, args=(answer, call), daemon=True).start()
         try:
-            value = answer.result(self.left)
+            value = answer.result(self.seconds_left)
         except TimeoutError:
             self._stop(answer)
             raise QueryError(
-                f"stopped after {self.allowed:g} s without an answer; --timeout SECONDS waits "
-                "longer, --timeout 0 as long as it takes"
+                f"stopped after {self.seconds_allowed:g} s without an answer; --timeout SECONDS "
+                "waits longer, --timeout 0 as long as it takes"
             ) from None
         except KeyboardInterrupt:
             self._stop(answer)
             raise
-        if self.left is not None:
-            self.left = max(self.left - (time.monotonic() - began), 0.001)
+        if self.seconds_left is not None:
+            seconds_used = time.monotonic() - began
+            # Never 0: a result that is there already is still worth taking.
+            self.seconds_left = max(self.seconds_left - seconds_used, 0.001)
         return value
 
     def _stop(self, answer: Future[Any]) -> None:
-        """Stop DuckDB and wait for its thread: Python cannot end while one is inside a library.
-
-        An interrupt before DuckDB has begun is lost, so there are several.
-        """
-        for _ in range(STOPPING):
+        """Stop DuckDB and wait for its thread: Python cannot end while one is inside a library."""
+        for _ in range(INTERRUPTS):
+            # An interrupt before DuckDB has begun is lost, so one is not enough.
             self.cursor.interrupt()
             if wait([answer], timeout=0.1).done:
                 return
 
 
 def _settle(answer: Future[T], call: Callable[[], T]) -> None:
+    """Make the call, and hand its result or its error to the thread that waits."""
     try:
         answer.set_result(call())
     except BaseException as error:
@@ -91,15 +99,18 @@ class Answer:
     @property
     def described_schema(self) -> pa.Schema:
         """The same, with metadata."""
-        return pa.schema([f.with_metadata(dict(self.facts.get(f.name, {}))) for f in self.schema])
+        fields = [
+            column.with_metadata(dict(self.facts.get(column.name, {}))) for column in self.schema
+        ]
+        return pa.schema(fields)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
-        while (batch := self._next()) is not None:
+        while (batch := self._next_batch()) is not None:
             self.rows_read += batch.num_rows
             yield batch
 
-    def _next(self) -> pa.RecordBatch | None:
+    def _next_batch(self) -> pa.RecordBatch | None:
         try:
             return self.patience.wait(lambda: next(iter(self.reader), None))
         except (duckdb.Error, pa.ArrowException, OSError) as error:
@@ -113,7 +124,7 @@ class Answer:
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
     """The rows of a batch, as Python values."""
-    columns = [_values(column) for column in batch.columns]
+    columns = [_python_values(column) for column in batch.columns]
     return zip(*columns, strict=True)
 
 
@@ -123,9 +134,10 @@ def run_query(
     limit: int | None = None,
     timeout: float | None = None,
 ) -> Answer:
-    """Ask for a view by name, or in SQL; nothing is computed twice and nothing can be written.
+    """Ask for a view by name, or in SQL. Nothing is computed twice and nothing can be written.
 
-    The question runs as a subquery, in which DuckDB itself allows no statement that writes.
+    `timeout` is in seconds. The question runs as a subquery, in which DuckDB itself allows no
+    statement that writes.
     """
     if not text.strip():
         raise QueryError(
@@ -136,26 +148,29 @@ def run_query(
     is_view = text.strip().lower() in views
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
         raise QueryError(unknown("view", text.strip(), views))
-    prefix, sql = _one_question(f"FROM {text}" if is_view else text)
-    # The rows of an EXPLAIN are the plan, not the answer.
-    ending = f" LIMIT {limit}" if limit is not None and not prefix else ""
-    hold_to_commits(connection, f"FROM (\n{sql}\n)")
+    explain, sql = _one_question(f"FROM {text}" if is_view else text)
+    # The rows of an EXPLAIN are the plan, not the answer, so a limit would cut the plan.
+    limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
+    # On lines of its own: the question may end in a comment.
+    subquery = f"FROM (\n{sql}\n)"
+    hold_to_commits(connection, subquery)
     cursor = connection.cursor()
     patience = Patience(cursor, timeout)
 
     def start() -> pa.RecordBatchReader:
+        # A second lock, beside the subquery: nothing can be written in this transaction.
         cursor.execute("BEGIN TRANSACTION READ ONLY")
-        return cursor.sql(f"{prefix}FROM (\n{sql}\n){ending}").to_arrow_reader(BATCH_ROWS)
+        return cursor.sql(f"{explain}{subquery}{limit_clause}").to_arrow_reader(BATCH_ROWS)
 
     try:
         reader = patience.wait(start)
     except duckdb.Error as error:
-        raise query_error(error, views, _columns(connection)) from None
+        raise query_error(error, views, _column_names(connection)) from None
     return Answer(patience, reader)
 
 
 def _one_question(text: str) -> tuple[str, str]:
-    """Split a single SELECT-like statement into its EXPLAIN, if any, and the rest."""
+    """Split a single statement that reads into its EXPLAIN (empty if it has none) and its SQL."""
     try:
         statements = duckdb.extract_statements(text)
     except duckdb.Error as error:
@@ -164,14 +179,17 @@ def _one_question(text: str) -> tuple[str, str]:
         raise QueryError(
             f"expected the name of a view or one SQL statement, got {len(statements)} statements"
         )
-    sql, kind = _without_semicolons(text), statements[0].type
-    if kind == duckdb.StatementType.EXPLAIN:
-        prefix = re.match(r"(?:\s|--.*\n|/\*.*?\*/)*EXPLAIN(?:\s+ANALYZE)?\b", sql, re.IGNORECASE)
-        inner = sql[prefix.end() :] if prefix else ""
-        return (prefix.group() + " " if prefix else "", _one_question(inner)[1])
+    sql = _without_semicolons(text)
+    statement_type = statements[0].type
+    if statement_type == duckdb.StatementType.EXPLAIN:
+        match = EXPLAIN.match(sql)
+        end = match.end() if match else len(sql)
+        # EXPLAIN ANALYZE runs its statement, so that one must be a question too.
+        _, explained = _one_question(sql[end:])
+        return f"{sql[:end]} ", explained
     # PIVOT without an IN list counts as several statements.
-    if kind not in (duckdb.StatementType.SELECT, duckdb.StatementType.MULTI):
-        word = kind.name.replace("_", " ")
+    if statement_type not in (duckdb.StatementType.SELECT, duckdb.StatementType.MULTI):
+        word = statement_type.name.replace("_", " ")
         raise QueryError(
             f"{word} is refused: queries are read-only; ask with SELECT, FROM, DESCRIBE or "
             "SUMMARIZE"
@@ -180,17 +198,18 @@ def _one_question(text: str) -> tuple[str, str]:
 
 
 def _without_semicolons(text: str) -> str:
-    """The one statement in `text` as it can stand in parentheses; inside strings and comments
-    nothing changes.
+    """The one statement in `text` as it can stand in parentheses.
+
+    Semicolons inside strings and comments stay.
     """
     content = bytearray(text.encode())
-    for position, kind in duckdb.tokenize(text):
-        if kind == duckdb.token_type.operator and content[position] == ord(";"):
+    for position, token_type in duckdb.tokenize(text):
+        if token_type == duckdb.token_type.operator and content[position] == ord(";"):
             content[position] = ord(" ")
     return content.decode()
 
 
-def _columns(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
+def _column_names(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
     """The columns of all views."""
     sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
     return frozenset(name for (name,) in connection.cursor().execute(sql).fetchall())
@@ -201,41 +220,61 @@ def query_error(
     views: Mapping[str, str] | None = None,
     columns: Container[str] | None = None,
 ) -> QueryError:
-    """Say in one line what DuckDB says in many, with the name that was probably meant among the
-    names of all `views` and `columns`.
+    """Say in one line what DuckDB says in many.
+
+    Names the view or column that was probably meant, if all `views` and `columns` are given.
     """
     if isinstance(error, duckdb.OutOfMemoryException):
         return QueryError(
             "the question needs more memory than it may take, or more disk than is free for what "
             "does not fit; --memory 8GB gives it more, fewer columns or runs need less"
         )
+    # Views that cannot be answered fail with a message of ours, which DuckDB prefixes.
     message = str(error).replace("Invalid Input Error: view ", "view ")
-    if views and (name := re.search(r"Table with name (\S+) does not exist", message)):
-        return QueryError(unknown("view", name[1], views))
-    column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', message)
-    candidates = re.search(r"Candidate bindings: (.*)", message)
-    unmeasured = column and columns is not None and column[1] not in columns
-    if column and unmeasured and (way := way_to(column[1])):
-        return QueryError(f"column {column[1]!r} was not measured in these runs{way}")
-    if column and candidates:
-        names = [name.rpartition(".")[2] for name in re.findall(r'"([^"]+)"', candidates[1])]
-        near = difflib.get_close_matches(column[1], names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return QueryError(f"unknown column {column[1]!r}: {hint}Nearest: {', '.join(names)}")
+    missing_view = re.search(r"Table with name (\S+) does not exist", message)
+    if views and missing_view:
+        return QueryError(unknown("view", missing_view[1], views))
+    missing_column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', message)
+    if missing_column:
+        line = _unknown_column(missing_column[1], message, columns)
+        if line is not None:
+            return QueryError(line)
     if "data-modifying" in message or "containing a COPY" in message:
         return QueryError("queries are read-only: a WITH clause cannot write")
-    return QueryError(printable(" ".join(message.partition("\n\n")[0].split())))
+    first_paragraph = message.partition("\n\n")[0]
+    return QueryError(printable(" ".join(first_paragraph.split())))
 
 
-def _values(column: pa.Array) -> list[Any]:
-    """Python values; a float32 becomes the shortest number that means it, 0.1 and not
-    0.10000000149011612.
+def _unknown_column(name: str, message: str, columns: Container[str] | None) -> str | None:
+    """Why a question names a column in vain. None if DuckDB's message says more than we can."""
+    if columns is not None and name not in columns:
+        remedy = way_to(name)
+        if remedy:
+            return f"column {name!r} was not measured in these runs{remedy}"
+    candidates = re.search(r"Candidate bindings: (.*)", message)
+    if candidates is None:
+        return None
+    quoted_names = re.findall(r'"([^"]+)"', candidates[1])
+    # A candidate may be qualified, as in "heads.layer".
+    candidate_names = [quoted.rpartition(".")[2] for quoted in quoted_names]
+    nearest = difflib.get_close_matches(name, candidate_names, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown column {name!r}: {hint}Nearest: {', '.join(candidate_names)}"
+
+
+def _python_values(column: pa.Array) -> list[Any]:
+    """Python values of a column.
+
+    A float32 becomes the shortest number that means it: 0.1 and not 0.10000000149011612. Arrow's
+    text of a float32 is that number.
     """
     if pa.types.is_float32(column.type):
-        return [
-            None if text is None else float(text) for text in column.cast(pa.string()).to_pylist()
-        ]
+        return _floats(column.cast(pa.string()).to_pylist())
     if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
         rows = column.cast(pa.list_(pa.string())).to_pylist()
-        return [row and [None if text is None else float(text) for text in row] for row in rows]
+        return [row and _floats(row) for row in rows]
     return column.to_pylist()
+
+
+def _floats(texts: list[str | None]) -> list[float | None]:
+    return [None if text is None else float(text) for text in texts]

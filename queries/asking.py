@@ -10,7 +10,8 @@ import duckdb
 import pyarrow as pa
 
 from queries.answers import query_error, run_query
-from queries.connection import MEMORY, OPENED, QUERIES, connect, damage_lines, hold_to_commits
+from queries.connection import MEMORY, OPENED, connect, damage_lines, hold_to_commits
+from queries.shipped_views import QUERIES
 from queries.verified_files import Tell
 from schemas.errors import QueryError
 from schemas.places import Place
@@ -23,7 +24,7 @@ NO_VIEWS: Mapping[str, str] = {}
 
 
 class RunDatabase:
-    """The views of some runs, and what these runs lack."""
+    """The views of some runs, and what these runs did not measure."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self.connection = connection
@@ -37,16 +38,18 @@ class RunDatabase:
             raise query_error(error) from None
 
     def records(self, question: str) -> list[Record]:
-        """The rows of an answer by name of column; `question` is SQL or the name of a view."""
+        """The rows of an answer by name of column. `question` is SQL or the name of a view."""
         answer = run_query(self.connection, question)
         names = answer.schema.names
         return [dict(zip(names, row, strict=True)) for row in answer.rows()]
 
     def table(self, question: str) -> pa.Table:
-        """The rows of an answer as an Arrow table, which has `to_pandas`; Polars reads it by
-        `polars.from_arrow`. `question` is SQL or the name of a view.
+        """The rows of an answer as an Arrow table. `question` is SQL or the name of a view.
+
+        The table has `to_pandas`. Polars reads it by `polars.from_arrow`.
         """
         answer = run_query(self.connection, question)
+        # The schema is given because an answer without rows has no batch that would have it.
         return pa.Table.from_batches(answer.batches(), schema=answer.schema)
 
     def columns(self, view: str) -> frozenset[str]:
@@ -57,12 +60,13 @@ class RunDatabase:
         return frozenset(name for (name,) in self.connection.execute(sql, [view]).fetchall())
 
     def unmeasured_views(self) -> dict[str, str]:
-        """Views that cannot be answered, and the column that each needs and no run measured."""
+        """Views that cannot be answered, each with the column that it needs and no run measured."""
         return dict(self.connection.execute("FROM ledger.unmeasured_views").fetchall())
 
     def damage(self) -> list[str]:
-        """One line for each run that cannot be read, or of which files are not as committed, as far
-        as is known: opening looks at sizes, and every question reads what it needs.
+        """One line for each run that cannot be read, or has files that are not as committed.
+
+        More may be found later: opening compares sizes, and a question the content that it reads.
         """
         return damage_lines(OPENED[self.connection])
 
@@ -75,13 +79,15 @@ def open_runs(
     memory: str = MEMORY,
     tell: Tell = lambda line: None,
 ) -> RunDatabase:
-    """Open a run directory or a directory of runs, with some more views, SQL by name. Only the
-    shards that `code` measured, if it is given; `memory` is what queries may take. `tell` hears
-    what questions find damaged.
+    """Open a run directory or a directory of runs.
+
+    `views` adds views, SQL by name. `code` reads only the shards that it measured. `memory` is
+    what queries may take. `tell` is called with a line whenever a question finds damage.
     """
     connection = connect(path, queries, code, memory, tell)
     for name, sql in views.items():
-        hold_to_commits(connection, sql)  # DuckDB opens a file to make a view.
+        # DuckDB opens a file to create a view, and a damaged one would fail.
+        hold_to_commits(connection, sql)
         try:
             connection.execute(f"CREATE VIEW {name} AS {sql}")
         except duckdb.Error as error:

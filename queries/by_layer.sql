@@ -1,4 +1,5 @@
--- Mean and largest value over the measured heads of a layer, for every statistic, of the heads' means over sequences.
+-- Mean and largest value of every statistic over the measured heads of a layer.
+-- The value of a head is its mean over sequences.
 SELECT
     run_id, model, intervention, input_family, layer,
     count(*) AS heads,

@@ -8,61 +8,67 @@ import re
 
 import duckdb
 
-from queries.connection import PREFIXES, view_descriptions
+from queries.connection import view_descriptions
+from queries.descriptions import PREFIXES
 from schemas.kinds import KINDS, TABLES
 
 SAME_RANGE = ("mean_", "max_", "chance_")
 """Prefixes of columns that have the range of the column that they sum up."""
 
 Facts = dict[str, dict[str, str]]
+"""Description, unit, range and source, by name of the column."""
 
 
-def read_views(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
-    """The views whose names stand in a question; DuckDB would name the tables below them."""
+def views_read(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
+    """The views whose names stand in a question. DuckDB would name the tables below them."""
     words = re.findall(r"\w+", question.lower())
     views = view_descriptions(connection)
     return [word for word in dict.fromkeys(words) if word in views]
 
 
 def column_facts(connection: duckdb.DuckDBPyConnection, question: str) -> Facts:
-    """Meaning, unit, range and source of columns, by name: as the views that a question reads say
-    it, or else as any view does.
+    """Meaning, unit, range and source of all columns, by name.
+
+    If two views differ, the views that the question reads win, then the tables.
     """
-    sql = (
-        "SELECT table_name, column_name, comment FROM duckdb_columns() "
-        "WHERE schema_name = 'main' AND NOT internal AND comment IS NOT NULL"
-    )
-    first = [*read_views(connection, question), *TABLES]
+    sql = """
+        SELECT table_name, column_name, comment FROM duckdb_columns()
+        WHERE schema_name = 'main' AND NOT internal AND comment IS NOT NULL
+    """
+    preferred = [*views_read(connection, question), *TABLES]
+    rank = {view: preferred.index(view) for view in preferred}
     comments = connection.cursor().execute(sql).fetchall()
-    comments.sort(key=lambda row: first.index(row[0]) if row[0] in first else len(first))
+    comments.sort(key=lambda comment: rank.get(comment[0], len(preferred)))
     facts: Facts = {}
-    for _, column, comment in comments:
-        facts.setdefault(column, {"description": comment})
-    measured = _measured(connection)
-    for column, known in facts.items():
-        base = _base(column)
-        for name, text in measured.get(base, {}).items():
-            if name != "range" or base == column or column.startswith(SAME_RANGE):
-                known[name] = text
+    for _, column, description in comments:
+        facts.setdefault(column, {"description": description})
+    formula_facts = _formula_facts(connection)
+    for column, facts_of_column in facts.items():
+        base_column = _base_column(column)
+        # The standard deviation of a probability is one in unit, but not in range.
+        has_base_range = column == base_column or column.startswith(SAME_RANGE)
+        for key, text in formula_facts.get(base_column, {}).items():
+            if key != "range" or has_base_range:
+                facts_of_column[key] = text
     return facts
 
 
-def _measured(connection: duckdb.DuckDBPyConnection) -> Facts:
+def _formula_facts(connection: duckdb.DuckDBPyConnection) -> Facts:
     """Unit, source and range of every formula that some run measured."""
     sql = "SELECT name, unit, source, range_low, range_high FROM formulas"
     facts: Facts = {}
     for name, unit, source, low, high in connection.cursor().execute(sql).fetchall():
-        known = {"unit": unit, "source": source}
+        formula_facts = {"unit": unit, "source": source}
         if low is not None:
-            # JSON has no infinity: an open end is null.
+            # JSON does not have infinity: an open end is null.
             ends = [end if math.isfinite(end) else None for end in (low, high)]
-            known["range"] = json.dumps(ends)
-        facts[name] = {key: text for key, text in known.items() if text}
+            formula_facts["range"] = json.dumps(ends)
+        facts[name] = {key: text for key, text in formula_facts.items() if text}
     return facts
 
 
-def _base(column: str) -> str:
-    """The column that another one sums up."""
+def _base_column(column: str) -> str:
+    """The column that another one sums up: `entropy` for `mean_entropy`."""
     for prefix in (*PREFIXES, "chance_"):
         if column.startswith(prefix):
             return column.removeprefix(prefix)
@@ -70,9 +76,9 @@ def _base(column: str) -> str:
 
 
 def why_empty(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]:
-    """For each view that a question reads and that has no rows, what a scan must have for it."""
+    """For each view that a question reads and that has no rows, what a scan needs to fill it."""
     lines: list[str] = []
-    for view in read_views(connection, question):
+    for view in views_read(connection, question):
         need = _need(connection, view)
         if need and not connection.cursor().execute(f'SELECT 1 FROM "{view}" LIMIT 1').fetchall():
             lines.append(f"{view} has no rows in these runs; it needs {need}")
@@ -80,13 +86,17 @@ def why_empty(connection: duckdb.DuckDBPyConnection, question: str) -> list[str]
 
 
 def _need(connection: duckdb.DuckDBPyConnection, view: str) -> str | None:
-    """What a view needs: as its description says, or the field of a scan that fills a table."""
+    """What a view needs: the field of a scan that fills a table, or what its description says."""
     if view in TABLES:
-        fields = [f"{kind.field} = […]" for kind in KINDS if kind.table.name == view]
         if TABLES[view].written == "every shard":
             return "a shard that is done: headcount status RUN says how far a run is"
+        fields = [f"{kind.field} = […]" for kind in KINDS if kind.table.name == view]
+        # Two kinds may fill one table.
         return f"{' or '.join(fields)} in the scan"
     sql = "SELECT comment FROM duckdb_views() WHERE schema_name = 'main' AND view_name = ?"
     row = connection.cursor().execute(sql, [view]).fetchone()
-    needs = re.search(r"Needs: (.+?)\.?$", row[0] or "") if row else None
-    return needs[1] if needs else None
+    if row is None:
+        return None
+    # The first comment of a `.sql` file may end in such a sentence.
+    need = re.search(r"Needs: (.+?)\.?$", row[0] or "")
+    return need[1] if need else None

@@ -1,20 +1,32 @@
--- Heads that copy where the input repeats and rest on key 0 where nothing does: the same weights in two or three runs.
--- Joins repeated_random with uniform_random input, and with text (pile, text) where there is such a run.
--- is_dormant: induction score of at least 0.4 (ARENA's threshold) where tokens repeat, and sink mass above 0.3
--- (Gu et al. 2024, arXiv 2410.10781) where nothing does. One row per combination of runs.
--- Needs: a run of the family repeated_random and a run of uniform_random, of the same model and interventions.
+-- Heads that copy where the input repeats and rest on key 0 where nothing does.
+-- Joins runs of the same weights: repeated_random with uniform_random input, and with text if
+-- there is such a run (pile, text). One row per combination of runs.
+-- is_dormant: induction score of at least 0.4 (ARENA's threshold) where tokens repeat, and sink
+-- mass above 0.3 (Gu et al. 2024, arXiv 2410.10781) where nothing does.
+-- Needs: a run of the family repeated_random and a run of uniform_random, of the same model and
+-- interventions.
 WITH
-    per_head AS (
+    head_means AS (
         SELECT
-            run_id, model, weight_processing, model_fingerprint, intervention, input_family, layer, head,
+            run_id, model, weight_processing, model_fingerprint,
+            intervention, input_family, layer, head,
             avg(induction_score) AS induction_score,
             avg(sink_mass) AS sink_mass
-        FROM heads JOIN (SELECT run_id, model, weight_processing, model_fingerprint FROM runs) USING (run_id)
+        FROM heads
+        JOIN (
+            SELECT run_id, model, weight_processing, model_fingerprint FROM runs
+        ) USING (run_id)
         GROUP BY ALL
     ),
-    repeated AS (FROM per_head WHERE input_family = 'repeated_random'),
-    unrepeated AS (FROM per_head WHERE input_family = 'uniform_random'),
-    natural_text AS (FROM per_head WHERE input_family IN ('pile', 'text'))
+    repeated AS (
+        FROM head_means WHERE input_family = 'repeated_random'
+    ),
+    unrepeated AS (
+        FROM head_means WHERE input_family = 'uniform_random'
+    ),
+    natural_text AS (
+        FROM head_means WHERE input_family IN ('pile', 'text')
+    )
 SELECT
     repeated.model, intervention,
     'L' || layer || 'H' || head AS label,
@@ -29,6 +41,11 @@ SELECT
     unrepeated.run_id AS unrepeated_run,
     natural_text.run_id AS text_run
 FROM repeated
-JOIN unrepeated USING (model_fingerprint, weight_processing, intervention, layer, head)
-LEFT JOIN natural_text USING (model_fingerprint, weight_processing, intervention, layer, head)
-ORDER BY repeated_run, unrepeated_run, text_run, intervention, induction_repeated DESC NULLS LAST, layer, head
+JOIN unrepeated
+    USING (model_fingerprint, weight_processing, intervention, layer, head)
+-- LEFT: text is a bonus, and without such a run its columns are NULL.
+LEFT JOIN natural_text
+    USING (model_fingerprint, weight_processing, intervention, layer, head)
+ORDER BY
+    repeated_run, unrepeated_run, text_run, intervention,
+    induction_repeated DESC NULLS LAST, layer, head

@@ -1,17 +1,30 @@
--- What each intervention changes in each statistic of each head: mean change against none, paired by sequence.
--- One row per run, intervention, head and statistic. untouched, edited: means over the pairs; change: edited - untouched.
--- A pair is one sequence on which both are defined; standard_error is that of the mean change, NULL for a single pair.
+-- What each intervention changes in each statistic of each head, compared with none.
+-- One row per run, intervention, head and statistic.
+-- A pair is one sequence on which the statistic is defined with and without the intervention.
+-- untouched, edited: means over the pairs. change: mean of edited - untouched over the pairs.
+-- standard_error: of the mean change. It is NULL for a single pair.
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
-    -- A list of all statistics: one join serves them all. Kept as a table, no condition would reach its files.
-    listed AS NOT MATERIALIZED (
+    -- All statistics of a row as one list: then a single join pairs them all. If DuckDB kept it as
+    -- a table, the conditions of a question would not reach the files and would skip nothing.
+    value_lists AS NOT MATERIALIZED (
         SELECT
             run_id, intervention, input_family, sequence, layer, head,
-            list_value(*COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label))) AS values
+            list_value(*COLUMNS(
+                * EXCLUDE (
+                    run_id, intervention, input_family, shard, sequence, layer, head, label
+                )
+            )) AS values
         FROM heads
     ),
-    names AS (
-        SELECT struct_keys(struct_pack(*COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)))) AS names
+    -- The names of the statistics, in the order of the lists.
+    statistic_names AS (
+        SELECT
+            struct_keys(struct_pack(*COLUMNS(
+                * EXCLUDE (
+                    run_id, intervention, input_family, shard, sequence, layer, head, label
+                )
+            ))) AS names
         FROM heads
         LIMIT 1
     ),
@@ -19,9 +32,11 @@ WITH
         SELECT
             edit.run_id, edit.intervention, edit.input_family, edit.layer, edit.head,
             generate_subscripts(edit.values, 1) AS number,
+            -- The stored float32 would lose digits when differences are added up.
             unnest(none.values)::DOUBLE AS before,
             unnest(edit.values)::DOUBLE AS after
-        FROM listed AS edit JOIN listed AS none USING (run_id, sequence, layer, head)
+        FROM value_lists AS edit
+        JOIN value_lists AS none USING (run_id, sequence, layer, head)
         WHERE none.intervention = 'none' AND edit.intervention <> 'none'
     ),
     changes AS (
@@ -42,5 +57,6 @@ SELECT
     layer, head,
     names[number] AS statistic,
     untouched, edited, change, standard_error, pairs
-FROM changes JOIN (SELECT run_id, model FROM runs) USING (run_id), names
+FROM changes
+JOIN (SELECT run_id, model FROM runs) USING (run_id), statistic_names
 ORDER BY run_id, intervention, input_family, layer, head, number

@@ -5,30 +5,30 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from queries.asking import Record
-from queries.connection import QUERIES
+from queries.shipped_views import QUERIES
 from schemas.errors import QueryError
 
 
 class Figures:
-    """The figures of a page: the page's script draws them where the markup gives their numbers."""
+    """The figures of a page. Its script draws each where the markup gives the figure's number."""
 
     def __init__(self) -> None:
         self.contents: list[Record] = []
 
-    def add(self, **content: Any) -> Record:
-        """Keep a figure; returns its number, for the markup."""
+    def add(self, **content: object) -> Record:
+        """Keep a figure, and return its number for the markup."""
         self.contents.append(content)
         return {"figure": len(self.contents) - 1}
 
 
 def write_html(template: Path, output: Path, content: Record, figures: Figures) -> None:
-    """Write the page that `TEMPLATE.html.j2` lays out and whose figures `TEMPLATE.js` draws; it
-    needs no network.
+    """Write a page that needs no network.
+
+    `TEMPLATE.html.j2` lays it out, `TEMPLATE.js` draws its figures.
     """
     from plotly.offline import get_plotlyjs
 
@@ -39,40 +39,40 @@ def write_html(template: Path, output: Path, content: Record, figures: Figures) 
         lstrip_blocks=True,
     )
     environment.filters["number"] = number
+    figures_json = json.dumps(json_value(figures.contents), allow_nan=False)
+    script_files = [QUERIES / "html.js", template.with_suffix(".js")]
     scripts = {
         "plotly": get_plotlyjs(),
         # "</script>" inside data would end the script element.
-        "figures": json.dumps(plain(figures.contents), allow_nan=False).replace("<", "\\u003c"),
-        "script": "\n".join(
-            script.read_text(encoding="utf-8")
-            for script in (QUERIES / "html.js", template.with_suffix(".js"))
-        ),
+        "figures": figures_json.replace("<", "\\u003c"),
+        # The shared script comes first: the page's own uses its functions.
+        "script": "\n".join(file.read_text(encoding="utf-8") for file in script_files),
     }
+    page = environment.get_template(f"{template.name}.html.j2").stream(content | scripts)
     try:
-        environment.get_template(f"{template.name}.html.j2").stream(content | scripts).dump(
-            str(output), encoding="utf-8"
-        )
+        page.dump(str(output), encoding="utf-8")
     except OSError as error:
         raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
 
 
-def plain(value: Any) -> Any:
+def json_value(value: object) -> object:
     """The value as JSON has it: no NaN, no infinities, six digits."""
     match value:
         case float():
             return float(f"{value:.6g}") if math.isfinite(value) else None
         case dict():
-            return {key: plain(item) for key, item in value.items()}
+            return {key: json_value(item) for key, item in value.items()}
         case list():
-            return [plain(item) for item in value]
+            return [json_value(item) for item in value]
     return value
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """A number for people: four digits, a dash if it is undefined."""
     match value:
         case None:
             return "–"
+        # Before int, which a bool is too.
         case bool():
             return "yes" if value else "no"
         case float() if not math.isfinite(value):

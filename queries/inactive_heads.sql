@@ -1,4 +1,4 @@
--- Share of sequences on which a head is inactive, by each score of inactive_scores and each quantile of inactive_flags.
+-- Share of sequences on which a head is inactive, by each score and quantile of inactive_flags.
 WITH
     shares AS (
         SELECT
@@ -13,5 +13,6 @@ SELECT
     run_id, model, intervention, input_family, score, quantile, threshold,
     'L' || layer || 'H' || head AS label,
     layer, head, inactive_share, sequences
-FROM shares JOIN (SELECT run_id, model FROM runs) USING (run_id)
+FROM shares
+JOIN (SELECT run_id, model FROM runs) USING (run_id)
 ORDER BY run_id, intervention, input_family, score, quantile, layer, head

@@ -1,8 +1,9 @@
 -- Heads ranked by attention to what followed an earlier copy of the token, with the chance level.
 -- is_induction: score of at least 0.4, the threshold of ARENA's exercises.
--- coverage: share of queries that have an earlier copy; measured: sequences with any, the only ones that count.
+-- coverage: share of queries that have an earlier copy.
+-- measured: sequences in which any query has one. Only they count.
 WITH
-    per_head AS (
+    head_means AS (
         SELECT
             run_id, intervention, input_family, layer, head,
             avg(induction_score) AS induction_score,
@@ -12,17 +13,26 @@ WITH
         FROM heads
         GROUP BY ALL
     ),
-    chance AS (SELECT run_id, avg(chance_induction_score) AS chance FROM sequences GROUP BY ALL)
+    -- What uniform attention would score on the same sequences.
+    chance_levels AS (
+        SELECT run_id, avg(chance_induction_score) AS chance
+        FROM sequences
+        GROUP BY ALL
+    )
 SELECT
     run_id, model, intervention, input_family,
+    -- A head without a score has no rank: rank() would give it the last one.
     CASE WHEN induction_score IS NOT NULL THEN
-        rank() OVER (PARTITION BY run_id, intervention, input_family ORDER BY induction_score DESC NULLS LAST)
+        rank() OVER (
+            PARTITION BY run_id, intervention, input_family
+            ORDER BY induction_score DESC NULLS LAST
+        )
     END AS rank,
     'L' || layer || 'H' || head AS label,
     layer, head, induction_score, chance,
     induction_score >= 0.4 AS is_induction,
     coverage, measured, sequences
-FROM per_head
+FROM head_means
 JOIN (SELECT run_id, model FROM runs) USING (run_id)
-LEFT JOIN chance USING (run_id)
+LEFT JOIN chance_levels USING (run_id)
 ORDER BY run_id, intervention, input_family, rank, layer, head

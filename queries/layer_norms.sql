@@ -1,15 +1,20 @@
--- Length of the residual stream before and after each layer, at position 0 and at the other positions.
--- others: (T·mean - first)/(T-1), because the stored mean includes position 0; ratio: first / others, the peak.
+-- Length of the residual stream before and after each layer, at position 0 and at the others.
+-- first: at position 0. others: mean over the other positions. ratio: first / others, the peak.
 WITH
-    per_layer AS (
+    layer_means AS (
         SELECT
             run_id, model, intervention, input_family, layer,
+            -- The stream is the same for all heads of a layer, so each sequence counts once.
             count(DISTINCT sequence) AS sequences,
             avg(sink_resid_pre_norm) AS resid_pre_first,
-            avg((n_ctx * resid_pre_norm::DOUBLE - sink_resid_pre_norm) / nullif(n_ctx - 1, 0)) AS resid_pre_others,
+            -- (T · mean - first) / (T - 1): the stored mean includes position 0.
+            avg((n_ctx * resid_pre_norm::DOUBLE - sink_resid_pre_norm) / nullif(n_ctx - 1, 0))
+                AS resid_pre_others,
             avg(sink_resid_post_norm) AS resid_post_first,
-            avg((n_ctx * resid_post_norm::DOUBLE - sink_resid_post_norm) / nullif(n_ctx - 1, 0)) AS resid_post_others
-        FROM heads JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+            avg((n_ctx * resid_post_norm::DOUBLE - sink_resid_post_norm) / nullif(n_ctx - 1, 0))
+                AS resid_post_others
+        FROM heads
+        JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
         GROUP BY ALL
     )
 SELECT
@@ -19,5 +24,5 @@ SELECT
     resid_post_first, resid_post_others,
     resid_post_first / nullif(resid_post_others, 0) AS resid_post_ratio,
     sequences
-FROM per_layer
+FROM layer_means
 ORDER BY run_id, intervention, input_family, layer

@@ -1,21 +1,25 @@
--- Every entry of every profile over all sequences of a run: the aggregates of its shards, merged.
--- n = Σ n_s, mean = Σ n_s mean_s / n, M2 = Σ M2_s + Σ n_s (mean_s - mean)²; head is NULL for what a layer's heads share.
+-- Every entry of every profile over all sequences of a run: the means of its shards, merged.
+-- n = Σ n_s, mean = Σ n_s mean_s / n, M2 = Σ M2_s + Σ n_s (mean_s - mean)², over the shards s.
+-- head is NULL if all heads of a layer share the values.
 -- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
 WITH
-    centred AS (
+    -- The mean over all shards stands beside each shard's: M2 needs the difference of the two.
+    with_pooled_mean AS (
         SELECT
             *,
-            sum(count * mean) OVER entry / sum(count) OVER entry AS pooled
+            sum(count * mean) OVER entry / sum(count) OVER entry AS pooled_mean
         FROM profiles
-        WINDOW entry AS (PARTITION BY run_id, intervention, profile, layer, head, query, key, lag)
+        WINDOW entry AS (
+            PARTITION BY run_id, intervention, profile, layer, head, query, key, lag
+        )
     ),
     merged AS (
         SELECT
             run_id, intervention, profile, layer, head, query, key, lag,
             sum(count)::BIGINT AS count,
-            any_value(pooled) AS mean,
-            sum(m2) + sum(count * (mean - pooled) ** 2) AS m2
-        FROM centred
+            any_value(pooled_mean) AS mean,
+            sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2
+        FROM with_pooled_mean
         GROUP BY ALL
     )
 SELECT
@@ -24,5 +28,6 @@ SELECT
     query, key, lag, count, mean,
     sqrt(m2 / nullif(count - 1, 0)) AS sd,
     sqrt(m2 / nullif(count - 1, 0) / count) AS standard_error
-FROM merged JOIN (SELECT run_id, model FROM runs) USING (run_id)
+FROM merged
+JOIN (SELECT run_id, model FROM runs) USING (run_id)
 ORDER BY run_id, intervention, profile, layer, head, query, key, lag

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 TIMEOUT = 600.0
-"""Seconds after which a question is given up, unless told."""
+"""Seconds after which a question is given up by default."""
 
 Code = Annotated[
     str | None,
     typer.Option(
         metavar="CODE",
-        help="Read the shards that this code measured (shards.code), where two mean different "
-        "things.",
+        help="Read only the shards that this code measured (shards.code). Needed if two codes "
+        "define a statistic differently.",
     ),
 ]
 
 
 def mount(app: typer.Typer, open_model: OpenModel) -> None:
-    """Add the subcommands to the front door; `open_model` knows what tokens mean."""
+    """Add the subcommands to the front door. `open_model` opens what turns tokens into text."""
     app.command()(report)
 
     @app.command()
@@ -45,18 +45,19 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             str | None,
             typer.Argument(
                 metavar="QUESTION",
-                help="Name of a view, SQL, a file of SQL (NAME.sql or @NAME), or - for stdin; "
-                "without it, the views are listed.",
+                help="Name of a view, SQL, a file of SQL (NAME.sql or @NAME), or - for stdin. "
+                "Default: list the views.",
             ),
         ] = None,
         file: Annotated[
             Path | None,
             typer.Option("-f", "--file", metavar="FILE", help="File that holds the SQL."),
         ] = None,
-        format: Annotated[
+        requested_format: Annotated[
             Literal["table", "csv", "json", "jsonl", "parquet"] | None,
             typer.Option(
-                help="How to write the answer; unless told, as the name of the file says."
+                "--format",
+                help="How to write the answer. Default: as the name of the file says, or a table.",
             ),
         ] = None,
         output: Annotated[
@@ -66,17 +67,20 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             ),
         ] = None,
         limit: Annotated[
-            int | None, typer.Option(min=0, help="Rows at most; a table shows 40 by default.")
+            int | None,
+            typer.Option(min=0, help="At most so many rows. A table shows 40 by default."),
         ] = None,
         vertical: Annotated[
-            bool, typer.Option("--vertical", help="Write a table with one column a line.")
+            bool, typer.Option("--vertical", help="Write a table with one column per line.")
         ] = False,
         text: Annotated[
             bool, typer.Option("--text", help="Write the column tokens as text.")
         ] = False,
         timeout: Annotated[
             float,
-            typer.Option(min=0, metavar="SECONDS", help="Give up after so long; 0 never does."),
+            typer.Option(
+                min=0, metavar="SECONDS", help="Give up after this time. 0 waits for ever."
+            ),
         ] = TIMEOUT,
         memory: Annotated[
             str,
@@ -85,10 +89,11 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         code: Code = None,
     ) -> None:
         """Ask the committed rows of runs a question in SQL, or by the name of a view."""
+        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
         from queries.answers import run_query
         from queries.asking import open_runs
         from queries.column_facts import column_facts, why_empty
-        from queries.connection import check_memory, view_descriptions
+        from queries.connection import check_memory
         from queries.formats import (
             format_of,
             rows_to_read,
@@ -98,35 +103,46 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         )
         from queries.text_columns import with_text
 
-        seconds = timeout if 0 < timeout < float("inf") else None
+        time_limit = timeout if 0 < timeout < float("inf") else None
         sql = _question(question, file)
-        format = format_of(format, output, vertical)
+        answer_format = format_of(requested_format, output, vertical)
         database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
         warn_of_damage(database)
         if sql is None:
-            with writing_to_stdout() as out:
-                for name, description in view_descriptions(database.connection).items():
-                    first_sentence = description.partition(". ")[0].rstrip(".")
-                    out.write(f"{name:<24} {first_sentence}.\n")
+            _list_views(database)
             return
-        answer = run_query(database.connection, sql, rows_to_read(format, limit), seconds)
+        row_limit = rows_to_read(answer_format, limit)
+        answer = run_query(database.connection, sql, row_limit, time_limit)
         if text:
-            ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
-            answer = with_text(answer, RunModels(runs, open_model), ids)
-        if format == "parquet":
+            run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
+            answer = with_text(answer, RunModels(runs, open_model), run_ids)
+        if answer_format == "parquet":
             answer.facts = column_facts(database.connection, sql)
         if output is not None:
-            write_file(answer, format, output, limit, vertical)
+            write_file(answer, answer_format, output, limit, vertical)
         else:
-            with writing_to_stdout(lossless=format == "csv") as out:
-                write(answer, format, out, limit, vertical)
+            # A CSV file is read by programs, so its characters must not become numbers.
+            with writing_to_stdout(lossless=answer_format == "csv") as out:
+                write(answer, answer_format, out, limit, vertical)
+        # No rows may be the answer, or a sign that the scan did not measure what a view needs.
         if not answer.rows_read:
             for line in why_empty(database.connection, sql):
                 typer.echo(f"note: {line}", err=True)
 
 
+def _list_views(database: RunDatabase) -> None:
+    """Print every view with the first sentence of its description."""
+    from queries.connection import view_descriptions
+    from queries.formats import writing_to_stdout
+
+    with writing_to_stdout() as out:
+        for name, description in view_descriptions(database.connection).items():
+            first_sentence = description.partition(". ")[0].rstrip(".")
+            out.write(f"{name:<24} {first_sentence}.\n")
+
+
 def _question(question: str | None, file: Path | None) -> str | None:
-    """The question as it was typed, or out of a file or stdin; none where nothing was asked."""
+    """The question as it was typed, or from a file or stdin. None if nothing was asked."""
     if file is not None and question is not None:
         raise QueryError(f"expected one question, got {question!r} and --file {file}")
     if question == "-" or (file is not None and str(file) == "-"):
@@ -138,6 +154,7 @@ def _question(question: str | None, file: Path | None) -> str | None:
     if file is None:
         return question
     try:
+        # Editors on Windows may write a byte order mark, which DuckDB does not read.
         sql = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise QueryError(f"{file}: expected SQL in UTF-8") from None
@@ -160,7 +177,7 @@ def report(
     ),
     code: Code = None,
 ) -> None:
-    """Write one HTML file with heatmaps, rankings and norms of every run; it opens from disk,
+    """Write one HTML file with heatmaps, rankings and norms of every run. It opens from disk,
     without a network.
     """
     from queries.asking import open_runs
@@ -179,5 +196,5 @@ def warn_of_damage(database: RunDatabase) -> None:
 
 
 def tell_user(line: str) -> None:
-    """A line on stderr, beside whatever goes to stdout."""
+    """Print a line on stderr, so that an answer on stdout stays as it is."""
     typer.echo(line, err=True)

@@ -1,20 +1,36 @@
--- What differs between two runs in each statistic of each head: mean change on the sequences with the same tokens.
--- One row per pair of runs, intervention, head and statistic, in both directions: change is that of run_id against other_run.
--- A pair is one sequence of the same number and tokens on which both are defined; NULL as in effects.
+-- What differs between two runs in each statistic of each head, on sequences with the same tokens.
+-- One row per pair of runs, intervention, head and statistic.
+-- change: mean of run_id minus other_run. Every two runs have rows in both directions.
+-- A pair is one sequence, of the same number and tokens, on which the statistic is defined in both
+-- runs. standard_error is NULL for a single pair.
 -- Needs: two runs of the same input (family, seed, n_ctx, corpus).
 WITH
-    -- 64 bits stand for the tokens: only sequences of the same number are compared by them.
-    inputs AS (SELECT run_id, intervention, sequence, hash(tokens) AS input FROM sequences),
-    listed AS NOT MATERIALIZED (
-        SELECT
-            run_id, intervention, input_family, sequence, layer, head, input,
-            list_value(*COLUMNS(
-                heads.* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)
-            )) AS values
-        FROM heads JOIN inputs USING (run_id, intervention, sequence)
+    -- A hash of 64 bits stands for the tokens. That is enough: only sequences of the same number
+    -- are compared.
+    token_hashes AS (
+        SELECT run_id, intervention, sequence, hash(tokens) AS token_hash
+        FROM sequences
     ),
-    names AS (
-        SELECT struct_keys(struct_pack(*COLUMNS(* EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)))) AS names
+    -- All statistics of a row as one list: then a single join pairs them all (as in effects).
+    value_lists AS NOT MATERIALIZED (
+        SELECT
+            run_id, intervention, input_family, sequence, layer, head, token_hash,
+            list_value(*COLUMNS(
+                heads.* EXCLUDE (
+                    run_id, intervention, input_family, shard, sequence, layer, head, label
+                )
+            )) AS values
+        FROM heads
+        JOIN token_hashes USING (run_id, intervention, sequence)
+    ),
+    -- The names of the statistics, in the order of the lists.
+    statistic_names AS (
+        SELECT
+            struct_keys(struct_pack(*COLUMNS(
+                * EXCLUDE (
+                    run_id, intervention, input_family, shard, sequence, layer, head, label
+                )
+            ))) AS names
         FROM heads
         LIMIT 1
     ),
@@ -22,10 +38,12 @@ WITH
         SELECT
             one.run_id, other.run_id AS other_run, intervention, input_family, layer, head,
             generate_subscripts(one.values, 1) AS number,
+            -- The stored float32 would lose digits when differences are added up.
             unnest(other.values)::DOUBLE AS before,
             unnest(one.values)::DOUBLE AS after
-        FROM listed AS one
-        JOIN listed AS other USING (intervention, input_family, sequence, layer, head, input)
+        FROM value_lists AS one
+        JOIN value_lists AS other
+            USING (intervention, input_family, sequence, layer, head, token_hash)
         WHERE one.run_id <> other.run_id
     ),
     changes AS (
@@ -40,9 +58,12 @@ WITH
         WHERE before IS NOT NULL AND after IS NOT NULL
         GROUP BY ALL
     ),
-    models AS (SELECT run_id, model FROM runs)
+    models AS (
+        SELECT run_id, model FROM runs
+    )
 SELECT
-    changes.run_id, changes.other_run, models.model, other_models.model AS other_model,
+    changes.run_id, changes.other_run,
+    models.model, other_models.model AS other_model,
     intervention, input_family,
     'L' || layer || 'H' || head AS label,
     layer, head,
@@ -50,5 +71,5 @@ SELECT
     other, this, change, standard_error, pairs
 FROM changes
 JOIN models USING (run_id)
-JOIN models AS other_models ON other_models.run_id = other_run, names
+JOIN models AS other_models ON other_models.run_id = other_run, statistic_names
 ORDER BY changes.run_id, other_run, intervention, input_family, layer, head, number

@@ -1,31 +1,51 @@
-"""The models of runs as questions see them. `jobs.run_model` has one: the front door brings both
-together, for questions know neither models nor tokenizers.
+"""The models of runs as questions see them.
+
+Questions know neither models nor tokenizers. `jobs.run_model` does, and the front door brings both
+together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from schemas.errors import QueryError
 
+if TYPE_CHECKING:
+    # It imports pyarrow, which `headcount --help` need not wait for.
+    from schemas.places import Place
+
 
 class LookLike(Protocol):
-    """Where a query looks."""
+    """What a query attends to most."""
 
     @property
-    def key(self) -> int: ...
+    def key(self) -> int:
+        """Position of the key with most attention. Negative if the query sees no key."""
+        ...
+
     @property
-    def mass(self) -> float: ...
+    def mass(self) -> float:
+        """Attention to that key."""
+        ...
+
     @property
-    def first(self) -> float: ...
+    def first(self) -> float:
+        """Attention to key 0."""
+        ...
 
 
 class RunModelLike(Protocol):
-    """The model of a run. `jobs.run_model` has it; questions know neither models nor tokenizers."""
+    """The model of a run, as `jobs.run_model` has it."""
 
-    def text(self, tokens: list[int]) -> str: ...
-    def texts(self, tokens: list[int]) -> list[str]: ...
+    def text(self, tokens: list[int]) -> str:
+        """The text of some tokens."""
+        ...
+
+    def texts(self, tokens: list[int]) -> list[str]:
+        """The text of each token."""
+        ...
+
     def looks(
         self,
         sequence: int,
@@ -34,26 +54,30 @@ class RunModelLike(Protocol):
         head: int,
         intervention: str,
         device: str,
-    ) -> Sequence[LookLike]: ...
+    ) -> Sequence[LookLike]:
+        """What a head attends to most, from every query of a sequence."""
+        ...
 
 
-OpenModel: TypeAlias = Callable[[Any, str | None], RunModelLike]
-"""Opens the model of the run in a directory; or where it lies now, if that is told."""
+OpenModel: TypeAlias = "Callable[[Place, str | None], RunModelLike]"
+"""Opens the model of the run in a directory, or the model at a path if one is given."""
 
 
 class RunModels:
-    """The models of the runs at a place, by run; each is opened once."""
+    """The models of the runs at a place, by run. Each is opened once."""
 
     def __init__(self, place: str, open_model: OpenModel, model: str | None = None) -> None:
-        self.place, self.open_model, self.model = place, open_model, model
-        self.opened: dict[str, RunModelLike] = {}
+        self.place = place
+        self.open_model = open_model
+        self.model = model
+        self.opened_models: dict[str, RunModelLike] = {}
 
     def __getitem__(self, run_id: str) -> RunModelLike:
-        if run_id not in self.opened:
-            self.opened[run_id] = self.open_model(self._directory(run_id), self.model)
-        return self.opened[run_id]
+        if run_id not in self.opened_models:
+            self.opened_models[run_id] = self.open_model(self._directory(run_id), self.model)
+        return self.opened_models[run_id]
 
-    def _directory(self, run_id: str) -> Any:
+    def _directory(self, run_id: str) -> Place:
         from schemas.places import absolute
         from schemas.run_directory import find_runs
 

@@ -1,16 +1,17 @@
--- Heads ranked by attention to key 0, with the chance level and the lengths at position 0 relative to the others.
--- is_sink: mean sink_alpha above 0.3, the threshold of Gu et al. 2024 (arXiv 2410.10781);
+-- Heads ranked by attention to key 0, with the chance level and lengths at position 0.
+-- is_sink: mean sink_alpha above 0.3, the threshold of Gu et al. 2024 (arXiv 2410.10781).
 -- sink_rate: share of sequences above it.
--- A ratio is the mean at position 0 over the mean at the other positions: (T·mean - first)/(T-1).
+-- A ratio is the mean length at position 0 over the mean at the other positions.
 WITH
     measured AS (
         SELECT
             *,
-            -- sink_alpha also counts query 0, which can only look at key 0.
+            -- sink_alpha also counts query 0, which sees only key 0.
             (1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx AS alpha
-        FROM heads JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+        FROM heads
+        JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
     ),
-    per_head AS (
+    head_means AS (
         SELECT
             run_id, model, intervention, input_family, layer, head,
             count(sink_mass) AS sequences,
@@ -18,17 +19,29 @@ WITH
             avg(alpha) AS sink_alpha,
             avg((alpha > 0.3)::INT) AS sink_rate,
             avg(sink_value_norm) AS first_value,
-            avg((n_ctx * value_norm::DOUBLE - sink_value_norm) / nullif(n_ctx - 1, 0)) AS other_values,
+            -- (T · mean - first) / (T - 1): the stored mean includes position 0.
+            avg((n_ctx * value_norm::DOUBLE - sink_value_norm) / nullif(n_ctx - 1, 0))
+                AS other_values,
             avg(sink_resid_pre_norm) AS first_resid,
-            avg((n_ctx * resid_pre_norm::DOUBLE - sink_resid_pre_norm) / nullif(n_ctx - 1, 0)) AS other_resid
+            avg((n_ctx * resid_pre_norm::DOUBLE - sink_resid_pre_norm) / nullif(n_ctx - 1, 0))
+                AS other_resid
         FROM measured
         GROUP BY ALL
     ),
-    chance AS (SELECT run_id, avg(chance_sink_mass) AS chance FROM sequences GROUP BY ALL)
+    -- What uniform attention would score on the same sequences.
+    chance_levels AS (
+        SELECT run_id, avg(chance_sink_mass) AS chance
+        FROM sequences
+        GROUP BY ALL
+    )
 SELECT
     run_id, model, intervention, input_family,
+    -- A head without a score has no rank: rank() would give it the last one.
     CASE WHEN sink_mass IS NOT NULL THEN
-        rank() OVER (PARTITION BY run_id, intervention, input_family ORDER BY sink_mass DESC NULLS LAST)
+        rank() OVER (
+            PARTITION BY run_id, intervention, input_family
+            ORDER BY sink_mass DESC NULLS LAST
+        )
     END AS rank,
     'L' || layer || 'H' || head AS label,
     layer, head, sink_mass, chance, sink_alpha,
@@ -37,5 +50,6 @@ SELECT
     first_value / nullif(other_values, 0) AS value_norm_ratio,
     first_resid / nullif(other_resid, 0) AS resid_pre_norm_ratio,
     sequences
-FROM per_head LEFT JOIN chance USING (run_id)
+FROM head_means
+LEFT JOIN chance_levels USING (run_id)
 ORDER BY run_id, intervention, input_family, rank, layer, head

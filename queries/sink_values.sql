@@ -1,15 +1,19 @@
--- Lengths of values and keys at position 0 against the other positions, per head.
--- others: (T·mean - first)/(T-1), because the stored mean includes position 0; ratio: first / others.
+-- Lengths of values and keys at position 0 and at the other positions, per head.
+-- first: at position 0. others: mean over the other positions. ratio: first / others.
 WITH
-    per_head AS (
+    head_means AS (
         SELECT
             run_id, model, intervention, input_family, layer, head,
             count(*) AS sequences,
             avg(sink_value_norm) AS value_norm_first,
-            avg((n_ctx * value_norm::DOUBLE - sink_value_norm) / nullif(n_ctx - 1, 0)) AS value_norm_others,
+            -- (T · mean - first) / (T - 1): the stored mean includes position 0.
+            avg((n_ctx * value_norm::DOUBLE - sink_value_norm) / nullif(n_ctx - 1, 0))
+                AS value_norm_others,
             avg(sink_key_norm) AS key_norm_first,
-            avg((n_ctx * key_norm::DOUBLE - sink_key_norm) / nullif(n_ctx - 1, 0)) AS key_norm_others
-        FROM heads JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+            avg((n_ctx * key_norm::DOUBLE - sink_key_norm) / nullif(n_ctx - 1, 0))
+                AS key_norm_others
+        FROM heads
+        JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
         GROUP BY ALL
     )
 SELECT
@@ -21,5 +25,5 @@ SELECT
     key_norm_first, key_norm_others,
     key_norm_first / nullif(key_norm_others, 0) AS key_norm_ratio,
     sequences
-FROM per_head
+FROM head_means
 ORDER BY run_id, intervention, input_family, layer, head

@@ -1,12 +1,15 @@
-"""Object stores for DuckDB: its own extension for them is a download, so it reads through pyarrow."""
+"""Object stores for DuckDB, which reads them through pyarrow.
+
+DuckDB's own extension for stores is a download, and reading runs must not need the network.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import duckdb
 from fsspec.implementations.arrow import ArrowFSWrapper
+from pyarrow.fs import FileSystem
 
 from schemas.places import StorePath
 
@@ -14,36 +17,45 @@ from schemas.places import StorePath
 class _Store(ArrowFSWrapper):
     """One bucket's pyarrow file system, under the scheme that its addresses begin with."""
 
+    # fsspec would hand out one instance for all buckets of a scheme.
     cachable = False
 
-    def __init__(self, filesystem: Any, scheme: str) -> None:
+    def __init__(self, filesystem: FileSystem, scheme: str) -> None:
         super().__init__(filesystem)
         self.scheme = scheme
 
     @property
     def protocol(self) -> str:
-        """The scheme; pyarrow calls Google's gcs, its addresses say gs."""
+        """The scheme. pyarrow calls Google's gcs, while its addresses say gs."""
         return self.scheme
 
     @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        """Without the scheme; DuckDB compares an address with what is allowed before `..` is
-        resolved, so there is none.
-        """
+    def _strip_protocol(cls, path: str) -> str:
+        """The address without its scheme."""
+        # DuckDB compares an address with what is allowed before `..` is resolved.
         if ".." in str(path).split("/"):
             raise PermissionError(f"{path} has a `..`")
         return super()._strip_protocol(path)
 
     def _open(
-        self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any
-    ) -> Any:
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        seekable: bool = True,
+        **options: object,
+    ) -> object:
         if mode != "rb":
             raise PermissionError(f"{path}: queries only read")
-        return super()._open(path, mode, block_size, **options)
+        return super()._open(path, mode, block_size, seekable, **options)
 
 
 def register_stores(connection: duckdb.DuckDBPyConnection, places: Iterable[object]) -> None:
     """Let a connection read the stores that runs lie in."""
-    stores = {p.url.partition("://")[0]: p for p in places if isinstance(p, StorePath)}
+    stores: dict[str, StorePath] = {}
+    for place in places:
+        if isinstance(place, StorePath):
+            scheme = place.url.partition("://")[0]
+            stores[scheme] = place
     for scheme, store in stores.items():
         connection.register_filesystem(_Store(store.filesystem, scheme))

@@ -11,7 +11,7 @@ from queries.answers import Answer
 from queries.run_models import RunModels
 from schemas.errors import QueryError
 
-COLUMN = "tokens"
+TOKENS_COLUMN = "tokens"
 
 
 @dataclass
@@ -20,49 +20,55 @@ class TextAnswer(Answer):
 
     models: RunModels | None = None
     only_run: str | None = None
-    """The run of all rows, where the answer has no column that says it."""
+    """The run of all rows, if the answer does not have the column `run_id`."""
 
     @property
     def schema(self) -> pa.Schema:
         """Names and types of the columns."""
         schema = super().schema
-        place = schema.get_field_index(COLUMN)
-        return schema.set(place, pa.field(COLUMN, pa.string()))
+        column_index = schema.get_field_index(TOKENS_COLUMN)
+        return schema.set(column_index, pa.field(TOKENS_COLUMN, pa.string()))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
         for batch in super().batches():
             columns = list(batch.columns)
-            columns[batch.schema.get_field_index(COLUMN)] = self._texts(batch)
+            columns[batch.schema.get_field_index(TOKENS_COLUMN)] = self._texts(batch)
             yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def _texts(self, batch: pa.RecordBatch) -> pa.Array:
-        tokens = batch.column(COLUMN).to_pylist()
-        runs = (
-            [self.only_run] * len(tokens)
-            if self.only_run is not None
-            else batch.column("run_id").to_pylist()
-        )
+        """The text of every row. NULL if the row has no tokens, or no run that could read them."""
         assert self.models is not None
-        texts = [
-            None if row is None or run is None else self.models[run].text(row)
-            for run, row in zip(runs, tokens, strict=True)
-        ]
+        token_lists: list[list[int] | None] = batch.column(TOKENS_COLUMN).to_pylist()
+        if self.only_run is not None:
+            run_ids = [self.only_run] * len(token_lists)
+        else:
+            run_ids = batch.column("run_id").to_pylist()
+        # Both may be NULL, for example after an outer join in the question.
+        texts: list[str | None] = []
+        for run_id, tokens in zip(run_ids, token_lists, strict=True):
+            if tokens is None or run_id is None:
+                texts.append(None)
+            else:
+                texts.append(self.models[run_id].text(tokens))
         return pa.array(texts, pa.string())
 
 
-def with_text(answer: Answer, models: RunModels, runs: list[str]) -> TextAnswer:
-    """An answer with text in place of tokens; `runs` are all that were opened."""
+def with_text(answer: Answer, models: RunModels, run_ids: list[str]) -> TextAnswer:
+    """An answer with text in place of tokens. `run_ids` are all runs that were opened."""
     names = answer.schema.names
-    if COLUMN not in names or not pa.types.is_list(answer.schema.field(COLUMN).type):
+    if TOKENS_COLUMN not in names or not pa.types.is_list(answer.schema.field(TOKENS_COLUMN).type):
         raise QueryError(
-            f"--text writes the column {COLUMN} as text, and the answer has none; select it, for "
-            "instance: SELECT run_id, sequence, tokens FROM sequences"
+            f"--text writes the column {TOKENS_COLUMN} as text, and the answer has none; select "
+            "it, for instance: SELECT run_id, sequence, tokens FROM sequences"
         )
-    if "run_id" not in names and len(runs) != 1:
+    # Without run_id a row does not say which model's tokenizer reads it.
+    if "run_id" not in names and len(run_ids) != 1:
         raise QueryError(
-            f"--text: these are {len(runs)} runs, whose models may read tokens differently; select "
-            "run_id beside tokens"
+            f"--text: these are {len(run_ids)} runs, whose models may read tokens differently; "
+            "select run_id beside tokens"
         )
-    only = None if "run_id" in names else runs[0]
-    return TextAnswer(answer.patience, answer.reader, answer.facts, models=models, only_run=only)
+    only_run = None if "run_id" in names else run_ids[0]
+    return TextAnswer(
+        answer.patience, answer.reader, answer.facts, models=models, only_run=only_run
+    )

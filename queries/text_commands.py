@@ -1,21 +1,32 @@
-"""The subcommand `text`: a sequence as it reads, and what a head looks at in it."""
+"""The subcommand `text`: a sequence as it reads, and what a head attends to in it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TextIO
 
 import typer
 
 from queries.run_models import LookLike, OpenModel, RunModelLike, RunModels
+from queries.sql_text import text_literal
 from schemas.errors import ModelError, QueryError, printable
 
 if TYPE_CHECKING:
     from queries.asking import Record, RunDatabase
 
 WIDTH = 100
-"""Columns of the lines, unless told."""
+"""Characters of a line by default."""
+
+
+class Head(NamedTuple):
+    """One head of a model."""
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}H{self.head}"
 
 
 def mount(app: typer.Typer, open_model: OpenModel) -> None:
@@ -31,147 +42,159 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         ],
         head: Annotated[
             str | None,
-            typer.Option(metavar="L5H1", help="Say what this head looks at from every token."),
+            typer.Option(metavar="L5H1", help="Say what this head attends to from every token."),
         ] = None,
         intervention: Annotated[
             str, typer.Option(metavar="NAME", help="Under this edit of the model.")
         ] = "none",
-        width: Annotated[int, typer.Option(min=20, help="Columns of a line.")] = WIDTH,
+        width: Annotated[int, typer.Option(min=20, help="Characters of a line.")] = WIDTH,
         model: Annotated[
             str | None,
             typer.Option(metavar="PATH", help="Where the model lies, if it has moved."),
         ] = None,
         device: Annotated[
-            Literal["auto", "cpu", "cuda"], typer.Option(help="What the head is run on.")
+            Literal["auto", "cpu", "cuda"], typer.Option(help="Device that runs the head.")
         ] = "auto",
     ) -> None:
-        """Print a sequence of a run as text, and what a head looks at in it."""
+        """Print a sequence of a run as text, and what a head attends to in it."""
+        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
         from queries.asking import open_runs
         from queries.formats import writing_to_stdout
         from queries.query_commands import tell_user, warn_of_damage
 
-        place = None if head is None else _head(head)
+        chosen_head = None if head is None else _parse_head(head)
         database = open_runs(run, tell=tell_user)
         warn_of_damage(database)
-        record = _only_run(database, run)
-        if place is not None:
-            _check_head(place, record)
-        found = _sequence(database, record, sequence)
-        tokens: list[int] = found["tokens"]
-        of_run = RunModels(run, open_model, model)[record["run_id"]]
-        texts = _texts(of_run, tokens)
+        run_record = _only_run(database, run)
+        if chosen_head is not None:
+            _check_head(chosen_head, run_record)
+        sequence_record = _sequence(database, run_record, sequence)
+        tokens: list[int] = sequence_record["tokens"]
+        run_model = RunModels(run, open_model, model)[run_record["run_id"]]
+        texts = _texts(run_model, tokens)
         with writing_to_stdout() as out:
-            out.write(_heading(record, found))
-            if place is None:
+            out.write(_heading(run_record, sequence_record))
+            if chosen_head is None:
                 _write_text(texts, out, width)
                 return
-            looks = of_run.looks(sequence, tokens, *place, intervention, device)
-            _write_statistics(database, sequence, place, intervention, out)
+            layer, head_index = chosen_head
+            looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
+            _write_statistics(database, sequence, chosen_head, intervention, out)
             _write_looks(texts, looks, out, width)
 
 
-def _head(text: str) -> tuple[int, int]:
+def _parse_head(label: str) -> Head:
     """Layer and head, from their label.
 
-    >>> _head("L5H1")
-    (5, 1)
+    >>> _parse_head("L5H1")
+    Head(layer=5, head=1)
     """
-    match = re.fullmatch(r"[Ll](\d+)[Hh](\d+)", text.strip())
+    match = re.fullmatch(r"[Ll](\d+)[Hh](\d+)", label.strip())
     if match is None:
-        raise QueryError(f"--head: expected a layer and a head such as L5H1, got {text!r}")
-    return int(match[1]), int(match[2])
+        raise QueryError(f"--head: expected a layer and a head such as L5H1, got {label!r}")
+    return Head(int(match[1]), int(match[2]))
 
 
-def _check_head(place: tuple[int, int], run: Record) -> None:
-    layer, head = place
-    if layer >= run["n_layers"] or head >= run["n_heads"]:
-        raise QueryError(
-            f"--head L{layer}H{head}: {run['model']} has heads L0H0 to "
-            f"L{run['n_layers'] - 1}H{run['n_heads'] - 1}"
-        )
+def _check_head(head: Head, run: Record) -> None:
+    """Refuse a head that the model does not have."""
+    if head.layer >= run["n_layers"] or head.head >= run["n_heads"]:
+        last_head = Head(run["n_layers"] - 1, run["n_heads"] - 1)
+        raise QueryError(f"--head {head}: {run['model']} has heads L0H0 to {last_head}")
 
 
 def _only_run(database: RunDatabase, place: str) -> Record:
     """The one run at a place."""
     runs = database.records("FROM runs")
     if len(runs) != 1:
-        ids = ", ".join(f"run_id={run['run_id']}" for run in runs[:5])
+        directories = ", ".join(f"run_id={run['run_id']}" for run in runs[:5])
+        more = " …" if len(runs) > 5 else ""
         raise QueryError(
-            f"{place}: expected one run, got {len(runs)}; say which directory: {ids}"
-            f"{' …' if len(runs) > 5 else ''}"
+            f"{place}: expected one run, got {len(runs)}; say which directory: {directories}{more}"
         )
     return runs[0]
 
 
 def _sequence(database: RunDatabase, run: Record, sequence: int) -> Record:
     """The row of a sequence."""
-    found = database.records(f"FROM sequences WHERE sequence = {sequence} LIMIT 1")
-    if found:
-        return found[0]
-    ends = database.records("SELECT min(sequence) AS low, max(sequence) AS high FROM sequences")[0]
-    have = "none yet" if ends["low"] is None else f"{ends['low']} to {ends['high']}"
-    raise QueryError(f"run {run['run_id']} has no sequence {sequence}; it has {have}")
+    # A sequence has one row per intervention, all with the same tokens.
+    rows = database.records(f"FROM sequences WHERE sequence = {sequence} LIMIT 1")
+    if rows:
+        return rows[0]
+    (ends,) = database.records("SELECT min(sequence) AS low, max(sequence) AS high FROM sequences")
+    existing = "none yet" if ends["low"] is None else f"{ends['low']} to {ends['high']}"
+    raise QueryError(f"run {run['run_id']} has no sequence {sequence}; it has {existing}")
 
 
 def _texts(model: RunModelLike, tokens: list[int]) -> list[str]:
-    """The text of each token; its number where the model has no tokenizer."""
+    """The text of each token, or its number if the model does not have a tokenizer."""
     try:
         return [printable(text) for text in model.texts(tokens)]
     except ModelError as error:
+        # What a head attends to can be shown without a tokenizer.
         typer.echo(f"note: token numbers are shown: {error}", err=True)
         return [str(token) for token in tokens]
 
 
-def _heading(run: Record, found: Record) -> str:
+def _heading(run: Record, sequence: Record) -> str:
     """Where a sequence comes from, on one line."""
-    parts = [f"sequence {found['sequence']} of {run['run_id']}", f"{len(found['tokens'])} tokens"]
-    if found["file"] is not None:
-        parts.append(f"{found['file']}, row {found['row']}, from token {found['offset']}")
-    if found["pile_set_name"] is not None:
-        parts.append(found["pile_set_name"])
-    return f"{printable('; '.join(parts))}\n\n"
+    facts = [
+        f"sequence {sequence['sequence']} of {run['run_id']}",
+        f"{len(sequence['tokens'])} tokens",
+    ]
+    if sequence["file"] is not None:
+        place = f"{sequence['file']}, row {sequence['row']}, from token {sequence['offset']}"
+        facts.append(place)
+    if sequence["pile_set_name"] is not None:
+        facts.append(sequence["pile_set_name"])
+    return f"{printable('; '.join(facts))}\n\n"
 
 
 def _write_text(texts: list[str], out: TextIO, width: int) -> None:
-    """Write tokens one after the other, a bar between two, and before each line the position of its
-    first token.
+    """Write tokens one after the other, with a bar between two.
+
+    Before each line stands the position of its first token.
     """
     from rich.cells import cell_len
 
-    edge = len(str(len(texts))) + 2
-    line, used, start = "", 0, 0
+    # Widths are cells of a terminal, of which a character may take two.
+    position_width = len(str(len(texts)))
+    room = width - position_width - 2
+    line = ""
+    line_width = 0
+    first_position = 0
     for position, text in enumerate(texts):
-        piece = text if not line else f"|{text}"
-        if line and edge + used + cell_len(piece) > width:
-            out.write(f"{start:>{edge - 2}}  {line}\n")
-            line, used, start, piece = "", 0, position, text
+        piece = f"|{text}" if line else text
+        if line and line_width + cell_len(piece) > room:
+            out.write(f"{first_position:>{position_width}}  {line}\n")
+            line = ""
+            line_width = 0
+            first_position = position
+            piece = text
         line += piece
-        used += cell_len(piece)
-    out.write(f"{start:>{edge - 2}}  {line}\n")
+        line_width += cell_len(piece)
+    out.write(f"{first_position:>{position_width}}  {line}\n")
 
 
 def _write_statistics(
-    database: RunDatabase,
-    sequence: int,
-    place: tuple[int, int],
-    intervention: str,
-    out: TextIO,
+    database: RunDatabase, sequence: int, head: Head, intervention: str, out: TextIO
 ) -> None:
     """Write what the run measured of a head on a sequence."""
-    layer, head = place
-    quoted = intervention.replace("'", "''")
-    rows = database.records(
-        "SELECT * EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, "
-        f"label) FROM heads WHERE sequence = {sequence} AND layer = {layer} AND head = {head} "
-        f"AND intervention = '{quoted}'"
-    )
-    out.write(f"L{layer}H{head}, intervention {intervention}\n")
+    rows = database.records(f"""
+        SELECT
+            * EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)
+        FROM heads
+        WHERE sequence = {sequence}
+            AND layer = {head.layer}
+            AND head = {head.head}
+            AND intervention = {text_literal(intervention)}
+    """)
+    out.write(f"{head}, intervention {intervention}\n")
     if not rows:
         out.write("not measured in this run\n\n")
         return
-    edge = max(map(len, rows[0]))
+    name_width = max(map(len, rows[0]))
     for name, value in rows[0].items():
-        out.write(f"{name:<{edge}}  {'NULL' if value is None else f'{value:.4g}'}\n")
+        out.write(f"{name:<{name_width}}  {'NULL' if value is None else f'{value:.4g}'}\n")
     out.write("\n")
 
 
@@ -180,19 +203,23 @@ def _write_looks(texts: list[str], looks: Sequence[LookLike], out: TextIO, width
     from rich.cells import cell_len, set_cell_size
 
     digits = max(len(str(len(texts))), 3)
-    room = max((width - 2 * digits - 18) // 2, 5)
+    # Two positions, two shares and the spaces between take the rest of a line.
+    text_width = max((width - 2 * digits - 18) // 2, 5)
     # Quotes show where a token begins with a space.
-    texts = [f"'{text}'" for text in texts]
-    room = min(room, max(*map(cell_len, texts), 6))
+    quoted_texts = [f"'{text}'" for text in texts]
+    text_width = min(text_width, max(*map(cell_len, quoted_texts), 6))
 
-    def cut(text: str) -> str:
-        return set_cell_size(text if cell_len(text) <= room else f"{text[: room - 1]}+", room)
+    def fitted(text: str) -> str:
+        is_short = cell_len(text) <= text_width
+        return set_cell_size(text if is_short else f"{text[: text_width - 1]}+", text_width)
 
-    out.write(f"{'pos':>{digits}} {cut('token')} {'key':>{digits}} {cut('is')}  share  key 0\n")
-    for position, (text, look) in enumerate(zip(texts, looks, strict=True)):
-        key = f"{look.key:>{digits}} {cut(texts[look.key])}  {look.mass:5.3f}"
-        unseen = f"{'-':>{digits}} {cut('')}  {'-':>5}"
-        out.write(
-            f"{position:>{digits}} {cut(text)} {key if look.key >= 0 else unseen}  "
-            f"{look.first:5.3f}\n"
-        )
+    out.write(
+        f"{'pos':>{digits}} {fitted('token')} {'key':>{digits}} {fitted('is')}  share  key 0\n"
+    )
+    for position, (text, look) in enumerate(zip(quoted_texts, looks, strict=True)):
+        if look.key >= 0:
+            key = f"{look.key:>{digits}} {fitted(quoted_texts[look.key])}  {look.mass:5.3f}"
+        else:
+            # An edit may hide all keys of a query.
+            key = f"{'-':>{digits}} {fitted('')}  {'-':>5}"
+        out.write(f"{position:>{digits}} {fitted(text)} {key}  {look.first:5.3f}\n")

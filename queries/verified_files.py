@@ -1,7 +1,7 @@
-"""Files that a query reads are held to their commits first, and what was found whole is remembered.
+"""Files that a query reads are compared with their commits first, and whole ones are remembered.
 
-It is remembered outside the runs, as sixteen bytes a file: a digest of its path, of what the system
-says of it and of what was committed. A file that has changed in any of these is read again.
+The memory lies outside the runs, as sixteen bytes a file: a digest of its path, of what the file
+system says of it and of what was committed. A file that has changed in any of these is read again.
 """
 
 from __future__ import annotations
@@ -19,127 +19,150 @@ import numpy as np
 import platformdirs
 import pyarrow as pa
 
-from queries.run_tables import Run
+from queries.run import Run
 from schemas.damage import CommittedFile, Damage, committed_files, declared_bounds, problem
 from schemas.places import stats
 from schemas.run_directory import pc
 
-KEY = 16
+KEY_BYTES = 16
 """Bytes of a key."""
 
-TICK = 2.0
-"""Seconds after its last change in which a file may change again and look the same, because clocks
-of file systems tick: it is not remembered before.
+CLOCK_TICK_SECONDS = 2.0
+"""Seconds after its last change before a file is remembered.
+
+Clocks of file systems tick: within a tick a file may change again and look the same.
 """
 
-PATIENCE = 2.0
+SECONDS_BEFORE_NOTICE = 2.0
 """Seconds of reading after which the user is told what takes so long."""
 
 Tell = Callable[[str], None]
+"""Called with a line for the user."""
 
 
 def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
-    """Files of some tables of a run that are not as committed; those of a store are not read."""
+    """Files of some tables of a run that are not as committed.
+
+    Files in an object store are not read: that would fetch all of them.
+    """
     home = run.directory.path
     if not isinstance(home, Path):
         return []
-    memory = _Memory(home)
-    keys = _keys(home, run.done, list(tables))
-    unknown = {path for path, key in keys.items() if key not in memory.keys}
-    files = [file for file in committed_files(run.done, tables) if file.path in unknown]
+    tables = list(tables)
+    memory = _VerifiedFiles(home)
+    keys = _keys(home, run.done, tables)
+    unverified = {path for path, key in keys.items() if key not in memory.keys}
+    files = [file for file in committed_files(run.done, tables) if file.path in unverified]
     if not files:
         return []
     bounds = declared_bounds(run.manifest)
-    found: list[Damage] = []
+    damaged: list[Damage] = []
 
     def examine(file: CommittedFile) -> None:
         why = problem(home, run.manifest, file, bounds)
         if why is not None:
-            found.append(Damage(file.path, file.shards, why))
+            damaged.append(Damage(file.path, file.shards, why))
+        # A file that changed a moment ago has no key, and is read again next time.
         elif key := keys[file.path]:
-            memory.new.append((file.path, key))
+            memory.new_keys[file.path] = key
 
     pool = ThreadPoolExecutor(os.cpu_count() or 1)
     try:
-        _await([pool.submit(examine, file) for file in files], sum(f.bytes for f in files), tell)
+        examinations = [pool.submit(examine, file) for file in files]
+        _wait_for(examinations, sum(file.bytes for file in files), tell)
     finally:
-        # Whoever is interrupted goes on with the next question.
+        # After Ctrl-C the user may ask on: keep what was read, and do not read the rest.
         pool.shutdown(cancel_futures=True)
-        memory.keep(_keys(home, run.done, list(tables)))
-    return sorted(found, key=lambda damage: damage.path)
+        memory.save(_keys(home, run.done, tables))
+    return sorted(damaged, key=lambda damage: damage.path)
 
 
-def _await(examinations: list[Future[None]], size: int, tell: Tell) -> None:
-    """Wait for files to be read; say what takes so long, if it does."""
-    wait(examinations, PATIENCE, FIRST_EXCEPTION)
+def _wait_for(examinations: list[Future[None]], byte_count: int, tell: Tell) -> None:
+    """Wait until files are read, and say what takes so long if it does."""
+    wait(examinations, SECONDS_BEFORE_NOTICE, FIRST_EXCEPTION)
     if not all(examination.done() for examination in examinations):
-        tell(f"checking {size / 1e9:,.1f} GB against the commits, once")
+        tell(f"checking {byte_count / 1e9:,.1f} GB against the commits, once")
     for examination in examinations:
         examination.result()
 
 
 def _keys(home: Path, ledger: pa.Table, tables: list[str]) -> dict[str, bytes]:
-    """A key for each file of some tables; empty where it cannot be remembered now."""
+    """A key for each file of some tables, by path. Empty if it cannot be remembered now."""
     files = pc.list_flatten(ledger["files"])
-    asked = files.filter(pc.is_in(pc.struct_field(files, "table"), pa.array(tables, pa.string())))
-    paths, digests = (pc.struct_field(asked, name).to_pylist() for name in ("path", "digest"))
-    committed = dict(zip(paths, digests, strict=True))
-    latest = time.time_ns() - int(TICK * 1e9)
+    is_of_tables = pc.is_in(pc.struct_field(files, "table"), pa.array(tables, pa.string()))
+    files = files.filter(is_of_tables)
+    paths = pc.struct_field(files, "path").to_pylist()
+    digests = pc.struct_field(files, "digest").to_pylist()
+    latest_change = time.time_ns() - int(CLOCK_TICK_SECONDS * 1e9)
     listings: dict[str, dict[str, os.stat_result]] = {}
     keys: dict[str, bytes] = {}
-    for path, digest in committed.items():
+    for path, digest in dict(zip(paths, digests, strict=True)).items():
         folder, _, name = path.rpartition("/")
+        # One listing of a folder costs less than asking for each of its files.
         if folder not in listings:
             listings[folder] = dict(stats(home / folder))
-        found = listings[folder].get(name)
-        if found is None or max(found.st_mtime_ns, found.st_ctime_ns) > latest:
+        status = listings[folder].get(name)
+        # Tools that copy may set back the time of the content, but not that of the inode.
+        if status is None or max(status.st_mtime_ns, status.st_ctime_ns) > latest_change:
             keys[path] = b""
         else:
-            says = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
-            text = "\0".join([path, digest, *map(str, says)])
-            keys[path] = hashlib.blake2b(text.encode(), digest_size=KEY).digest()
+            keys[path] = _key(path, digest, status)
     return keys
 
 
-class _Memory:
-    """The keys of a run's files that were found whole; nothing is lost with it but time."""
+def _key(path: str, digest: str, status: os.stat_result) -> bytes:
+    """A digest of a file's path, of what was committed and of what the file system says of it."""
+    numbers = (
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        status.st_ino,
+        status.st_dev,
+    )
+    text = "\0".join([path, digest, *map(str, numbers)])
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+class _VerifiedFiles:
+    """The keys of a run's files that were found whole. If it is lost, files are read once more."""
 
     def __init__(self, home: Path) -> None:
-        of_run = hashlib.blake2b(os.fsencode(home), digest_size=KEY).hexdigest()
-        self.places = [folder / f"{of_run}.keys" for folder in _folders()]
+        run_digest = hashlib.blake2b(os.fsencode(home), digest_size=KEY_BYTES).hexdigest()
+        self.key_files = [folder / f"{run_digest}.keys" for folder in _key_folders()]
         self.keys: frozenset[bytes] = frozenset(self._read())
-        self.new: list[tuple[str, bytes]] = []
-        """Path and key of what was found whole now."""
+        self.new_keys: dict[str, bytes] = {}
+        """Keys of what was found whole now, by path."""
 
     def _read(self) -> list[bytes]:
-        for place in self.places:
+        for file in self.key_files:
             try:
-                content = place.read_bytes()
+                content = file.read_bytes()
             except OSError:
                 continue
-            whole = len(content) // KEY * KEY
-            return np.frombuffer(content[:whole], np.dtype((np.void, KEY))).tolist()
+            whole_bytes = len(content) // KEY_BYTES * KEY_BYTES
+            return np.frombuffer(content[:whole_bytes], np.dtype((np.void, KEY_BYTES))).tolist()
         return []
 
-    def keep(self, now: dict[str, bytes]) -> None:
-        """Add the new keys, but for files that changed while they were read."""
-        new = {key for path, key in self.new if now[path] == key}
-        if not new:
+    def save(self, keys_now: dict[str, bytes]) -> None:
+        """Add the new keys, except those of files that changed while they were read."""
+        unchanged = {key for path, key in self.new_keys.items() if keys_now[path] == key}
+        if not unchanged:
             return
-        content = b"".join(self.keys | new)
-        for place in self.places:
-            temporary = place.with_name(f".{place.name}.{secrets.token_hex(4)}.tmp")
+        content = b"".join(self.keys | unchanged)
+        for file in self.key_files:
+            # Renaming makes the file appear whole, whoever else writes it at the same time.
+            temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
             try:
-                place.parent.mkdir(parents=True, exist_ok=True)
+                file.parent.mkdir(parents=True, exist_ok=True)
                 temporary.write_bytes(content)
-                os.replace(temporary, place)
+                os.replace(temporary, file)
                 return
             except OSError:
                 continue
 
 
-def _folders() -> list[Path]:
-    """Where keys may be kept: the user's caches, or the temporary directory where there are none."""
+def _key_folders() -> list[Path]:
+    """Where keys may lie, best first: the user's caches, and the temporary directory."""
     temporary = Path(tempfile.gettempdir()) / f"headcount-{os.getuid()}"
     try:
         caches = platformdirs.user_cache_path("headcount")

@@ -31,7 +31,7 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="NAME",
-            help="Systems, as --list shows them, or files of your own, FILE.toml.",
+            help="Systems, as --list names them, or your own files, FILE.toml.",
         ),
     ] = None,
     model: Annotated[
@@ -40,15 +40,15 @@ def reproduce(
             help="A Hub id, a local directory, or bundled:NAME. Default: the system's miniature."
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every system.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Measure every system.")] = False,
     listed: Annotated[
         bool,
-        typer.Option("--list", help="Name the systems, and the models they were published for."),
+        typer.Option("--list", help="Print the systems, and the models they were published for."),
     ] = False,
     out: Annotated[str, typer.Option(help="Directory for the runs.")] = "runs/reproduce",
     file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the verdict there, too."),
+        typer.Option("--json", metavar="FILE", help="Also write the findings to this file."),
     ] = None,
     overrides: Overrides = None,
     device: DeviceOption = "auto",
@@ -57,7 +57,8 @@ def reproduce(
     """Measure a system of the literature again: scan, query, and a verdict beside every published
     figure.
 
-    A miniature is another model, so its numbers are not compared; what must hold in any model is.
+    A miniature is another model, so its numbers are not compared. What must hold in any model is
+    checked.
     """
     from reproduce.system import find_systems, systems
 
@@ -69,6 +70,7 @@ def reproduce(
     if file is not None and not file.parent.is_dir():
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
     selection = systems() if every else find_systems(names or [])
+    # These import torch, which takes seconds: a mistake above is answered without it.
     from jobs.progress import watch_index
     from reproduce.system_runs import measure_runs, plan_system
     from workers.process import prepare_process
@@ -79,13 +81,14 @@ def reproduce(
     findings: list[Finding] = []
     for name, system in selection.items():
         system_model = model or system.bundled_model
-        home = f"{out.rstrip('/')}/{name}"
+        system_directory = f"{out.rstrip('/')}/{name}"
         with watch_index(console) as watch:
-            plans = plan_system(system, system_model, home, overrides or [], watch)
+            plans = plan_system(system, system_model, system_directory, overrides or [], watch)
         measure_runs(plans, device, console, allow_other_code)
+        # All runs of a system lie in one directory.
         findings += _judge(name, system, system_model, plans[0].scan.out)
     if file is not None:
-        _write(findings, file)
+        _write_json(findings, file)
     verdicts = [finding.verdict for finding in findings if finding.verdict != "not comparable"]
     failures = verdicts.count("fail")
     if failures:
@@ -95,8 +98,9 @@ def reproduce(
 
 
 def _judge(name: str, system: System, model: str, directory: str) -> list[Finding]:
-    """Print the verdict on the runs of a system, and write its page beside them if they lie on a
-    disk of this machine.
+    """Print the findings on the runs of a system, and write its page beside the runs.
+
+    There is no page if the runs lie in an object store.
     """
     from reproduce.system_figures import Heading, write_page
     from reproduce.system_runs import open_system_runs
@@ -107,6 +111,7 @@ def _judge(name: str, system: System, model: str, directory: str) -> list[Findin
     warn_of_damage(database)
     findings = judge(name, system, model, database)
     _print_findings(name, system, model, directory, findings)
+    # Beside the directory, not in it: it is no file of a run.
     page = place(f"{directory}.html")
     if isinstance(page, Path):
         heading = Heading(
@@ -122,7 +127,7 @@ def _judge(name: str, system: System, model: str, directory: str) -> list[Findin
     return findings
 
 
-SHOWN = ("fail", "pass", "not comparable")
+VERDICT_ORDER = ("fail", "pass", "not comparable")
 """The order in which findings are printed."""
 
 
@@ -133,8 +138,8 @@ def _print_findings(
     table = Table(
         "name", "published", "measured", "tolerance", "verdict", title=title, title_justify="left"
     )
-    # What was judged comes before the long list of what cannot be compared on a miniature.
-    for finding in sorted(findings, key=lambda finding: SHOWN.index(finding.verdict)):
+    # On a miniature nearly all published figures cannot be compared. That long list comes last.
+    for finding in sorted(findings, key=lambda finding: VERDICT_ORDER.index(finding.verdict)):
         table.add_row(
             finding.name,
             _cell(finding.published),
@@ -159,12 +164,13 @@ def _print_systems(systems: dict[str, System]) -> None:
         show_edge=False,
     )
     for name, system in systems.items():
+        # Only bundled models are miniatures, so the prefix says nothing here.
         miniature = system.bundled_model.removeprefix("bundled:")
         table.add_row(name, f"{system.title}\n{system.published_model}; offline {miniature}")
     Console(highlight=False).print(table)
 
 
-def _write(findings: list[Finding], file: Path) -> None:
+def _write_json(findings: list[Finding], file: Path) -> None:
     records = [asdict(finding) for finding in findings]
     try:
         file.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """The systems of the literature: each a file `NAME.toml` of scans, checks, phenomena and figures.
 
-Its checks compare numbers with published ones, where the model is the published one; its phenomena
-(signs, orders, thresholds) must hold in any model it names.
+A check compares numbers with published ones, if the model is of the published sizes. A phenomenon
+(a sign, an order, a threshold) must hold in every model that it is claimed of.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ SYSTEMS = Path(__file__).parent / "systems"
 
 
 class Check(BaseModel):
-    """Numbers that were published: `sql` gives rows (name, value), and `published` a value for each
-    name.
-    """
+    """Numbers that were published, by name. `sql` gives rows (name, measured value)."""
 
+    # A misspelt key in a file is an error.
     model_config = ConfigDict(extra="forbid", frozen=True)
     sql: str
     published: dict[str, float]
     tolerance: float
+    """How far a measured value may lie from the published one."""
     relative: bool = False
-    """Whether the tolerance is a part of the published value."""
+    """Whether the tolerance is a share of the published value."""
     sizes: dict[str, int] = {}
-    """Sizes of the model that these were published for, if it is not the system's."""
+    """Sizes of the model that these were published for, if it is not the system's model."""
 
 
 class Phenomenon(BaseModel):
-    """Something that must hold: `sql` gives rows (name, value, whether it holds)."""
+    """Something that must hold. `sql` gives rows (name, value, whether it holds)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     sql: str
@@ -45,13 +45,14 @@ class Phenomenon(BaseModel):
 
     @property
     def words(self) -> str:
-        """What it claims: the first text in its SQL; the whole SQL if it has none."""
+        """What it claims: the first text in its SQL, or the whole SQL if it has none."""
+        # The first column of the SQL is the claim, usually the template of a format().
         text = re.search(r"'(.+?)'", self.sql)
         return text[1] if text else self.sql
 
 
 class Figure(BaseModel):
-    """A picture: `sql` gives rows (series, x, y), or (x, y, value) for a heat map."""
+    """A picture. `sql` gives rows (series, x, y), or (x, y, value) for a heat map."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     title: str
@@ -72,22 +73,22 @@ class System(BaseModel):
     published_model: str
     """The model whose figures were published, as a scan names it."""
     published_sizes: dict[str, int]
-    """Fields of that model's description, which a model must have for its numbers to be compared."""
+    """Sizes that a model must have for its numbers to be compared, by field of its description."""
     bundled_model: str
     """The miniature that shows the phenomena offline."""
     scan: dict[str, dict[str, Any]]
-    """Scans by name; what they share is in `defaults`, and what differs for the miniature in a
-    table `bundled`.
+    """Fields of each scan, by name of the scan. A table `bundled` has those of the miniature.
 
-    One with `checkpoints = "step-*"` is made of every such directory in the model's own, as
-    NAME-DIRECTORY. One with `sizes`, a list of tables, is made only of models that have the sizes
-    of one of them.
+    With `checkpoints = "step-*"` a scan runs on every such directory inside the model's, and the
+    runs are called NAME-DIRECTORY. With `sizes`, a list of tables, a scan runs only on models
+    that have the sizes of one of them.
     """
     defaults: dict[str, Any] = {}
+    """Fields that all scans share."""
     bundled: dict[str, Any] = {}
-    """Fields of every scan that differ for the miniature."""
+    """Fields that differ for the miniature in all scans."""
     view: dict[str, str] = {}
-    """Views that checks and figures may ask, by name."""
+    """Views that checks, phenomena and figures may ask, SQL by name."""
     check: tuple[Check, ...] = ()
     phenomenon: tuple[Phenomenon, ...] = ()
     figure: tuple[Figure, ...] = ()
@@ -105,19 +106,21 @@ def read_system(file: Path) -> System:
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
     except ValidationError as error:
+        # One mistake is enough for one line.
         problem = error.errors()[0]
-        raise ScanError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        place = ".".join(map(str, problem["loc"]))
+        raise ScanError(f"{file}: {place}: {problem['msg']}") from None
 
 
 def find_systems(names: Iterable[str]) -> dict[str, System]:
-    """Some systems, each by its name or as a file of one's own, `FILE.toml`."""
-    shipped = systems()
+    """The systems of these names. A name `FILE.toml` reads a user's own file."""
+    shipped_systems = systems()
     selection: dict[str, System] = {}
     for name in names:
         if name.endswith(".toml"):
             selection[Path(name).stem] = read_system(Path(name))
-        elif name in shipped:
-            selection[name] = shipped[name]
+        elif name in shipped_systems:
+            selection[name] = shipped_systems[name]
         else:
-            raise ScanError(unknown("system", name, shipped))
+            raise ScanError(unknown("system", name, shipped_systems))
     return selection

@@ -1,6 +1,4 @@
-"""The page of one system of the literature: what was published beside what was measured, and its
-figures.
-"""
+"""The page of one system of the literature: what was published, what was measured, and figures."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from queries.asking import Record, Row, RunDatabase
 from queries.html_page import Figures, write_html
@@ -31,11 +29,15 @@ class Heading:
     runs: str
     """Name of the directory that the runs lie in."""
     warning: str = ""
-    """What a reader must know before the numbers; often nothing."""
+    """What a reader must know before the numbers. Empty if there is nothing."""
+
+
+Label = float | str
+"""Where a value stands on an axis."""
 
 
 class _NothingToDrawError(Exception):
-    """A figure's query is right, and these runs have nothing for it."""
+    """A figure's query is right, but these runs have nothing to draw."""
 
 
 def write_page(
@@ -46,80 +48,87 @@ def write_page(
     database: RunDatabase,
 ) -> None:
     """Write the page of one system: its findings, and its figures drawn from the runs."""
-    drawn = Figures()
-    comparable = [finding for finding in findings if finding.verdict != "not comparable"]
+    page_figures = Figures()
+    judged = [finding for finding in findings if finding.verdict != "not comparable"]
     incomparable = [finding for finding in findings if finding.verdict == "not comparable"]
     content = {
         "title": f"{heading.system}: {heading.title}",
         "facts": {"source": heading.source, "model": heading.model, "runs": heading.runs},
         "banner": heading.warning,
-        "judged": comparable,
+        "judged": judged,
         "incomparable": incomparable,
         "counts": Counter(finding.verdict for finding in findings),
-        "cards": [_card(heading.system, figure, database, drawn) for figure in figures],
+        "cards": [_card(heading.system, figure, database, page_figures) for figure in figures],
     }
-    write_html(Path(__file__).with_suffix(""), output, content, drawn)
+    # Layout and script lie beside this file, under its name.
+    template = Path(__file__).with_suffix("")
+    write_html(template, output, content, page_figures)
 
 
-def _card(system: str, figure: Figure, database: RunDatabase, drawn: Figures) -> Record:
+def _card(system: str, figure: Figure, database: RunDatabase, page_figures: Figures) -> Record:
     """A figure, or why these runs have nothing for it. A mistake in its SQL is an error."""
     try:
         rows = database.rows(figure.sql)
-        content = _content(figure, rows)
+        content = _figure_content(figure, rows)
     except _NothingToDrawError as reason:
         return {"title": figure.title, "missing": str(reason)}
     except QueryError as error:
         raise RunError(f"{system}, figure {figure.title!r}: {error}") from None
     axes = {"kind": figure.kind, "x": figure.x, "y": figure.y}
-    return {"title": figure.title} | drawn.add(**axes, **content)
+    return {"title": figure.title} | page_figures.add(**axes, **content)
 
 
-def _content(figure: Figure, rows: Sequence[Row]) -> Record:
+def _figure_content(figure: Figure, rows: Sequence[Row]) -> Record:
+    """What the page's script draws, from rows of three columns."""
     if not rows:
         raise _NothingToDrawError("its query gives no rows")
     if len(rows[0]) != 3:
         raise QueryError(f"expected 3 columns, got {len(rows[0])}")
-    first = _labels(row[0] for row in rows)
-    second = _labels(row[1] for row in rows)
-    values = [_number(row[2]) for row in rows]
+    second_labels = _labels(row[1] for row in rows)
+    values = [_finite_number(row[2]) for row in rows]
     if all(value is None for value in values):
         raise _NothingToDrawError("its query gives no numbers, only undefined values")
     if figure.kind == "heat":
-        return _heatmap(first, second, values)
-    return {"series": _series(rows, second, values)}
+        first_labels = _labels(row[0] for row in rows)
+        return _heatmap(first_labels, second_labels, values)
+    series_names = ["" if row[0] is None else str(row[0]) for row in rows]
+    return {"series": _series(series_names, second_labels, values)}
 
 
 def _series(
-    rows: Sequence[Row], labels: Sequence[float | str], values: Sequence[float | None]
+    names: Sequence[str], labels: Sequence[Label], values: Sequence[float | None]
 ) -> list[Record]:
-    """Lines or bars by the name in the first column, in the order of the rows."""
-    by_name: dict[str, Record] = {}
-    for row, label, value in zip(rows, labels, values, strict=True):
-        name = "" if row[0] is None else str(row[0])
-        series = by_name.setdefault(name, {"name": name, "labels": [], "values": []})
+    """Lines or bars, one for each name, in the order of the rows."""
+    series_by_name: dict[str, Record] = {}
+    for name, label, value in zip(names, labels, values, strict=True):
+        series = series_by_name.setdefault(name, {"name": name, "labels": [], "values": []})
         series["labels"].append(label)
         series["values"].append(value)
-    return list(by_name.values())
+    return list(series_by_name.values())
 
 
 def _heatmap(
-    across: list[float | str], down: list[float | str], values: list[float | None]
+    column_labels: list[Label], row_labels: list[Label], values: list[float | None]
 ) -> Record:
-    """Cells by column and row; the colours are even around 0 if a value is negative."""
-    columns, rows = _order(across), _order(down)
-    z: list[list[float | None]] = [[None] * len(columns) for _ in rows]
-    for column, row, value in zip(across, down, values, strict=True):
-        z[rows.index(row)][columns.index(column)] = value
+    """Cells by column and row. The colours are even around 0 if a value is negative."""
+    columns = _distinct(column_labels)
+    rows = _distinct(row_labels)
+    # A cell that no row of the query names stays empty.
+    cells: list[list[float | None]] = [[None] * len(columns) for _ in rows]
+    for column, row, value in zip(column_labels, row_labels, values, strict=True):
+        cells[rows.index(row)][columns.index(column)] = value
     numbers = [value for value in values if value is not None]
-    low, high, scale = min(numbers), max(numbers), "sequential"
+    low = min(numbers)
+    high = max(numbers)
+    scale = "sequential"
     if low < 0:
-        far = max(-low, high)
-        low, high, scale = -far, far, "diverging"
-    return {"z": z, "columns": columns, "rows": rows, "low": low, "high": high, "scale": scale}
+        largest = max(-low, high)
+        low, high, scale = -largest, largest, "diverging"
+    return {"z": cells, "columns": columns, "rows": rows, "low": low, "high": high, "scale": scale}
 
 
-def _number(value: Any) -> float | None:
-    """A number that can be drawn; what is undefined or infinite cannot."""
+def _finite_number(value: SupportsFloat | str | None) -> float | None:
+    """A number that can be drawn. None if it is undefined or infinite."""
     if value is None:
         return None
     try:
@@ -129,15 +138,17 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _labels(values: Iterable[Any]) -> list[float | str]:
-    """Numbers if all are numbers, else texts."""
+def _labels(values: Iterable[Any]) -> list[Label]:
+    """Numbers if all are numbers, else texts: an axis is either linear or has categories."""
+    # DuckDB gives a literal such as 0.5 as a Decimal.
     labels = [float(value) if isinstance(value, Decimal) else value for value in values]
+    # bool is an int in Python, but true and false are categories.
     if all(isinstance(label, int | float) and not isinstance(label, bool) for label in labels):
         return labels
     return ["–" if label is None else str(label) for label in labels]
 
 
-def _order(labels: list[float | str]) -> list[float | str]:
+def _distinct(labels: list[Label]) -> list[Label]:
     """Each label once: numbers by size, texts in the order they come."""
     numbers = {label for label in labels if not isinstance(label, str)}
     if numbers:

@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.plan import Plan, Resolved, plan_run, prepare_run, resolve
+from jobs.plan import Plan, plan_run, prepare_run
 from jobs.ray_cluster import Device, Resources
+from jobs.resolved_scan import ResolvedScan, resolve
 from jobs.run_loop import run_to_end
 from queries.asking import RunDatabase, open_runs
 from queries.verified_files import Tell
@@ -25,8 +26,11 @@ from schemas.scan import Scan, override_fields, parse_scan
 from workers.inputs.document_index import Watch, unwatched
 from workers.model.model_info import describe, find_model
 
-OWN_FIELDS = ("bundled", "checkpoints", "sizes")
-"""What a system says of a scan beside the scan's own fields."""
+SYSTEM_FIELDS = ("bundled", "checkpoints", "sizes")
+"""What a system says of a scan beside the fields of a scan."""
+
+HEAD_FIELDS = ("layers", "heads")
+"""Fields of a scan that an override may not set."""
 
 
 def plan_system(
@@ -38,11 +42,13 @@ def plan_system(
 ) -> list[Plan]:
     """The plans of a system's runs.
 
-    They lie in one directory, which is named after all that they measure: with another model,
-    formula or input the runs lie elsewhere. An override `SCAN.key=value` is for one scan of the
-    system, any other for all. `watch` is told how far the tokenising of a corpus is.
+    They lie in one directory, whose name is a fingerprint of all that they measure: with another
+    model, formula or input the runs lie elsewhere. An override `SCAN.key=value` is for one scan of
+    the system, any other for all. `watch` is told how far the tokenising of a corpus is.
     """
     _check_overrides(system, overrides)
+    # The name of the directory needs all resolved scans, and every plan needs the directory. So
+    # scans are resolved first, with another `out`, which is no part of what they measure.
     scans = _resolved_scans(system, model, out, overrides)
     identities = {
         name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
@@ -62,14 +68,15 @@ def plan_system(
 def measure_runs(
     plans: Iterable[Plan], device: Device, console: Console, allow_other_code: bool = False
 ) -> None:
-    """Bring runs to their end in this process: they are small, and one replica is soon loaded.
+    """Measure what is missing of runs, in this process: they are small.
 
-    The first shard that fails is an error: half a run says nothing about a system.
+    The first shard that fails is an error, because half a run says nothing about a system.
     """
     for plan in plans:
         prepare_run(plan, "")
         run_to_end(
             plan,
+            # 0 replicas: no Ray, the model is loaded into this process.
             Resources(replicas=0, device=device),
             console,
             stop_at_failure=True,
@@ -78,28 +85,38 @@ def measure_runs(
 
 
 def open_system_runs(system: System, directory: str, tell: Tell = lambda line: None) -> RunDatabase:
-    """The runs of a system, with the views that its checks and figures ask; `tell` hears of damage."""
+    """Open the runs of a system, with the views that its checks and figures ask.
+
+    `tell` is called with a line whenever damage is found.
+    """
     return open_runs(directory, table_views() | system.view, tell=tell)
 
 
 def table_views() -> dict[str, str]:
-    """What every system may ask: the tables, and which of its scans a row is of."""
-    # Of profiles a system asks the means over all shards.
-    views = {name: name for name in TABLES} | {"profiles": "profile_means"}
-    return {
-        f"system_{table}": f"SELECT name AS scan, {view}.* FROM {view} JOIN runs USING (run_id)"
-        for table, view in views.items()
-    }
+    """Views that every system may ask: each table as `system_TABLE`, with the scan of each row."""
+    views: dict[str, str] = {}
+    for table in TABLES:
+        # A system asks for the means of a profile over all shards, not for those of each shard.
+        source = "profile_means" if table == "profiles" else table
+        views[f"system_{table}"] = (
+            f"SELECT name AS scan, {source}.* FROM {source} JOIN runs USING (run_id)"
+        )
+    return views
 
 
 def _check_overrides(system: System, overrides: Iterable[str]) -> None:
-    names = {*system.scan, *Scan.model_fields}
+    """Refuse an override that names neither a scan of the system nor a field, or names heads."""
+    known_names = {*system.scan, *Scan.model_fields}
     for override in overrides:
         key, equals, _ = override.partition("=")
-        first = key.partition(".")[0].strip()
-        if equals and first not in names:
-            raise ScanError(f"--set {override}: {unknown('scan or field', first, names)}")
-        if key.rpartition(".")[2].strip() in ("layers", "heads"):
+        first_name = key.partition(".")[0].strip()
+        last_name = key.rpartition(".")[2].strip()
+        # An override without "=" is refused later, with a message of its own.
+        if equals and first_name not in known_names:
+            raise ScanError(
+                f"--set {override}: {unknown('scan or field', first_name, known_names)}"
+            )
+        if last_name in HEAD_FIELDS:
             raise ScanError(
                 f"--set {override}: a system's figures are of the heads that its own scans name; "
                 "leave it out, or measure some heads with headcount scan"
@@ -108,34 +125,36 @@ def _check_overrides(system: System, overrides: Iterable[str]) -> None:
 
 def _resolved_scans(
     system: System, model: str, out: str, overrides: Sequence[str]
-) -> dict[str, Resolved]:
+) -> dict[str, ResolvedScan]:
     """The scans of a system that this model can have, by name."""
     info = describe(find_model(model))
-    scans: dict[str, Resolved] = {}
-    for scan, own in system.scan.items():
-        if "sizes" in own and not any(has_sizes(info, sizes) for sizes in own["sizes"]):
+    scans: dict[str, ResolvedScan] = {}
+    for scan_name, entry in system.scan.items():
+        # Some scans are only for models with enough positions, or with a query bias.
+        if "sizes" in entry and not any(has_sizes(info, sizes) for sizes in entry["sizes"]):
             continue
-        for name, checkpoint in _models(scan, own.get("checkpoints"), model).items():
-            fields = _fields(system, own, model) | {"model": checkpoint, "out": out}
-            fields = override_fields(fields, _own_overrides(overrides, scan, system))
-            scans[name] = resolve(parse_scan(fields))
+        scan_overrides = _overrides_of_scan(overrides, scan_name, system)
+        models = _models_by_run_name(scan_name, entry.get("checkpoints"), model)
+        for run_name, checkpoint in models.items():
+            fields = _scan_fields(system, entry, model) | {"model": checkpoint, "out": out}
+            scans[run_name] = resolve(parse_scan(override_fields(fields, scan_overrides)))
     return scans
 
 
-def _own_overrides(overrides: Iterable[str], scan: str, system: System) -> list[str]:
+def _overrides_of_scan(overrides: Iterable[str], scan: str, system: System) -> list[str]:
     """The overrides that concern a scan, without its name."""
-    own: list[str] = []
+    scan_overrides: list[str] = []
     for override in overrides:
-        first, _, rest = override.partition(".")
-        if first == scan:
-            own.append(rest)
-        elif first not in system.scan:
-            own.append(override)
-    return own
+        first_name, _, remainder = override.partition(".")
+        if first_name == scan:
+            scan_overrides.append(remainder)
+        elif first_name not in system.scan:
+            scan_overrides.append(override)
+    return scan_overrides
 
 
-def _models(scan: str, checkpoints: str | None, model: str) -> dict[str, str]:
-    """What a scan measures, by name: the model, or its checkpoints."""
+def _models_by_run_name(scan: str, checkpoints: str | None, model: str) -> dict[str, str]:
+    """What a scan measures, by name of the run: the model, or its checkpoints."""
     if checkpoints is None:
         return {scan: model}
     matches = find_model(model).glob(checkpoints)
@@ -147,11 +166,11 @@ def _models(scan: str, checkpoints: str | None, model: str) -> dict[str, str]:
     return {f"{scan}-{directory.name}": str(directory) for directory in directories}
 
 
-def _fields(system: System, own: dict[str, Any], model: str) -> dict[str, Any]:
-    """Fields of a scan: what all share, what is its own, and what differs for the miniature."""
+def _scan_fields(system: System, entry: dict[str, Any], model: str) -> dict[str, Any]:
+    """Fields of a scan. Later ones win: the defaults, its own, and those of the miniature."""
     fields = dict(system.defaults)
-    fields |= {key: value for key, value in own.items() if key not in OWN_FIELDS}
+    fields |= {key: value for key, value in entry.items() if key not in SYSTEM_FIELDS}
     if model == system.bundled_model:
         fields |= system.bundled
-        fields |= own.get("bundled", {})
+        fields |= entry.get("bundled", {})
     return fields

@@ -1,4 +1,7 @@
-"""Write docs/systems.md from the files in reproduce/systems/: `python -m reproduce.systems_page`."""
+"""Write docs/systems.md from the files in reproduce/systems/.
+
+Run it with `python -m reproduce.systems_page`, or by `make docs`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 INTRODUCTION = """\
 # Systems
 
-What `headcount reproduce NAME` measures again ([reproduce.md](reproduce.md)). Figures are compared where the model has the sizes of
-the one they were published for; phenomena must hold in any model. This page is generated from the files in `reproduce/systems/` by
-`make docs`.
+What `headcount reproduce NAME` measures again ([reproduce.md](reproduce.md)). Figures are compared
+if the model has the sizes of the one they were published for. Phenomena must hold in any model.
+This page is generated from the files in `reproduce/systems/` by `make docs`.
 
 | system | what is measured | published figures | phenomena | published for |
 |---|---|---|---|---|
@@ -22,15 +25,21 @@ the one they were published for; phenomena must hold in any model. This page is 
 
 def systems_page() -> str:
     """The page of the systems, as Markdown."""
-    return INTRODUCTION + "".join(_row(name, system) for name, system in systems().items())
+    rows = [_row(name, system) for name, system in systems().items()]
+    return INTRODUCTION + "".join(rows)
 
 
 def _row(name: str, system: System) -> str:
-    figures = sum(len(check.published) for check in system.check)
-    what = f"**{system.title}** ({system.source}). {system.measured}."
-    return (
-        f"| `{name}` | {what} | {figures} | {len(system.phenomenon)} | {system.published_model} |\n"
-    )
+    """A row of the table, as Markdown."""
+    figure_count = sum(len(check.published) for check in system.check)
+    cells = [
+        f"`{name}`",
+        f"**{system.title}** ({system.source}). {system.measured}.",
+        str(figure_count),
+        str(len(system.phenomenon)),
+        system.published_model,
+    ]
+    return f"| {' | '.join(cells)} |\n"
 
 
 PAGES = {"systems.md": systems_page}

@@ -1,10 +1,10 @@
-"""What was measured, held against what was published and against what must hold."""
+"""What was measured, compared with what was published and with what must hold."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from queries.asking import Row, RunDatabase
 from reproduce.system import Check, Phenomenon, System
@@ -16,7 +16,7 @@ Verdict = Literal["pass", "fail", "not comparable"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the verdict."""
+    """One published number or one phenomenon, with its verdict."""
 
     system: str
     name: str
@@ -29,13 +29,14 @@ class Finding:
 
 
 def judge(name: str, system: System, model: str, database: RunDatabase) -> list[Finding]:
-    """Hold what was measured against what was published, and against what must hold."""
+    """Compare what was measured with what was published, and with what must hold."""
     info = describe(find_model(model))
     findings: list[Finding] = []
     for check in system.check:
         comparable = has_sizes(info, check.sizes or system.published_sizes)
         findings += _check_findings(name, check, comparable, model, database)
     for phenomenon in system.phenomenon:
+        # A phenomenon without a list of models is claimed of all.
         if not phenomenon.models or model in phenomenon.models:
             findings += _phenomenon_findings(name, phenomenon, model, database)
     return findings
@@ -45,16 +46,16 @@ def _check_findings(
     name: str, check: Check, comparable: bool, model: str, database: RunDatabase
 ) -> list[Finding]:
     """One finding for each published number."""
-    measured = _values(name, check.sql, database)
+    measured_values = _measured_values(name, check.sql, database)
     findings: list[Finding] = []
     for key, published in check.published.items():
-        # What overrides left out was not measured: no number, and no pass.
-        value = _number(measured.get(key))
+        # An override may leave out a part of the scan: then there is no number, and no pass.
+        value = _finite_number(measured_values.get(key))
         tolerance = check.tolerance * abs(published) if check.relative else check.tolerance
         verdict: Verdict = "not comparable"
         if comparable:
-            near = value is not None and abs(value - published) <= tolerance
-            verdict = "pass" if near else "fail"
+            is_near = value is not None and abs(value - published) <= tolerance
+            verdict = "pass" if is_near else "fail"
         findings.append(Finding(name, key, published, value, tolerance, verdict, model))
     return findings
 
@@ -62,30 +63,30 @@ def _check_findings(
 def _phenomenon_findings(
     name: str, phenomenon: Phenomenon, model: str, database: RunDatabase
 ) -> list[Finding]:
-    """One finding for each row of the phenomenon's SQL; one that says so if there are no rows."""
+    """One finding for each row of the phenomenon's SQL, or one that says that there are no rows."""
     rows = _rows(name, phenomenon.sql, 3, database)
     if not rows:
         claim = f"{phenomenon.words}: no rows"
         return [Finding(name, claim, "holds", None, None, "not comparable", model)]
     findings: list[Finding] = []
     for claim, value, holds in rows:
-        number = _number(value)
-        # 0/0 is NaN, which SQL holds to be greater than every number; it shows nothing.
-        undefined = value is not None and number is None
-        verdict: Verdict = "pass" if holds and not undefined else "fail"
-        findings.append(Finding(name, str(claim), "holds", number, None, verdict, model))
+        measured = _finite_number(value)
+        # 0/0 is NaN. For SQL it is greater than every number, so a comparison with it may hold,
+        # but it shows nothing.
+        is_undefined = value is not None and measured is None
+        verdict: Verdict = "pass" if holds and not is_undefined else "fail"
+        findings.append(Finding(name, str(claim), "holds", measured, None, verdict, model))
     return findings
 
 
 def has_sizes(info: ModelInfo, sizes: dict[str, int]) -> bool:
-    """Whether a model has the sizes of one whose figures were published."""
-    return all(asdict(info).get(key) == value for key, value in sizes.items())
+    """Whether a model has these sizes, by field of its description."""
+    facts = asdict(info)
+    return all(facts.get(field) == size for field, size in sizes.items())
 
 
 def warning(system: System, model: str) -> str:
-    """What a reader of the findings must know if the model is not the published one; else
-    nothing.
-    """
+    """What a reader of the findings must know. Empty if the model is the published one."""
     incomparable = "its numbers are not comparable with the published ones"
     if model == system.published_model:
         return ""
@@ -99,8 +100,8 @@ def warning(system: System, model: str) -> str:
     return f"another model: {incomparable}"
 
 
-def _number(value: Any) -> float | None:
-    """A number that JSON has; none if it is undefined or infinite."""
+def _finite_number(value: SupportsFloat | str | None) -> float | None:
+    """A number as JSON can hold it. None if it is undefined or infinite."""
     if value is None:
         return None
     try:
@@ -110,21 +111,26 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _values(name: str, sql: str, database: RunDatabase) -> dict[str, Any]:
+def _measured_values(name: str, sql: str, database: RunDatabase) -> dict[str, Any]:
+    """The values that a check's SQL gives, by name."""
     values: dict[str, Any] = {}
     for key, value in _rows(name, sql, 2, database):
+        # A later row would silently win over an earlier one.
         if str(key) in values:
             raise RunError(f"{name}: a check names {key!r} twice")
         values[str(key)] = value
     return values
 
 
-def _rows(name: str, sql: str, columns: int, database: RunDatabase) -> list[Row]:
+def _rows(name: str, sql: str, column_count: int, database: RunDatabase) -> list[Row]:
+    """The rows of a system's SQL. A mistake in it is one line that quotes its beginning."""
     first_line = sql.strip().partition("\n")[0]
     try:
         rows = database.rows(sql)
     except QueryError as error:
         raise RunError(f"{name}: {error}, in {first_line}") from None
-    if rows and len(rows[0]) != columns:
-        raise RunError(f"{name}: expected {columns} columns, got {len(rows[0])}, in {first_line}")
+    if rows and len(rows[0]) != column_count:
+        raise RunError(
+            f"{name}: expected {column_count} columns, got {len(rows[0])}, in {first_line}"
+        )
     return rows

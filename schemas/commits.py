@@ -1,15 +1,17 @@
-"""The ledger of a run: which shards are done, and who made them.
+"""The ledger of a run: which shards are done, and how each one was measured.
 
-commits/shard-000000.json           one commit, written last by whoever measured the shard
-commits/fold-000000-DIGEST.parquet  thousands of commits in one file, which replaces theirs
+commits/shard-000000.json           one commit, written last by the replica that measured the shard
+commits/fold-000000-DIGEST.parquet  thousands of commits in one file, which replaces their files
 
-A shard is done if and only if its commit is in the ledger, as a file of its own or in a fold. Among
-folds the later name wins; a fold wins over a file of the same shard, which is what a late or
-doubled attempt leaves behind. A fold may also take shards back (`dropped`): then a file counts
-again. Folds are written whole before the files they replace are deleted, and no name is used for
-two contents, so whoever folds may die, or fold twice, at any time.
+A shard is done if and only if its commit is in the ledger, as a file of its own or in a fold.
+If several folds hold a shard, the fold with the latest name wins. If a fold and a file hold it, the
+fold wins: the file is what a late or repeated attempt left behind. A fold may also take shards back
+(`dropped`); then a file counts again.
 
-A commit says what its data files are by their digests; a fold says it of itself, in its name.
+A fold is written whole before the files that it replaces are deleted, and no file name is ever used
+for two contents. So a process that folds may die at any time, and two may fold at once.
+
+A commit knows its data files by their digests. A fold has its own digest in its name.
 """
 
 # pyarrow has no types.
@@ -23,8 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -33,17 +34,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from schemas.digests import digest_of, digest_of_file
 from schemas.errors import RunError
 from schemas.parquet import parquet_bytes, read_content
-from schemas.places import Place, names, open_whole, reason, settle, write_whole
+from schemas.places import Place, names, open_at_once, reason, settle, write_whole
 
-FOLD = 4096
+COMMITS_PER_FOLD = 4096
 """Commits that are folded into one file."""
 
 READERS = 16
-"""Files read or deleted at once: a store answers slowly, but many at a time."""
+"""Files read or deleted at once. A store answers each request slowly, but many at a time."""
 
 
 class DataFile(BaseModel):
-    """A Parquet file with rows of a committed shard, its path relative to the run directory."""
+    """A Parquet file with rows of a committed shard; its path is relative to the run directory."""
 
     model_config = ConfigDict(frozen=True)
     table: str
@@ -54,9 +55,9 @@ class DataFile(BaseModel):
     bytes: int
     """Size of the file."""
     shards: int = 1
-    """How many shards have rows in it; more than one after `headcount compact`."""
+    """Number of shards with rows in the file; more than one after `headcount compact`."""
     digest: str = ""
-    """What its content is known by (`schemas.digests`); empty in commits of older code."""
+    """Digest of the content (`schemas.digests`); empty in commits of older code."""
 
 
 class Method(BaseModel):
@@ -69,8 +70,8 @@ class Method(BaseModel):
     precision: str
     """Number formats of the products, one of `schemas.precision.PRECISIONS`."""
     attention: str
-    """tiles or kernel: how the fused engine asked attention; matrix: patterns were built. Empty in
-    commits of older code, which did not say.
+    """How the engine computed attention. tiles or kernel: the fused engine, without a pattern.
+    matrix: patterns were built. Empty in commits of older code.
     """
     built_layers: list[int]
     """Layers whose pattern was built because an edit needs it."""
@@ -97,25 +98,23 @@ class Commit(BaseModel):
     seconds: float
     """From the first forward pass to the last data file."""
     compute_seconds: float
-    """Of these, forward passes and reductions; a replica computes the next shard while it writes
-    one.
+    """Part of `seconds` that went into forward passes and reductions. While a replica writes one
+    shard it already computes the next.
     """
     idle_seconds: float
-    """How long the replica had waited for this shard, computing nothing."""
+    """How long the replica waited for this shard without computing anything."""
     finished: datetime
-    """When, by the clock of the host; nothing depends on it but what `headcount status` says of
-    speed.
-    """
+    """Time of the commit by the host's clock. Only the speed in `headcount status` reads it."""
     host: str
     replica: str
-    """Tells the replicas of a run apart."""
+    """Identifies the replica among those of the run."""
     attempt: int
     code: str
-    """Fingerprint of the code that measured it; empty in commits of older code, which did not say."""
+    """Fingerprint of the code that measured the shard; empty in commits of older code."""
     device: str
-    """What it was computed on, for example `cuda NVIDIA H100`; empty in commits of older code."""
+    """Device that computed it, for example `cuda NVIDIA H100`; empty in commits of older code."""
     versions: list[Version]
-    """Libraries that measured; none in commits of older code."""
+    """Libraries that measured; an empty list in commits of older code."""
     methods: list[Method]
     """How each intervention was measured, in the order of the scan."""
     bad_rows: list[str]
@@ -123,41 +122,46 @@ class Commit(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_words_of_today(cls, fields: Any) -> Any:
-        return (
-            in_words_of_today(cast("dict[str, Any]", fields))
-            if isinstance(fields, dict)
-            else fields
-        )
+    def _translate_older_fields(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        return translate_older_commit(cast("dict[str, Any]", fields))
 
 
-def in_words_of_today(fields: dict[str, Any]) -> dict[str, Any]:
-    """A commit of older code, which kept its engines and its precision as strings; any other as it
-    is.
+def translate_older_commit(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a commit in today's format.
+
+    Older code kept the engines and the precision as strings. Other commits stay as they are.
     """
     if "engine" not in fields:
         return fields
-    kept = {name: value for name, value in fields.items() if name not in ("engine", "precision")}
+    unchanged = {
+        name: value for name, value in fields.items() if name not in ("engine", "precision")
+    }
     interventions = dict.fromkeys(file["intervention"] for file in fields["files"] or ())
     methods = older_methods(fields["engine"], fields["precision"], list(interventions))
-    return {"code": "", "device": "", "versions": [], "methods": methods} | kept
+    return {"code": "", "device": "", "versions": [], "methods": methods} | unchanged
 
 
-BUILT = re.compile(r"(\w+), with built patterns in layers ([\d ]+)")
+OLDER_BUILT_LAYERS = re.compile(r"(\w+), with built patterns in layers ([\d ]+)")
 
 
 def older_methods(engines: str, precision: str, interventions: list[str]) -> list[dict[str, Any]]:
-    """What a commit of older code said of its engines, as methods.
+    """The fields of `Method` for each intervention, from the strings of an older commit.
 
-    >>> older_methods("none: fused; mask: fused, with built patterns in layers 0 2", "float32", ["none", "mask"])[1]
-    {'intervention': 'mask', 'engine': 'fused', 'precision': 'float32', 'attention': '', 'built_layers': [0, 2]}
+    >>> engines = "none: fused; mask: fused, with built patterns in layers 0 2"
+    >>> older_methods(engines, "float32", ["none", "mask"])[1] == {
+    ...     "intervention": "mask", "engine": "fused", "precision": "float32",
+    ...     "attention": "", "built_layers": [0, 2],
+    ... }
+    True
     """
-    by_intervention = dict.fromkeys(interventions, engines)
+    engine_by_intervention = dict.fromkeys(interventions, engines)
     if ": " in engines:
-        by_intervention = dict(part.split(": ", 1) for part in engines.split("; "))
+        engine_by_intervention = dict(part.split(": ", 1) for part in engines.split("; "))
     methods: list[dict[str, Any]] = []
-    for intervention, engine in by_intervention.items():
-        built = BUILT.fullmatch(engine)
+    for intervention, engine in engine_by_intervention.items():
+        built = OLDER_BUILT_LAYERS.fullmatch(engine)
         methods.append(
             {
                 "intervention": intervention,
@@ -178,7 +182,7 @@ class Failure:
     error: str
 
 
-ARROW = {
+ARROW_TYPES = {
     int: pa.int64(),
     float: pa.float64(),
     str: pa.string(),
@@ -186,47 +190,58 @@ ARROW = {
 }
 
 
-def _arrow(annotation: Any) -> pa.DataType:
+def _arrow_type(annotation: object) -> pa.DataType:
+    """The Arrow type of a field of `Commit`: a scalar, a record, or a list of either."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return pa.struct([(name, _arrow(type_)) for name, type_ in _fields(annotation)])
-    if annotation in ARROW:
-        return ARROW[annotation]
-    return pa.list_(_arrow(annotation.__args__[0]))
+        return pa.struct(_arrow_fields(annotation))
+    if annotation in ARROW_TYPES:
+        return ARROW_TYPES[annotation]
+    return pa.list_(_arrow_type(get_args(annotation)[0]))
 
 
-def _fields(model: type[BaseModel]) -> list[tuple[str, Any]]:
-    hints = get_type_hints(model)
-    return [(name, hints[name]) for name in model.model_fields]
+def _arrow_fields(model: type[BaseModel]) -> list[tuple[str, pa.DataType]]:
+    annotations = get_type_hints(model)
+    return [(name, _arrow_type(annotations[name])) for name in model.model_fields]
 
 
-COMMITS = pa.schema([(name, _arrow(type_)) for name, type_ in _fields(Commit)])
-"""A fold holds these columns, and `dropped`."""
+COMMITS = pa.schema(_arrow_fields(Commit))
+"""Columns of a fold, which also has the column `dropped`."""
 
 FILES = COMMITS.field("files").type.value_type
-"""What a fold says of each data file."""
+"""What a fold says about each data file."""
 
 DROPPED = pa.field("dropped", pa.bool_())
 
+OLDER_COLUMNS = ["engine", "precision", "files"]
+"""Columns of an older fold from which `TRANSLATED_COLUMNS` follow."""
+
+TRANSLATED_COLUMNS = ("code", "device", "versions", "methods")
+"""Columns that an older fold does not have."""
+
 
 def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = None) -> pa.Table:
-    """The commits that count, one row per done shard in shard order: `columns` of them (all unless
-    told), and `folded`. A column `files.path` is `files` with nothing but paths.
+    """The commits that count, one row per done shard in shard order.
+
+    The table has `columns` (default: all) and `folded`. A column `files.path` is `files` with only
+    that field.
     """
     while True:
-        folds = _folds(names(directory))
+        folds = _fold_names(names(directory))
         try:
-            table = pa.concat_tables(read_parts(directory, run_id, columns))
+            ledger = pa.concat_tables(read_parts(directory, run_id, columns))
         except FileNotFoundError:
-            continue  # Folded meanwhile: what the list named is now in a fold that it did not.
-        # A list is no snapshot: it may lack both a fold and the files that were deleted for it.
-        if _folds(names(directory)) == folds:
-            return table.take(np.argsort(table["shard"].to_numpy(), kind="stable"))
+            continue  # Somebody folded meanwhile: the missing file is now in a newer fold.
+        # A listing is not a snapshot: it may show neither a new fold nor the files deleted for it.
+        # If the folds are the same before and after, no shard fell between the two.
+        if _fold_names(names(directory)) == folds:
+            order = np.argsort(ledger["shard"].to_numpy(), kind="stable")
+            return ledger.take(order)
 
 
 def read_oldest(directory: Place, run_id: str, columns: Sequence[str]) -> dict[str, Any] | None:
-    """Some columns of one of a run's first commits; none before there is one.
+    """Some columns of one of a run's first commits; None if the run has no commit yet.
 
-    A million commits take a gigabyte, and what holds for all of them can be read off one.
+    A million commits take a gigabyte. Use this for facts that are the same in all of them.
     """
     while True:
         try:
@@ -235,99 +250,120 @@ def read_oldest(directory: Place, run_id: str, columns: Sequence[str]) -> dict[s
                     return part.slice(0, 1).to_pylist()[0]
             return None
         except FileNotFoundError:
-            continue  # Folded meanwhile.
+            continue  # Somebody folded meanwhile.
 
 
 def read_parts(
     directory: Place, run_id: str, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The same as `read_ledger` in parts of bounded size, the oldest fold first, loose commits last;
-    FileNotFoundError where somebody else folds meanwhile.
+    """The rows of `read_ledger` in parts of bounded size, the oldest fold first.
+
+    Commits that are files of their own come last. Raises FileNotFoundError if somebody else folds
+    meanwhile.
     """
-    wanted = list(dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)]))
-    found = list(names(directory))
-    folds = _folds(found)
-    files = [n for n in found if n.startswith("shard-") and n.endswith(".json")]
+    wanted_columns = list(
+        dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)])
+    )
+    file_names = list(names(directory))
+    folds = _fold_names(file_names)
+    commit_files = [n for n in file_names if n.startswith("shard-") and n.endswith(".json")]
     with ThreadPoolExecutor(READERS) as pool:
-        keys = list(pool.map(lambda name: _read_keys(directory / name), folds))
-        counts = _that_count(keys)
-        folded = [key["shard"].to_numpy()[count] for key, count in zip(keys, counts, strict=True)]
-        schema = _schema(wanted)
-        loose = _read_files(pool, directory, run_id, files, schema)
-        new = ~np.isin(loose["shard"].to_numpy(), np.concatenate([*folded, np.empty(0, int)]))
+        # The keys of all folds come first: a later fold decides whether an earlier row counts.
+        fold_keys = list(pool.map(lambda name: _read_keys(directory / name), folds))
+        row_masks = _rows_that_count(fold_keys)
+        folded_shards = [
+            keys["shard"].to_numpy()[mask] for keys, mask in zip(fold_keys, row_masks, strict=True)
+        ]
+        loose = _read_files(pool, directory, run_id, commit_files, _schema_of(wanted_columns))
+        # A fold wins over a file of the same shard, which a late attempt may have left behind.
+        every_folded_shard = np.concatenate([*folded_shards, np.empty(0, int)])
+        is_loose = ~np.isin(loose["shard"].to_numpy(), every_folded_shard)
+        # A few folds at a time, so that the memory stays bounded while the caller works.
         for start in range(0, len(folds), READERS):
+            stop = start + READERS
             tables = pool.map(
-                lambda name, count: _read_fold(directory / name, wanted, count),
-                folds[start : start + READERS],
-                counts[start : start + READERS],
+                lambda name, mask: _read_fold(directory / name, wanted_columns, mask),
+                folds[start:stop],
+                row_masks[start:stop],
             )
             for table in tables:
-                yield _marked(table, folded=True)
-        yield _marked(loose.filter(pa.array(new)), folded=False)
+                yield _with_folded(table, folded=True)
+        yield _with_folded(loose.filter(pa.array(is_loose)), folded=False)
 
 
-def _read_fold(file: Place, wanted: list[str], count: np.ndarray) -> pa.Table:
-    """Some columns of the rows that count in a fold, which older code may have written."""
-    said_otherwise = [name for name in wanted if name in ("code", "device", "versions", "methods")]
-    older = ["engine", "precision", "files"] if said_otherwise else []
-    schema = _schema(wanted)
-    leaves = [name.replace("files.", "files.list.element.") for name in [*wanted, *older]]
-    with _opened(file) as content:
+def _read_fold(file: Place, wanted_columns: list[str], mask: np.ndarray) -> pa.Table:
+    """Some columns of the rows of a fold that `mask` selects; older code may have written it."""
+    translated = [name for name in wanted_columns if name in TRANSLATED_COLUMNS]
+    columns = [*wanted_columns, *(OLDER_COLUMNS if translated else [])]
+    # Parquet calls the items of a list `list.element`. Columns that a file lacks are not read.
+    leaves = [name.replace("files.", "files.list.element.") for name in columns]
+    with open_at_once(file) as content:
         table = read_content(content, list(dict.fromkeys(leaves)))
-    table = table if count.all() else table.filter(pa.array(count))
-    if said_otherwise and "engine" in table.column_names:
-        rows = table.select(older).to_pylist()
-        translated = [in_words_of_today(row) for row in rows]
-        for name in said_otherwise:
-            type_ = COMMITS.field(name).type
-            table = table.append_column(name, pa.array([row[name] for row in translated], type_))
+    if not mask.all():
+        table = table.filter(pa.array(mask))
+    if translated and "engine" in table.column_names:
+        table = _with_translated_columns(table, translated)
+    schema = _schema_of(wanted_columns)
     if "files" in schema.names:
-        of_files = schema.field("files")
-        files = _with_fields(table["files"].combine_chunks(), of_files.type)
-        table = table.set_column(table.schema.get_field_index("files"), of_files, files)
+        field = schema.field("files")
+        files = _with_file_fields(table["files"].combine_chunks(), field.type)
+        table = table.set_column(table.schema.get_field_index("files"), field, files)
     return table.select(schema.names)
 
 
-def _schema(wanted: Sequence[str]) -> pa.Schema:
-    """The schema of some columns, of which `files.path` and the like are parts of `files`."""
-    parts = [name.partition(".")[2] for name in wanted if name.startswith("files.")]
-    if not parts or "files" in wanted:
-        return pa.schema([COMMITS.field(name) for name in wanted if "." not in name])
-    whole = [COMMITS.field(name) for name in wanted if "." not in name]
-    files = pa.struct([FILES.field(name) for name in parts])
-    return pa.schema([*whole, pa.field("files", pa.list_(files))])
+def _with_translated_columns(table: pa.Table, translated: list[str]) -> pa.Table:
+    """An older fold with the columns `translated`, which follow from `OLDER_COLUMNS`."""
+    older_rows = table.select(OLDER_COLUMNS).to_pylist()
+    rows = [translate_older_commit(row) for row in older_rows]
+    for name in translated:
+        values = pa.array([row[name] for row in rows], COMMITS.field(name).type)
+        table = table.append_column(name, values)
+    return table
 
 
-def _with_fields(lists: pa.ListArray, type_: pa.ListType) -> pa.ListArray:
-    """Lists of files with the fields of `type_`; older code kept no digests."""
-    if lists.type == type_:
+def _schema_of(wanted_columns: Sequence[str]) -> pa.Schema:
+    """The schema of some columns, where `files.path` and the like are fields of `files`."""
+    top_level = [COMMITS.field(name) for name in wanted_columns if "." not in name]
+    file_fields = [n.partition(".")[2] for n in wanted_columns if n.startswith("files.")]
+    if not file_fields or "files" in wanted_columns:
+        return pa.schema(top_level)
+    files = pa.struct([FILES.field(name) for name in file_fields])
+    return pa.schema([*top_level, pa.field("files", pa.list_(files))])
+
+
+def _with_file_fields(lists: pa.ListArray, list_type: pa.ListType) -> pa.ListArray:
+    """Lists of files with the fields of `list_type`; fields that older code did not keep are ""."""
+    if lists.type == list_type:
         return lists
-    files, wanted = lists.values, type_.value_type
-    known = {files.type.field(i).name for i in range(files.type.num_fields)}
-    fields = [wanted.field(i) for i in range(wanted.num_fields)]
-    arrays = [
-        files.field(f.name) if f.name in known else pa.array([""] * len(files), f.type)
-        for f in fields
-    ]
+    files = lists.values
+    present = {files.type.field(i).name for i in range(files.type.num_fields)}
+    file_type = list_type.value_type
+    fields = [file_type.field(i) for i in range(file_type.num_fields)]
+    arrays: list[pa.Array] = []
+    for field in fields:
+        if field.name in present:
+            arrays.append(files.field(field.name))
+        else:
+            arrays.append(pa.array([""] * len(files), field.type))
     return pa.ListArray.from_arrays(
         lists.offsets, pa.StructArray.from_arrays(arrays, fields=fields)
     )
 
 
-OWN_DIGEST = re.compile(r"fold-\d+-([0-9a-f]{32})\.parquet")
-"""A fold whose name says what its content is known by; the names of older code are shorter."""
+FOLD_NAME = re.compile(r"fold-\d+-([0-9a-f]{32})\.parquet")
+"""The name of a fold, with the digest of its content. Older code wrote names without a digest."""
 
 
 def _read_keys(file: Place) -> pa.Table:
-    """Which shards a fold has commits of; a fold that is not as it was written raises `RunError`."""
+    """Which shards a fold holds or drops; raises `RunError` if the fold is damaged."""
     try:
-        with _opened(file) as content:
-            known_by = OWN_DIGEST.fullmatch(file.name)
-            if known_by is not None and digest_of_file(content) != known_by[1]:
+        with open_at_once(file) as content:
+            name = FOLD_NAME.fullmatch(file.name)
+            if name is not None and digest_of_file(content) != name[1]:
                 raise pa.ArrowInvalid("its content is not what its name says")
             return read_content(content, ["shard", DROPPED.name])
     except FileNotFoundError:
-        raise  # Folded meanwhile.
+        raise  # Somebody folded meanwhile; the caller lists again.
     except (OSError, pa.ArrowException) as error:
         raise RunError(
             f"{file}: damaged ({reason(error)}); it holds commits. Delete it, and headcount resume "
@@ -335,49 +371,40 @@ def _read_keys(file: Place) -> pa.Table:
         ) from None
 
 
-def _opened(file: Place) -> Any:
-    """A fold as a file; in a store it is fetched at once."""
-    return open_whole(file) if isinstance(file, Path) else pa.BufferReader(file.read_bytes())
-
-
-def _that_count(folds: list[pa.Table]) -> list[np.ndarray]:
-    """Of each fold, the rows that count: the last one of each shard, unless it drops the shard."""
+def _rows_that_count(folds: list[pa.Table]) -> list[np.ndarray]:
+    """A mask for each fold: the last row of each shard counts, unless it drops the shard."""
     if not folds:
         return []
-    both = pa.concat_tables(folds)
-    shards = both["shard"].to_numpy()
-    _, last = np.unique(shards[::-1], return_index=True)
-    count = np.zeros(len(shards), bool)
-    count[len(shards) - 1 - last] = True
-    count &= ~both[DROPPED.name].to_numpy()
-    return np.split(count, np.cumsum([len(fold) for fold in folds])[:-1])
+    rows = pa.concat_tables(folds)
+    shards = rows["shard"].to_numpy()
+    # np.unique finds first places, and the last place of a shard is the first one from the end.
+    _, places_from_end = np.unique(shards[::-1], return_index=True)
+    mask = np.zeros(len(shards), bool)
+    mask[len(shards) - 1 - places_from_end] = True
+    mask &= ~rows[DROPPED.name].to_numpy()
+    return np.split(mask, np.cumsum([len(fold) for fold in folds])[:-1])
 
 
-def _marked(table: pa.Table, folded: bool) -> pa.Table:
+def _with_folded(table: pa.Table, folded: bool) -> pa.Table:
     return table.append_column("folded", pa.array(np.full(len(table), folded)))
 
 
-def _folds(found: Iterable[str]) -> list[str]:
-    return sorted(name for name in found if name.startswith("fold-") and name.endswith(".parquet"))
+def _fold_names(file_names: Iterable[str]) -> list[str]:
+    return sorted(n for n in file_names if n.startswith("fold-") and n.endswith(".parquet"))
 
 
 def _read_files(
     pool: ThreadPoolExecutor, directory: Place, run_id: str, files: list[str], schema: pa.Schema
 ) -> pa.Table:
-    """Commits that are files of their own; what is no commit of this run is passed over."""
+    """Commits that are files of their own; files that are not commits of this run are ignored."""
     tables = [schema.empty_table()]
+    columns = set(schema.names)
     remaining = iter(files)
-    while batch := list(islice(remaining, FOLD)):
-        commits = (
-            c
-            for c in pool.map(lambda name: read_commit(directory / name, run_id), batch)
-            if c is not None
-        )
-        tables.append(
-            pa.Table.from_pylist(
-                [c.model_dump(include=set(schema.names)) for c in commits], schema=schema
-            )
-        )
+    # In batches, because Python objects take far more memory than their Arrow table.
+    while batch := list(islice(remaining, COMMITS_PER_FOLD)):
+        commits = pool.map(lambda name: read_commit(directory / name, run_id), batch)
+        rows = [commit.model_dump(include=columns) for commit in commits if commit is not None]
+        tables.append(pa.Table.from_pylist(rows, schema=schema))
     return pa.concat_tables(tables)
 
 
@@ -387,7 +414,7 @@ def commit_name(shard: int) -> str:
 
 
 def read_commit(file: Place, run_id: str) -> Commit | None:
-    """The commit in a file; none if it is not one of this run."""
+    """The commit in a file; None if it is not a commit of this run."""
     try:
         commit = Commit.model_validate_json(file.read_bytes())
     except ValidationError:
@@ -397,20 +424,21 @@ def read_commit(file: Place, run_id: str) -> Commit | None:
 
 def commits_of(table: pa.Table) -> Iterator[Commit]:
     """The rows of a ledger as commits."""
-    for batch in table.select(COMMITS.names).to_batches(FOLD):
+    for batch in table.select(COMMITS.names).to_batches(COMMITS_PER_FOLD):
         yield from (Commit.model_validate(row) for row in batch.to_pylist())
 
 
 def fold(directory: Place, commits: Sequence[Commit], dropped: Sequence[int] = ()) -> None:
-    """Put commits into one file, then delete the files of their own.
+    """Put commits into one fold, then delete the files of their own.
 
-    The same file takes the shards `dropped` back. They must have no file of their own, which would
-    count again.
+    The same fold takes the shards `dropped` back. They must not have a file of their own, because
+    that file would count again.
     """
     rows = [commit.model_dump() for commit in commits]
-    rows += _dropped_rows(commits[0].run_id, dropped) if dropped else []
+    if dropped:
+        rows += _dropped_rows(commits[0].run_id, dropped)
     write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(dropped))
-    delete(directory / commit_name(c.shard) for c in commits)
+    delete(directory / commit_name(commit.shard) for commit in commits)
 
 
 def drop(directory: Place, run_id: str, shards: Sequence[int]) -> None:
@@ -425,19 +453,23 @@ def _dropped_rows(run_id: str, shards: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def write_fold(directory: Place, table: pa.Table, dropped: int = 0) -> None:
-    """Put commits into one file; what it replaces is still there. The last `dropped` rows take
-    shards back.
+    """Write commits into one fold, without deleting the files that it replaces.
+
+    The last `dropped` rows take their shards back.
     """
-    numbers = [int(n[5:11]) for n in names(directory) if n.startswith("fold-")]
-    marks = np.arange(len(table)) >= len(table) - dropped
-    content = parquet_bytes(table.append_column(DROPPED, pa.array(marks, pa.bool_())))
+    numbers = [int(name[5:11]) for name in names(directory) if name.startswith("fold-")]
+    is_dropped = np.arange(len(table)) >= len(table) - dropped
+    content = parquet_bytes(table.append_column(DROPPED, pa.array(is_dropped, pa.bool_())))
+    # If two processes take the same number, the digest still keeps their names apart.
     name = f"fold-{max(numbers, default=-1) + 1:06d}-{digest_of(content)}.parquet"
     write_whole(directory / name, content)
+    # The caller now deletes what the fold replaces, so its name must survive a power cut.
     settle(directory)
 
 
 def delete(files: Iterable[Place]) -> None:
-    """Delete files, many at a time; those that are gone already are no problem."""
+    """Delete files, many at a time; a file that is already gone is not an error."""
     with ThreadPoolExecutor(READERS) as pool:
+        # Reading the results raises the error of a deletion that failed.
         for _ in pool.map(lambda file: file.unlink(missing_ok=True), files):
             pass

@@ -1,4 +1,4 @@
-"""Curves: profiles that are kept of every sequence, as list columns of the table `curves`."""
+"""Curves: profiles that are stored for every sequence, as list columns of the table `curves`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.tables import CURVES
 
 
 def _refuse_pairs(curves: Iterable[Profile], _scan: ScanFacts) -> None:
-    """Pairs are too many numbers to keep for every sequence."""
+    """Pair profiles have too many numbers to store for every sequence."""
     for curve in curves:
         if curve.axis == "pair":
             raise ScanError(

@@ -1,8 +1,8 @@
-"""Which committed files are not as committed, and why.
+"""Which committed files differ from what was committed, and why.
 
-Two questions of different cost. By name and size: a listing of each directory answers it, for a
-million files in seconds. By content: every file is read, and held to the digest in its commit and to
-the declared ranges of its columns.
+There are two checks of different cost. By name and size: a listing of each directory is enough, for
+a million files in seconds. By content: every file is read and compared with the digest in its
+commit and with the declared ranges of its columns.
 """
 
 # pyarrow has no types.
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,16 +31,16 @@ from schemas.digests import digest_of_file
 from schemas.kinds import TABLES, columns_of
 from schemas.manifest import Manifest
 from schemas.parquet import ends_whole, read_content
-from schemas.places import Place, open_whole, reason, sizes
+from schemas.places import OpenFile, Place, open_whole, reason, sizes
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
 
 BY_SIZE = ["files.path", "files.bytes"]
-"""What of a ledger tells damage by name and size."""
+"""Columns of a ledger that `files_damaged_by_size` reads."""
 
 BY_CONTENT = ["start", "stop", "files"]
-"""What of a ledger tells damage by content."""
+"""Columns of a ledger that `examined_files` reads."""
 
 ROUNDING = 0.01
 """How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
@@ -50,28 +50,36 @@ LISTED = 65_536
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
-Bounds = Mapping[str, tuple[float, float]]
-"""Smallest and largest possible value of each measured column of a table."""
+
+class Range(NamedTuple):
+    """The smallest and the largest value that may be, or that is."""
+
+    low: float
+    high: float
+
+
+Bounds = Mapping[str, Range]
+"""The possible values of each measured column of a table."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A committed file that is not as committed."""
+    """A committed file that differs from what was committed."""
 
     path: str
     """Relative to the run directory."""
     shards: list[int]
-    """Whose rows it held."""
+    """Shards whose rows were in the file."""
     why: str
 
     def __str__(self) -> str:
-        return f"{in_words(self.shards)}: {self.path} {self.why}"
+        return f"{shards_in_words(self.shards)}: {self.path} {self.why}"
 
 
-def in_words(shards: Sequence[int]) -> str:
-    """Some shards, in words.
+def shards_in_words(shards: Sequence[int]) -> str:
+    """A list of shards as a phrase.
 
-    >>> in_words([4]), in_words([5, 3, 4]), in_words([3, 5])
+    >>> shards_in_words([4]), shards_in_words([5, 3, 4]), shards_in_words([3, 5])
     ('shard 4', 'shards 3 to 5', '2 shards from 3 to 5')
     """
     if len(shards) == 1:
@@ -84,7 +92,7 @@ def in_words(shards: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class CommittedFile:
-    """What commits say of one file."""
+    """What the commits say about one file."""
 
     path: str
     table: str
@@ -92,183 +100,213 @@ class CommittedFile:
     bytes: int
     digest: str
     shards: list[int]
-    """Shards whose rows count in it."""
+    """Shards whose rows in the file count."""
     rows: int | None
-    """None where it also holds rows that do not count."""
+    """Number of rows; None if the file also holds rows that do not count."""
     start: int
     """First sequence of its first shard."""
     stop: int
     """One past the last sequence of its last shard."""
 
 
-def by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
-    """Files of parts of a ledger that are not there, or not of their size.
+def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
+    """Committed files that are missing or have another size; `parts` are those of a ledger.
 
-    On a disk a power cut can leave a file without its content: as long as their commits are not
-    folded, it is also looked at how files end. A file outside a run's tables is none of its files.
+    On a disk a power cut can leave a file with its size but without its content. So the ends of
+    files are read too, until their commits are folded. A path outside the run's tables is damage.
     """
-    found: dict[str, Damage] = {}
+    damages: dict[str, Damage] = {}
     listings: dict[str, Listing] = {}
     for part in parts:
-        rows = pc.list_parent_indices(part["files"]).to_numpy()
+        # A row of the ledger has a list of files. From here on there is one entry per file.
+        row_of_file = pc.list_parent_indices(part["files"]).to_numpy()
         files = pc.list_flatten(part["files"]).combine_chunks()
-        paths, committed = pc.struct_field(files, "path"), pc.struct_field(files, "bytes")
-        there = _sizes_there(home, paths, listings)
-        bad = there != committed.to_numpy()
-        shards, folded = part["shard"].to_numpy()[rows], part["folded"].to_numpy()[rows]
-        endless = _without_end(home, paths, np.flatnonzero(~bad & ~folded))
-        for i in [*np.flatnonzero(bad), *endless]:
+        paths, committed_sizes = pc.struct_field(files, "path"), pc.struct_field(files, "bytes")
+        shards = part["shard"].to_numpy()[row_of_file]
+        is_folded = part["folded"].to_numpy()[row_of_file]
+
+        actual_sizes = _actual_sizes(home, paths, listings)
+        differs = actual_sizes != committed_sizes.to_numpy()
+        incomplete = _without_end(home, paths, np.flatnonzero(~differs & ~is_folded))
+        for i in [*np.flatnonzero(differs), *incomplete]:
             path, shard = paths[i].as_py(), int(shards[i])
-            if path in found:
-                found[path].shards.append(shard)
+            if path in damages:
+                damages[path].shards.append(shard)
             else:
-                why = _size_problem(int(there[i]), committed[i].as_py())
-                found[path] = Damage(path, [shard], why)
-    return list(found.values())
+                why = _size_problem(int(actual_sizes[i]), committed_sizes[i].as_py())
+                damages[path] = Damage(path, [shard], why)
+    return list(damages.values())
 
 
 NOT_OURS = -2
+"""Stands for the size of a path that no file of a run has."""
+
 GONE = -1
-"""In place of a size: a path that no file of a run has, and a file that is not there."""
+"""Stands for the size of a file that does not exist."""
 
 
-def _size_problem(there: int, committed: int) -> str:
-    if there == NOT_OURS:
+def _size_problem(actual: int, committed: int) -> str:
+    if actual == NOT_OURS:
         return "is not a file of this run"
-    if there == GONE:
+    if actual == GONE:
         return "is gone"
-    if there == committed:
+    if actual == committed:
         return "does not end as a Parquet file does"
-    return f"has {there:,} bytes where {committed:,} were committed"
+    return f"has {actual:,} bytes where {committed:,} were committed"
 
 
-def _sizes_there(home: Place, paths: pa.Array, listings: dict[str, Listing]) -> np.ndarray:
-    """The size of each file, as `listings` of directories have it, which are made as needed."""
-    found = np.full(len(paths), NOT_OURS)
+def _actual_sizes(home: Place, paths: pa.Array, listings: dict[str, Listing]) -> np.ndarray:
+    """The size of each file, `NOT_OURS` or `GONE`.
+
+    `listings` is a cache by directory. Each directory is listed once, instead of asking for every
+    file: in a store a request per file would take hours.
+    """
+    actual_sizes = np.full(len(paths), NOT_OURS)
     if not len(paths):
-        return found
-    halves = pc.split_pattern(paths, "/", max_splits=1, reverse=True)
-    folders, own = pc.list_element(halves, 0).dictionary_encode(), pc.list_element(halves, 1)
-    ours = pc.match_substring_regex(own, DATA_FILE).to_numpy(zero_copy_only=False)
-    codes = folders.indices.to_numpy()
+        return actual_sizes
+    folder_and_name = pc.split_pattern(paths, "/", max_splits=1, reverse=True)
+    folders = pc.list_element(folder_and_name, 0).dictionary_encode()
+    file_names = pc.list_element(folder_and_name, 1)
+    is_data_file = pc.match_substring_regex(file_names, DATA_FILE).to_numpy(zero_copy_only=False)
+    folder_codes = folders.indices.to_numpy()
     for code, folder in enumerate(folders.dictionary.to_pylist()):
+        # A damaged ledger may hold any path. Nothing outside the run's tables is listed.
         if re.fullmatch(DATA_FOLDER, folder):
             if folder not in listings:
                 listings[folder] = Listing.of(sizes(home / folder))
-            here = np.flatnonzero((codes == code) & ours)
-            found[here] = listings[folder].sizes_of(own.take(pa.array(here)))
-    return found
+            in_folder = np.flatnonzero((folder_codes == code) & is_data_file)
+            names_in_folder = file_names.take(pa.array(in_folder))
+            actual_sizes[in_folder] = listings[folder].sizes_of(names_in_folder)
+    return actual_sizes
 
 
 def _without_end(home: Place, paths: pa.Array, candidates: np.ndarray) -> np.ndarray:
-    """Those of some files on a disk that do not end as Parquet files do."""
+    """The `candidates`, as indices of `paths`, that do not end as Parquet files do.
+
+    Files of a store always do, because a store shows an object only when it is whole.
+    """
     if not isinstance(home, Path):
         return candidates[:0]
     with ThreadPoolExecutor(READERS) as pool:
-        whole = pool.map(lambda i: ends_whole(home / paths[i].as_py()), candidates.tolist())
-        return candidates[~np.fromiter(whole, bool, len(candidates))]
+        is_whole = pool.map(lambda i: ends_whole(home / paths[i].as_py()), candidates.tolist())
+        return candidates[~np.fromiter(is_whole, bool, len(candidates))]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies in a directory of data files; a million names take a few megabytes."""
+    """The files in a data directory and their sizes; a million names take a few megabytes."""
 
     shards: np.ndarray
     """The numbers in `shard-NUMBER.parquet`, sorted."""
     shard_sizes: np.ndarray
     others: Mapping[str, int]
-    """Sizes by name."""
+    """Sizes of all other files by name."""
 
     @classmethod
-    def of(cls, found: Iterator[tuple[str, int]]) -> Listing:
-        """Sort names by kind."""
-        shards, shard_sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    def of(cls, entries: Iterator[tuple[str, int]]) -> Listing:
+        """The listing of a directory, from names and sizes."""
+        number_arrays, size_arrays = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         others: dict[str, int] = {}
-        while some := list(islice(found, LISTED)):
-            names = pa.array([name for name, _ in some], pa.string())
-            of_size = np.array([size for _, size in some], np.int64)
+        # In batches, so that a million names are never Python strings at the same time.
+        while batch := list(islice(entries, LISTED)):
+            names = pa.array([name for name, _ in batch], pa.string())
+            batch_sizes = np.array([size for _, size in batch], np.int64)
             of_shards = pc.match_substring_regex(names, r"^shard-\d+\.parquet$")
-            numbers = pc.utf8_slice_codeunits(names.filter(of_shards), 6, -8).cast(pa.int64())
-            numbered = of_shards.to_numpy(zero_copy_only=False)
-            shards.append(numbers.to_numpy())
-            shard_sizes.append(of_size[numbered])
-            others.update(some[i] for i in np.flatnonzero(~numbered))
-        every = np.concatenate(shards)
-        order = np.argsort(every)
-        return cls(every[order], np.concatenate(shard_sizes)[order], others)
+            is_shard = of_shards.to_numpy(zero_copy_only=False)
+            number_arrays.append(_shard_numbers(names.filter(of_shards)))
+            size_arrays.append(batch_sizes[is_shard])
+            others.update(batch[i] for i in np.flatnonzero(~is_shard))
+        shards = np.concatenate(number_arrays)
+        order = np.argsort(shards)
+        return cls(shards[order], np.concatenate(size_arrays)[order], others)
 
     def sizes_of(self, names: pa.Array) -> np.ndarray:
-        """The size of each of some files; `GONE` where it is not there."""
+        """The size of each of some files; `GONE` if it does not exist."""
         of_shards = pc.starts_with(names, "shard-").to_numpy(zero_copy_only=False)
-        found = np.full(len(names), GONE)
+        actual_sizes = np.full(len(names), GONE)
         for i in np.flatnonzero(~of_shards):
-            found[i] = self.others.get(names[i].as_py(), GONE)
+            actual_sizes[i] = self.others.get(names[i].as_py(), GONE)
         if len(self.shards):
-            numbers = pc.utf8_slice_codeunits(names.filter(pa.array(of_shards)), 6, -8)
-            wanted = numbers.cast(pa.int64()).to_numpy()
-            near = np.searchsorted(self.shards, wanted).clip(max=len(self.shards) - 1)
-            there = self.shards[near] == wanted
-            found[of_shards] = np.where(there, self.shard_sizes[near], GONE)
-        return found
+            wanted = _shard_numbers(names.filter(pa.array(of_shards)))
+            # searchsorted gives the place where a number would be, present or not.
+            places = np.searchsorted(self.shards, wanted).clip(max=len(self.shards) - 1)
+            exists = self.shards[places] == wanted
+            actual_sizes[of_shards] = np.where(exists, self.shard_sizes[places], GONE)
+        return actual_sizes
+
+
+def _shard_numbers(names: pa.Array) -> np.ndarray:
+    """The NUMBER of each name `shard-NUMBER.parquet`."""
+    digits = pc.utf8_slice_codeunits(names, len("shard-"), -len(".parquet"))
+    return digits.cast(pa.int64()).to_numpy()
 
 
 def committed_files(ledger: pa.Table, tables: Iterable[str] = TABLES) -> Iterator[CommittedFile]:
-    """The files of some tables that a ledger, or a part of one, refers to, each once."""
+    """The files of some tables that a ledger (or a part of it) refers to, each once."""
     files = pc.list_flatten(ledger["files"]).combine_chunks()
-    rows = pc.list_parent_indices(ledger["files"]).to_numpy()
-    columns = {name: pc.struct_field(files, name) for name in files.type.names}
-    of_commit = {name: ledger[name].to_numpy()[rows] for name in ("shard", "start", "stop")}
-    flat = pa.table({**columns, **of_commit})
-    flat = flat.filter(pc.is_in(flat["table"], pa.array(tables, pa.string())))
-    # One row per file: a merged one has as many commits as shards.
-    firsts = ("table", "intervention", "bytes", "digest", "shards")
-    grouped = flat.group_by("path", use_threads=False).aggregate(
-        [(name, "first") for name in firsts]
+    row_of_file = pc.list_parent_indices(ledger["files"]).to_numpy()
+    file_columns = {name: pc.struct_field(files, name) for name in files.type.names}
+    commit_columns = {
+        name: ledger[name].to_numpy()[row_of_file] for name in ("shard", "start", "stop")
+    }
+    references = pa.table({**file_columns, **commit_columns})
+    references = references.filter(pc.is_in(references["table"], pa.array(tables, pa.string())))
+    # One row per file: a merged file has a reference from the commit of each of its shards.
+    # One thread, because with several the order of the groups would change from call to call.
+    same_in_all = ("table", "intervention", "bytes", "digest", "shards")
+    grouped = references.group_by("path", use_threads=False).aggregate(
+        [(name, "first") for name in same_in_all]
         + [("shard", "list"), ("rows", "sum"), ("start", "min"), ("stop", "max")]
     )
     for batch in grouped.to_batches(READERS * 64):
         for row in batch.to_pylist():
             shards = row["shard_list"]
+            every_row_counts = len(shards) == row["shards_first"]
             yield CommittedFile(
                 path=row["path"],
-                **{name: row[f"{name}_first"] for name in firsts if name != "shards"},
+                table=row["table_first"],
+                intervention=row["intervention_first"],
+                bytes=row["bytes_first"],
+                digest=row["digest_first"],
                 shards=shards,
-                rows=row["rows_sum"] if len(shards) == row["shards_first"] else None,
+                rows=row["rows_sum"] if every_row_counts else None,
                 start=row["start_min"],
                 stop=row["stop_max"],
             )
 
 
-def by_content(
+def examined_files(
     home: Place, manifest: Manifest, parts: Iterable[pa.Table], threads: int = READERS
 ) -> Iterator[tuple[CommittedFile, str | None]]:
-    """Every file of a ledger, each once, and what is wrong with it; none where it is as committed."""
+    """Every file of a ledger, each once, with what is wrong with it (None: it is as committed)."""
     bounds = declared_bounds(manifest)
-    seen: set[str] = set()
+    examined_paths: set[str] = set()
 
-    def examined(file: CommittedFile) -> tuple[CommittedFile, str | None]:
+    def examine(file: CommittedFile) -> tuple[CommittedFile, str | None]:
         return file, problem(home, manifest, file, bounds)
 
     with ThreadPoolExecutor(threads) as pool:
         for part in parts:
-            new = iter([file for file in committed_files(part) if file.path not in seen])
-            # A few at a time: the pool would read on while nobody takes what it has found.
-            while some := list(islice(new, 4 * threads)):
-                seen.update(file.path for file in some)
-                yield from pool.map(examined, some)
+            # A merged file may have commits in several parts.
+            new_files = iter([f for f in committed_files(part) if f.path not in examined_paths])
+            # A few at a time: the pool would read ahead without limit if nobody took its results.
+            while batch := list(islice(new_files, 4 * threads)):
+                examined_paths.update(file.path for file in batch)
+                yield from pool.map(examine, batch)
 
 
 def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
-    """The measured columns of every table, and the range of each."""
+    """The range of each measured column, by table and column."""
     return {
-        table: {name: _bounds(dict(column.facts)) for name, column in columns.items()}
+        table: {name: _range_of(dict(column.facts)) for name, column in columns.items()}
         for table, columns in columns_of(manifest.kinds).items()
     }
 
 
-def _bounds(facts: Mapping[str, str]) -> tuple[float, float]:
+def _range_of(facts: Mapping[str, str]) -> Range:
+    """The range in a column's facts, where null (JSON does not have infinity) is an open end."""
     low, high = json.loads(facts.get("range", "[null, null]"))
-    return (-math.inf if low is None else low, math.inf if high is None else high)
+    return Range(-math.inf if low is None else low, math.inf if high is None else high)
 
 
 def problem(
@@ -276,98 +314,120 @@ def problem(
     manifest: Manifest,
     file: CommittedFile,
     bounds: Mapping[str, Bounds],
-    content: Any = None,
+    content: OpenFile | None = None,
 ) -> str | None:
-    """What is wrong with a committed file, in words that follow its path; none if it is as
-    committed. `content` is the open file, where it is open already.
+    """What is wrong with a committed file, as words that follow its path; None if nothing is.
 
-    What older code committed has no digest. It is held by its page checksums, if it has some, and
-    by every value that has bounds.
+    `content` is the open file; without it the file is opened here. Files that older code committed
+    do not have a digest. They are checked by their page checksums, if they have some, and by every
+    value that has bounds.
     """
     folder, _, name = file.path.rpartition("/")
     if not (re.fullmatch(DATA_FOLDER, folder) and re.fullmatch(DATA_FILE, name)):
         return _size_problem(NOT_OURS, file.bytes)
     try:
-        if content is None:
-            with open_whole(home / file.path) as opened:
-                return problem(home, manifest, file, bounds, opened)
-        size = content.seek(0, os.SEEK_END)
-        if size != file.bytes:
-            return _size_problem(size, file.bytes)
-        if file.digest:
-            if digest_of_file(content) != file.digest:
-                return "has other content than was committed"
-            return _footer_problem(pq.read_metadata(content), bounds.get(file.table, {}))
-        return _older_problem(content, manifest, file, bounds.get(file.table, {}))
+        if content is not None:
+            return _content_problem(content, manifest, file, bounds.get(file.table, {}))
+        with open_whole(home / file.path) as opened:
+            return _content_problem(opened, manifest, file, bounds.get(file.table, {}))
     except FileNotFoundError:
         return _size_problem(GONE, file.bytes)
     except (OSError, ValueError, pa.ArrowException) as error:
         return f"cannot be read ({reason(error)})"
 
 
+def _content_problem(
+    content: OpenFile, manifest: Manifest, file: CommittedFile, bounds: Bounds
+) -> str | None:
+    size = content.seek(0, os.SEEK_END)
+    if size != file.bytes:
+        return _size_problem(size, file.bytes)
+    if not file.digest:
+        return _older_problem(content, manifest, file, bounds)
+    if digest_of_file(content) != file.digest:
+        return "has other content than was committed"
+    # The content is what was written; but what was written may have been wrong.
+    return _footer_problem(pq.read_metadata(content), bounds)
+
+
 def _footer_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:
     """The first column whose values, by the file's own statistics, lie outside its range."""
-    for group in range(footer.num_row_groups if bounds else 0):
+    if not bounds:
+        return None
+    for group in range(footer.num_row_groups):
         row_group = footer.row_group(group)
         for i in range(row_group.num_columns):
             chunk = row_group.column(i)
+            # The path of a list column is NAME.list.element.
             name = chunk.path_in_schema.partition(".")[0]
             if name in bounds and chunk.statistics is not None and chunk.statistics.has_min_max:
-                span = chunk.statistics.min, chunk.statistics.max
-                if why := _range_problem(name, span, bounds[name]):
+                values = Range(chunk.statistics.min, chunk.statistics.max)
+                if why := _range_problem(name, values, bounds[name]):
                     return why
     return None
 
 
-def _range_problem(name: str, span: tuple[Any, Any], bounds: tuple[float, float]) -> str | None:
-    (least, most), (low, high) = span, bounds
-    slack = ROUNDING * max([1.0, *(abs(bound) for bound in bounds if math.isfinite(bound))])
-    if low - slack <= least and most <= high + slack:
+def _range_problem(name: str, values: Range, allowed: Range) -> str | None:
+    """How the values of a column exceed the allowed range; None if they do not."""
+    finite_bounds = [abs(bound) for bound in allowed if math.isfinite(bound)]
+    slack = ROUNDING * max([1.0, *finite_bounds])
+    if allowed.low - slack <= values.low and values.high <= allowed.high + slack:
         return None
     return (
-        f"has {name} from {least:.6g} to {most:.6g}, outside of its range from {low:g} to {high:g}"
+        f"has {name} from {values.low:.6g} to {values.high:.6g}, outside of its range from "
+        f"{allowed.low:g} to {allowed.high:g}"
     )
 
 
 def _older_problem(
-    content: Any,
-    manifest: Manifest,
-    file: CommittedFile,
-    bounds: Bounds,
+    content: OpenFile, manifest: Manifest, file: CommittedFile, bounds: Bounds
 ) -> str | None:
-    """What shows in a file without a digest: where it says it belongs, its rows and its values."""
+    """What is wrong with a file without a digest, by its metadata, its rows and its values."""
     content.seek(0)
     table = read_content(content)
-    said = table.schema.metadata or {}
+    metadata = table.schema.metadata or {}
     for key, expected in (("run_id", manifest.run_id), ("intervention", file.intervention)):
-        if (found := said.get(key.encode())) is not None and found != expected.encode():
-            return f"belongs to {key} {found.decode(errors='replace')}"
+        actual = metadata.get(key.encode())
+        if actual is not None and actual != expected.encode():
+            return f"belongs to {key} {actual.decode(errors='replace')}"
     if file.rows is not None and table.num_rows != file.rows:
         return f"holds {table.num_rows:,} rows where {file.rows:,} were committed"
-    model = manifest.model
-    keys = {
-        "shard": (min(file.shards), max(file.shards)),
-        "sequence": (file.start, file.stop - 1),
-        "layer": (0, model.get("n_layers", math.inf) - 1),
-        "head": (0, model.get("n_heads", math.inf) - 1),
-        "tokens": (0, model.get("d_vocab", math.inf) - 1),
-    }
-    for name, (low, high) in keys.items():
-        if name in table.column_names and (span := _span(table[name])) is not None:
-            least, most = span
-            # A file that also holds rows that do not count holds other shards and sequences.
-            if (least < low or most > high) and (file.rows is not None or name == "layer"):
-                return f"has {name} from {least} to {most} where {low} to {high} were committed"
-    for name, of_column in bounds.items():
+    if why := _key_problem(table, manifest, file):
+        return why
+    for name, allowed in bounds.items():
         if name not in table.column_names:
             return f"has no column {name}"
-        if (span := _span(table[name])) and (why := _range_problem(name, span, of_column)):
+        values = _extent(table[name])
+        if values is not None and (why := _range_problem(name, values, allowed)):
             return why
     return None
 
 
-def _span(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
-    """The smallest and the largest value of a column, or of its lists; none if it has none."""
+def _key_problem(table: pa.Table, manifest: Manifest, file: CommittedFile) -> str | None:
+    """Which key has values that a file with these shards, of this model, cannot have."""
+    model = manifest.model
+    allowed_by_key = {
+        "shard": Range(min(file.shards), max(file.shards)),
+        "sequence": Range(file.start, file.stop - 1),
+        "layer": Range(0, model.get("n_layers", math.inf) - 1),
+        "head": Range(0, model.get("n_heads", math.inf) - 1),
+        "tokens": Range(0, model.get("d_vocab", math.inf) - 1),
+    }
+    for name, allowed in allowed_by_key.items():
+        values = _extent(table[name]) if name in table.column_names else None
+        if values is None or (allowed.low <= values.low and values.high <= allowed.high):
+            continue
+        # A file that also holds rows that do not count holds other shards and sequences.
+        if file.rows is not None or name == "layer":
+            return (
+                f"has {name} from {values.low} to {values.high} where {allowed.low} to "
+                f"{allowed.high} were committed"
+            )
+    return None
+
+
+def _extent(column: pa.ChunkedArray) -> Range | None:
+    """The smallest and the largest value of a column or of its lists; None if it has no value."""
     values = pc.list_flatten(column) if pa.types.is_list(column.type) else column
-    span = pc.min_max(values).as_py()
-    return None if span["min"] is None else (span["min"], span["max"])
+    extent = pc.min_max(values).as_py()
+    return None if extent["min"] is None else Range(extent["min"], extent["max"])

@@ -1,23 +1,24 @@
-"""What became of the documents of a run's corpus: how many were used, and why the others were not.
+"""What became of the documents of a corpus: how many were used, and why the others were not.
 
-It lies beside the index of the corpus, so that whoever tells of a run does not need the index.
+The counts have a file of their own beside the index of the corpus, so that `headcount status` and
+queries do not have to read the index.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 FATES = ("used", "too short", "empty", "bad", "skipped", "not needed")
-"""What becomes of the documents of a corpus that are what `where` asks for."""
+"""What becomes of a document that the scan's `where` selects."""
 
 OTHER = "not asked for"
-"""What becomes of the others."""
+"""What becomes of a document that `where` does not select."""
 
 SHOWN_PARTS = 50
-"""Parts of a corpus that are counted by name; the smaller ones are counted together."""
+"""Parts of a corpus with a count of their own. The smaller ones are counted together."""
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,26 @@ class Fates:
     """How many documents of a corpus were used, and what became of the others."""
 
     parts: dict[str, dict[str, int]]
-    """Documents by part and fate, the largest part first; "" where a document does not say its
-    part.
-    """
+    """Documents by part and fate, the largest part first; part "" has documents without a part."""
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, Mapping[str, int]]) -> Fates:
-        """Counts by part and fate; those of the smallest parts are added up."""
+        """The fates of a corpus, from counts by part and fate."""
         totals = {name: sum(counts.values()) for name, counts in parts.items()}
-        largest = sorted(totals, key=lambda name: (-totals[name], name))
-        shown = {name: dict(parts[name]) for name in largest[:SHOWN_PARTS]}
-        if rest := largest[SHOWN_PARTS:]:
-            shown[f"{len(rest):,} other parts"] = _added_up(parts[name] for name in rest)
+        largest_first = sorted(totals, key=lambda name: (-totals[name], name))
+        # A corpus may name a part per document. Its counts must stay a small file.
+        large, small = largest_first[:SHOWN_PARTS], largest_first[SHOWN_PARTS:]
+        shown = {name: dict(parts[name]) for name in large}
+        if small:
+            shown[f"{len(small):,} other parts"] = _added_up(parts[name] for name in small)
         return cls(shown)
 
     @classmethod
-    def read(cls, content: Any) -> Fates:
-        """What `record` wrote; anything else raises `ValueError`, `TypeError` or `LookupError`."""
+    def read(cls, content: Mapping[str, Any]) -> Fates:
+        """The fates that `record` describes.
+
+        Any other content raises `ValueError`, `TypeError` or `LookupError`.
+        """
         parts = cast("dict[str, dict[str, int]]", content["parts"])
         return cls({name: dict(counts) for name, counts in parts.items()})
 
@@ -53,12 +57,12 @@ class Fates:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What lies beside the index."""
+        """The content of the file beside the index, as JSON."""
         return {"documents": self.all, "parts": self.parts}
 
     @property
     def line(self) -> str:
-        """The documents and their fates in words.
+        """The documents and their fates as a phrase.
 
         >>> Fates({"": {"used": 1200, "empty": 3}}).line
         '1,203 documents: 1,200 used, 3 empty'
@@ -69,8 +73,8 @@ class Fates:
         return f"{total:,} {noun}{': ' if counts else ''}{counts}"
 
 
-def _added_up(counts: Any) -> dict[str, int]:
+def _added_up(counts_of_parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for some in counts:
-        total.update(some)
+    for counts in counts_of_parts:
+        total.update(counts)
     return dict(total)

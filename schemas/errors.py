@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the one way to name what they probably meant.
+"""Every error that a user can meet, and helpers for their texts.
 
 HeadcountError
 ├── ScanError       a scan file, an override or an option
@@ -17,19 +17,19 @@ from collections.abc import Iterable
 
 
 class HeadcountError(Exception):
-    """Anything that is explained in one line: what, what was expected, what arrived, what to do."""
+    """An error that one line explains: the thing, what was expected, what arrived, what to do."""
 
 
 class ScanError(HeadcountError):
-    """The scan, as written, cannot be run."""
+    """The scan cannot be run as it is written."""
 
 
 class ModelError(HeadcountError):
-    """The model cannot be loaded, or is not what the scan says."""
+    """The model cannot be loaded, or differs from what the scan says."""
 
 
 class CorpusError(HeadcountError):
-    """The text cannot be read, or holds too little of it."""
+    """The files of text cannot be read, or hold too little text."""
 
 
 class MeasureError(HeadcountError):
@@ -41,8 +41,9 @@ class RunError(HeadcountError):
 
 
 class OtherRunError(RunError):
-    """A run that cannot be gone on with, because of what it measured or what is left of it: another
-    run is the way on.
+    """A run that cannot be continued; a new run is needed.
+
+    It measured something else, or too little of it is left.
     """
 
 
@@ -51,7 +52,7 @@ class QueryError(HeadcountError):
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things.
+    """A count with its noun, singular or plural.
 
     >>> counted(1, "shard"), counted(2000, "bad row")
     ('1 shard', '2,000 bad rows')
@@ -60,24 +61,28 @@ def counted(count: int, noun: str) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say that `name` is no `kind`, and which known name comes nearest.
+    """The text of an error about an unknown name, with the known name that comes nearest.
 
     >>> unknown("statistic", "sink_mas", ["sink_mass", "entropy"])
     "unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: entropy, sink_mass"
     """
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {kind} {name!r}: {hint}Known: {', '.join(names) or 'none'}"
+    known_names = sorted(known)
+    nearest = difflib.get_close_matches(name, known_names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown {kind} {name!r}: {hint}Known: {', '.join(known_names) or 'none'}"
 
 
 def printable(text: str) -> str:
-    """A text of somebody else's as a terminal may show it: what is no visible character is written
-    out, for instance line ends, escape sequences and marks that turn the direction of writing.
+    """A text from a file, safe to show in a terminal: invisible characters are written out.
+
+    These are for example line ends, escape sequences and marks that change the writing direction.
 
     >>> printable("Pile-CC"), printable("a\\x1b[2Jb\\nc")
     ('Pile-CC', 'a\\\\x1b[2Jb\\\\nc')
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )

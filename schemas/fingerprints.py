@@ -1,7 +1,7 @@
 """Fingerprints of code, which tell whether two numbers under one name mean the same.
 
-What counts is what Python runs: comments, docstrings and layout do not. Code is read as a syntax
-tree and written in one canonical form, in which a newer Python's empty fields leave no trace.
+Only what Python runs counts. Comments, docstrings and layout do not. Code is read as a syntax tree
+and written in one canonical form.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Annotated, Any, cast, get_args, get_origin
@@ -20,33 +20,36 @@ LENGTH = 12
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
-    """Changes if and only if the functions' code changes, that of the helpers of ours they call
-    included. What errors say does not count.
+    """A digest that changes if and only if the code of some functions changes.
+
+    The code of our own functions that they call counts too. The texts of errors do not.
     """
     return digest(_code_of_function(function) for function in functions)
 
 
 def module_code(file: Path, with_errors: bool) -> str:
-    """The code of a module in canonical form; `with_errors` keeps what its errors say."""
+    """The code of a module in canonical form; `with_errors` includes the texts of its errors."""
     tree = ast.parse(file.read_bytes())
     _strip_prose(tree, with_errors)
     return _canonical(tree)
 
 
-def digest(parts: Iterable[str]) -> str:
+def digest(texts: Iterable[str]) -> str:
     """The fingerprint of some texts, in order."""
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:LENGTH]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:LENGTH]
 
 
 def _strip_prose(tree: ast.AST, with_errors: bool) -> None:
-    """Remove docstrings, those of fields included, and what errors say unless `with_errors`."""
+    """Remove docstrings, also those of fields, and the texts of errors unless `with_errors`."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             statements = cast("list[ast.stmt]", body)
+            # In place, because the list belongs to the tree.
             statements[:] = [statement for statement in statements if not _is_prose(statement)]
         if not with_errors and isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            node.exc.args, node.exc.keywords = [], []
+            node.exc.args = []
+            node.exc.keywords = []
 
 
 def _is_prose(statement: ast.stmt) -> bool:
@@ -57,73 +60,93 @@ def _is_prose(statement: ast.stmt) -> bool:
     )
 
 
-def _canonical(node: Any) -> str:
-    """A syntax tree as text, without its places in the file and without empty fields."""
+def _canonical(node: object) -> str:
+    """A syntax tree as text, without line numbers and without empty fields.
+
+    Newer versions of Python add fields to the tree. They are empty in code that does not use them,
+    so the text is the same in every version.
+    """
     if isinstance(node, ast.AST):
-        fields = ((name, value) for name, value in ast.iter_fields(node))
-        written = [
-            f"{name}={_canonical(value)}" for name, value in fields if value not in (None, [])
+        fields = [
+            f"{name}={_canonical(value)}"
+            for name, value in ast.iter_fields(node)
+            if value not in (None, [])
         ]
-        return f"{type(node).__name__}({','.join(written)})"
+        return f"{type(node).__name__}({','.join(fields)})"
     if isinstance(node, list):
-        return f"[{','.join(map(_canonical, cast('list[Any]', node)))}]"
+        return f"[{','.join(map(_canonical, cast('list[object]', node)))}]"
     return repr(node)
 
 
 def _code_of_function(
-    function: Any, owner: type | None = None, above: frozenset[Any] = frozenset()
+    function: object, owner: type | None = None, callers: frozenset[object] = frozenset()
 ) -> str:
-    """The code of a function and of what it calls of ours.
+    """The code of a function, of the constants it uses and of our own functions that it calls.
 
-    `owner` is its class, `above` are its callers.
+    `owner` is the class of a method. `callers` are left out, so that recursion ends.
     """
     assert isinstance(function, FunctionType)
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    _strip_prose(tree, with_errors=False)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list = []
-        if isinstance(node, ast.arg) and node.annotation is not None:
-            _forget_ranges(node.annotation, function.__globals__)
+    tree = _parse_function(function)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    named = [function.__globals__.get(name) for name in sorted(names - {function.__name__})]
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    above = above | {function}
+    # A method is known by its name alone: the tree does not say whose attribute it is.
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    global_values = [function.__globals__.get(name) for name in sorted(names - {function.__name__})]
+    callers = callers | {function}
     helpers = [
-        _code_of_function(helper, None, above)
-        for helper in map(_plain, named)
-        if _is_ours(helper) and helper not in above
+        _code_of_function(helper, None, callers)
+        for helper in map(_unwrapped, global_values)
+        if _is_ours(helper) and helper not in callers
     ]
+    # So every class that the function names counts, with its methods that have such a name.
     classes = [
-        kind for kind in named if isinstance(kind, type) and kind.__module__.startswith("workers.")
+        value
+        for value in global_values
+        if isinstance(value, type) and value.__module__.startswith("workers.")
     ]
-    for kind in [*classes, owner]:
-        methods = (_plain(m) for name, m in vars(kind).items() if name in used) if kind else ()
+    for cls in [*classes, *([owner] if owner else [])]:
         helpers += [
-            _code_of_function(method, kind, above)
-            for method in methods
-            if _is_ours(method) and method not in above
+            _code_of_function(method, cls, callers)
+            for method in _methods_named(cls, attributes)
+            if _is_ours(method) and method not in callers
         ]
-    constants = [repr(value) for value in named if isinstance(value, int | float | str)]
+    constants = [repr(value) for value in global_values if isinstance(value, int | float | str)]
     closed_over = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
     return "\n".join([_canonical(tree), *closed_over, *constants, *helpers])
 
 
-def _forget_ranges(annotation: ast.expr, known: dict[str, Any]) -> None:
-    """Write the plain type in the place of an alias that adds a range to it: what is refused changes
-    no number.
+def _parse_function(function: FunctionType) -> ast.AST:
+    """The syntax tree of a function, without prose, decorators and the ranges of parameters."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    _strip_prose(tree, with_errors=False)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            # Decorators hold facts such as a unit and a source, which change no number.
+            node.decorator_list = []
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            _forget_ranges(node.annotation, function.__globals__)
+    return tree
+
+
+def _methods_named(cls: type, names: set[str]) -> Iterator[object]:
+    return (_unwrapped(value) for name, value in vars(cls).items() if name in names)
+
+
+def _forget_ranges(annotation: ast.expr, global_values: dict[str, Any]) -> None:
+    """Replace an alias that adds a range to a type, such as `Count`, by the plain type.
+
+    A range only decides which options are refused. It does not change any number.
     """
     for node in ast.walk(annotation):
-        if isinstance(node, ast.Name) and get_origin(known.get(node.id)) is Annotated:
-            node.id = get_args(known[node.id])[0].__name__
+        if isinstance(node, ast.Name) and get_origin(global_values.get(node.id)) is Annotated:
+            node.id = get_args(global_values[node.id])[0].__name__
 
 
-def _plain(value: Any) -> Any:
+def _unwrapped(value: object) -> object:
     """The function behind a cache, a property or a class method."""
     for name in ("__wrapped__", "__func__", "fget", "func"):
         value = getattr(value, name, value)
     return value
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value: object) -> bool:
     return isinstance(value, FunctionType) and value.__module__.startswith(("schemas.", "workers."))

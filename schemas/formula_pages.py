@@ -21,34 +21,33 @@ from schemas.statistics import Statistic
 DOCS = Path(__file__).parent.parent / "docs"
 
 PAGES: dict[str, Kind[Any]] = {kind.page: kind for kind in KINDS}
-"""The kind that each page describes; kinds of one registry share a page."""
+"""The kind that each page describes. Kinds with the same registry share a page."""
 
 
 def page(name: str) -> str:
-    """A page, as Markdown: a section for each file of its registry, if there are several."""
+    """A page, as Markdown; if its registry has several files, each file is a section."""
     kind = PAGES[name]
     formulas: Iterable[Formula] = kind.registry.values()
     files = [
-        (module, list(family))
-        for module, family in groupby(formulas, lambda f: f.compute.__module__)
+        (module, list(formulas_of_file))
+        for module, formulas_of_file in groupby(formulas, lambda f: f.compute.__module__)
     ]
     parts = [kind.introduction]
-    for module, family in files:
+    for module, formulas_of_file in files:
         if len(files) > 1:
-            parts.append(
-                f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}\n\n{(modules[module].__doc__ or '').strip()}\n"
-            )
-        parts += [_entry(f) for f in family]
+            heading = module.rpartition(".")[2].replace("_", " ").capitalize()
+            introduction = (modules[module].__doc__ or "").strip()
+            parts.append(f"## {heading}\n\n{introduction}\n")
+        parts += [_entry(formula) for formula in formulas_of_file]
     return "\n".join(parts)
 
 
 def _entry(formula: Formula) -> str:
     facts = [f"unit: {formula.unit}", *_own_facts(formula)]
-    facts += [formula.undefined_when] if formula.undefined_when else []
-    facts += [
-        f"reads: {', '.join(f'`{p}`' for p in formula.parameters)}",
-        f"source: {formula.source}",
-    ]
+    if formula.undefined_when:
+        facts.append(formula.undefined_when)
+    facts.append(f"reads: {', '.join(f'`{name}`' for name in formula.parameters)}")
+    facts.append(f"source: {formula.source}")
     lines = [
         f"### {formula.name}\n",
         f"{formula.meaning}\n",
@@ -59,24 +58,27 @@ def _entry(formula: Formula) -> str:
 
 
 def _own_facts(formula: Formula) -> list[str]:
-    """What its kind of formula has and others have not."""
+    """The facts that only its kind of formula has."""
     facts: list[str] = []
     if isinstance(formula, Ranged):
-        low, high = (
-            f"{bound:g}" if math.isfinite(bound) else ("∞" if bound > 0 else "-∞")
-            for bound in formula.range
-        )
+        low, high = map(_bound, formula.range)
         facts.append(f"range: {low} to {high}")
     if isinstance(formula, Along):
         facts.append("one number" if formula.axis == "none" else f"along: {formula.axis}")
     if isinstance(formula, Prediction) and formula.per_token:
         facts.append("one for each token")
     if isinstance(formula, Statistic):
-        facts += [f"chance level: `chance_{formula.name}`"] if formula.chance else []
-        facts += (
-            [] if formula.standard else ["not standard: a scan asks for it by name, or for all"]
-        )
+        if formula.chance:
+            facts.append(f"chance level: `chance_{formula.name}`")
+        if not formula.standard:
+            facts.append("not standard: a scan asks for it by name, or for all")
     return facts
+
+
+def _bound(value: float) -> str:
+    if math.isfinite(value):
+        return f"{value:g}"
+    return "∞" if value > 0 else "-∞"
 
 
 if __name__ == "__main__":

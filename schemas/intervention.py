@@ -1,14 +1,13 @@
 """Interventions as a scan names them: `NAME`, `NAME(1,0.5)`, `A+B`.
 
-A text is parsed once, when the scan is read. What a name edits, and which arguments it takes, is
-known to `workers.interventions` alone.
+A text is parsed once, when the scan is read. Only `workers.interventions` knows which names exist,
+what they edit and which arguments they take.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -22,7 +21,7 @@ PART = re.compile(r"(\w+)(?:\(([^()]*)\))?")
 WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 LARGEST_WHOLE = 2**53
-"""Up to here a float holds every whole number."""
+"""Up to here a float holds every whole number exactly."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class InterventionPart:
     arguments: tuple[Argument, ...] = ()
 
     def __str__(self) -> str:
-        """The edit as a scan writes it; no two texts say the same.
+        """The edit in its canonical form: the same edit always has the same text.
 
         >>> str(InterventionPart("zero_head", (1, 2))), str(InterventionPart("none"))
         ('zero_head(1,2)', 'none')
@@ -44,7 +43,7 @@ class InterventionPart:
 
 @dataclass(frozen=True)
 class Intervention:
-    """What a scan names: one edit of the model, or several in order."""
+    """One edit of the model, or several that are applied in order."""
 
     parts: tuple[InterventionPart, ...]
 
@@ -53,8 +52,10 @@ class Intervention:
         return "+".join(map(str, self.parts))
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A scan file holds the text."""
+    def __get_pydantic_core_schema__(
+        cls, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Tell pydantic to read and write an intervention as its text."""
         text = core_schema.no_info_after_validator_function(_validated, core_schema.str_schema())
         return core_schema.json_or_python_schema(
             json_schema=text,
@@ -64,7 +65,7 @@ class Intervention:
 
 
 def parse_intervention(text: str) -> Intervention:
-    """Read an intervention; whether there is such an edit is not looked at.
+    """The intervention that a text names; whether its edits exist is not checked here.
 
     >>> parse_intervention("zero_head(1, 2)").parts
     (InterventionPart(name='zero_head', arguments=(1, 2)),)
@@ -88,17 +89,21 @@ def _validated(text: str) -> Intervention:
 
 
 def _parsed(text: str) -> Intervention:
-    # A plus sign may belong to a number: scale_query_bias(1e+3).
-    pieces = re.split(r"\+(?![^()]*\))", text)
-    return Intervention(tuple(_part(piece) for piece in pieces))
+    # Split at plus signs outside of parentheses. One inside belongs to a number, as in
+    # scale_query_bias(1e+3).
+    texts = re.split(r"\+(?![^()]*\))", text)
+    return Intervention(tuple(_part(part_text) for part_text in texts))
 
 
-def _part(piece: str) -> InterventionPart:
-    match = PART.fullmatch(piece)
-    texts = [] if match is None or not match[2] else [a.strip() for a in match[2].split(",")]
-    if match is None or "" in texts:
+def _part(text: str) -> InterventionPart:
+    match = PART.fullmatch(text)
+    if match is None:
         raise ValueError("expected NAME, NAME(1,0.5) or A+B")
-    return InterventionPart(match[1], tuple(map(_argument, texts)))
+    name, argument_list = match.groups()
+    argument_texts = [part.strip() for part in argument_list.split(",")] if argument_list else []
+    if "" in argument_texts:
+        raise ValueError("expected NAME, NAME(1,0.5) or A+B")
+    return InterventionPart(name, tuple(map(_argument, argument_texts)))
 
 
 def _argument(text: str) -> Argument:
@@ -112,6 +117,7 @@ def _argument(text: str) -> Argument:
     if not NUMBER.fullmatch(text):
         return text
     number = float(text)
+    # 1.0 and 1 are the same edit, so they must have the same text and the same directory.
     return int(number) if number.is_integer() and abs(number) <= LARGEST_WHOLE else number
 
 

@@ -1,5 +1,7 @@
-"""The kinds of measurement, and the tables that they fill. What a scan may name, what a manifest
-records, what is computed, written, merged, read, counted and documented: all walk over these lists.
+"""The kinds of measurement, and the tables that they fill.
+
+Scans, manifests, plans, shards, compaction, views and docs all walk over these two lists. So a new
+kind is one entry here and one file.
 """
 
 # pyarrow has no types.
@@ -29,7 +31,7 @@ WORDS = {kind.field: kind.word for kind in KINDS} | {
     "inputs": "input family",
     "interventions": "intervention",
 }
-"""What the names are that a field of a manifest describes."""
+"""Noun for one of the names that each field of a manifest describes."""
 
 TABLES: dict[str, Table] = {kind.table.name: kind.table for kind in KINDS}
 """Every table by name."""
@@ -43,7 +45,7 @@ def kinds_of(table: Table) -> list[Kind[Any]]:
 def columns_of(
     kinds: Mapping[str, Mapping[str, Mapping[str, Any]]],
 ) -> dict[str, dict[str, Column]]:
-    """The measured columns of every table, by name; `kinds` holds facts by field and formula."""
+    """The measured columns of every table, by name; `kinds` has the facts by field and formula."""
     columns: dict[str, dict[str, Column]] = {name: {} for name in TABLES}
     for kind in KINDS:
         for name, facts in kinds.get(kind.field, {}).items():
@@ -55,10 +57,15 @@ def columns_of(
 def table_schema(
     table: Table, formulas: Mapping[str, Iterable[Formula]], carried: Iterable[str] = ()
 ) -> pa.Schema:
-    """The schema of a table's files; `formulas` are those of a scan by field, `carried` the fields
-    of documents that `sequences` has.
+    """The schema of a table's files.
+
+    `formulas` are those of a scan, by field. `carried` are the fields of documents that the table
+    `sequences` carries.
     """
-    facts = {field: {f.name: f.facts for f in some} for field, some in formulas.items()}
+    facts = {
+        field: {formula.name: formula.facts for formula in formulas_of_kind}
+        for field, formulas_of_kind in formulas.items()
+    }
     columns = columns_of(facts)[table.name] | carried_columns(carried).get(table.name, {})
     return table.schema(columns.values())
 

@@ -11,15 +11,18 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator, model_
 from schemas.kinds import KINDS
 from schemas.scan import CHANGES_NO_ROW, RENAMED
 
+Records = dict[str, dict[str, dict[str, Any]]]
+"""What each name means: a record by name, by the manifest's field that describes the name."""
+
 Meanings = dict[str, dict[str, str]]
-"""Fingerprint by name, by field of the manifest that describes the name."""
+"""Fingerprint by name, by the manifest's field that describes the name."""
 
 Location = str | list[str]
 """A place, or several of them, as a scan names them."""
 
 
 class _ScanFacts(BaseModel):
-    """What whoever reads a run asks of its scan."""
+    """The fields of a run's scan that readers of the run need."""
 
     sequences_per_shard: PositiveInt
     n_ctx: PositiveInt
@@ -27,23 +30,26 @@ class _ScanFacts(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Everything that made the run: `identity` never changes; a run grows in `shards` and
-    `sequences`; the rest is for the record.
+    """Everything that made the run, resolved.
+
+    `identity` never changes. A run grows in `shards` and `sequences`. The other fields are for the
+    record.
     """
 
     model_config = ConfigDict(frozen=True)
     run_id: str
     created: str
     identity: dict[str, Any]
-    """What the rows mean, but for the code: the scan, the model and the corpus."""
+    """What the rows mean, apart from the code: the scan, the model and the corpus."""
     shards: int
     sequences: int
     batch_size: int | Literal["auto"] = "auto"
-    """As it was last set; it changes no row."""
+    """The last setting; it does not change any row."""
     bad_rows: float = 0.01
-    """Likewise, as is the next."""
+    """The last setting; it does not change any row."""
     bad_rows_in_a_row: int = 100
-    kinds: dict[str, dict[str, dict[str, Any]]]
+    """The last setting; it does not change any row."""
+    kinds: Records
     """What each formula is, by field of the scan (`schemas.kinds.KINDS`) and name."""
     inputs: dict[str, dict[str, Any]] = {}
     interventions: dict[str, dict[str, Any]] = {}
@@ -51,73 +57,84 @@ class Manifest(BaseModel):
     code: str
     """Fingerprint of the code that began the run."""
     other_codes: dict[str, Meanings] = {}
-    """Other code that the run was gone on with, and what it says of every name."""
+    """Other code that continued the run: by its fingerprint, what every name means in it."""
     versions: dict[str, str]
     begun_in: str = ""
-    """The working directory in which it was begun: relative names of the scan are meant from there."""
+    """Working directory in which the run began; relative paths in the scan start from it."""
     begun_with: tuple[str, ...] = ()
     """The words after `headcount scan` that began it: the scan file, and what was set."""
     places: dict[str, Location] = {}
-    """Where the model and the files of the input lie, by dotted field of the scan: as the scan says,
-    or as was last set.
-    """
+    """Where the model and the input files lie, by dotted field of the scan: the last setting."""
     older: bool = False
-    """Whether it was written before identities left out the batch size and the number of sequences."""
+    """Whether older code wrote it, when identities held the batch size and the sequences too."""
 
-    def stops(self, shards: Any) -> Any:
-        """One past the last sequence of each of some shards, an array: the last one may be short."""
-        size = self.identity["scan"]["sequences_per_shard"]
-        return np.minimum((shards + 1) * size, self.sequences)
+    def stops(self, shards: int | np.ndarray) -> np.ndarray:
+        """One past the last sequence of each shard; the last shard of a run may be short."""
+        per_shard = self.identity["scan"]["sequences_per_shard"]
+        return np.minimum((shards + 1) * per_shard, self.sequences)
 
     @property
-    def records(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """What every name means, by field, as the code that began the run says."""
+    def records(self) -> Records:
+        """What every name means in the code that began the run."""
         return {**self.kinds, "inputs": self.inputs, "interventions": self.interventions}
 
     def meanings(self, code: str) -> Meanings | None:
-        """The fingerprints of every name in some code; none if that code has no part in the run.
+        """The fingerprints of every name in some code; None if the run did not use that code.
 
-        Commits of older code do not name their code: it counts as the one that began the run.
+        Commits of older code do not name their code. It counts as the one that began the run.
         """
+        # The code that began the run is described by the records, the others only by fingerprints.
         if code in ("", self.code):
             return fingerprints(self.records)
         return self.other_codes.get(code)
 
     @property
     def codes(self) -> list[str]:
-        """The code that began the run, then all other code that it was gone on with."""
+        """The code that began the run, then all other code that continued it."""
         return [self.code, *self.other_codes]
 
     @field_validator("identity")
     @classmethod
     def _has_a_scan(cls, identity: dict[str, Any]) -> dict[str, Any]:
+        # A manifest without these fields fails here, once, and not in whatever reads the run later.
         _ScanFacts.model_validate(identity.get("scan"))
         return identity
 
     @model_validator(mode="before")
     @classmethod
-    def _in_words_of_today(cls, fields: Any) -> Any:
-        return _translated(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else fields
+    def _translate_older_fields(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        return _translate_older_manifest(cast("dict[str, Any]", fields))
 
 
-def _translated(fields: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of older code, whose identity held sizes and fingerprints, in today's words; any
-    other as it is.
+def _translate_older_manifest(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest in today's format; those of today's manifests stay as they are.
+
+    In version 0.1 the identity held sizes and fingerprints, every kind of formula was a field of
+    the manifest itself, and some fields had other names.
     """
-    old = cast("dict[str, Any]", fields.get("identity") or {})
-    if "batch_size" not in old.get("scan", {}):
+    identity = cast("dict[str, Any]", fields.get("identity") or {})
+    # Only version 0.1 kept the batch size in the identity.
+    if "batch_size" not in identity.get("scan", {}):
         return fields
-    scan = {RENAMED.get(name, name): value for name, value in old["scan"].items()}
-    known = {key: old[key] for key in ("model", "corpus") if key in old}
-    known["scan"] = {name: value for name, value in scan.items() if name not in CHANGES_NO_ROW}
+    scan = {RENAMED.get(name, name): value for name, value in identity["scan"].items()}
+    new_identity = {key: identity[key] for key in ("model", "corpus") if key in identity}
+    new_identity["scan"] = {
+        name: value for name, value in scan.items() if name not in CHANGES_NO_ROW
+    }
     renamed = {RENAMED.get(name, name): value for name, value in fields.items()}
-    kinds = {kind.field: renamed.get(kind.field, {}) for kind in KINDS}
-    changed = {"identity": known, "kinds": kinds, "batch_size": scan["batch_size"]}
-    return renamed | changed | {"older": True}
+    # The identity keeps only what the rows mean. What may change has fields of its own today.
+    return renamed | {
+        "identity": new_identity,
+        "kinds": {kind.field: renamed.get(kind.field, {}) for kind in KINDS},
+        "batch_size": scan["batch_size"],
+        "older": True,
+    }
 
 
 def fingerprints(records: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Meanings:
-    """The fingerprints of what is described, by field and name."""
+    """The fingerprints in some records, by field and name."""
     return {
         field: {name: record.get("fingerprint", "") for name, record in described.items()}
         for field, described in records.items()

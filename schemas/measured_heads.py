@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -17,31 +17,31 @@ NUMBER = "(0|[1-9][0-9]{0,5})"
 NAME = re.compile(f"L{NUMBER}H{NUMBER}")
 
 ABSENT = -1
-"""Stands for a head where a layer has fewer measured heads than the layer with most of them."""
+"""Fills up the heads of a layer that has fewer measured heads than another layer."""
 
 
 class ModelSize(Protocol):
-    """What of a model decides which heads it has."""
+    """The facts of a model that decide which heads it has."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         ...
 
     @property
     def n_layers(self) -> int:
-        """Its layers."""
+        """Number of layers."""
         ...
 
     @property
     def n_heads(self) -> int:
-        """Heads in a layer."""
+        """Number of heads in a layer."""
         ...
 
 
 @dataclass(frozen=True, order=True)
 class Head:
-    """A head, as a scan names it: in the words of the column `label`.
+    """A head. Its text is the same in scans and in the column `label`.
 
     >>> str(Head(5, 1))
     'L5H1'
@@ -54,8 +54,10 @@ class Head:
         return f"L{self.layer}H{self.head}"
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A scan file holds the text."""
+    def __get_pydantic_core_schema__(
+        cls, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Tell pydantic to read and write a head as its text."""
         text = core_schema.no_info_after_validator_function(_head, core_schema.str_schema())
         return core_schema.json_or_python_schema(
             json_schema=text,
@@ -73,15 +75,17 @@ def _head(text: str) -> Head:
 
 @dataclass(frozen=True)
 class MeasuredHeads:
-    """The heads that are measured, by layer; layers and heads ascend.
+    """The heads that are measured, by layer, in ascending order.
 
-    Values of some heads are kept as `[… layer head …]`. Both axes are places among those that are
-    measured, and `numbers` says which head of the model a place is.
+    Their values are arrays `[… layer head …]`. Index i of the axis `layer` is the i-th measured
+    layer, and index j of the axis `head` is the j-th measured head of that layer. `numbers` says
+    which head of the model that is.
     """
 
     n_heads: int
-    """Heads in a layer of the model."""
+    """Number of heads in a layer of the model, measured or not."""
     by_layer: Mapping[int, tuple[int, ...]]
+    """The measured heads of each layer that has one."""
 
     @classmethod
     def every(cls, n_layers: int, n_heads: int) -> MeasuredHeads:
@@ -90,7 +94,7 @@ class MeasuredHeads:
 
     @classmethod
     def of(cls, n_heads: int, heads: Iterable[Head]) -> MeasuredHeads:
-        """Some heads of a model."""
+        """The given heads of a model."""
         by_layer: dict[int, tuple[int, ...]] = {}
         for head in sorted(heads):
             by_layer[head.layer] = (*by_layer.get(head.layer, ()), head.head)
@@ -98,54 +102,60 @@ class MeasuredHeads:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Layers with a head that is measured."""
+        """Layers with a measured head."""
         return tuple(self.by_layer)
 
     @property
     def heads(self) -> tuple[Head, ...]:
-        """All of them, by name."""
-        return tuple(Head(layer, head) for layer, some in self.by_layer.items() for head in some)
+        """All measured heads."""
+        return tuple(
+            Head(layer, head)
+            for layer, heads_of_layer in self.by_layer.items()
+            for head in heads_of_layer
+        )
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """The place of each layer."""
+        """The index of each measured layer on the axis `layer`."""
         return {layer: place for place, layer in enumerate(self.layers)}
 
     @cached_property
     def count(self) -> int:
-        """How many heads are measured."""
+        """Number of measured heads."""
         return sum(map(len, self.by_layer.values()))
 
     @cached_property
     def width(self) -> int:
-        """Measured heads of the layer with most of them."""
+        """Length of the axis `head`: the largest number of measured heads in a layer."""
         return max(map(len, self.by_layer.values()))
 
     @cached_property
     def numbers(self) -> list[list[int]]:
-        """The head at each place, by place of its layer.
+        """The head at each index of the axes `[layer head]`, filled up with `ABSENT`.
 
         >>> MeasuredHeads.of(4, [Head(3, 1), Head(0, 2), Head(3, 0)]).numbers
         [[2, -1], [0, 1]]
         """
-        lines = map(list, self.by_layer.values())
-        return [line + [ABSENT] * (self.width - len(line)) for line in lines]
+        # All rows have the same length, so that the axes form one array.
+        rows = [list(heads) for heads in self.by_layer.values()]
+        return [row + [ABSENT] * (self.width - len(row)) for row in rows]
 
     def part(self, layer: int) -> tuple[int, ...] | None:
-        """The measured heads of a layer; none where these are all that it has."""
+        """The measured heads of a layer; None if these are all of its heads."""
+        # With None a caller takes whole arrays, without a selection that would copy them.
         heads = self.by_layer[layer]
         return None if len(heads) == self.n_heads else heads
 
 
 def check_named(layers: tuple[int, ...] | str, heads: tuple[Head, ...] | str) -> None:
-    """Refuse what says nothing, says something twice, or says it in two ways."""
-    for field, named, what in (("layers", layers, "layer"), ("heads", heads, "head")):
+    """Refuse a list that is empty or names something twice, and lists of both layers and heads."""
+    for field, named, noun in (("layers", layers, "layer"), ("heads", heads, "head")):
         if isinstance(named, str):
             continue
         if not named or len(set(named)) < len(named):
             shown = ", ".join(map(str, named))
             raise ScanError(
-                f'{field}: expected "all", or at least one {what} and each once, got [{shown}]'
+                f'{field}: expected "all", or at least one {noun} and each once, got [{shown}]'
             )
     if layers != "all" and heads != "all":
         raise ScanError(
@@ -157,24 +167,31 @@ def check_named(layers: tuple[int, ...] | str, heads: tuple[Head, ...] | str) ->
 def find_heads(
     layers: tuple[int, ...] | str, heads: tuple[Head, ...] | str, model: ModelSize
 ) -> MeasuredHeads:
-    """The heads that a scan means; what a model does not have is refused."""
-    for layer in layers if isinstance(layers, tuple) else ():
-        if layer >= model.n_layers:
-            raise ScanError(f"layers: {_lacks(model, f'layer {layer}', model.n_layers)}")
-    for head in heads if isinstance(heads, tuple) else ():
+    """The heads that a scan names; raises `ScanError` if the model lacks one of them."""
+    if isinstance(heads, tuple):
+        _check_heads(heads, model)
+        return MeasuredHeads.of(model.n_heads, heads)
+    if isinstance(layers, tuple):
+        every_head = tuple(range(model.n_heads))
+        for layer in layers:
+            if layer >= model.n_layers:
+                raise ScanError(f"layers: {_lacks(model, 'layer', layer, model.n_layers)}")
+        return MeasuredHeads(model.n_heads, dict.fromkeys(sorted(layers), every_head))
+    return MeasuredHeads.every(model.n_layers, model.n_heads)
+
+
+def _check_heads(heads: tuple[Head, ...], model: ModelSize) -> None:
+    for head in heads:
         if head.layer >= model.n_layers:
-            missing = _lacks(model, f"layer {head.layer}", model.n_layers)
+            missing = _lacks(model, "layer", head.layer, model.n_layers)
             raise ScanError(f"heads: '{head}': {missing}")
         if head.head >= model.n_heads:
-            raise ScanError(f"heads: '{head}': {_lacks(model, f'head {head.head}', model.n_heads)}")
-    if isinstance(heads, tuple):
-        return MeasuredHeads.of(model.n_heads, heads)
-    named = range(model.n_layers) if isinstance(layers, str) else layers
-    return MeasuredHeads.of(
-        model.n_heads, (Head(layer, head) for layer in named for head in range(model.n_heads))
+            missing = _lacks(model, "head", head.head, model.n_heads)
+            raise ScanError(f"heads: '{head}': {missing}")
+
+
+def _lacks(model: ModelSize, noun: str, number: int, count: int) -> str:
+    return (
+        f"{noun} {number} of {model.name}, which has {count}; expected {noun}s from 0 to "
+        f"{count - 1}"
     )
-
-
-def _lacks(model: ModelSize, what: str, count: int) -> str:
-    kind = what.partition(" ")[0]
-    return f"{what} of {model.name}, which has {count}; expected {kind}s from 0 to {count - 1}"

@@ -1,27 +1,98 @@
-"""The questions that can be put to an attention pattern without ever building it.
+"""The questions that an attention pattern answers without ever being built.
 
-`A[q, k]` is the softmax pattern of one head, `S[q, k]` its pre-softmax score (scaled, causal:
-`k <= q`), T = `n_ctx`. Both are as edits leave them. Where an edit hides a key from a query,
-`S[q, k]` is not defined: answers are NaN, and so is everything that is computed from them. Answers
-have the axes `[batch head query]` if nothing else is said. Statistics and profiles see a pattern
-only through this protocol.
+`A[q, k]` is the softmax pattern of one head. `S[q, k]` is its score before the softmax, after
+scaling and the causal mask (`k <= q`). T = `n_ctx`. Both include all edits. If an edit hides a key
+from a query, `S[q, k]` is not defined: answers about it are NaN, and so is everything computed from
+them. Answers have the axes `[batch head query]` unless a docstring gives others. Statistics and
+profiles see a pattern only through this protocol.
 """
+
+# The methods of `Tensor` are torch's.
+# ruff: noqa: D102
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from types import EllipsisType
+from typing import Protocol, Self, TypeAlias, overload
 
-Tensor: TypeAlias = Any
-"""An array with the methods that torch and numpy share; `schemas` imports neither."""
+Index: TypeAlias = int | slice | EllipsisType | None
 
 
-Labels: TypeAlias = Mapping[str, Any]
+class Tensor(Protocol):
+    """A torch tensor, as far as formulas use it; `schemas` does not import torch."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
+        ...
+
+    @property
+    def mT(self) -> Self:
+        """The tensor with its last two axes swapped."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Index | tuple[Index, ...], /) -> Self: ...
+    def __add__(self, other: Self | float, /) -> Self: ...
+    def __radd__(self, other: float, /) -> Self: ...
+    def __sub__(self, other: Self | float, /) -> Self: ...
+    def __mul__(self, other: Self | float, /) -> Self: ...
+    def __rmul__(self, other: float, /) -> Self: ...
+    def __truediv__(self, other: Self | float, /) -> Self: ...
+    def __matmul__(self, other: Self, /) -> Self: ...
+    def __gt__(self, other: Self | float, /) -> Self: ...
+    def __ge__(self, other: Self | float, /) -> Self: ...
+
+    # Element by element, as in torch, and not a bool as Python's own `==`.
+    def __eq__(self, other: Self | float, /) -> Self: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __and__(self, other: Self | bool, /) -> Self: ...
+    def __invert__(self) -> Self: ...
+
+    def sum(self, dim: int, keepdim: bool = False) -> Self: ...
+    def mean(self, dim: int, keepdim: bool = False) -> Self: ...
+    def amin(self, dim: int, keepdim: bool = False) -> Self: ...
+    @overload
+    def any(self) -> Self: ...
+    @overload
+    def any(self, dim: int) -> Self: ...
+    @overload
+    def all(self) -> Self: ...
+    @overload
+    def all(self, dim: int) -> Self: ...
+    def norm(self, *, dim: int, keepdim: bool = False) -> Self: ...
+    def median(self, dim: int, keepdim: bool = False) -> Selected: ...
+    def topk(self, k: int) -> Selected: ...
+    def cumsum(self, dim: int) -> Self: ...
+    def logcumsumexp(self, dim: int) -> Self: ...
+    def square(self) -> Self: ...
+    def sqrt(self) -> Self: ...
+    def abs(self) -> Self: ...
+    def exp(self) -> Self: ...
+    def log(self) -> Self: ...
+    def isnan(self) -> Self: ...
+    def clamp(self, *, min: float) -> Self: ...  # noqa: A002
+    def float(self) -> Self: ...
+    def flatten(self, start_dim: int) -> Self: ...
+    def transpose(self, dim0: int, dim1: int) -> Self: ...
+    def swapaxes(self, axis0: int, axis1: int) -> Self: ...
+
+
+class Selected(Protocol):
+    """Values that were selected along an axis, as `median` and `topk` return them."""
+
+    @property
+    def values(self) -> Tensor:
+        """The selected values."""
+        ...
+
+
+Labels: TypeAlias = Mapping[str, Tensor]
 """Which positions an input family has labelled: a mask `[batch pos]` by label."""
 
 
 class Pairs(Protocol):
-    """For every query a set of keys, shared by all heads: sparse, chosen by the tokens alone."""
+    """A set of keys for every query, which depends only on the tokens: the same in all heads."""
 
     @property
     def count(self) -> Tensor:
@@ -30,7 +101,7 @@ class Pairs(Protocol):
 
 
 class Pattern(Protocol):
-    """What every pattern answers; `workers.engine` has two that do."""
+    """What every pattern answers. `workers.engine` has two: the fused and the dense pattern."""
 
     @property
     def n_ctx(self) -> int:
@@ -38,7 +109,7 @@ class Pattern(Protocol):
         ...
 
     def key(self, k: int) -> Tensor:
-        """`A[q, k]` for one key, 0 where `q < k`: `[batch head query]`."""
+        """`A[q, k]` for one key, 0 if `q < k`: `[batch head query]`."""
         ...
 
     def lag(self, d: int) -> Tensor:
@@ -59,22 +130,25 @@ class Pattern(Protocol):
 
     @property
     def scale(self) -> float:
-        """What a layer multiplies `q·k` by to make `S`, 1/√d_head in most models."""
+        """The factor by which a layer multiplies `q·k` to get `S`: 1/√d_head in most models."""
         ...
 
     def score(self, k: int) -> Tensor:
-        """`S[q, k]` for one key; only queries `q >= k` mean anything: `[batch head query]`."""
+        """`S[q, k]` for one key, meaningless if `q < k`: `[batch head query]`."""
         ...
 
     def earlier_score(self) -> Tensor:
-        """Mean of `S[q, k]` over the keys `1 <= k < q`, NaN where one of them is hidden; only
-        queries `q >= 2` mean anything: `[batch head query]`.
+        """Mean of `S[q, k]` over the keys `1 <= k < q`: `[batch head query]`.
+
+        NaN if one of these keys is hidden. Entries of queries `q < 2` are meaningless.
         """
         ...
 
     def without(self, b_Q: Tensor) -> Pattern:
-        """The pattern of queries less `b_Q [head d_head]`: the causal softmax of
-        `scale (q[q] - b_Q)·k[k]`. Edits of scores and of the pattern do not enter.
+        """The pattern of queries without their bias `b_Q [head d_head]`.
+
+        It is the causal softmax of `scale (q[q] - b_Q)·k[k]`. Edits of scores and of the pattern
+        are left out.
         """
         ...
 
@@ -87,23 +161,23 @@ class Pattern(Protocol):
         ...
 
     def row(self, q: int) -> Tensor:
-        """`A[q, k]` for one query, 0 where `k > q`: `[batch head key]`."""
+        """`A[q, k]` for one query, 0 if `k > q`: `[batch head key]`."""
         ...
 
     def rows(self, first: int) -> Tensor:
-        """`A[q, k]` for the queries `q >= first`, 0 where `k > q`: `[batch head query-first key]`."""
+        """`A[q, k]` for the queries `q >= first`, 0 if `k > q`: `[batch head query-first key]`."""
         ...
 
     def row_scores(self, q: int) -> Tensor:
-        """`S[q, k]` for one query; only keys `k <= q` mean anything: `[batch head key]`."""
+        """`S[q, k]` for one query, meaningless if `k > q`: `[batch head key]`."""
         ...
 
     def dense(self) -> Tensor:
-        """The matrix `A` itself, of T² numbers: only where T is small: `[batch head query key]`."""
+        """The matrix `A` itself, `[batch head query key]`: T² numbers, so only for small T."""
         ...
 
     def dense_scores(self) -> Tensor:
-        """The matrix `S` likewise; only `k <= q` means anything: `[batch head query key]`."""
+        """The matrix `S` itself, meaningless if `k > q`: `[batch head query key]`."""
         ...
 
     def positions(self) -> Tensor:

@@ -1,8 +1,7 @@
-"""Where runs and corpora lie: a local path, or one in an object store with the few of pathlib's
-verbs that we need.
+"""Where runs and corpora lie: a local path, or a path in an object store.
 
-A file is written whole or not at all: a temporary name, fsync and rename on a disk, one upload in a
-store.
+A store path has the few methods of `pathlib.Path` that we need. A file is written whole or not at
+all: a temporary name, fsync and rename on a disk, a single upload in a store.
 """
 
 # pyarrow has no types.
@@ -21,9 +20,10 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeAlias
+from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import pyarrow as pa
@@ -33,19 +33,25 @@ from schemas.errors import RunError, ScanError
 
 STORES = ("s3", "gs")
 ATTEMPTS = 6
-"""How often a request to a store is tried, with growing pauses: about ten seconds in all."""
+"""Attempts at each request to a store, with growing pauses: about ten seconds in all."""
 
-KNOCKS = 6
-"""How often a store is asked whether it is there, before anything else is asked of it."""
+PROBES = 6
+"""Attempts at finding out whether a store answers at all, before the first request to it."""
 
-KNOCK_SECONDS = 8.0
-"""A store says something in this time. Requests to it wait far longer, as a scan may do."""
+PROBE_SECONDS = 8.0
+"""Time that one probe waits for an answer. Requests wait far longer, as a scan can afford to."""
 
-KNOCKING_SECONDS = 20.0
-"""No more is asked after this time."""
+PROBING_SECONDS = 20.0
+"""Time for all probes together."""
 
 PAUSE_SECONDS = 0.5
-"""Between two times that it is asked."""
+"""Pause between two probes."""
+
+OpenFile: TypeAlias = BufferedReader
+"""A file that is open for reading: on a disk, in a store or in memory.
+
+pyarrow has no types; its files have the methods of this one.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -76,28 +82,28 @@ class StorePath:
         return self.url.partition("://")[2]
 
     @property
-    def filesystem(self) -> Any:
+    def filesystem(self) -> pafs.FileSystem:
         """The pyarrow file system that reaches it."""
         scheme, _, key = self.url.partition("://")
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        # pyarrow does not look for it by itself.
+        # pyarrow does not read these variables by itself.
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         return _filesystem(scheme, key.partition("/")[0], region, endpoint)
 
     def is_file(self) -> bool:
-        """Whether there is such an object; a store that does not say raises `RunError`."""
+        """Whether there is such an object; raises `RunError` if the store does not say."""
         try:
             return self.filesystem.get_file_info(self.key).type is pafs.FileType.File
         except OSError as error:
             raise RunError(f"{self}: cannot be read ({reason(error)})") from None
 
     def read_bytes(self) -> bytes:
-        """The whole content; where there is none, FileNotFoundError."""
+        """The whole content; raises FileNotFoundError if there is no such object."""
         with self.open() as file:
             return file.read()
 
-    def open(self) -> Any:
-        """The object as a file that can be read anywhere."""
+    def open(self) -> OpenFile:
+        """The object as a file that can be read at any place."""
         return self.filesystem.open_input_file(self.key)
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -113,8 +119,9 @@ Place = Path | StorePath
 
 
 def place(where: str | Place) -> Place:
-    """A local path, `file://…`, `s3://bucket/…` or `gs://bucket/…`; anything else raises
-    `ScanError`.
+    """The place that a text names: a local path, `file://…`, `s3://bucket/…` or `gs://bucket/…`.
+
+    Anything else raises `ScanError`.
 
     >>> place("s3://bucket/runs/") / "run_id=a-1"
     StorePath(url='s3://bucket/runs/run_id=a-1')
@@ -125,29 +132,34 @@ def place(where: str | Place) -> Place:
     if isinstance(where, StorePath):
         return where
     text = str(where)
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, path = text.partition("://")
     if not separator:
         return Path(os.path.expanduser(text))
-    if scheme == "file" and rest.startswith("/"):
-        return Path(rest)
+    if scheme == "file" and path.startswith("/"):
+        return Path(path)
     if scheme not in STORES:
         raise ScanError(
             f"{text}: expected a path, file://, {' or '.join(f'{name}://' for name in STORES)}"
         )
-    if "@" in rest.partition("/")[0]:
+    bucket = path.partition("/")[0]
+    if "@" in bucket:
         raise ScanError(
-            f"{scheme}://…@{rest.rpartition('@')[2]}: an address is kept with the run and must "
+            f"{scheme}://…@{path.rpartition('@')[2]}: an address is kept with the run and must "
             "hold no credentials; set them in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, an "
             "instance profile)"
         )
-    if not rest.partition("/")[0]:
+    if not bucket:
         raise ScanError(f"{text}: expected {scheme}://BUCKET/PATH")
+    # Two slashes in a row would name another object than one slash does.
     return StorePath(re.sub(r"(?<!:)/+", "/", text).rstrip("/"))
 
 
 @cache
-def _filesystem(scheme: str, bucket: str, region: str | None, endpoint: str | None) -> Any:
-    _knock(f"{scheme}://{bucket}", endpoint or _public_address(scheme, region))
+def _filesystem(
+    scheme: str, bucket: str, region: str | None, endpoint: str | None
+) -> pafs.FileSystem:
+    """The file system of a bucket; the cache keeps its connections and probes each store once."""
+    _require_answer(f"{scheme}://{bucket}", endpoint or _public_address(scheme, region))
     if scheme == "gs":
         return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))
     if region is None and endpoint is None:
@@ -166,7 +178,7 @@ def _filesystem(scheme: str, bucket: str, region: str | None, endpoint: str | No
 
 
 def _public_address(scheme: str, region: str | None) -> str:
-    """Where a store is reached unless the environment names another place."""
+    """The address of a store, if the environment does not name another one."""
     if scheme == "gs":
         return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
     if region is None:
@@ -174,35 +186,24 @@ def _public_address(scheme: str, region: str | None) -> str:
     return f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
 
 
-def _knock(store: str, address: str) -> None:
-    """Refuse a store that does not answer at all: a request to it would be waited for for minutes.
+def _require_answer(store: str, address: str) -> None:
+    """Raise `RunError` if a store does not answer at all: a request would wait for minutes.
 
-    Any answer will do. Behind a proxy nothing is asked, because a proxy answers itself.
+    Any answer will do. Behind a proxy nothing is asked, because the proxy itself would answer.
     """
-    parts = urlsplit(address if "://" in address else f"http://{address}")
-    host, secure = parts.hostname or "", parts.scheme == "https"
-    if getproxies().get(parts.scheme) and not proxy_bypass(host):
+    url = urlsplit(address if "://" in address else f"http://{address}")
+    if getproxies().get(url.scheme) and not proxy_bypass(url.hostname or ""):
         return
     problem: Exception | None = None
-    until = time.monotonic() + KNOCKING_SECONDS
-    for _ in range(KNOCKS):
-        if time.monotonic() > until - KNOCK_SECONDS:
+    deadline = time.monotonic() + PROBING_SECONDS
+    for _ in range(PROBES):
+        # A probe that could not end before the deadline is not begun.
+        if time.monotonic() > deadline - PROBE_SECONDS:
             break
-        connection = (
-            HTTPSConnection(host, parts.port, timeout=KNOCK_SECONDS, context=_any_certificate())
-            if secure
-            else HTTPConnection(host, parts.port, timeout=KNOCK_SECONDS)
-        )
-        try:
-            connection.request("HEAD", "/")
-            connection.getresponse()
-        except (OSError, HTTPException) as error:
-            problem = error
-            time.sleep(PAUSE_SECONDS)
-        else:
+        problem = _probe(url)
+        if problem is None:
             return
-        finally:
-            connection.close()
+        time.sleep(PAUSE_SECONDS)
     variable = "AWS_ENDPOINT_URL" if store.startswith("s3:") else "STORAGE_EMULATOR_HOST"
     raise RunError(
         f"{store}: the store at {address} does not answer ({reason(problem or OSError())}); bring "
@@ -210,8 +211,27 @@ def _knock(store: str, address: str) -> None:
     ) from None
 
 
-def _any_certificate() -> ssl.SSLContext:
-    """For asking whether somebody is there: nothing is sent, so nobody is trusted."""
+def _probe(url: SplitResult) -> Exception | None:
+    """Why a server does not answer; None if it does."""
+    host = url.hostname or ""
+    if url.scheme == "https":
+        connection = HTTPSConnection(
+            host, url.port, timeout=PROBE_SECONDS, context=_without_verification()
+        )
+    else:
+        connection = HTTPConnection(host, url.port, timeout=PROBE_SECONDS)
+    try:
+        connection.request("HEAD", "/")
+        connection.getresponse()
+    except (OSError, HTTPException) as error:
+        return error
+    finally:
+        connection.close()
+    return None
+
+
+def _without_verification() -> ssl.SSLContext:
+    """A context that accepts any certificate: a probe sends nothing that must be protected."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -219,38 +239,38 @@ def _any_certificate() -> ssl.SSLContext:
 
 
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
-    """Make a file visible with all of its content or not at all; what cannot be written raises
-    `RunError`.
+    """Make a file visible with all of its content or not at all; raises `RunError` on failure.
 
     On a disk the temporary name does not end in .parquet or .json, so no glob takes a half-written
     file for a whole one.
     """
     try:
         if isinstance(where, StorePath):
-            # One call writes all there is: a stream that is closed after half of it publishes that
-            # half.
+            # One call writes everything. Closing a stream publishes what it has received so far,
+            # so an error between two calls would publish half of the content.
             with where.filesystem.open_output_stream(where.key, compression=None) as file:
                 file.write(content)
         else:
             _write_to_disk(where, content)
     except OSError as error:
-        advice = (
-            "free space or choose another out"
-            if isinstance(where, Path)
-            else "mend the access or the store"
-        )
+        if isinstance(where, Path):
+            advice = "free space or choose another out"
+        else:
+            advice = "mend the access or the store"
         raise RunError(
             f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command"
         ) from None
 
 
 def _write_to_disk(path: Path, content: bytes | pa.Buffer) -> None:
+    # The random part keeps two attempts at the same file apart.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
+            # Without it a power cut can leave the new name with an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -258,10 +278,10 @@ def _write_to_disk(path: Path, content: bytes | pa.Buffer) -> None:
 
 
 def settle(directory: Place) -> None:
-    """Make sure that the names in a directory outlive a power cut, before what they replace is
-    deleted.
+    """Make the names in a directory survive a power cut. Call it before deleting what they replace.
 
-    Where nothing is deleted a name that is lost does no harm: its shard is measured again.
+    If nothing is deleted, a lost name does no harm: its shard is measured again. So ordinary
+    commits skip this step, which would halve their speed.
     """
     if isinstance(directory, Path):
         descriptor = os.open(directory, os.O_RDONLY)
@@ -271,30 +291,34 @@ def settle(directory: Place) -> None:
             os.close(descriptor)
 
 
-def open_whole(where: Place) -> Any:
-    """A file that can be read anywhere; where there is none, FileNotFoundError."""
+def open_whole(where: Place) -> Any:  # noqa: ANN401 (pyarrow has no types)
+    """A file that is open for reading; raises FileNotFoundError if there is none."""
     return where.open("rb") if isinstance(where, Path) else where.open()
 
 
+def open_at_once(where: Place) -> OpenFile:
+    """A file that is open for reading. From a store it is fetched whole, in one request."""
+    return open_whole(where) if isinstance(where, Path) else pa.BufferReader(where.read_bytes())
+
+
 def absolute(where: str | Place) -> Place:
-    """A place that means the same in any working directory, and whose last part is its name, which
-    "." has not.
+    """A place that means the same in every working directory.
+
+    Its last part is a real name: "." becomes the name of the working directory.
     """
-    found = place(where)
-    return Path(os.path.abspath(found)) if isinstance(found, Path) else found
+    location = place(where)
+    return Path(os.path.abspath(location)) if isinstance(location, Path) else location
 
 
 def names(directory: Place) -> Iterator[str]:
-    """Names of what lies directly in a directory, in no order; nothing where there is no such
-    directory.
-    """
+    """Names of the files and directories in a directory, unordered; none if it does not exist."""
     if isinstance(directory, StorePath):
         selector = pafs.FileSelector(directory.key, allow_not_found=True)
         try:
-            found = directory.filesystem.get_file_info(selector)
+            infos = directory.filesystem.get_file_info(selector)
         except OSError as error:
             raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
-        yield from (info.base_name for info in found)
+        yield from (info.base_name for info in infos)
         return
     try:
         yield from os.listdir(directory)
@@ -303,22 +327,19 @@ def names(directory: Place) -> Iterator[str]:
 
 
 def sizes(directory: Place) -> Iterator[tuple[str, int]]:
-    """Names and sizes of what lies directly in a directory, in no order; nothing where there is no
-    such directory.
-    """
+    """Names and sizes of the files in a directory, unordered; none if it does not exist."""
     if isinstance(directory, StorePath):
-        for info in directory.filesystem.get_file_info(
-            pafs.FileSelector(directory.key, allow_not_found=True)
-        ):
+        selector = pafs.FileSelector(directory.key, allow_not_found=True)
+        for info in directory.filesystem.get_file_info(selector):
             if info.type is pafs.FileType.File:
                 yield info.base_name, info.size
         return
-    for name, found in stats(directory):
-        yield name, found.st_size
+    for name, status in stats(directory):
+        yield name, status.st_size
 
 
 def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Names of what lies directly in a directory on a disk, and what the system says of each."""
+    """Names and `os.stat` results of the files and directories in a directory on a disk."""
     try:
         entries = os.scandir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -328,21 +349,23 @@ def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
             try:
                 yield entry.name, entry.stat()
             except FileNotFoundError:
-                continue  # It is gone since it was listed.
+                continue  # Somebody deleted it after it was listed.
 
 
 def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
-    """Objects of a store that match a glob, and their sizes; `*` stays within a part of the path,
-    `**/` does not.
+    """Objects of a store that match a glob, and their sizes.
 
-    Everything below the part before the first wildcard is listed.
+    `*` stays within one part of the path, `**/` spans several. Everything below the part before the
+    first wildcard is listed.
     """
     parts = pattern.key.split("/")
-    fixed = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
-    if fixed == len(parts):
+    has_wildcard = (i for i, part in enumerate(parts) if re.search(r"[*?[]", part))
+    fixed_parts = next(has_wildcard, len(parts))
+    if fixed_parts == len(parts):
         info = pattern.filesystem.get_file_info(pattern.key)
         return [(pattern, info.size)] if info.type is pafs.FileType.File else []
-    selector = pafs.FileSelector("/".join(parts[:fixed]), allow_not_found=True, recursive=True)
+    directory = "/".join(parts[:fixed_parts])
+    selector = pafs.FileSelector(directory, allow_not_found=True, recursive=True)
     scheme = pattern.url.partition("://")[0]
     return [
         (StorePath(f"{scheme}://{info.path}"), info.size)
@@ -352,9 +375,11 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
 
 
 def _matches(path: list[str], pattern: list[str]) -> bool:
+    """Whether the parts of a path match those of a glob."""
     if not pattern:
         return not path
     if pattern[0] == "**":
+        # It matches no part at all, or the first part and then perhaps more.
         return _matches(path, pattern[1:]) or (bool(path) and _matches(path[1:], pattern))
     return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 

@@ -1,4 +1,4 @@
-"""In which number formats a forward pass multiplies."""
+"""The number formats in which a forward pass multiplies."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Precision:
-    """Formats of the factors of products; sums, norms, softmax, the residual stream and every
-    statistic stay float32.
+    """Formats of the factors of products.
 
-    `linears` is the format of products with weights, `scores` that of q·k and A·v. float16x2
-    multiplies float16 activations with weights that are the sum of two float16 numbers. In float64
-    everything is float64.
+    Sums, norms, softmax, the residual stream and every statistic stay float32. In float64
+    everything is float64. float16x2 multiplies float16 activations with weights that are the sum of
+    two float16 numbers.
     """
 
     linears: str
+    """Format of products with weights."""
     scores: str
+    """Format of the products q·k and A·v."""
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -33,12 +34,12 @@ PRECISIONS: dict[str, Precision] = {
 """Every value of a scan's `precision`, besides auto."""
 
 BRIDGE_PRECISIONS = ("auto", "float32", "float64")
-"""What the dense engine accepts: its scores, softmax and edits have the format of the whole model.
-"""
+"""What the dense engine accepts: its scores, softmax and edits have the format of the model."""
 
 ACCEPTABLE = 1e-3
-"""A precision is acceptable where 99 of 100 values are this close to float64: absolute for
-probabilities, else relative.
+"""A precision is acceptable if 99 of 100 values are this close to float64.
+
+The difference is absolute for probabilities and relative for other values.
 """
 
 FASTEST_ACCEPTABLE = {"cpu": "float32", "cuda": "float16x2_linears"}

@@ -1,6 +1,6 @@
-"""What a model predicts: columns of the `sequences` table, each one function, as statistics are.
+"""What a model predicts: columns of the table `sequences`. Each is one function, as a statistic is.
 
-What a prediction reads is computed only where a scan asks for one that reads it.
+What predictions read is computed only if a scan names a prediction that reads it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
-from schemas.formulas import Ranged, described
+from schemas.formulas import Ranged, read_definition
 from schemas.kind import Kind
 from schemas.pattern import Tensor
 from schemas.tables import SEQUENCES
@@ -30,7 +30,7 @@ PREDICTION_INPUTS: dict[str, str] = {
 }
 """Every name that a prediction may take as a parameter.
 
-The last three are of the weights as they are, with no other edit, and NaN unless
+The last three use the untouched weights, without any intervention. They are NaN unless
 `positions_known`.
 """
 
@@ -40,37 +40,40 @@ class Prediction(Ranged):
     """A registered prediction: a column of `sequences`."""
 
     per_token: bool
-    """Whether it is a list, parallel to `tokens`."""
+    """Whether it is a list with a value for each of `tokens`."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What columns, comments and manifests say of it."""
+        """What columns, comments and manifests say about it."""
         return super().facts | {"per_token": self.per_token}
 
 
 PREDICTIONS: dict[str, Prediction] = {}
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+P = ParamSpec("P")
 
 
 def prediction(
     *,
     unit: str,
-    range: tuple[float, float],
+    range: tuple[float, float],  # noqa: A002
     source: str,
     per_token: bool = False,
     defined: Callable[..., Tensor | bool] | None = None,
     of_directions: bool = False,
-) -> Callable[[F], F]:
-    """Register a function as a prediction: it returns `[batch]`, or `[batch pos]` if it is
-    `per_token`.
+) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
+    """Register a function as a prediction.
 
-    `defined` takes prediction inputs too and says, per sequence or per token, where it has a value;
-    elsewhere the column is NULL, as it is where something `of_directions` reads a vector of zeros.
+    It returns `[batch]`, or `[batch pos]` if it is `per_token`. `defined` is a rule that takes
+    prediction inputs too and says, per sequence or per token, where the prediction has a value.
+    Elsewhere the column is NULL. It is NULL too if it is `of_directions` and one of its vectors is
+    zero.
     """
 
-    def register(function: F) -> F:
-        fields = described(function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS)
+    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
+        fields = read_definition(
+            function, "prediction", PREDICTIONS, "prediction", PREDICTION_INPUTS
+        )
         fields |= {"unit": unit, "range": range, "source": source}
         fields |= {"defined": defined, "of_directions": of_directions}
         PREDICTIONS[function.__name__] = Prediction(**fields, per_token=per_token)
@@ -91,9 +94,10 @@ KIND = Kind(
     introduction="""\
 # Predictions
 
-What the model predicts, named in a scan's `predictions`: float32 columns of the table `sequences`, lists parallel to `tokens` where
-they say so. Only then is the unembedding computed. `t[i]` is a token, T = `n_ctx`. This page is generated from the functions in
-`schemas/predictions.py` by `make docs`.
+What the model predicts, named in a scan's `predictions`: float32 columns of the table `sequences`.
+Those with one value for each token are lists parallel to `tokens`. The unembedding is computed only
+if a scan names a prediction. `t[i]` is a token, T = `n_ctx`. This page is generated from the
+functions in `schemas/predictions.py` by `make docs`.
 """,
 )
 
@@ -110,6 +114,7 @@ def has_third_token(tokens: Tensor) -> bool:
 
 def has_earlier_token(tokens: Tensor) -> Tensor:
     """some token stands before it."""
+    # The cumulative sum of ones is the position from 1, on the device of the tokens.
     return (tokens * 0 + 1).cumsum(1) > 1
 
 
@@ -127,12 +132,13 @@ def loss(token_loss: Tensor) -> Tensor:
     >>> loss(nats([nan, 1, 3])).item()
     2.0
     """
+    # The loss of the first token is NaN: nothing predicts it.
     return token_loss[:, 1:].mean(-1)
 
 
 @prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022", defined=has_third_token)
 def loss_early(token_loss: Tensor) -> Tensor:
-    """Mean cross-entropy of the tokens in the first half: of a repeated block, its first copy.
+    """Mean cross-entropy of the tokens in the first half; in repeated input, of the first copy.
 
     1/⌊(T-1)/2⌋ Σ_{1≤i≤⌊(T-1)/2⌋} -ln p(t[i] | t[<i])
 
@@ -144,7 +150,7 @@ def loss_early(token_loss: Tensor) -> Tensor:
 
 @prediction(unit="nats", range=(0, math.inf), source="Olsson et al. 2022", defined=has_second_token)
 def loss_late(token_loss: Tensor) -> Tensor:
-    """Mean cross-entropy of the tokens in the second half: of a repeated block, its second copy.
+    """Mean cross-entropy of the tokens in the second half; in repeated input, of the second copy.
 
     1/⌈(T-1)/2⌉ Σ_{i>⌊(T-1)/2⌋} -ln p(t[i] | t[<i])
 
@@ -171,7 +177,7 @@ def losses(token_loss: Tensor) -> Tensor:
 
 @prediction(unit="probability", range=(0, 1), source="Farrell 2023", per_token=True)
 def final_probabilities(final_logprob: Tensor) -> Tensor:
-    """Probability after the last token of each token of the sequence, whatever its place.
+    """Probability of each token of the sequence as the next token after the whole sequence.
 
     p(t[i] | t[0], …, t[T-1])
     """
@@ -180,8 +186,8 @@ def final_probabilities(final_logprob: Tensor) -> Tensor:
 
 @prediction(unit="logit", range=(-math.inf, math.inf), source="Farrell 2023", per_token=True)
 def final_logits(final_logit: Tensor) -> Tensor:
-    """Logit after the last token of each token of the sequence; only differences within a sequence
-    mean anything.
+    """Logit of each token of the sequence as the next token after the whole sequence; only
+    differences within a sequence have a meaning.
 
     logit(t[i] | t[0], …, t[T-1])
     """
@@ -197,8 +203,8 @@ def final_logits(final_logit: Tensor) -> Tensor:
     of_directions=True,
 )
 def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor:
-    """Alignment of each effective position with what its position really changes after the first
-    MLP alone.
+    """Cosine of each effective position and the change that the position really makes after the
+    first MLP alone.
 
     cos(EPE[i], (x + MLP_0(x)) - (e + MLP_0(e))), EPE[i] = W_pos[i] + MLP_0(W_pos[i]), x = e +
     W_pos[i], e the token's embedding
@@ -218,8 +224,8 @@ def position_cosine_mlp(effective: Tensor, position_after_mlp: Tensor) -> Tensor
     of_directions=True,
 )
 def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Tensor:
-    """Alignment of each effective position with what positions really change after the whole first
-    layer.
+    """Cosine of each effective position and the change that positions really make after the whole
+    first layer.
 
     cos(EPE[i], L_0(e + W_pos)[i] - L_0(e)[i]), EPE[i] = W_pos[i] + MLP_0(W_pos[i]), L_0 the first
     layer, e the token embeddings
@@ -231,4 +237,5 @@ def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Te
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine along the last axis; NaN if a vector is zero."""
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))

@@ -1,11 +1,11 @@
-"""What a run directory holds, and which of it counts.
+"""What a run directory holds, and which of its files count.
 
 runs/run_id=NAME-HASH/
 ├── scan.toml        as submitted
 ├── manifest.json    everything resolved: what is measured, with what, by which code
-├── index/           documents of the corpus, where there is one: their lengths and hashes
-├── heads/intervention=none/shard-000000.parquet …     (sequences/, profiles/ and curves/ alike)
-├── weights/intervention=none/shard-000000.parquet     where the scan asks for some
+├── index/           documents of the corpus, if there is one: their lengths and hashes
+├── heads/intervention=none/shard-000000.parquet …     and so in sequences/, profiles/, curves/
+├── weights/intervention=none/shard-000000.parquet     if the scan names weight statistics
 ├── failures/shard-000000.json     attempts that failed, and why
 └── commits/shard-000000.json      written last: a shard is done if and only if its commit is in
                                    the ledger (commits.py)
@@ -35,7 +35,7 @@ from schemas.commits import (
     read_oldest,
     read_parts,
 )
-from schemas.damage import BY_SIZE, Damage, by_content, by_size
+from schemas.damage import BY_SIZE, Damage, examined_files, files_damaged_by_size
 from schemas.document_fates import Fates
 from schemas.errors import OtherRunError, RunError, counted
 from schemas.manifest import Manifest
@@ -81,8 +81,9 @@ class RunDirectory:
         return self.index / "fates.json"
 
     def fates(self) -> Fates | None:
-        """What became of the corpus's documents; none where there is no corpus, or an older run did
-        not keep it.
+        """What became of the corpus's documents.
+
+        None if the run has no corpus, or if older code began it and did not keep this.
         """
         try:
             return Fates.read(json.loads(self.fates_file.read_bytes()))
@@ -95,36 +96,39 @@ class RunDirectory:
         return self.path / "commits"
 
     def data_file(self, table: str, intervention: str, shard: int) -> Place:
-        """Where a shard's rows of one table lie: the same name in every attempt."""
+        """The file with a shard's rows of one table; every attempt has the same name."""
+        # So a retry overwrites, and a bare glob never finds the rows of two attempts.
         return self.path / data_path(table, intervention, f"shard-{shard:06d}.parquet")
 
     def commit_file(self, shard: int) -> Place:
-        """Where a shard's commit is written; thousands of them are folded into one file later."""
+        """The file with a shard's commit, until thousands of commits are folded into one file."""
         return self.commits_directory / commit_name(shard)
 
     def loose_commit(self, shard: int) -> Commit | None:
-        """The commit that a shard has as a file of its own; none where there is none of this run."""
+        """The commit that a shard has as a file of its own; None without one of this run."""
         try:
             return read_commit(self.commit_file(shard), self.run_id)
         except FileNotFoundError:
             return None
 
     def failure_file(self, shard: int) -> Place:
-        """Where the last failed attempt at a shard is noted."""
+        """The file about the last failed attempt at a shard."""
         return self.path / "failures" / commit_name(shard)
 
     def failure(self, shard: int) -> tuple[int, str] | None:
-        """Failed attempts at a shard and the last reason; none where none was noted."""
+        """The number of failed attempts at a shard, and the last reason; None without any."""
         try:
-            note = json.loads(self.failure_file(shard).read_bytes())
-            return int(note["attempts"]), str(note["error"])
+            record = json.loads(self.failure_file(shard).read_bytes())
+            return int(record["attempts"]), str(record["error"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def failed_shards(self) -> list[int]:
-        """Shards of which a failed attempt is noted, whether or not a later one succeeded."""
-        found = (name[6:-5] for name in names(self.path / "failures") if name.startswith("shard-"))
-        return sorted(int(number) for number in found if number.isdecimal())
+        """Shards with a failed attempt, whether or not a later one succeeded."""
+        files = [n for n in names(self.path / "failures") if n.startswith("shard-")]
+        numbers = [name.removeprefix("shard-").removesuffix(".json") for name in files]
+        # Other files, for example copies that somebody made, are ignored.
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def manifest(self) -> Manifest:
         """Read the manifest."""
@@ -144,30 +148,30 @@ class RunDirectory:
 
     @property
     def _removal(self) -> str:
-        """What to do with what is left of a run; nothing of a directory that is none."""
+        """What to do about a broken run, as the end of an error; empty if this is not a run."""
         if not self.path.name.startswith("run_id="):
             return ""
         return f"; bring back a copy, or headcount rm {self.path} deletes it"
 
     def ledger(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """The commits that count, in shard order: some columns of them, and whether they are
-        `folded`.
-        """
+        """Some columns of the commits that count, and `folded`, in shard order."""
         try:
             return read_ledger(self.commits_directory, self.run_id, columns)
         except (OSError, pa.ArrowException) as error:
             raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
 
     def oldest_commit(self, columns: Sequence[str]) -> dict[str, Any] | None:
-        """Some columns of one of the first commits; none before there is one."""
+        """Some columns of one of the first commits; None before the first commit."""
         try:
             return read_oldest(self.commits_directory, self.run_id, columns)
         except (OSError, pa.ArrowException) as error:
             raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
 
     def ledger_parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """The commits that count in parts of bounded size, each in no order; for whoever is alone
-        at work on the run.
+        """The commits that count, unordered, in parts of bounded size.
+
+        Only for a process that is alone at work on the run: if another one folds meanwhile, it
+        raises `RunError`.
         """
         try:
             yield from read_parts(self.commits_directory, self.run_id, columns)
@@ -175,33 +179,39 @@ class RunDirectory:
             raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
 
     def commits(self) -> Iterator[Commit]:
-        """The commits that count, in shard order; files that are no commit of this run are passed
-        over.
-        """
+        """The commits that count, in shard order; files that are not commits are ignored."""
         yield from commits_of(self.ledger())
 
     def damaged_by_size(self) -> list[Damage]:
-        """Committed files that are gone or of another size; others may be at work on the run."""
+        """Committed files that are gone or have another size.
+
+        Other processes may be at work on the run.
+        """
+        # Somebody who folds may delete files that were just listed. The next try reads the fold.
         while True:
             try:
-                return by_size(self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE))
+                return files_damaged_by_size(
+                    self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE)
+                )
             except FileNotFoundError:
-                continue  # Folded meanwhile.
+                continue  # Somebody folded meanwhile.
             except (OSError, pa.ArrowException) as error:
                 raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
 
     def damaged_files(
         self, parts: Iterable[pa.Table], manifest: Manifest | None = None
     ) -> list[Damage]:
-        """Files of a ledger (or of parts of one, with the columns of `schemas.damage`) that are not
-        as committed: by name and size, or with a `manifest` by content.
+        """Files of a ledger that differ from what was committed.
+
+        They are compared by name and size, or by content if a `manifest` is given. The `parts` need
+        the columns `schemas.damage.BY_SIZE` or `BY_CONTENT`.
         """
         try:
             if manifest is None:
-                return by_size(self.path, parts)
+                return files_damaged_by_size(self.path, parts)
             return [
                 Damage(file.path, file.shards, why)
-                for file, why in by_content(self.path, manifest, parts)
+                for file, why in examined_files(self.path, manifest, parts)
                 if why is not None
             ]
         except OSError as error:
@@ -213,54 +223,58 @@ def data_path(table: str, intervention: str, name: str) -> str:
     return f"{table}/intervention={intervention}/{name}"
 
 
-def covered(manifest: Manifest, ledger: pa.Table) -> np.ndarray:
-    """For each commit of a ledger, whether it holds all sequences of its shard: a shard that was the
-    last one and short does not, once the run has more sequences.
+def holds_whole_shard(manifest: Manifest, ledger: pa.Table) -> np.ndarray:
+    """A mask of a ledger: whether each commit holds all sequences of its shard.
+
+    The last shard of a run may be short. It no longer covers its sequences once the run has grown.
     """
     shards = ledger["shard"].to_numpy()
-    own = (shards >= 0) & (shards < manifest.shards)
-    return own & (ledger["stop"].to_numpy() == manifest.stops(shards))
+    in_run = (shards >= 0) & (shards < manifest.shards)
+    return in_run & (ledger["stop"].to_numpy() == manifest.stops(shards))
 
 
 def check_merged(ledger: pa.Table) -> None:
-    """Refuse a ledger that counts rows twice: every shard with rows in a merged file must be
-    committed there.
+    """Refuse a ledger that counts rows twice.
 
-    Two compactions that were at work at once on a run in a store can leave such a ledger; a third
-    mends it.
+    Every shard with rows in a merged file must have its commit there. Two compactions of a run in a
+    store that ran at the same time can break this rule; a third compaction mends it.
     """
     files = pc.list_flatten(ledger["files"])
-    held = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})
-    counts = held.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
-    wrong = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
-    for found in wrong.slice(0, 1).to_pylist():
-        raise RunError(
-            f"{found['path']}: holds the rows of {found['shards_max']} shards, and "
-            f"{found['shards_count']} commits refer to it; expected as many, or rows would be "
-            "counted twice; run headcount compact while nobody else is at work on the run"
-        )
+    references = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})
+    # `shards` is the number of shards in the file, so it is the same in every reference to it.
+    counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
+    counted_twice = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
+    if not len(counted_twice):
+        return
+    first = counted_twice.slice(0, 1).to_pylist()[0]
+    raise RunError(
+        f"{first['path']}: holds the rows of {first['shards_max']} shards, and "
+        f"{first['shards_count']} commits refer to it; expected as many, or rows would be "
+        "counted twice; run headcount compact while nobody else is at work on the run"
+    )
 
 
 def find_runs(path: Place) -> list[RunDirectory]:
-    """The runs at `path`: a run directory itself, or a directory that holds some."""
+    """The runs at `path`, which is a run directory or holds some; raises `RunError` without any."""
     try:
         if (path / "manifest.json").is_file():
             return [RunDirectory(path)]
-        inside = [
+        candidates = [
             RunDirectory(path / name) for name in sorted(names(path)) if name.startswith("run_id=")
         ]
-        # A run whose manifest is lost is one that cannot be read, not none.
-        found = [
-            run for run in inside if run.manifest_file.is_file() or "commits" in names(run.path)
+        # A run that lost its manifest still counts as a run. Whoever reads it gets an error instead
+        # of fewer rows.
+        runs = [
+            run for run in candidates if run.manifest_file.is_file() or "commits" in names(run.path)
         ]
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({reason(error)})") from None
-    if not found:
+    if not runs:
         raise RunError(
             f"{path}: no run here; expected a run directory, or a directory that holds run_id=… "
             "directories"
         )
-    return found
+    return runs
 
 
 def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -269,25 +283,25 @@ def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     >>> differing_keys({"scan": {"n_ctx": 64, "seed": 0}}, {"scan": {"n_ctx": 128, "seed": 0}})
     ['scan.n_ctx (64, now 128)']
     """
-    a, b = _flat(before), _flat(now)
+    old, new = _flattened(before), _flattened(now)
     return [
-        f"{key} ({_show(a.get(key))}, now {_show(b.get(key))})"
-        for key in sorted(a | b)
-        if a.get(key) != b.get(key)
+        f"{key} ({_shortened_json(old.get(key))}, now {_shortened_json(new.get(key))})"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key)
     ]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted key."""
+    values: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= (
-            _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {prefix + key: value}
-        )
-    return flat
+        if isinstance(value, Mapping):
+            values |= _flattened(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            values[prefix + key] = value
+    return values
 
 
-def _show(value: Any) -> str:
+def _shortened_json(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

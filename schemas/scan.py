@@ -22,41 +22,41 @@ from schemas.kinds import KINDS
 from schemas.measured_heads import Head, MeasuredHeads, ModelSize, check_named, find_heads
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
-from schemas.values import LARGEST_INTEGER, Count, Seed, by_key, shortened, wrong_value
+from schemas.values import LARGEST_INTEGER, Count, Problem, Seed, by_key, shortened, wrong_value
 
+# Layers and heads are sorted, so that one choice is one run in whatever order a scan names it.
 LayerNumber = Annotated[int, Field(ge=0)]
 Layers = Annotated[tuple[LayerNumber, ...], AfterValidator(lambda layers: tuple(sorted(layers)))]
 Heads = Annotated[tuple[Head, ...], AfterValidator(lambda heads: tuple(sorted(heads)))]
-"""One choice is one run, in whatever order a scan names it."""
 F = TypeVar("F", bound=Formula)
 Text = Annotated[str, Field(min_length=1)]
 
 MOST_SHARDS = 10_000_000
-"""Every shard has a commit, which whoever reads a run holds in memory."""
+"""Shards of a run. Each has a commit, and a reader of the run holds all commits in memory."""
 
 MOST_IN_A_SHARD = 1_000_000
-"""The sequences of a shard are held in memory at once."""
+"""Sequences in a shard. They are held in memory at once."""
 
 LONGEST_FILE_NAME = 255
-"""What file systems take, in bytes."""
+"""Longest name of a file or directory that file systems take, in bytes."""
 
 LONGEST_INTERVENTION = 240
-"""An intervention names a directory, behind the name of its column."""
+"""Longest text of an intervention, in bytes: it names a directory, after `intervention=`."""
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""What directories, addresses, jobs and SQL all take as it is."""
+"""Names that directories, addresses, jobs and SQL all take without changes."""
 
 PARTITION_PREFIXES = ("run_id=", "intervention=")
-"""What readers take off the path of a file, wherever in it they find it."""
+"""Beginnings of directory names that readers turn into columns, wherever they are in a path."""
 
 LONGEST_NAME = 100
-"""Of a run's name: with its fingerprint it is a directory, a job and a part of addresses."""
+"""Longest name of a scan. With a fingerprint it names a directory, a job and a part of URLs."""
 
 CHANGES_NO_ROW = ("batch_size", "sequences", "out", "bad_rows", "bad_rows_in_a_row")
-"""Fields that say how, how much and where; a run is found again, whatever they are."""
+"""Fields that say how, how much and where. A run is found again if only these differ."""
 
 RENAMED = {"outputs": "predictions", "weights": "weight_processing"}
-"""What a field was called in version 0.1, and what it is called now."""
+"""Today's names of fields that had another name in version 0.1."""
 
 
 class Input(BaseModel):
@@ -67,12 +67,12 @@ class Input(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options as written; the family checks them."""
+        """The options as the scan writes them; the family checks them later."""
         return dict(self.model_extra or {})
 
 
 class Setting(BaseModel):
-    """The fields of a scan that come before those of `KINDS`: with which model, on which input."""
+    """The fields of a scan that come before those of `KINDS`: the model and the input."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -81,18 +81,18 @@ class Setting(BaseModel):
     model: Text
     """A Hub id, a local directory, or bundled:NAME."""
     revision: Text | None = None
-    """Branch, tag or commit on the Hub; none means the default branch."""
+    """Branch, tag or commit on the Hub. Default: the default branch."""
     weight_processing: Literal["raw", "folded"] = "raw"
     """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens
     did; norms differ.
     """
     precision: str = "auto"
-    """Number formats of the model's products; auto is the fastest whose drift is acceptable
+    """Number formats of the model's products. auto: the fastest with acceptable drift
     (docs/precision.md).
     """
     engine: Literal["fused", "dense"] = "fused"
-    """fused: never builds an attention pattern. dense: builds each one through TransformerLens's
-    hooks; the reference.
+    """fused: never builds an attention pattern. dense: the reference, which builds every pattern
+    through TransformerLens's hooks.
     """
     n_ctx: Count
     """Tokens in every sequence, the beginning-of-sequence token included."""
@@ -101,22 +101,23 @@ class Setting(BaseModel):
     input: Input
     """Where sequences come from: a family and its options."""
     interventions: tuple[Intervention, ...] = (NONE,)
-    """Edits of the model, each measured on the same sequences; none is the untouched model."""
+    """Edits of the model, each measured on the same sequences. none is the untouched model."""
     layers: Literal["all"] | Layers = "all"
-    """Layers that are measured and stored, from 0: all, or a list as [0, 3]. A forward pass ends
-    after the last layer that something needs.
+    """Layers that are measured and stored, from 0: all, or a list such as [0, 3]. A forward pass
+    ends after the last layer that is needed.
     """
     heads: Literal["all"] | Heads = "all"
-    """Heads that are measured and stored: all of these layers, or a list as ["L0H1", "L3H7"], which
-    implies its layers.
+    """Heads that are measured and stored: all heads of these layers, or a list such as
+    ["L0H1", "L3H7"], which implies its layers.
     """
 
 
 def _with_kinds(base: type[Setting]) -> type[Setting]:
-    """The same with a field for each kind of measurement: names of what is measured."""
+    """`base` with a field for each kind of measurement, which holds the names of its formulas."""
     names = tuple[str, ...]
     fields: dict[str, Any] = {}
     for kind in KINDS:
+        # A kind may also take a word for some of its formulas, such as "standard".
         annotation = Literal[tuple(kind.sets)] | names if kind.sets else names
         fields[kind.field] = (annotation, Field(kind.default, description=kind.meaning))
     return create_model("Measured", __base__=base, __module__=__name__, **fields)
@@ -126,9 +127,9 @@ Measured: type[Setting] = _with_kinds(Setting)
 
 
 class Scan(Measured):
-    """A scan; the text under each field is what `headcount plan` prints beside its value.
+    """A scan. `headcount plan` prints the text under each field beside its value.
 
-    What it measures lies in one field for each of `KINDS`, such as `statistics`.
+    The formulas that it measures are in one field for each of `KINDS`, such as `statistics`.
     """
 
     sequences: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | Literal["all"]
@@ -136,41 +137,47 @@ class Scan(Measured):
     sequences_per_shard: Annotated[int, Field(ge=1, le=MOST_IN_A_SHARD)] = 256
     """Sequences in one shard: the unit of work, of retry and of commit."""
     batch_size: Count | Literal["auto"] = "auto"
-    """Sequences in one forward pass; auto finds the fastest while the scan runs."""
+    """Sequences in one forward pass. auto: the scan finds the fastest while it runs."""
     seed: Seed = 0
-    """Seed of synthetic input; sequence i depends on (seed, i) alone."""
+    """Seed of synthetic input. Sequence i depends only on the seed and i."""
     bad_rows: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of a corpus's documents that may be bad; they are left out."""
+    """Largest share of a corpus's documents that may be bad. Bad documents are left out."""
     bad_rows_in_a_row: Count = 100
-    """Bad documents in a row, as a damaged file has them, that a corpus may have."""
+    """Largest number of bad documents in a row; a damaged file has many."""
     out: Text = "runs"
     """Directory that holds the runs: a path, s3://… or gs://…"""
 
     def names(self, kind: Kind[Any]) -> str | tuple[str, ...]:
-        """What the scan writes in the field of a kind: names, or a word for some of them."""
+        """The value of the field of a kind: names of formulas, or a word for some of them."""
         return getattr(self, kind.field)
 
     def formulas(self, kind: Kind[F]) -> tuple[F, ...]:
-        """What the scan measures of a kind, in registry order."""
+        """The formulas of a kind that the scan measures, in registry order."""
         return kind.select(self.names(kind))
 
     def kinds(self, computed: Computed | None = None) -> list[Kind[Any]]:
-        """The kinds that the scan measures something of; only those that are `computed` so."""
-        asked = [kind for kind in KINDS if self.names(kind)]
-        return [kind for kind in asked if computed is None or kind.computed == computed]
+        """The kinds with a formula that the scan measures.
+
+        With `computed`, only those that are computed at that time.
+        """
+        used = [kind for kind in KINDS if self.names(kind)]
+        return [kind for kind in used if computed is None or kind.computed == computed]
 
     def measured_heads(self, model: ModelSize) -> MeasuredHeads:
-        """The heads that it measures; what the model does not have is refused."""
+        """The heads that the scan measures; raises `ScanError` if the model lacks one of them."""
         return find_heads(self.layers, self.heads, model)
 
     def depth(self, model: ModelSize) -> int:
-        """How many layers a forward pass goes through: predictions need all of them."""
+        """Number of layers in a forward pass. Predictions need all layers."""
         if self.kinds("after the pass"):
             return model.n_layers
         return self.measured_heads(model).layers[-1] + 1
 
     def for_model(self, model: ModelSize) -> Self:
-        """The same scan with the shortest names of its layers and heads: one choice is one run."""
+        """The same scan with the shortest description of its layers and heads.
+
+        So a list of all layers is the same run as "all".
+        """
         measured = self.measured_heads(model)
         layers: Any = "all"
         heads: Any = "all"
@@ -182,8 +189,10 @@ class Scan(Measured):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What rows mean, as a run's manifest keeps it; kinds that nothing is asked of, and a
-        choice of all layers or heads, leave no trace.
+        """What rows mean, as a run's manifest keeps it.
+
+        Kinds without a formula, and `layers` or `heads` that are "all", are left out. So scans from
+        before these fields existed keep their fingerprint.
         """
         unused = {kind.field for kind in KINDS if not self.names(kind)}
         unused |= {field for field in ("layers", "heads") if getattr(self, field) == "all"}
@@ -191,113 +200,144 @@ class Scan(Measured):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies what is measured, wherever it is written."""
+        """Identifies what the scan measures; it does not depend on where the run is written."""
+        # Sorted, because the order of fields in a file must not matter.
         content = json.dumps(self.record, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:8]
 
     def run_id(self, name: str) -> str:
-        """The id of the run this scan makes: the same scan finds its run again."""
+        """The id of the run of this scan. The same scan has the same id and finds its run again."""
         return f"{safe_name(name)}-{self.fingerprint}"
 
 
 def safe_name(name: str) -> str:
-    """A scan's name in the characters that directories, addresses, jobs and SQL all take as they
-    are: accents are left out, anything else that is not a letter, digit, '.', '_' or '-' is '_'.
+    """A scan's name in characters that directories, addresses, jobs and SQL all take.
+
+    Accents are left out. Other characters become '_', unless they are letters, digits, '.', '_' or
+    '-'.
 
     >>> [safe_name(name) for name in ("lr=0.1", "a%20b", "-x", ".toml", "Größe 3")]
     ['lr_0.1', 'a_20b', '_x', '_toml', 'Gro_e_3']
     """
-    apart = unicodedata.normalize("NFKD", name)
-    plain = "".join(letter for letter in apart if not unicodedata.combining(letter))
+    # NFKD writes an accented letter as the letter and the accent, and a ligature as its letters.
+    decomposed = unicodedata.normalize("NFKD", name)
+    plain = "".join(letter for letter in decomposed if not unicodedata.combining(letter))
     return re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", plain)[:LONGEST_NAME]
 
 
 def scan_name(run_id: str) -> str:
-    """The name in a run's id: NAME-HASH, or NAME-HASH-2 of the second run of a scan.
+    """The scan's name in a run's id: NAME-HASH, or NAME-HASH-2 for the second run of a scan.
 
     >>> [scan_name(run_id) for run_id in ("my-texts-1a2b3c4d", "my-texts-1a2b3c4d-2", "toy")]
     ['my-texts', 'my-texts', 'toy']
     """
     numbered = re.fullmatch(r"(.+-[0-9a-f]{8})-\d{1,7}", run_id)
-    first = numbered[1] if numbered else run_id
-    return first.rpartition("-")[0] or first
+    name_and_hash = numbered[1] if numbered else run_id
+    return name_and_hash.rpartition("-")[0] or name_and_hash
 
 
 def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
-    """Read and validate a scan file; `overrides` are `key=value` with a dotted key and a TOML
-    value.
+    """Read and validate a scan file.
+
+    Each of `overrides` is `key=value` with a dotted key and a TOML value.
     """
-    try:
-        # Windows editors begin files with a mark of the encoding.
-        fields = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ScanError(
-            f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScanError(f"{path}: not valid TOML: {error}") from None
-    except ValueError:
-        raise ScanError(f"{path}: not valid TOML: an integer has too many digits") from None
-    except RecursionError:
-        raise ScanError(f"{path}: not valid TOML: nested too deeply") from None
-    fields = override_fields(fields, overrides)
+    fields = override_fields(_read_toml(path), overrides)
     try:
         return parse_scan(fields)
     except ScanError as error:
         raise ScanError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
 
 
-def parse_scan(fields: dict[str, Any]) -> Scan:
-    """Validate the fields of a scan.
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        # Editors on Windows begin files with a mark of the encoding, which utf-8-sig skips.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ScanError(
+            f"{path}: cannot be read ({error.strerror}); expected a TOML scan file"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScanError(f"{path}: not valid TOML: {error}") from None
+    # The two errors above are ValueErrors too. What is left is Python's limit on the digits of int.
+    except ValueError:
+        raise ScanError(f"{path}: not valid TOML: an integer has too many digits") from None
+    except RecursionError:
+        raise ScanError(f"{path}: not valid TOML: nested too deeply") from None
 
-    >>> parse_scan({"model": "bundled:gpt2-mini", "n_ctx": 0, "input": {"family": "pile"}, "sequences": 1})
+
+def parse_scan(fields: dict[str, Any]) -> Scan:
+    """Validate the fields of a scan; every problem is a line of the `ScanError`.
+
+    >>> fields = {"model": "bundled:gpt2-mini", "input": {"family": "pile"}, "sequences": 1}
+    >>> parse_scan(fields | {"n_ctx": 0})
     Traceback (most recent call last):
     schemas.errors.ScanError: n_ctx: expected 1 or more, got 0
     """
-    control = [
+    _refuse_control_characters(fields)
+    try:
+        # As JSON, because only there does pydantic's strict mode take an array for a tuple.
+        scan = Scan.model_validate_json(json.dumps(fields, default=str))
+    except ValidationError as error:
+        # In TOML, whatever is written below [input] belongs to it. Fields of the scan often are.
+        below_input = fields.get("input")
+        misplaced = cast("dict[str, Any]", below_input) if isinstance(below_input, dict) else {}
+        lines = [_explain(key, problems, misplaced) for key, problems in by_key(error).items()]
+        raise ScanError("\n".join(lines)) from None
+    for kind in KINDS:
+        kind.selected(scan.names(kind), scan)
+    check_named(scan.layers, scan.heads)
+    _check_interventions(scan)
+    _check_shards(scan)
+    _check_paths(scan)
+    _check_precision(scan)
+    return scan
+
+
+def _refuse_control_characters(fields: dict[str, Any]) -> None:
+    """Refuse control characters and surrogates: no file name or terminal line can hold them."""
+    lines = [
         f"{key}: expected text without control characters, got {text!a}"
         for key, text in _texts(fields)
         if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
     ]
-    if control:
-        raise ScanError("\n".join(control))
-    try:
-        scan = Scan.model_validate_json(json.dumps(fields, default=str))
-    except ValidationError as error:
-        below = fields.get("input")
-        misplaced = cast("dict[str, Any]", below) if isinstance(below, dict) else {}
-        raise ScanError(
-            "\n".join(_explain(key, found, misplaced) for key, found in by_key(error).items())
-        ) from None
-    for kind in KINDS:
-        kind.selected(scan.names(kind), scan)
-    check_named(scan.layers, scan.heads)
-    check_names("interventions", tuple(map(str, scan.interventions)), required=True)
-    for intervention in scan.interventions:
-        if len(str(intervention).encode()) > LONGEST_INTERVENTION:
+    if lines:
+        raise ScanError("\n".join(lines))
+
+
+def _check_interventions(scan: Scan) -> None:
+    """Refuse interventions that are named twice, and texts too long for a directory's name."""
+    texts = tuple(map(str, scan.interventions))
+    check_names("interventions", texts, required=True)
+    for text in texts:
+        if len(text.encode()) > LONGEST_INTERVENTION:
             raise ScanError(
                 f"interventions: expected at most {LONGEST_INTERVENTION} characters, for it names "
-                f"a directory, got {len(str(intervention))}: {str(intervention)[:60]}…"
+                f"a directory, got {len(text)}: {text[:60]}…"
             )
-    if scan.sequences != "all":
-        shards = -(-scan.sequences // scan.sequences_per_shard)
-        if shards > MOST_SHARDS:
-            raise ScanError(
-                f"sequences: {scan.sequences:,} make {shards:,} shards, expected at most "
-                f"{MOST_SHARDS:,}; raise sequences_per_shard ({scan.sequences_per_shard:,}) or "
-                "lower sequences"
-            )
-    _check_paths(scan)
+
+
+def _check_shards(scan: Scan) -> None:
+    if scan.sequences == "all":
+        return
+    shards = -(-scan.sequences // scan.sequences_per_shard)  # rounded up
+    if shards > MOST_SHARDS:
+        raise ScanError(
+            f"sequences: {scan.sequences:,} make {shards:,} shards, expected at most "
+            f"{MOST_SHARDS:,}; raise sequences_per_shard ({scan.sequences_per_shard:,}) or "
+            "lower sequences"
+        )
+
+
+def _check_precision(scan: Scan) -> None:
+    """Refuse unknown precisions, and low ones if TransformerLens computes the forward pass."""
     if scan.precision not in ("auto", *PRECISIONS):
         raise ScanError(f"precision: {unknown('precision', scan.precision, ('auto', *PRECISIONS))}")
-    if scan.precision not in BRIDGE_PRECISIONS and (
-        scan.engine == "dense" or scan.weight_processing == "folded"
-    ):
+    needs_bridge = scan.engine == "dense" or scan.weight_processing == "folded"
+    if needs_bridge and scan.precision not in BRIDGE_PRECISIONS:
         raise ScanError(
             "precision: engine = 'dense' and weight_processing = 'folded' compute in "
             f"{' or '.join(BRIDGE_PRECISIONS[1:])}, got {scan.precision!r}"
         )
-    return scan
 
 
 def _check_paths(scan: Scan) -> None:
@@ -309,19 +349,21 @@ def _check_paths(scan: Scan) -> None:
                 f"{key}: expected names of at most {LONGEST_FILE_NAME} bytes, got "
                 f"{shortened(repr(longest), 60)}"
             )
-    where = place(scan.out)
-    if not scan.out.strip() or str(where).startswith(("~", "bundled:")):
+    # After expansion, a "~" at the start is the home of a user who does not exist.
+    location = place(scan.out)
+    if not scan.out.strip() or str(location).startswith(("~", "bundled:")):
         raise ScanError(f"out: expected a directory that can be written, got {scan.out!r}")
-    names = re.split(r"[/\\]", scan.out)
-    if taken := next((name for name in names if name.startswith(PARTITION_PREFIXES)), None):
-        raise ScanError(
-            f"out: expected a directory that holds runs, got {scan.out!r}; a name that begins like "
-            f"{taken.partition('=')[0]}= is one of a run"
-        )
+    for name in re.split(r"[/\\]", scan.out):
+        if name.startswith(PARTITION_PREFIXES):
+            raise ScanError(
+                f"out: expected a directory that holds runs, got {scan.out!r}; a name that begins "
+                f"like {name.partition('=')[0]}= is one of a run"
+            )
 
 
 def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of a scan's fields with `key=value` put in: a dotted key and a TOML value."""
+    """A copy of a scan's fields with each `key=value` put in: a dotted key and a TOML value."""
+    # A deep copy, because an override may reach into a nested table of the caller's.
     changed = copy.deepcopy(fields)
     for override in overrides:
         _override(changed, override)
@@ -341,29 +383,33 @@ def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
+    """Put one `key=value` into `fields`; tables on the way are created if needed."""
     key, equals, text = override.partition("=")
     *parents, last = (part.strip() for part in key.split("."))
     if not equals or not all((*parents, last)):
         raise ScanError(f"--set {override}: expected key=value, for instance --set n_ctx=128")
     value = _override_value(override, text)
+    table = fields
     for parent in parents:
-        table: Any = fields.setdefault(parent, {})
-        if not isinstance(table, dict):
+        child: Any = table.setdefault(parent, {})
+        if not isinstance(child, dict):
             raise ScanError(f"--set {override}: {parent} is a value, not a table")
-        fields = cast("dict[str, Any]", table)
-    fields[last] = value
+        table = cast("dict[str, Any]", child)
+    table[last] = value
 
 
-def _override_value(override: str, text: str) -> Any:
+def _override_value(override: str, text: str) -> object:
     """A TOML value, or a string without its quotation marks."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         parsed = {}
+    # A text with a line end could hold further keys. Then it is not one value.
     if list(parsed) == ["value"]:
         return parsed["value"]
-    bare = text.strip()
-    if bare[:1] + bare[-1:] in ("[]", "{}") or bare[:1] in ("'", '"'):
+    stripped = text.strip()
+    # What looks like an array, a table or a string was meant as one, and is not a bare string.
+    if stripped[:1] + stripped[-1:] in ("[]", "{}") or stripped[:1] in ("'", '"'):
         raise ScanError(
             f"--set {override}: not a TOML value; strings in it stand in quotation marks, for "
             """instance --set 'statistics=["entropy"]'"""
@@ -371,7 +417,8 @@ def _override_value(override: str, text: str) -> Any:
     return text
 
 
-def _explain(key: str, problems: list[Any], misplaced: dict[str, Any]) -> str:
+def _explain(key: str, problems: list[Problem], misplaced: dict[str, Any]) -> str:
+    """One line about what is wrong with a key; `misplaced` are the keys below [input]."""
     match problems[0]["type"]:
         case "missing" if key in misplaced:
             return f"{key}: stands below [input]; move it above"
@@ -388,6 +435,7 @@ def _explain(key: str, problems: list[Any], misplaced: dict[str, Any]) -> str:
 
 
 def _expected(key: str) -> str:
+    """What a missing key means, as the middle of a sentence."""
     if key == "input.family":
         return "the name of an input family"
     field = Scan.model_fields.get(key)

@@ -1,6 +1,6 @@
-"""The Parquet tables: what one row is, which columns it has, in which order rows lie on disk.
+"""The Parquet tables: what one row is, which columns there are, and how files are sorted.
 
-A table is an object. `schemas.kinds.TABLES` lists them all: each is filled by a kind of measurement.
+A table is an object. `schemas.kinds.TABLES` lists all of them. Each kind of measurement fills one.
 """
 
 # pyarrow has no types.
@@ -20,8 +20,11 @@ import pyarrow as pa
 from schemas.formulas import is_list
 
 Written = Literal["every shard", "where asked for", "once"]
-"""When a table is written: by every shard under every intervention; likewise, if the scan names
-something that fills it; or once in a run, with shard 0.
+"""When a table is written.
+
+every shard: by each shard, under each intervention.
+where asked for: the same, but only if the scan names a formula that fills the table.
+once: with shard 0.
 """
 
 
@@ -38,38 +41,38 @@ class Column:
 
     @property
     def field(self) -> pa.Field:
-        """The column of a Parquet schema."""
+        """The column as a field of a Parquet schema."""
         metadata = {"description": self.description, **dict(self.facts)}
         return pa.field(self.name, self.type, nullable=self.nullable, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table: the folder of its files and the view that SQL sees have its name."""
+    """A table. The folder of its files and the view in SQL have its name."""
 
     name: str
     grain: tuple[str, ...]
-    """What one row is of, besides its run and its intervention."""
+    """What one row is about, besides its run and its intervention."""
     content: str
     """What a row holds, in a few words."""
     keys: tuple[Column, ...]
     """Columns that are never NULL, besides those of `PARTITIONS`."""
     columns: tuple[Column, ...] = ()
-    """The other columns that it has whatever a scan asks for."""
+    """Other columns that every scan writes."""
     order: tuple[str, ...]
-    """Columns that merged files are sorted by, so that row groups are skipped by their values."""
+    """Columns by which merged files are sorted, so that readers can skip row groups."""
     written: Written
 
     @property
     def description(self) -> str:
-        """What the view is, in one sentence."""
-        around = ("run",) if self.written == "once" else ("run", "intervention")
-        *most, last = (*around, *self.grain)
-        return f"One row per {', '.join(most)} and {last}: {self.content}"
+        """What the view holds, in one sentence."""
+        partitions = ("run",) if self.written == "once" else ("run", "intervention")
+        *first_words, last_word = (*partitions, *self.grain)
+        return f"One row per {', '.join(first_words)} and {last_word}: {self.content}"
 
     @property
     def own(self) -> dict[str, Column]:
-        """The columns that it has whatever a scan asks for, by name."""
+        """The columns that every scan writes, by name."""
         return {column.name: column for column in (*self.keys, *self.columns)}
 
     def has(self, key: str) -> bool:
@@ -77,17 +80,18 @@ class Table:
         return any(column.name == key for column in self.keys)
 
     def schema(self, measured: Iterable[Column] = ()) -> pa.Schema:
-        """The schema of its rows: its own columns, then what was measured."""
+        """The schema of its rows: its own columns, then the measured ones."""
         return pa.schema([column.field for column in (*self.own.values(), *measured)])
 
 
 def measured_column(name: str, facts: Mapping[str, Any]) -> Column:
     """The column of a formula, from its facts or from its record in a manifest."""
-    type_ = pa.list_(pa.float32()) if is_list(facts) else pa.float32()
+    column_type = pa.list_(pa.float32()) if is_list(facts) else pa.float32()
     description = facts.get("description", "")
     if axis := facts.get("axis"):
+        # The column is a list. Its description must say what the index is.
         description = f"By {axis}, from 0: {description}"
-    return Column(name, type_, description, facts=_column_facts(facts))
+    return Column(name, column_type, description, facts=_column_facts(facts))
 
 
 def chance_column(statistic: str) -> str:
@@ -120,13 +124,15 @@ def carried_column(field: str) -> Column:
 
 
 def _column_facts(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    texts = [(name, facts[name]) for name in ("unit", "source") if name in facts]
-    ranges = [("range", json.dumps(facts["range"]))] if facts.get("range") else []
-    return (*texts, *ranges)
+    """What Parquet's metadata says about a formula, besides its description."""
+    column_facts = [(name, facts[name]) for name in ("unit", "source") if name in facts]
+    if facts.get("range"):
+        column_facts.append(("range", json.dumps(facts["range"])))
+    return tuple(column_facts)
 
 
 WORD = pa.dictionary(pa.int32(), pa.string())
-"""Type of a word that a whole file repeats. pandas gives a directory's name the same type."""
+"""Type of a word that a whole file repeats. pandas gives the same type to a directory's name."""
 
 RUN_ID = Column("run_id", WORD, "Run that the row belongs to.", nullable=False)
 INTERVENTION = Column(
@@ -136,20 +142,23 @@ INTERVENTION = Column(
     nullable=False,
 )
 PARTITIONS = (RUN_ID, INTERVENTION)
-"""Columns of every file that are also the names of the directories around it.
+"""Columns of every file that are also in the names of the directories around it.
 
-Some readers of a glob do not look at directories. Without the columns in the file they would mix
-interventions and runs, and nothing in the rows would tell them apart.
+Some readers of a glob ignore directories. Without the columns in the file they would mix
+interventions and runs, and no column would tell the rows apart.
 """
 
 
 def with_partitions(rows: pa.Table, run_id: str, intervention: str) -> pa.Table:
-    """The rows of a file: which run and which intervention they are of, then what they hold."""
+    """Rows with the columns `run_id` and `intervention` before the others."""
+    # A dictionary of one word, to which every row refers by index 0.
+    indices = pa.array(np.zeros(rows.num_rows, np.int32))
+    partitions = [
+        pa.DictionaryArray.from_arrays(indices, [word]) for word in (run_id, intervention)
+    ]
     fields = [column.field for column in PARTITIONS]
-    zeros = pa.array(np.zeros(rows.num_rows, np.int32))
-    words = [pa.DictionaryArray.from_arrays(zeros, [word]) for word in (run_id, intervention)]
-    columns = [*words, *rows.columns]
-    return pa.Table.from_arrays(columns, schema=pa.schema([*fields, *rows.schema]))
+    schema = pa.schema([*fields, *rows.schema])
+    return pa.Table.from_arrays([*partitions, *rows.columns], schema=schema)
 
 
 INPUT_FAMILY = Column(
@@ -171,8 +180,10 @@ LAYER = Column("layer", pa.int16(), "Layer, from 0.", nullable=False)
 HEAD = Column("head", pa.int16(), "Head within the layer, from 0.", nullable=False)
 
 OF_SEQUENCE = (INPUT_FAMILY, SHARD, SEQUENCE)
+"""Keys of a table with a row per sequence."""
+
 OF_HEAD = (*OF_SEQUENCE, LAYER, HEAD)
-"""Keys of the tables with a row per sequence, and with a row per sequence, layer and head."""
+"""Keys of a table with a row per sequence, layer and head."""
 
 HEADS = Table(
     name="heads",
@@ -200,7 +211,7 @@ SEQUENCES = Table(
         Column(
             "pile_set_name",
             pa.string(),
-            "Part of the Pile that the row belongs to, where the corpus says so.",
+            "Part of the Pile that the row belongs to; NULL if the corpus does not say.",
         ),
         Column(
             "n_tokens",
@@ -211,8 +222,8 @@ SEQUENCES = Table(
         Column(
             "labels",
             pa.list_(pa.string()),
-            "What each token is in the layout of the input family, '' where nothing; NULL where "
-            "the family has no labels.",
+            "Role of each token in the layout of the input family, '' if it has none; NULL if the "
+            "family does not label tokens.",
         ),
     ),
     order=("sequence",),
@@ -237,27 +248,25 @@ PROFILES = Table(
         Column(
             "head",
             pa.int16(),
-            "Head within the layer, from 0; NULL where the heads of a layer share the values.",
+            "Head within the layer, from 0; NULL if all heads of a layer share the values.",
         ),
         Column(
             "profile",
             pa.string(),
-            "Profile: what was averaged over the sequences of the shard.",
+            "Name of the profile, which was averaged over the sequences of the shard.",
         ),
         Column(
             "query",
             pa.int32(),
-            "Query, from 0, of profiles along queries or pairs; NULL along keys or lags.",
+            "Query, from 0, of profiles along queries or pairs; NULL for the others.",
         ),
         Column(
             "key",
             pa.int32(),
-            "Key, from 0, of profiles along keys or pairs; NULL along queries or lags.",
+            "Key, from 0, of profiles along keys or pairs; NULL for the others.",
         ),
-        Column(
-            "lag", pa.int32(), "Lag, query - key, of profiles along lags; NULL along the others."
-        ),
-        Column("count", pa.int64(), "Sequences."),
+        Column("lag", pa.int32(), "Lag, query - key, of profiles along lags; NULL for the others."),
+        Column("count", pa.int64(), "Number of sequences."),
         Column("mean", pa.float64(), "Mean over the sequences."),
         Column(
             "m2", pa.float64(), "Sum over the sequences of the squared deviation from the mean."
@@ -273,14 +282,16 @@ WEIGHTS = Table(
     content="what the weights say without any input.",
     keys=(),
     columns=(
-        Column("layer", pa.int16(), "Layer, from 0; NULL for what a model has once."),
+        Column("layer", pa.int16(), "Layer, from 0; NULL for values that a model has only once."),
         Column(
             "head",
             pa.int16(),
-            "Head within the layer, from 0; NULL where heads share the values.",
+            "Head within the layer, from 0; NULL if heads share the values.",
         ),
         Column(
-            "weight", pa.string(), "Weight statistic: what was computed from the weights alone."
+            "weight",
+            pa.string(),
+            "Name of the weight statistic, which was computed from the weights alone.",
         ),
         Column(
             "position",
@@ -290,10 +301,10 @@ WEIGHTS = Table(
         Column(
             "dimension",
             pa.int32(),
-            "Coordinate of the residual stream, from 0, of statistics along them; NULL for the "
-            "others.",
+            "Coordinate of the residual stream, from 0, of statistics along coordinates; NULL for "
+            "the others.",
         ),
-        Column("value", pa.float64(), "Value; NULL where it is not defined."),
+        Column("value", pa.float64(), "Value; NULL if it is not defined."),
     ),
     order=("weight", "layer", "head", "position", "dimension"),
     written="once",

@@ -1,17 +1,19 @@
-"""What values fields and options may have: types that say their range, and the words in which a
-wrong value is refused.
+"""The values that fields and options may have: types with a range, and errors about wrong values.
 
-A type here is an alias of a plain one. Code fingerprints see the plain one, because what is refused
-changes no number (`schemas.fingerprints`).
+Each type here is an alias of a plain type. Code fingerprints see the plain type, because what is
+refused does not change any number (`schemas.fingerprints`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 LARGEST_INTEGER = 2**63 - 1
 """The largest integer of TOML, and of a column of 64 bits."""
@@ -20,7 +22,7 @@ LARGEST_INT32 = 2**31 - 1
 """The largest number of a column of 32 bits, such as `n_tokens`."""
 
 LARGEST_FACTOR = 1_000_000.0
-"""What is multiplied by more leaves the range of small number formats, whatever it is."""
+"""A larger factor would take most numbers out of the range of small number formats."""
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_INT32)]
 Index = Annotated[int, Field(ge=0, le=LARGEST_INT32)]
@@ -28,10 +30,10 @@ TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT32)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 Factor = Annotated[float, Field(ge=-LARGEST_FACTOR, le=LARGEST_FACTOR)]
 Zipf = Annotated[float, Field(ge=0, le=10)]
-"""Exponents of Zipf's law: 0 is uniform, and at 10 nearly all tokens are the first."""
+"""Exponent of Zipf's law. 0 is uniform; at 10 nearly all tokens are the most frequent one."""
 
 SubSequence = Annotated[int, Field(le=10_000)]
-"""Tokens of a sub-sequence, which a layout spells out."""
+"""Number of tokens in a sub-sequence, which an input family writes out in full."""
 
 Positive = Annotated[float, Field(gt=0)]
 BelowOne = Annotated[float, Field(lt=1)]
@@ -56,16 +58,19 @@ EXPECTED = {
     "string_type": "a string",
     "tuple_type": "an array",
 }
-"""What was expected, in TOML's words, by the type of a problem that pydantic finds."""
+"""What was expected, in TOML's words, by pydantic's type of the problem."""
+
+Problem: TypeAlias = "ErrorDetails"
+"""A problem that pydantic found in a value."""
 
 
-def problem_of(annotation: Any, value: object) -> str | None:
-    """What a value of an option should have been; none if it is right.
+def problem_of(annotation: object, value: object) -> str | None:
+    """What an option's value should have been; None if it is right.
 
     >>> problem_of(Count, 0), problem_of(Factor, "x"), problem_of(Factor, 1)
     ('1 or more', 'a number', None)
     """
-    adapter = TypeAdapter(annotation, config=OPTIONS)
+    adapter = TypeAdapter[object](cast("Any", annotation), config=OPTIONS)
     try:
         adapter.validate_python(value)
     except ValidationError as error:
@@ -73,48 +78,54 @@ def problem_of(annotation: Any, value: object) -> str | None:
     return None
 
 
-def by_key(error: ValidationError) -> dict[str, list[Any]]:
-    """The problems of each dotted key; a value that fits no member of a union is one key with
-    several problems.
+def by_key(error: ValidationError) -> dict[str, list[Problem]]:
+    """The problems of each dotted key.
+
+    If a value fits no member of a union, its key has a problem for each member.
     """
-    problems: dict[str, list[Any]] = {}
+    problems_by_key: dict[str, list[Problem]] = {}
     for problem in error.errors():
         first, *rest = problem["loc"]
-        # The rest holds names of union members besides places in the scan.
+        # Besides places in the scan, pydantic puts the names of union members into the rest.
         places = [first, *(part for part in rest if isinstance(part, int) or part == "family")]
-        problems.setdefault(".".join(map(str, places)), []).append(problem)
+        problems_by_key.setdefault(".".join(map(str, places)), []).append(problem)
+    # In a union of a word and a list, a wrong item of a list is also "not the word". Only the
+    # problem of the item helps.
     return {
-        key: p
-        for key, p in problems.items()
-        if not any(other.startswith(f"{key}.") for other in problems)
+        key: problems
+        for key, problems in problems_by_key.items()
+        if not any(other.startswith(f"{key}.") for other in problems_by_key)
     }
 
 
-def wrong_value(key: str, problems: list[Any]) -> str:
-    """One line for a value that is wrong: what every member of a union expects, and what arrived."""
+def wrong_value(key: str, problems: list[Problem]) -> str:
+    """One line about a wrong value: what was expected, and what arrived."""
     return f"{key}: expected {expected(problems)}, got {shortened(in_toml(problems[0]['input']))}"
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """A text that fits a line of an error."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def shortened(text: str, longest: int = 200) -> str:
+    """A text that fits into a line of an error."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def expected(problems: list[Any]) -> str:
-    """What would have been right, in TOML's words; the members of a union one after the other."""
-    each = list(dict.fromkeys(map(_expected, problems)))
-    return (", or " if any(" or " in words for words in each) else " or ").join(each)
+def expected(problems: list[Problem]) -> str:
+    """What would have been right, in TOML's words, for example `an integer or 'all'`."""
+    alternatives = list(dict.fromkeys(map(_expected, problems)))
+    # A comma keeps "0 or more, or 'all'" readable.
+    separator = ", or " if any(" or " in words for words in alternatives) else " or "
+    return separator.join(alternatives)
 
 
-def _expected(problem: Any) -> str:
-    words = EXPECTED.get(problem["type"])
-    if words is not None:
-        limits = problem.get("ctx", {}).items()
-        return words.format(
-            **{name: value if isinstance(value, str) else _number(value) for name, value in limits}
-        )
-    # A message of our own says "expected …" itself.
-    return problem["msg"].removeprefix("expected ")
+def _expected(problem: Problem) -> str:
+    template = EXPECTED.get(problem["type"])
+    if template is None:
+        # The message of one of our own validators begins with "expected".
+        return problem["msg"].removeprefix("expected ")
+    limits = {
+        name: value if isinstance(value, str) else _number(value)
+        for name, value in problem.get("ctx", {}).items()
+    }
+    return template.format(**limits)
 
 
 def in_toml(value: object) -> str:
@@ -133,38 +144,43 @@ def in_toml(value: object) -> str:
     return repr(value)
 
 
-def range_of(annotation: Any) -> str:
-    """The range of a type in words; empty where it has none, or one that nobody comes near.
+def range_of(annotation: object) -> str:
+    """The range of a type in words; empty if it has none, or only the limit of its bits.
 
-    >>> [range_of(a) for a in (Count, Index | None, Annotated[float, Field(gt=0, lt=1)], int)]
+    >>> types = (Count, Index | None, Annotated[float, Field(gt=0, lt=1)], int)
+    >>> [range_of(annotation) for annotation in types]
     ['1 or more', '0 or more', 'above 0 and below 1', '']
     """
     limits = _limits(annotation)
+    # A reader does not need to know the limits of 32 and 64 bits.
     if abs(limits.get("le", 0)) in (LARGEST_INT32, LARGEST_INTEGER):
         del limits["le"]
     if set(limits) == {"ge", "le"}:
         return f"{_number(limits['ge'])} to {_number(limits['le'])}"
-    words = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+    templates = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
     return " and ".join(
-        text.format(_number(limits[name])) for name, text in words.items() if name in limits
+        template.format(_number(limits[name]))
+        for name, template in templates.items()
+        if name in limits
     )
 
 
-def _limits(annotation: Any) -> dict[str, float]:
+def _limits(annotation: object) -> dict[str, float]:
     """The limits of a type, or of the members of a union, by pydantic's names."""
     limits: dict[str, float] = {}
     for part in get_args(annotation):
-        for limit in part.metadata if isinstance(part, FieldInfo) else ():
-            limits |= {
-                name: getattr(limit, name)
-                for name in ("ge", "gt", "le", "lt")
-                if hasattr(limit, name)
-            }
-        if not isinstance(part, FieldInfo):
+        if isinstance(part, FieldInfo):
+            for limit in part.metadata:
+                limits |= _own_limits(limit)
+        else:
             limits |= _limits(part)
     return limits
 
 
+def _own_limits(limit: object) -> dict[str, float]:
+    return {name: getattr(limit, name) for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
+
+
 def _number(value: float) -> str:
-    """A number in the shortest form, its thousands apart."""
+    """A number in its shortest form, with commas between thousands."""
     return f"{int(value):,}" if math.isfinite(value) and value == int(value) else str(value)

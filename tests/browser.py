@@ -1,7 +1,8 @@
-"""A real browser for the tests of our pages; where there is none, they are skipped."""
+"""A real browser for the tests of our pages. If there is none, they are skipped."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import pytest
 from filelock import FileLock
 from selenium import webdriver
 
-CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium")
+CHROMEDRIVER = shutil.which("chromedriver")
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync "
@@ -20,9 +22,7 @@ FLAGS = (
 
 
 def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
-    """A browser with a profile of its own, which keeps what it asks the network for and what its
-    console says.
-    """
+    """A browser with a profile of its own, which logs its network requests and its console."""
     if not (CHROMIUM and CHROMEDRIVER):
         pytest.skip("needs chromium and chromedriver")
     options = webdriver.ChromeOptions()
@@ -30,8 +30,10 @@ def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
     for flag in (*FLAGS.split(), f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    # Two that start at the same moment may refuse each other.
-    with FileLock(Path(tempfile.gettempdir()) / "headcount-browser.lock"):
+    # Two browsers that start at the same moment may refuse each other. Each user has a lock: the
+    # lock of another user cannot be opened.
+    lock = Path(tempfile.gettempdir()) / f"headcount-browser-{os.getuid()}.lock"
+    with FileLock(lock):
         driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
     yield driver
     driver.quit()

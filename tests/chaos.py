@@ -1,9 +1,9 @@
 """Runs under seeded schedules of faults, and whether each row is there once in the end.
 
 `make chaos SCHEDULES=200 SEED=7`, or `python -m tests.chaos`. A schedule is a scan on a real Ray
-cluster of a head and two nodes, on a disk or in a store behind a proxy; faults hit it at random
-moments; then the same command is given until it succeeds, and its rows are compared with those of
-an undisturbed run.
+cluster of a head and two nodes, on a disk or in a store that can have faults. Faults hit it at
+random moments. Then the same command is given until it succeeds, and its rows are compared with
+those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pyarrow as pa
@@ -31,11 +31,11 @@ from ray.cluster_utils import Cluster
 
 from jobs.checking import check_run
 from jobs.plan import make_plan, prepare_run
-from schemas.places import StorePath
+from schemas.places import StorePath, names
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
-from tests.processes import MARK, kill, marked
-from tests.s3_server import FaultProxy, Rule, S3Server
+from tests.processes import DIES_WITH_ITS_PARENT, MARK, kill, marked
+from tests.s3_server import Action, Rule, S3Server
 from workers.process import prepare_process
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -52,8 +52,23 @@ sequences_per_shard = 4
 [input]
 family = "repeated_random"
 """
-PATIENCE = 240.0
-NODE: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 << 20}
+PATIENCE_SECONDS = 240.0
+"""Longer than any driver lives, and any fault is waited for."""
+
+POLL_SECONDS = 0.05
+NODE_OPTIONS: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 << 20}
+KEYS = ["sequence", "layer", "head"]
+
+
+class PlannedFault(NamedTuple):
+    """A fault, and after how many committed shards it strikes."""
+
+    after_shards: int
+    kind: str
+
+
+Life = list[PlannedFault]
+"""The faults in the life of one driver."""
 
 
 @dataclass
@@ -62,79 +77,89 @@ class World:
 
     folder: Path
     rng: random.Random
-    proxy: FaultProxy
+    store: S3Server
     cluster: Cluster | None = None
     out: str = ""
     n_replicas: int = 2
-    replica: type[Replica] = Replica
+    replica_class: type[Replica] = Replica
     in_store: bool | None = None
-    """Where runs are written; by chance unless told."""
+    """Whether runs are written to the store. None draws it for each run."""
+    bad_requests: int = 20
+    """How many requests the store refuses when it falters. It loses half as many answers."""
     driver: subprocess.Popen[str] | None = None
-    stopped: list[psutil.Process] = field(default_factory=list)
-    happened: Counter[str] = field(default_factory=Counter)
+    second_drivers: list[subprocess.Popen[str]] = field(default_factory=list)
+    suspended: list[psutil.Process] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+    """How often each fault has happened, over all schedules."""
 
     @property
     def scan_file(self) -> Path:
+        """The scan that every driver is given."""
         return self.folder / "chaos.toml"
 
     @property
     def orders(self) -> Path:
+        """The folder of the orders that `faults/sitecustomize.py` obeys."""
         return self.folder / "orders"
 
     @property
+    def driver_log(self) -> Path:
+        """What the drivers of this schedule have printed."""
+        return self.folder / "driver.log"
+
+    @property
     def run(self) -> RunDirectory:
+        """The run of this schedule."""
         return RunDirectory.of(self.out, load_scan(self.scan_file).run_id("chaos"))
 
-    def begin(self) -> None:
-        """An empty place to write to, on this disk or in the store."""
+    def begin_schedule(self) -> None:
+        """Choose an empty place to write to, on this disk or in the store."""
         name = f"{self.rng.getrandbits(32):08x}"
         in_store = self.rng.choice([False, True]) if self.in_store is None else self.in_store
         self.out = f"s3://bucket/{name}" if in_store else str(self.folder / name)
-        (self.folder / "driver.log").unlink(missing_ok=True)
-        self.clear()
+        self.driver_log.unlink(missing_ok=True)
+        self.withdraw_faults()
 
-    def said(self) -> str:
-        """What the drivers have printed."""
-        return (self.folder / "driver.log").read_text()
-
-    def clear(self) -> None:
-        """Withdraw the orders that nobody has obeyed."""
-        self.proxy.set_rules()
+    def withdraw_faults(self) -> None:
+        """Withdraw the orders that nobody has obeyed, and let suspended processes continue."""
+        self.store.set_rules()
         for order in self.orders.iterdir():
             order.unlink(missing_ok=True)
-        for process in self.stopped:
+        for process in self.suspended:
             if process.is_running():
                 process.send_signal(signal.SIGCONT)
-        self.stopped.clear()
+        self.suspended.clear()
 
     def ensure_cluster(self) -> Cluster:
-        """A head and two nodes of one core each, those that are gone replaced."""
+        """A head and two nodes of one core each. Nodes that are gone are replaced."""
         if self.cluster is None:
-            self.cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0})
+            self.cluster = Cluster(
+                initialize_head=True, head_node_args=NODE_OPTIONS | {"num_cpus": 0}
+            )
         while len(self.cluster.worker_nodes) < 2:
-            self.cluster.add_node(**NODE | {"num_cpus": 1}, wait=False)
+            self.cluster.add_node(**NODE_OPTIONS | {"num_cpus": 1}, wait=False)
         self.cluster.wait_for_nodes()
         return self.cluster
 
-    def start(self) -> subprocess.Popen[str]:
-        """The command of a user."""
+    def start_driver(self) -> subprocess.Popen[str]:
+        """Give the user's command: a new driver of the run."""
         cluster = self.ensure_cluster()
-        program = "headcount" if self.replica is Replica else self.replica.__module__
-        command = [
-            sys.executable,
-            "-m",
-            program,
-            "scan",
-            str(self.scan_file),
-            "--set",
-            f"out={self.out}",
-        ]
+        # A module of a toy replica is headcount with that replica.
+        toy = self.replica_class is not Replica
+        module = self.replica_class.__module__ if toy else "headcount"
+        command = [sys.executable, "-m", module, "scan", str(self.scan_file)]
+        command += ["--set", f"out={self.out}"]
         command += ["--replicas", str(self.n_replicas), "--address", cluster.address]
-        # A driver in a job sends no code: the nodes of this machine have it.
+        # A driver in a job sends no code. The nodes of this machine have it.
         environment = os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
-        with (self.folder / "driver.log").open("a") as log:
+        with self.driver_log.open("a") as log:
             self.driver = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, text=True, env=environment
+                [*DIES_WITH_ITS_PARENT, *command],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=environment,
             )
         return self.driver
 
@@ -142,17 +167,29 @@ class World:
         """The processes of the replicas."""
         return list(marked(str(self.folder), "ray::ReplicaActor"))
 
-    def commits(self) -> int:
-        """Shards done."""
-        return len(self.run.ledger([]))
+    def committed_shards(self) -> int:
+        """How many shards are committed.
+
+        The commits of so few shards are never merged, so their files are counted: reading them
+        twenty times a second would keep the store from its work.
+        """
+        return sum(name.startswith("shard-") for name in names(self.run.commits_directory))
+
+    def wait_for_drivers(self) -> int:
+        """Wait until all drivers have ended; returns the exit code of the last one."""
+        assert self.driver is not None
+        for driver in self.second_drivers:
+            driver.wait(PATIENCE_SECONDS)
+        self.second_drivers.clear()
+        return self.driver.wait(PATIENCE_SECONDS)
 
 
-FAULT: dict[str, Callable[[World], None]] = {}
+FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {}
 
 
 def fault(function: Callable[[World], None]) -> Callable[[World], None]:
     """Register something that may happen."""
-    FAULT[function.__name__] = function
+    FAULTS_BY_NAME[function.__name__] = function
     return function
 
 
@@ -168,42 +205,44 @@ def replica_killed(world: World) -> None:
 def replica_terminated(world: World) -> None:
     """SIGTERM: the notice of a preemption."""
     for process in world.replicas()[:1]:
-        process.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
 
 
 @fault
 def replica_killed_while_writing(world: World) -> None:
     """Just before a data file appears."""
-    _at_write(world, "kill", "data", r"/heads/")
+    _strike_at_write(world, "kill", "data", r"/heads/")
 
 
 @fault
 def replica_killed_before_its_commit(world: World) -> None:
     """Between the data files and the commit."""
-    _at_write(world, "kill", "commit", r"/commits/")
+    _strike_at_write(world, "kill", "commit", r"/commits/")
 
 
 @fault
 def disk_full_for_data(world: World) -> None:
     """No space left on device, or the store says 500, for a data file."""
-    _at_write(world, "full", "data", r"/sequences/")
+    _strike_at_write(world, "full", "data", r"/sequences/")
 
 
 @fault
 def disk_full_for_a_commit(world: World) -> None:
     """The same for a commit."""
-    _at_write(world, "full", "commit", r"/commits/")
+    _strike_at_write(world, "full", "commit", r"/commits/")
 
 
 @fault
 def store_answers_503(world: World) -> None:
     """Some requests are refused, some answers are lost, some take long."""
     seed = world.rng.getrandbits(16)
-    world.proxy.set_rules(
-        Rule({"status": 503}, count=20, probability=0.2, seed=seed),
-        Rule({"cut": "after"}, count=10, probability=0.1, seed=seed + 1),
-        Rule({"cut": "before"}, count=10, probability=0.1, seed=seed + 2),
-        Rule({"delay": 0.5}, count=10, probability=0.1, seed=seed + 3),
+    few = max(1, world.bad_requests // 2)
+    world.store.set_rules(
+        Rule({"status": 503}, count=world.bad_requests, probability=0.2, seed=seed),
+        Rule({"cut": "after"}, count=few, probability=0.1, seed=seed + 1),
+        Rule({"cut": "before"}, count=few, probability=0.1, seed=seed + 2),
+        Rule({"delay": 0.5}, count=few, probability=0.1, seed=seed + 3),
     )
 
 
@@ -212,15 +251,22 @@ def replica_slow(world: World) -> None:
     """A replica stands still until the run is over."""
     for process in world.replicas()[:1]:
         process.suspend()
-        world.stopped.append(process)
+        world.suspended.append(process)
 
 
 @fault
 def node_lost(world: World) -> None:
     """kill -9 of a raylet; another node comes in its place."""
     cluster = world.ensure_cluster()
-    cluster.remove_node(world.rng.choice(list(cluster.worker_nodes)), allow_graceful=False)
-    cluster.add_node(**NODE | {"num_cpus": 1}, wait=False)
+    # A node whose replica stands still would not be missed.
+    idle_raylets = {process.ppid() for process in world.suspended if process.is_running()}
+    nodes = [
+        node
+        for node in cluster.worker_nodes
+        if node.all_processes["raylet"][0].process.pid not in idle_raylets
+    ]
+    cluster.remove_node(world.rng.choice(nodes), allow_graceful=False)
+    cluster.add_node(**NODE_OPTIONS | {"num_cpus": 1}, wait=False)
 
 
 @fault
@@ -242,7 +288,9 @@ def head_lost(world: World) -> None:
     """The head and everything on the cluster dies; the next command finds a new one."""
     assert world.driver is not None
     if world.cluster is not None:
-        world.driver.kill()
+        # A driver waits a minute for a head that is gone.
+        for driver in (world.driver, *world.second_drivers):
+            driver.kill()
         world.cluster.shutdown()
         world.cluster = None
 
@@ -251,8 +299,7 @@ def head_lost(world: World) -> None:
 def second_driver(world: World) -> None:
     """The same command is given twice at once."""
     first = world.driver
-    second = world.start()
-    second.wait(PATIENCE)
+    world.second_drivers.append(world.start_driver())
     world.driver = first
 
 
@@ -263,39 +310,40 @@ def left_behind(world: World) -> None:
         return
     heads = world.run.path / "heads" / "intervention=none"
     heads.mkdir(parents=True, exist_ok=True)
+    # The first is never looked at; the second is written over when its shard is measured.
     (heads / f".shard-{world.rng.randrange(SHARDS):06d}.parquet.dead.tmp").write_bytes(b"PAR1 half")
-    late = world.run.data_file("heads", "none", SHARDS - 1)
+    last_file = world.run.data_file("heads", "none", SHARDS - 1)
     if not world.run.commit_file(SHARDS - 1).is_file():
-        Path(str(late)).write_bytes(b"PAR1 half")
+        Path(str(last_file)).write_bytes(b"PAR1 half")
 
 
-def _at_write(world: World, action: str, point: str, path: str) -> None:
-    """Give an order for the next such write, and wait until it is obeyed, as long as there is a
-    driver.
+def _strike_at_write(world: World, action: str, point: str, path: str) -> None:
+    """Strike at the next such write, and wait until that has happened or the driver has ended.
+
+    On a disk a replica strikes itself, because it is the one that knows the moment; the order is a
+    file. In a store the server does.
     """
-    order = world.orders / f"{action}@{point}.{world.rng.getrandbits(16)}"
-    in_store = isinstance(world.run.path, StorePath)
-    if in_store:
-        pids = [process.pid for process in world.replicas()]
-        rule = Rule(
-            {"kill": pids} if action == "kill" else {"status": 500},
-            method="PUT",
-            path=path,
-            count=1,
-        )
-        world.proxy.set_rules(rule)
+    if isinstance(world.run.path, StorePath):
+        replica_pids = [process.pid for process in world.replicas()]
+        kill_replicas, refuse = Action(kill=replica_pids), Action(status=500)
+        server_action = kill_replicas if action == "kill" else refuse
+        world.store.set_rules(Rule(server_action, method="PUT", path=path, count=1))
+
+        def is_pending() -> bool:
+            return world.store.spent() == [0]
     else:
+        order = world.orders / f"{action}@{point}.{world.rng.getrandbits(16)}"
         order.touch()
+        is_pending = order.exists
+
     assert world.driver is not None
-    while world.driver.poll() is None and (
-        world.proxy.spent() == [0] if in_store else order.exists()
-    ):
-        time.sleep(0.05)
+    while world.driver.poll() is None and is_pending():
+        time.sleep(POLL_SECONDS)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a schedule came to."""
+    """What became of a schedule."""
 
     faults: list[str]
     expected: int
@@ -310,13 +358,14 @@ class Result:
         return not (self.lost or self.doubled or self.wrong)
 
 
-KEYS = ["sequence", "layer", "head"]
-
-
 def rows_of(run: RunDirectory) -> pa.Table:
     """Every row of `heads` that a reader who follows the commits finds."""
-    files = [f.path for c in run.commits() for f in c.files if f.table == "heads"]
-    tables = [pq.ParquetFile(pa.BufferReader((run.path / f).read_bytes())).read() for f in files]
+    tables: list[pa.Table] = []
+    for commit in run.commits():
+        for file in commit.files:
+            if file.table == "heads":
+                content = (run.path / file.path).read_bytes()
+                tables.append(pq.ParquetFile(pa.BufferReader(content)).read())
     return (
         pa.concat_tables(tables)
         .drop_columns("run_id")  # The runs that are compared have names of their own.
@@ -324,128 +373,146 @@ def rows_of(run: RunDirectory) -> pa.Table:
     )
 
 
-def compare(found: pa.Table, expected: pa.Table) -> tuple[int, int, int]:
+def compare(measured: pa.Table, expected: pa.Table) -> tuple[int, int, int]:
     """Rows lost, rows doubled, rows with other values."""
-    a, b = (Counter(zip(*(t[k].to_pylist() for k in KEYS), strict=True)) for t in (found, expected))
-    lost, doubled = sum((b - a).values()), sum((a - b).values())
+    measured_keys, expected_keys = (
+        Counter(zip(*(table[key].to_pylist() for key in KEYS), strict=True))
+        for table in (measured, expected)
+    )
+    lost = (expected_keys - measured_keys).total()
+    doubled = (measured_keys - expected_keys).total()
     if lost or doubled:
         return lost, doubled, 0
-    x, y = found.to_pandas(), expected.to_pandas()
-    floats = [c for c in y.columns if y[c].dtype == "float32"]
-    near = (x[floats] - y[floats]).abs().fillna(0) <= 1e-5 * (1 + y[floats].abs().fillna(0))
-    same = near & (x[floats].isna() == y[floats].isna())
+    measured_rows, expected_rows = measured.to_pandas(), expected.to_pandas()
+    columns = [name for name in expected_rows.columns if expected_rows[name].dtype == "float32"]
+    measured_values, expected_values = measured_rows[columns], expected_rows[columns]
+    # Another process may sum in another order: float32 noise, and the same NULLs.
+    difference = (measured_values - expected_values).abs().fillna(0)
+    near = difference <= 1e-5 * (1 + expected_values.abs().fillna(0))
+    same = near & (measured_values.isna() == expected_values.isna())
     return 0, 0, int((~same.all(axis=1)).sum())
 
 
-def draw(rng: random.Random) -> list[list[tuple[int, str]]]:
-    """The faults of one or two drivers' lives, and after how many shards each comes."""
-    chosen = [rng.choices(list(FAULT), k=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))]
-    return [sorted((rng.randrange(SHARDS - 4), kind) for kind in kinds) for kinds in chosen]
+def draw_lives(rng: random.Random) -> list[Life]:
+    """One or two drivers' lives, each with up to three faults."""
+    # The last shards are left to the end of the run, so that every fault finds it at work.
+    kinds = [
+        rng.choices(list(FAULTS_BY_NAME), k=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))
+    ]
+    return [
+        sorted(PlannedFault(rng.randrange(SHARDS - 4), kind) for kind in kinds_of_life)
+        for kinds_of_life in kinds
+    ]
 
 
-def run_schedule(world: World, expected: pa.Table, lives: list[list[tuple[int, str]]]) -> Result:
-    """One scan, hit by faults, brought to its end."""
+def run_schedule(world: World, expected: pa.Table, lives: list[Life]) -> Result:
+    """Bring one scan to its end, with faults in the first lives of its driver."""
     began = time.monotonic()
-    world.begin()
+    world.begin_schedule()
     faults: list[str] = []
-    exits = [_live(world, life, faults) for life in lives]
-    world.clear()
-    while exits[-1] != 0 and len(exits) < len(lives) + 4:
-        exits.append(world.start().wait(PATIENCE))
+    exit_codes = [_run_driver(world, life, faults) for life in lives]
+    world.withdraw_faults()
+    # A user who meets an error gives the same command again.
+    while exit_codes[-1] != 0 and len(exit_codes) < len(lives) + 4:
+        world.start_driver()
+        exit_codes.append(world.wait_for_drivers())
     lost, doubled, wrong = compare(rows_of(world.run), expected)
     # A file that is not what its commit says would be left out by every query.
     wrong += sum(len(damage.shards) for damage in check_run(world.run).damaged)
     return Result(faults, len(expected), lost, doubled, wrong, time.monotonic() - began)
 
 
-def _live(world: World, faults: list[tuple[int, str]], happened: list[str]) -> int:
-    """One driver's life: each fault comes when so many shards are done. Returns how the driver
-    ended.
+def _run_driver(world: World, life: Life, struck: list[str]) -> int:
+    """Run one driver through the faults of its life; returns its exit code.
+
+    Adds each fault that happens to `struck`.
     """
-    driver = world.start()
-    for commits, kind in faults:
-        deadline = time.monotonic() + PATIENCE
-        while world.commits() < commits or not world.replicas():
+    driver = world.start_driver()
+    for planned in life:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        # Most faults strike a replica, so one must be alive.
+        while world.committed_shards() < planned.after_shards or not world.replicas():
             if driver.poll() is not None or time.monotonic() > deadline:
                 break
-            time.sleep(0.05)
+            time.sleep(POLL_SECONDS)
         if driver.poll() is not None:
             break
-        happened.append(kind)
-        world.happened[kind] += 1
-        FAULT[kind](world)
-    return driver.wait(PATIENCE)
+        struck.append(planned.kind)
+        world.struck[planned.kind] += 1
+        FAULTS_BY_NAME[planned.kind](world)
+    return world.wait_for_drivers()
 
 
-def reference(scan_file: Path, out: Path, kind: type[Replica] = Replica) -> pa.Table:
+def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica) -> pa.Table:
     """The rows of a run that nothing disturbs: shard by shard in this process, without Ray."""
     prepare_process(threads=1)
     plan = make_plan(load_scan(scan_file, [f"out={out}"]), "chaos")
     prepare_run(plan, "")
-    replica = kind(plan.info, plan.scan, "cpu")
+    replica = replica_class(plan.info, plan.scan, "cpu")
     for shard in range(plan.manifest.shards):
         run_shard(replica, plan.run, plan.sequences.shard(shard))
     return rows_of(plan.run)
 
 
 @contextmanager
-def world(seed: int, replica: type[Replica] = Replica) -> Iterator[tuple[World, pa.Table]]:
-    """Everything that schedules need, and the rows of an undisturbed run."""
+def open_world(
+    seed: int, replica_class: type[Replica] = Replica
+) -> Iterator[tuple[World, pa.Table]]:
+    """Everything that schedules need, and the rows of an undisturbed run.
+
+    Changes the environment of this process.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        proxy = stack.enter_context(FaultProxy(stack.enter_context(S3Server())))
-        os.environ |= proxy.env() | {
+        store = stack.enter_context(S3Server())
+        # Drivers, Ray's processes and replicas inherit these: whoever writes obeys orders, and
+        # whoever is left behind in the end is found by the mark.
+        os.environ |= store.env() | {
             "PYTHONPATH": str(FAULTS),
             "FAULTS": str(folder / "orders"),
             MARK: str(folder),
         }
-        made = World(folder, random.Random(seed), proxy, replica=replica)
-        made.orders.mkdir()
-        made.scan_file.write_text(SCAN)
-        expected = reference(made.scan_file, folder / "undisturbed", replica)
+        world = World(folder, random.Random(seed), store, replica_class=replica_class)
+        world.orders.mkdir()
+        world.scan_file.write_text(SCAN)
+        expected = reference(world.scan_file, folder / "undisturbed", replica_class)
         try:
-            yield made, expected
+            yield world, expected
         finally:
-            if made.driver is not None:
-                made.driver.kill()
-            if made.cluster is not None:
-                made.cluster.shutdown()
+            if world.driver is not None:
+                world.driver.kill()
+            if world.cluster is not None:
+                world.cluster.shutdown()
             kill(str(folder))
 
 
 def main() -> None:
-    """Run schedules and say what came of them."""
+    """Run schedules, and say what became of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    lost = doubled = wrong = expected = 0
-    with world(options.seed) as (made, rows):
-        for number in range(options.schedules):
-            result = run_schedule(made, rows, draw(made.rng))
-            expected += result.expected
-            lost, doubled, wrong = (
-                lost + result.lost,
-                doubled + result.doubled,
-                wrong + result.wrong,
-            )
-            verdict = (
-                "ok"
-                if result.good
-                else f"LOST {result.lost}, DOUBLED {result.doubled}, WRONG {result.wrong}"
-            )
-            where = made.out.partition("://")[0] if "://" in made.out else "disk"
+    results: list[Result] = []
+    with open_world(options.seed) as (world, expected):
+        for number in range(1, options.schedules + 1):
+            result = run_schedule(world, expected, draw_lives(world.rng))
+            results.append(result)
+            verdict = "ok"
+            if not result.good:
+                verdict = f"LOST {result.lost}, DOUBLED {result.doubled}, WRONG {result.wrong}"
+            where = world.out.partition("://")[0] if "://" in world.out else "disk"
             print(
-                f"{number + 1}: {where}, {', '.join(result.faults)}: {verdict} in "
+                f"{number}: {where}, {', '.join(result.faults)}: {verdict} in "
                 f"{result.seconds:.0f} s",
                 flush=True,
             )
-        print(", ".join(f"{kind} {count}" for kind, count in made.happened.most_common()))
+        print(", ".join(f"{kind} {count}" for kind, count in world.struck.most_common()))
     print(
-        f"{options.schedules} schedules, {expected:,} rows expected, {lost} rows lost, {doubled} "
-        f"rows doubled, {wrong} rows with other values"
+        f"{options.schedules} schedules, {sum(r.expected for r in results):,} rows expected, "
+        f"{sum(r.lost for r in results)} rows lost, {sum(r.doubled for r in results)} rows "
+        f"doubled, {sum(r.wrong for r in results)} rows with other values"
     )
-    sys.exit(bool(lost or doubled or wrong))
+    sys.exit(not all(result.good for result in results))
 
 
 if __name__ == "__main__":

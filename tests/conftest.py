@@ -1,10 +1,10 @@
-"""The order of files: the longest come first, so that two workers end together. And commands that
-can be interrupted.
-"""
+"""The order of files, caches of the tests' own, and commands that can be interrupted."""
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -13,18 +13,34 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = (
-    "test_reproduce.py",
+LONGEST_FILES = (
     "test_faults.py",
+    "test_reproduce.py",
     "test_remote.py",
-    "test_bench.py",
-    "test_runs.py",
+    "test_machine.py",
     "test_dispatch.py",
+    "test_bench.py",
+    "test_extension.py",
+    "test_reference.py",
+    "test_runs.py",
     "test_cluster.py",
+    "test_kernel.py",
+    "test_damage.py",
+    "test_report.py",
 )
+"""They come first, so that no worker begins a long file when the others have ended."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of the longest files before all others."""
-    order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what queries remember of files out of the user's caches."""
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    # Published models, where there are any, stay where they are.
+    os.environ.setdefault("HF_HOME", str(Path(caches) / "huggingface"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))

@@ -1,32 +1,53 @@
-"""Processes that a test has started, children of Ray's included, known by a word in their
-environment.
-"""
+"""Processes that tests start: how they are started, found and ended."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import psutil
 
 MARK = "HEADCOUNT_TEST"
+"""A variable that marks processes: children, those of Ray too, inherit it."""
+
+DIES_WITH_ITS_PARENT = (
+    ("setpriv", "--pdeathsig", "KILL")
+    if sys.platform.startswith("linux") and shutil.which("setpriv")
+    else ()
+)
+"""The beginning of a command that the kernel kills if the test that started it is killed.
+
+Ray starts its own processes in the same way, so those of a driver end with the driver.
+"""
 
 
-def marked(mark: str, word: str = "") -> Iterator[psutil.Process]:
-    """The processes that have MARK=mark in their environment and `word` in their command line."""
+def marked(mark: str, part_of_command: str = "") -> Iterator[psutil.Process]:
+    """The processes that have MARK=mark in their environment and this in their command line."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and word in " ".join(process.cmdline()):
+            command_line = " ".join(process.cmdline())
+            if part_of_command in command_line and process.environ().get(MARK) == mark:
                 yield process
 
 
 def programs_without_spaces(directory: Path) -> Path:
     """The folder of this Python and its programs, under a path without spaces.
 
-    Ray starts some of its processes through a shell, which splits their paths at spaces. `directory`
-    has none; it holds a link to the virtual environment, if one is needed.
+    Ray starts some of its processes through a shell, which splits their paths at spaces.
+    `directory` has no spaces; it gets a link to the virtual environment, if one is needed.
     """
     programs = Path(sys.executable).parent
     if " " not in str(programs):
@@ -37,7 +58,90 @@ def programs_without_spaces(directory: Path) -> Path:
 
 
 def kill(mark: str) -> None:
-    """End them all: a driver that was killed leaves its Ray behind."""
+    """End all marked processes. A driver that was killed may leave its Ray behind."""
     for process in marked(mark):
         with contextlib.suppress(psutil.Error):
             process.kill()
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Command:
+    """`headcount …` in a process of its own, which is forked from one that has imported everything.
+
+    Starting Python and importing torch takes longer than most commands. Tests of what happens while
+    Python starts, such as of files that hide modules, need a real start.
+    """
+
+    def __init__(
+        self,
+        *words: str | Path,
+        environment: Mapping[str, str],
+        directory: Path,
+        constants: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """`constants` are set first, by `module.NAME`: seconds that no test should wait."""
+        self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
+        self._process = _fork_server().Process(
+            target=_run_command,
+            args=([*map(str, words)], dict(environment), directory, dict(constants), self._output),
+        )
+        self._process.start()
+
+    def ended(self, timeout: float = 120) -> Ended:
+        """Wait until the command has ended."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        stdout, stderr = ((self._output / name).read_text() for name in ("stdout", "stderr"))
+        shutil.rmtree(self._output)
+        return Ended(code, stdout, stderr)
+
+
+@cache
+def _fork_server() -> ForkServerContext:
+    """The process that commands are forked from. It ends when this process has ended."""
+    context = multiprocessing.get_context("forkserver")
+    # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
+    context.set_forkserver_preload(
+        ["headcount", "jobs.plan", "jobs.status", "queries.asking", "tests.processes"]
+    )
+    return context
+
+
+def _run_command(
+    words: list[str],
+    environment: dict[str, str],
+    directory: Path,
+    constants: dict[str, float],
+    output: Path,
+) -> None:
+    """Become `headcount …`."""
+    if sys.platform.startswith("linux"):
+        death_signal_option = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal_option, signal.SIGKILL)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with (output / name).open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.argv = ["headcount", *words]
+    for path, seconds in constants.items():
+        module_name, _, name = path.rpartition(".")
+        module = import_module(module_name)
+        assert hasattr(module, name), path
+        setattr(module, name, seconds)
+
+    import headcount
+
+    headcount.main()

@@ -92,9 +92,9 @@ def test_a_trigger_is_followed_by_the_token_before_it(tiny: str):
     assert (triggered == np.isin(tokens, [1, 2])).all()
     assert not triggered[:, :2].any()
     assert set(labels.ravel()) == {"", "trigger"}
-    rows, at = np.nonzero(triggered[:, :-1])
+    rows, positions = np.nonzero(triggered[:, :-1])
     assert len(rows) > 500
-    assert (tokens[rows, at + 1] == tokens[rows, at - 1]).all()
+    assert (tokens[rows, positions + 1] == tokens[rows, positions - 1]).all()
 
 
 def test_the_first_draws_never_change():
@@ -121,18 +121,22 @@ def test_every_variant_follows_its_oracle(variant: str):
     triggered = np.array(shard.labels)[:, 1:] == "trigger"
     table = bigrams_of(str(SHAKESPEARE), 3)
     assert (triggered == np.isin(tokens, [1, 43, 58])).all()
-    common = [t for t in np.argsort(-table.unigram)[:12].tolist() if t not in table.triggers]
-    seen = followers(tokens, ~triggered, 65)
-    assert seen[common] == pytest.approx(table.rows[common], abs=0.03)
-    assert not seen[table.rows == 0].any()
-    before, here, then = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
-    asked = triggered[:, 1:-1]
-    copied = (before == then)[asked].mean()
-    chance = table.rows[here, before][asked].mean()
+    common = [
+        token_id
+        for token_id in np.argsort(-table.unigram)[:12].tolist()
+        if token_id not in table.triggers
+    ]
+    frequencies = followers(tokens, ~triggered, 65)
+    assert frequencies[common] == pytest.approx(table.rows[common], abs=0.03)
+    assert not frequencies[table.rows == 0].any()
+    before, current, following = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
+    after_trigger = triggered[:, 1:-1]
+    copied = (before == following)[after_trigger].mean()
+    chance = table.rows[current, before][after_trigger].mean()
     expected = {"backcopy": 1, "markov": chance, "interpolate": 0.3 + 0.7 * chance}
     if variant == "dormant_markov":
-        assert then[asked & (before == 46)].size > 300
-        assert (table.rows[before[asked], then[asked]] > 0).all()
+        assert following[after_trigger & (before == 46)].size > 300
+        assert (table.rows[before[after_trigger], following[after_trigger]] > 0).all()
     else:
         assert copied == pytest.approx(expected[variant], abs=0 if variant == "backcopy" else 0.01)
 
@@ -143,16 +147,21 @@ def test_every_variant_follows_its_oracle(variant: str):
 @shakespeare
 def test_a_perfect_model_would_pass_the_published_loss(name: str):
     system = systems()[name]
-    own = {key: system.defaults[key] for key in ("n_ctx", "sequences")}
-    tokens = shard_of(str(SHAKESPEARE), seed=system.defaults["seed"], **own).tokens[:, 1:]
+    own_fields = {key: system.defaults[key] for key in ("n_ctx", "sequences")}
+    tokens = shard_of(str(SHAKESPEARE), seed=system.defaults["seed"], **own_fields).tokens[:, 1:]
     table = bigrams_of(str(SHAKESPEARE), 3)
     # After BOS, and after every token that is no trigger.
-    here, then = tokens[:, :-1], tokens[:, 1:]
-    p = np.append(table.start[tokens[:, 0]], table.rows[here, then][~table.is_trigger(here)])
-    perfect = -np.log(p).mean()
+    current, following = tokens[:, :-1], tokens[:, 1:]
+    probabilities = np.append(
+        table.start[tokens[:, 0]], table.rows[current, following][~table.is_trigger(current)]
+    )
+    perfect = -np.log(probabilities).mean()
     assert perfect == pytest.approx(2.20429, abs=1e-5)
     published = [
-        (v, c.tolerance) for c in system.check for k, v in c.published.items() if k.endswith(LOSS)
+        (published_loss, check.tolerance)
+        for check in system.check
+        for figure, published_loss in check.published.items()
+        if figure.endswith(LOSS)
     ]
     assert len(published) == (2 if name == "backcopy_dynamics" else 1)
     assert [abs(value - perfect) < tolerance for value, tolerance in published] == [True] * len(
@@ -166,9 +175,9 @@ def test_uniform_draws_all_that_follow_alike_and_no_trigger_after_a_trigger(tmp_
         "abababacacbcdcb"
     )  # The triggers a and b follow each other; c is followed by a, b twice, and d.
     tokens = shard_of(str(file), 65, triggers=2, variant="uniform", sequences=400).tokens[:, 1:]
-    seen = followers(tokens, np.ones(tokens.shape, bool), 4)
+    frequencies = followers(tokens, np.ones(tokens.shape, bool), 4)
     expected = [[0, 0, 1, 0], [0, 0, 1, 0], [1 / 3, 1 / 3, 0, 1 / 3], [0, 0, 1, 0]]
-    assert seen == pytest.approx(np.array(expected), abs=0.03)
+    assert frequencies == pytest.approx(np.array(expected), abs=0.03)
     assert set(tokens[:, 0]) == {2, 3}
 
 
@@ -197,7 +206,13 @@ def test_the_shakespeare_table_is_the_source_s():
 @shakespeare
 def test_five_triggers_are_the_five_most_frequent():
     symbols = bigrams_of(str(SHAKESPEARE), 5)
-    assert sorted(symbols.symbols[t] for t in symbols.triggers) == [" ", "a", "e", "o", "t"]
+    assert sorted(symbols.symbols[trigger] for trigger in symbols.triggers) == [
+        " ",
+        "a",
+        "e",
+        "o",
+        "t",
+    ]
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -225,10 +240,10 @@ def test_characters_are_the_tokens_of_the_tokenizer(tiny: str, tmp_path: Path):
         "bos_token_id": BYTE_BOS,
         "eos_token_id": BYTE_BOS,
     }
-    here, there = shard_of(tiny, alphabet="tokenizer", info=info), shard_of(tiny)
-    letters = np.array([ord(c) for c in " abcd"])
-    assert (here.tokens[:, 1:] == letters[there.tokens[:, 1:]]).all()
-    assert here.labels == there.labels
+    by_tokenizer, by_rank = shard_of(tiny, alphabet="tokenizer", info=info), shard_of(tiny)
+    letters = np.array([ord(character) for character in " abcd"])
+    assert (by_tokenizer.tokens[:, 1:] == letters[by_rank.tokens[:, 1:]]).all()
+    assert by_tokenizer.labels == by_rank.labels
 
 
 def test_the_bundled_table_is_the_card_s():
@@ -282,7 +297,10 @@ def test_the_bundled_model_takes_its_table():
             "input.mix: expected with variant = 'interpolate' only, got mix = None and variant = "
             "'interpolate'",
         ),
-        ({"variant": "interpolate", "mix": 1.1}, "input.mix: expected a probability, 0 to 1, got 1.1"),
+        (
+            {"variant": "interpolate", "mix": 1.1},
+            "input.mix: expected a probability, 0 to 1, got 1.1",
+        ),
         (
             {"family": "backcopy_test"},
             "n_ctx: backcopy_test has 3 tokens besides the beginning-of-sequence token, the "
@@ -293,11 +311,16 @@ def test_the_bundled_model_takes_its_table():
             "input.text: /nowhere/a.txt cannot be read (No such file or directory); expected a "
             "UTF-8 text file",
         ),
-        ({"text": BUNDLED_TEXT, "triggers": 2}, f"input.triggers: {BUNDLED_TEXT} has 3, got 2; leave it out"),
-        ({"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
-         f"input.alphabet: {BUNDLED_TEXT} has tokens and no characters; leave it out"),
+        (
+            {"text": BUNDLED_TEXT, "triggers": 2},
+            f"input.triggers: {BUNDLED_TEXT} has 3, got 2; leave it out",
+        ),
+        (
+            {"text": BUNDLED_TEXT, "alphabet": "tokenizer"},
+            f"input.alphabet: {BUNDLED_TEXT} has tokens and no characters; leave it out",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_task_that_does_not_fit_is_refused(tiny: str, options: dict[str, Any], message: str):
     with pytest.raises(HeadcountError) as caught:
         shard_of(

@@ -40,8 +40,8 @@ def test_tensors_of_many_sequences_follow_the_chain_of_one(variant: Any):
     together = torch.stack(
         follow(tensors, torch.from_numpy(places), torch.from_numpy(copied))
     ).numpy()
-    alone = [follow(chain, places[:, i], copied[:, i]) for i in range(7)]
-    assert together.T.tolist() == np.array(alone).tolist()
+    single_sequences = [follow(chain, places[:, i], copied[:, i]) for i in range(7)]
+    assert together.T.tolist() == np.array(single_sequences).tolist()
     assert np.isin(together, [0, 1, 2]).any()
 
 
@@ -58,8 +58,8 @@ def test_training_draws_the_input_family_behind_bos():
 
 def test_every_batch_is_fresh_and_a_seed_draws_the_same_again():
     first, second = islice(training.sequences(bigrams_of(BUNDLED_TEXT, 3), 4, 20, 7, "cpu"), 2)
-    again = next(training.sequences(bigrams_of(BUNDLED_TEXT, 3), 4, 20, 7, "cpu"))
-    assert first.tolist() == again.tolist() != second.tolist()
+    same_seed = next(training.sequences(bigrams_of(BUNDLED_TEXT, 3), 4, 20, 7, "cpu"))
+    assert first.tolist() == same_seed.tolist() != second.tolist()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -86,8 +86,8 @@ def test_the_recipe_gives_checkpoints_that_a_scan_takes(
     tokens = tokens_of(bigrams_of(BUNDLED_TEXT, 3), 4, 20).astype(np.int32)
     losses = []
     for step in steps:
-        found = measure(tmp_path / step, tokens, predictions=["losses"])
-        assert found.method.engine == "fused"
+        measurements = measure(tmp_path / step, tokens, predictions=["losses"])
+        assert measurements.method.engine == "fused"
         expected = definitions(tmp_path / step, tokens)
         for name in (
             "value_result_norm",
@@ -95,12 +95,16 @@ def test_the_recipe_gives_checkpoints_that_a_scan_takes(
             "sink_logit_spread",
             "sink_resid_post_top3",
         ):
-            np.testing.assert_allclose(found.heads[name], expected[name], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                measurements.heads[name], expected[name], rtol=1e-5, atol=1e-5
+            )
         model = GPT2LMHeadModel.from_pretrained(tmp_path / step)
         with torch.no_grad():
             logprobs = model(torch.from_numpy(tokens).long()).logits.log_softmax(-1)
         of_next = logprobs[:, :-1].gather(-1, torch.from_numpy(tokens).long()[:, 1:, None])[..., 0]
-        np.testing.assert_allclose(found.sequences["losses"][:, 1:], -of_next, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            measurements.sequences["losses"][:, 1:], -of_next, rtol=1e-5, atol=1e-5
+        )
         losses.append(-of_next.mean().item())
     assert losses[0] > losses[1] > losses[2]
     assert losses[0] - losses[2] > 0.5
@@ -114,30 +118,35 @@ def test_the_published_model_has_no_biases_in_linear_layers_and_an_output_of_its
     optimiser = training.make_optimiser(
         model, args.optimizer, training.LEARNING_RATES[args.optimizer]
     )
-    trained = {id(p) for group in optimiser.param_groups for p in group["params"]}
+    trained = {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
     biases = [
-        p
-        for name, p in model.named_parameters()
+        parameter
+        for name, parameter in model.named_parameters()
         if name.endswith(("c_attn.bias", "c_proj.bias", "c_fc.bias"))
     ]
     assert len(biases) == 3 * 4
-    assert not any(p.any() or id(p) in trained for p in biases)
+    assert not any(parameter.any() or id(parameter) in trained for parameter in biases)
     assert model.lm_head.weight is not model.transformer.wte.weight
     # Embedding, positions, output; four matrices of attention, eight of the MLP and two norms a
     # layer; the last norm.
-    d = args.dim
+    d_model = args.dim
     assert (
-        sum(p.numel() for p in trained_of(model))
-        == 67 * d + 256 * d + 67 * d + 3 * (12 * d * d + 4 * d) + 2 * d
+        sum(parameter.numel() for parameter in trained_of(model))
+        == 67 * d_model
+        + 256 * d_model
+        + 67 * d_model
+        + 3 * (12 * d_model * d_model + 4 * d_model)
+        + 2 * d_model
     )
-    assert {k: optimiser.defaults[k] for k in ("lr", "weight_decay", "betas", "eps")} == {
+    options = ("lr", "weight_decay", "betas", "eps")
+    assert {option: optimiser.defaults[option] for option in options} == {
         "lr": 3e-4, "weight_decay": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8,
     }  # fmt: skip
     assert (args.batch, args.length, args.steps, model.config.n_head) == (512, 256, 10_000, 1)
 
 
 def trained_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p for p in model.parameters() if p.requires_grad]
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def test_the_bundled_model_is_its_last_checkpoint():

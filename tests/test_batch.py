@@ -16,18 +16,18 @@ import torch
 
 from schemas.statistics import STATISTICS, Statistic
 from tests import toy_models as toy
-from workers.engine.number_formats import Products
+from workers.engine.number_formats import LinearProducts
 from workers.measurements.batch import measure_batch
 from workers.measurements.batch_size import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 
 
 def sizes_of(batch: BatchSize, seconds_of: dict[int, float], passes: int = 40) -> list[int]:
     """The sizes that are used one after another, where a pass of each size takes so long."""
-    used: list[int] = []
+    sizes: list[int] = []
     for _ in range(passes):
-        used.append(batch.size)
+        sizes.append(batch.size)
         batch.note(batch.size, seconds_of.get(batch.size, 0.01 * batch.size))
-    return list(dict.fromkeys(used))
+    return list(dict.fromkeys(sizes))
 
 
 def test_a_size_that_was_asked_for_stays() -> None:
@@ -84,23 +84,31 @@ def test_halving_is_for_good() -> None:
 def test_rows_do_not_depend_on_the_batches(tmp_path: Path, size: int | str) -> None:
     path = toy.save_model(tmp_path / "toy", toy.gpt2())
     tokens = toy.repeating_tokens(20, batch=7)
-    whole = toy.measure(path, tokens, batch_size=7)
-    parts = toy.measure(path, tokens, batch_size=size)
+    in_one_batch = toy.measure(path, tokens, batch_size=7)
+    in_batches = toy.measure(path, tokens, batch_size=size)
     for name in STATISTICS:
         np.testing.assert_allclose(
-            parts.heads[name], whole.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
+            in_batches.heads[name], in_one_batch.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
         )
-    for name, values in whole.sequences.items():
-        np.testing.assert_allclose(parts.sequences[name], values, rtol=1e-6, err_msg=name)
+    for name, values in in_one_batch.sequences.items():
+        np.testing.assert_allclose(in_batches.sequences[name], values, rtol=1e-6, err_msg=name)
 
 
 def with_parameters(function: Callable[..., Any]) -> Statistic:
     """A statistic that is in no registry."""
     parameters = tuple(inspect.signature(function).parameters)
     return Statistic(
-        name=function.__name__, compute=function, parameters=parameters, unit="", range=(0, 1), source="", meaning="",
-        formula="", chance=False, standard=True,
-    )  # fmt: skip
+        name=function.__name__,
+        compute=function,
+        parameters=parameters,
+        unit="",
+        range=(0, 1),
+        source="",
+        meaning="",
+        formula="",
+        chance=False,
+        standard=True,
+    )
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
@@ -134,12 +142,12 @@ def test_a_statistic_may_read_activations_from_both_ends_of_a_layer(
 def test_what_nobody_reads_later_is_forgotten_after_the_attention(tmp_path: Path) -> None:
     replica = toy.replica(toy.save_model(tmp_path / "toy", toy.gpt2()))
     tokens = torch.from_numpy(toy.repeating_tokens(12)).long()
-    seen: list[set[str]] = []
+    shown: list[set[str]] = []
     with torch.inference_mode():
         replica.engine.run(
-            tokens, {}, lambda _, activations: seen.append(set(activations)), {"resid_post", "q"}
+            tokens, {}, lambda _, activations: shown.append(set(activations)), {"resid_post", "q"}
         )
-    assert seen == [{"resid_pre", "pattern", "q", "k", "v", "z"}, {"q", "resid_post"}] * 3
+    assert shown == [{"resid_pre", "pattern", "q", "k", "v", "z"}, {"q", "resid_post"}] * 3
 
 
 @pytest.mark.parametrize(
@@ -149,43 +157,45 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
     tmp_path: Path, statistics: Any, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = toy.save_model(tmp_path / "toy", toy.gpt2())
-    replica, whole = toy.replica(path, statistics=statistics), toy.replica(path)
-    count: list[int] = []
+    replica, whole_replica = toy.replica(path, statistics=statistics), toy.replica(path)
+    calls: list[int] = []
 
     def counting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        count.append(1)
+        calls.append(1)
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: Products(counting))
+    monkeypatch.setattr(
+        "workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(counting)
+    )
     tokens = toy.repeating_tokens(12)
-    found = replica.measure(tokens)
-    assert len(count) == products
-    for name, values in found.heads.items():
-        np.testing.assert_array_equal(values, whole.measure(tokens).heads[name])
+    measured = replica.measure(tokens)
+    assert len(calls) == products
+    for name, values in measured.heads.items():
+        np.testing.assert_array_equal(values, whole_replica.measure(tokens).heads[name])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_when_memory_ends_the_batch_is_halved_and_nothing_is_lost(tmp_path: Path) -> None:
-    """A process that may not grow by more than 300 MB measures 64 sequences asked for in one batch."""
+    """A process that may grow by 120 MB at most measures 16 sequences, requested in one batch."""
     path = toy.save_model(tmp_path / "toy", toy.gpt2(n_positions=512, n_embd=256))
     script = f"""
         import resource
         import numpy as np
         from tests import toy_models as toy
         from pathlib import Path
-        replica = toy.replica(Path({str(path)!r}), batch_size=64)
-        tokens = toy.repeating_tokens(512, batch=64)
+        replica = toy.replica(Path({str(path)!r}), batch_size=16)
+        tokens = toy.repeating_tokens(512, batch=16)
         replica.measure(tokens[:1])
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 300_000_000,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 120_000_000,) * 2)
         heads = replica.measure(tokens).heads
-        assert 1 <= replica.batch.size < 64, replica.batch.size
+        assert 1 <= replica.batch.size < 16, replica.batch.size
         first = replica.measure(tokens[:1]).heads
-        assert all(len(v) == 64 for v in heads.values())
+        assert all(len(v) == 16 for v in heads.values())
         np.testing.assert_allclose(heads["entropy"][:1], first["entropy"], rtol=1e-5)
         print("halved to", replica.batch.size)
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
-    assert "halved to" in done.stdout, done.stderr[-2000:]
+    assert "halved to" in process.stdout, process.stderr[-2000:]

@@ -22,18 +22,18 @@ from workers.replica import InterventionMeasurements
 
 
 def repeated(period: int, first: bool, batch: int = 3, d_vocab: int = toy.D_VOCAB) -> np.ndarray:
-    """A block of random tokens twice, with or without a token before it."""
+    """A block of random tokens twice; with `first`, after one more token."""
     block = (
         np.random.default_rng(period).integers(2, d_vocab, size=(batch, period)).astype(np.int32)
     )
     return np.concatenate([block[:, :first] * 0, block, block], axis=1)
 
 
-def check(found: InterventionMeasurements, expected: Columns) -> None:
+def check_columns(measured: InterventionMeasurements, expected: Columns) -> None:
     for name, values in expected.items():
         scale = 1 if STATISTICS[name].range == (0, 1) else np.maximum(1, np.abs(values))
-        np.testing.assert_array_equal(np.isnan(found.heads[name]), np.isnan(values), name)
-        difference = np.nan_to_num(np.abs(found.heads[name] - values) / scale)
+        np.testing.assert_array_equal(np.isnan(measured.heads[name]), np.isnan(values), name)
+        difference = np.nan_to_num(np.abs(measured.heads[name] - values) / scale)
         assert difference.max() <= 1e-5, name
 
 
@@ -46,13 +46,13 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("period", "first"), [(2, False), (2, True), (13, True), (20, False)])
 def test_columns_equal_their_definitions(gpt2: Path, engine: str, period: int, first: bool) -> None:
     tokens = repeated(period, first)
-    check(toy.measure(gpt2, tokens, engine=engine), definitions(gpt2, tokens))
+    check_columns(toy.measure(gpt2, tokens, engine=engine), definitions(gpt2, tokens))
 
 
 def test_columns_of_a_trained_model_equal_their_definitions() -> None:
     path = find_model("bundled:gpt2-mini")
     tokens = repeated(100, True, d_vocab=256)
-    check(toy.measure(path, tokens), definitions(path, tokens))
+    check_columns(toy.measure(path, tokens), definitions(path, tokens))
 
 
 def test_raw_and_folded_weights_write_the_same_and_split_scores_differently(gpt2: Path) -> None:
@@ -97,14 +97,14 @@ def test_rotary_models_have_no_shift(tmp_path: Path) -> None:
     for name in ("LlamaConfig", "Qwen2Config"):
         path = toy.save_model(tmp_path / name, toy.family(name, num_key_value_heads=2))
         heads = toy.measure(path, repeated(10, True)).heads
-        shifted = {column for column, values in heads.items() if np.isnan(values).all()}
-        wanted = {
+        undefined = {column for column, values in heads.items() if np.isnan(values).all()}
+        of_shifts = {
             "score_shift",
             "sink_score_shift",
             "sink_score_shift_lead",
             "sink_shift_advantage",
         }
-        wanted |= {
+        of_shifts |= {
             "sink_score_advantage",
             "sink_mass_shift_only",
             "sink_mass_content_only",
@@ -114,7 +114,7 @@ def test_rotary_models_have_no_shift(tmp_path: Path) -> None:
             "other_position_cosine",
         }
         # These tokens have no labels.
-        assert shifted == wanted | {
+        assert undefined == of_shifts | {
             "sink_mass_triggers",
             "sink_mass_others",
             "previous_token_triggers",
@@ -146,19 +146,19 @@ def test_what_heads_write_is_what_the_model_adds_to_its_stream(tmp_path: Path) -
     assert (heads["head_result_norm"][..., 1:] == 0).all()
 
 
-def test_diagonals_are_undefined_where_no_block_is_repeated(gpt2: Path) -> None:
+def test_diagonals_are_undefined_without_a_repeated_block(gpt2: Path) -> None:
     tokens = repeated(6, True)
     tokens[1, 9] += 1 if tokens[1, 9] < toy.D_VOCAB - 1 else -1
     diagonals = [s for s in STATISTICS if s.endswith(("_diagonal", "_strict"))]
     assert len(diagonals) == 3
-    found = toy.measure(gpt2, tokens)
+    measured = toy.measure(gpt2, tokens)
     for name in diagonals:
-        assert np.isnan(found.heads[name]).all((1, 2)).tolist() == [False, True, False], name
-        assert np.isnan(found.sequences[f"chance_{name}"]).tolist() == [False, True, False], name
+        assert np.isnan(measured.heads[name]).all((1, 2)).tolist() == [False, True, False], name
+        assert np.isnan(measured.sequences[f"chance_{name}"]).tolist() == [False, True, False], name
         assert np.isnan(toy.measure(gpt2, repeated(1, True)).heads[name]).all()
 
 
-def test_the_seed_s_chance_level_of_strict_induction(gpt2: Path) -> None:
+def test_the_chance_level_of_strict_induction(gpt2: Path) -> None:
     chance = toy.measure(gpt2, repeated(19, True)).sequences
     keys = [1 / (q + 1) for q in range(20, 39)]
     np.testing.assert_allclose(chance["chance_induction_diagonal_strict"], np.mean(keys), rtol=1e-5)
@@ -166,7 +166,7 @@ def test_the_seed_s_chance_level_of_strict_induction(gpt2: Path) -> None:
     np.testing.assert_allclose(chance["chance_induction_diagonal"], whole, rtol=1e-5)
 
 
-def test_sql_s_part_of_the_catalogue_follows_from_columns(gpt2: Path) -> None:
+def test_formulas_of_the_catalogue_follow_from_columns(gpt2: Path) -> None:
     """TransformerLens's detector scores, from the docs' formulas: `mul` = Σ A∘D / ΣA, `abs` = 1 - T
     mean |A - D|.
     """

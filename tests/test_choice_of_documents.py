@@ -1,5 +1,5 @@
-"""Files of every ending, names of fields, and which documents of a corpus are taken, in which order:
-held against documents that the test chooses itself.
+"""Files of every ending, names of fields, and which documents of a corpus are taken in which order.
+Everything is compared with documents that the test chooses itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def as_array() -> bytes:
 
 def as_csv() -> bytes:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([("text", "dataset"), *((t, name or "") for t, name in ROWS)])
+    csv.writer(text).writerows(
+        [("text", "dataset"), *((document_text, name or "") for document_text, name in ROWS)]
+    )
     return text.getvalue().encode()
 
 
@@ -98,11 +100,11 @@ def test_a_file_reads_the_same_whatever_its_form(
     assert sequences.fates is not None
     assert sequences.fates.all == {"used": len(ROWS)}
     # And from the middle, as a run that goes on reads it.
-    alone = Sequences(
+    fresh_sequences = Sequences(
         sequences.scan.model_copy(update={"sequences_per_shard": 2}), info, sequences.index
     )
-    assert alone.shard(2).tokens.tolist() == cut([ROWS], "concat")[4:6]
-    assert all_origins(alone) == all_origins(sequences)
+    assert fresh_sequences.shard(2).tokens.tolist() == cut([ROWS], "concat")[4:6]
+    assert all_origins(fresh_sequences) == all_origins(sequences)
     assert set(all_origins(sequences)["pile_set_name"]) == {None, "ArXiv", "Pile-CC"}
 
 
@@ -211,8 +213,8 @@ def test_documents_are_taken_by_their_fields(
     assert taken(sequences) == expected
     assert all_origins(sequences)["row"] == expected
     assert sequences.fates is not None
-    other = {} if len(expected) == 30 else {"not asked for": 30 - len(expected)}
-    assert sequences.fates.all == {"used": len(expected)} | other
+    other_fates = {} if len(expected) == 30 else {"not asked for": 30 - len(expected)}
+    assert sequences.fates.all == {"used": len(expected)} | other_fates
 
 
 def test_what_no_document_fits_is_refused(tmp_path: Path, info: ModelInfo):
@@ -230,7 +232,7 @@ def test_shuffled_documents_have_one_order_however_they_are_sharded(
     tmp_path: Path, info: ModelInfo, form: str, per_shard: int, monkeypatch: pytest.MonkeyPatch
 ):
     # So small a window that a file is gone through several times.
-    monkeypatch.setattr(sequence_reader, "WINDOW", 200)
+    monkeypatch.setattr(sequence_reader, "TOKENS_IN_MEMORY", 200)
     file = write_fields(tmp_path, form)
     order = taken(choose(info, write_fields(tmp_path, "jsonl"), shuffle=5))
     assert sorted(order) == list(range(30))
@@ -239,8 +241,8 @@ def test_shuffled_documents_have_one_order_however_they_are_sharded(
     assert taken(sequences) == order
     assert all_origins(sequences)["row"] == order
     for number in reversed(range(sequences.shards)):
-        alone = Sequences(sequences.scan, info, sequences.index).shard(number).tokens
-        assert [int(bytes(ids[9:11])) for ids in alone.tolist()] == (
+        tokens_of_shard = Sequences(sequences.scan, info, sequences.index).shard(number).tokens
+        assert [int(bytes(ids[9:11])) for ids in tokens_of_shard.tolist()] == (
             order[number * per_shard : (number + 1) * per_shard]
         )
     assert taken(choose(info, file, shuffle=5, sequences=7)) == order[:7]
@@ -260,9 +262,13 @@ def test_shuffled_documents_of_several_files_are_joined_in_their_order(
     assert sequences.index is not None
     source, row = sequences.index.source.tolist(), sequences.index.row.tolist()
     assert sorted(zip(source, row, strict=True)) == [
-        (f, r) for f, n in enumerate((5, 1, 3)) for r in range(n)
+        (file_number, row_number)
+        for file_number, n_rows in enumerate((5, 1, 3))
+        for row_number in range(n_rows)
     ]
-    joined: list[Row] = [files[f][r] for f, r in zip(source, row, strict=True)]
+    joined: list[Row] = [
+        files[file_number][row_number] for file_number, row_number in zip(source, row, strict=True)
+    ]
     assert all_tokens(sequences) == cut([joined], "concat")
 
 
@@ -272,13 +278,13 @@ def test_skipped_documents_are_the_first_of_those_taken(tmp_path: Path, info: Mo
     assert taken(choose(info, file, skip=4)) == list(range(4, 30))
     github = {"pile_set_name": "Github"}
     assert taken(choose(info, file, skip=4, where=github)) == list(range(12, 30, 3))
-    both = choose(info, file, skip=4, shuffle=2, where=github)
-    assert taken(both) == taken(choose(info, file, shuffle=2, where=github))[4:]
-    assert both.fates is not None
-    assert both.fates.parts["Github"] == {"used": 6, "skipped": 4}
+    skipped_and_chosen = choose(info, file, skip=4, shuffle=2, where=github)
+    assert taken(skipped_and_chosen) == taken(choose(info, file, shuffle=2, where=github))[4:]
+    assert skipped_and_chosen.fates is not None
+    assert skipped_and_chosen.fates.parts["Github"] == {"used": 6, "skipped": 4}
     first = choose(info, file, shuffle=2, sequences=10)
-    rest = choose(info, file, shuffle=2, skip=10)
-    assert sorted(taken(first) + taken(rest)) == list(range(30))
+    without_first_ten = choose(info, file, shuffle=2, skip=10)
+    assert sorted(taken(first) + taken(without_first_ten)) == list(range(30))
 
 
 def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path, info: ModelInfo):
@@ -290,9 +296,15 @@ def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path, info: Mode
     index = sequences.index
     assert index is not None
     rows = index.row[index.n_tokens == BAD].tolist()
-    assert {r: index.problems[n] for n, r in zip(np.flatnonzero(index.n_tokens == BAD).tolist(), rows, strict=True)} == {
-        4: "invalid JSON", 17: "text is int, expected a string",
-    }  # fmt: skip
+    assert {
+        bad_row: index.problems[number]
+        for number, bad_row in zip(
+            np.flatnonzero(index.n_tokens == BAD).tolist(), rows, strict=True
+        )
+    } == {
+        4: "invalid JSON",
+        17: "text is int, expected a string",
+    }
     bad = [row for i in range(sequences.shards) for row in sequences.shard(i).bad_rows]
     assert sorted(bad) == [
         f"{file}, line 18 (text is int, expected a string)", f"{file}, line 5 (invalid JSON)",
@@ -390,19 +402,19 @@ def test_documents_that_are_known_are_not_tokenised_again(tmp_path: Path, info: 
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     sequences = open_corpus(info, path)
     write_jsonl(path, [*ROWS[:3], ("another text", None), *ROWS[4:]])
-    again = Sequences(sequences.scan, info)
-    seen: list[str] = []
-    encode_many = again.tokenizer.encode_many
+    with_known_index = Sequences(sequences.scan, info)
+    tokenised_texts: list[str] = []
+    encode_many = with_known_index.tokenizer.encode_many
 
     def watched(texts: list[str]) -> list[list[int]]:
-        seen.extend(texts)
+        tokenised_texts.extend(texts)
         return encode_many(texts)
 
-    again.tokenizer.encode_many = watched  # pyright: ignore[reportAttributeAccessIssue]
-    again.make_index(known=sequences.index)
-    assert seen == ["another text"]
-    assert again.index is not None
-    assert again.index.n_tokens.tolist() == [8, 3, 20, 12, 7, 8, 9, 30]
+    with_known_index.tokenizer.encode_many = watched  # pyright: ignore[reportAttributeAccessIssue]
+    with_known_index.make_index(known=sequences.index)
+    assert tokenised_texts == ["another text"]
+    assert with_known_index.index is not None
+    assert with_known_index.index.n_tokens.tolist() == [8, 3, 20, 12, 7, 8, 9, 30]
 
 
 def test_an_index_of_before_reads_as_it_was(tmp_path: Path, info: ModelInfo):

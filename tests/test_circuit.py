@@ -58,14 +58,16 @@ def moved(model: Model, text: str) -> torch.Tensor:
 def test_a_control_moves_a_weight_as_far_in_another_direction(
     model: Model, edit: str, control: str
 ) -> None:
-    there, *others = [moved(model, text) for text in (edit, control.format(0), control.format(1))]
-    for other in others:
-        torch.testing.assert_close(other.norm(dim=-1), there.norm(dim=-1))
-        rows = there.norm(dim=-1) > 0
-        cosine = torch.nn.functional.cosine_similarity(there[rows], other[rows], dim=-1)
+    edit_move, *control_moves = [
+        moved(model, text) for text in (edit, control.format(0), control.format(1))
+    ]
+    for control_move in control_moves:
+        torch.testing.assert_close(control_move.norm(dim=-1), edit_move.norm(dim=-1))
+        rows = edit_move.norm(dim=-1) > 0
+        cosine = torch.nn.functional.cosine_similarity(edit_move[rows], control_move[rows], dim=-1)
         assert cosine.abs().max() < 0.95
-    assert not torch.equal(*others)
-    assert torch.equal(moved(model, control.format(0)), others[0])
+    assert not torch.equal(*control_moves)
+    assert torch.equal(moved(model, control.format(0)), control_moves[0])
 
 
 def test_what_is_done_to_the_first_position_is_done_elsewhere(model: Model) -> None:
@@ -79,8 +81,8 @@ def test_what_is_done_to_the_first_position_is_done_elsewhere(model: Model) -> N
         assert torch.nonzero(rows).flatten().tolist() == [7]
     embed = torch.randn(2, 9, 32)
     first, fifth = (
-        toy.bound(t).edits(model).apply("embed", None, embed, {})
-        for t in ("zero_first_token", "zero_token(5)")
+        toy.bound(edit_text).edits(model).apply("embed", None, embed, {})
+        for edit_text in ("zero_first_token", "zero_token(5)")
     )
     assert torch.equal(first, embed * (torch.arange(9) != 0)[:, None])
     assert torch.equal(fifth, embed * (torch.arange(9) != 5)[:, None])
@@ -111,26 +113,28 @@ def test_cosines_of_effective_positions_equal_their_definitions(gpt2: Path, engi
     position = gpt.wpe.weight[:17]
     effective = position + gpt.h[0].mlp(position)
     tokens_alone = gpt.wte(torch.from_numpy(tokens).long())
-    after: list[torch.Tensor] = []
+    block_outputs: list[torch.Tensor] = []
     gpt.h[0].register_forward_hook(
-        lambda m, a, out: after.append(out[0] if isinstance(out, tuple) else out)
+        lambda module, arguments, output: block_outputs.append(
+            output[0] if isinstance(output, tuple) else output
+        )
     )
     with torch.no_grad():
         gpt(inputs_embeds=tokens_alone)
         # Positions are added inside; taken from the embeddings first, tokens are left alone.
         gpt(inputs_embeds=tokens_alone - position)
-    both = tokens_alone + position
+    embeddings = tokens_alone + position
     nets = {
-        "position_cosine_mlp": both
-        + gpt.h[0].mlp(both)
+        "position_cosine_mlp": embeddings
+        + gpt.h[0].mlp(embeddings)
         - tokens_alone
         - gpt.h[0].mlp(tokens_alone),
-        "position_cosine_layer": after[0] - after[1],
+        "position_cosine_layer": block_outputs[0] - block_outputs[1],
     }
-    found = toy.replica(gpt2, predictions=list(nets), engine=engine).measure(tokens).sequences
+    measured = toy.replica(gpt2, predictions=list(nets), engine=engine).measure(tokens).sequences
     for name, net in nets.items():
         expected = torch.nn.functional.cosine_similarity(effective.expand_as(net), net, dim=-1)
-        np.testing.assert_allclose(found[name], expected.detach(), atol=1e-5)
+        np.testing.assert_allclose(measured[name], expected.detach(), atol=1e-5)
 
 
 def test_what_every_output_may_read_is_computed_by_something() -> None:
@@ -144,13 +148,13 @@ def test_cosines_of_effective_positions_are_undefined_without_them(
     sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPTConfig" else {}
     path = toy.save_model(tmp_path / "model", toy.family(family, **sizes))
     outputs = ["position_cosine_mlp", "position_cosine_layer", "loss"]
-    found = toy.measure(
+    measured = toy.measure(
         path, toy.repeating_tokens(9, batch=2), predictions=outputs, engine="dense"
     ).sequences
     for name in outputs[:2]:
-        assert found[name].shape == (2, 9)
-        assert np.isnan(found[name]).all()
-    assert np.isfinite(found["loss"]).all()
+        assert measured[name].shape == (2, 9)
+        assert np.isnan(measured[name]).all()
+    assert np.isfinite(measured["loss"]).all()
 
 
 @pytest.mark.parametrize("folded", [False, True])
@@ -167,9 +171,9 @@ def test_effective_positions_of_a_hidden_or_folded_mlp_are_refused(
         ):
             replica.measure(toy.repeating_tokens(9), name)
     for name in ("zero_query_bias", "first_position_second"):
-        found = replica.measure(toy.repeating_tokens(9), name).heads
-        assert np.isnan(found["sink_position_cosine"]).all()
-        assert np.isfinite(found["sink_key_cosine"]).all()
+        measured = replica.measure(toy.repeating_tokens(9), name).heads
+        assert np.isnan(measured["sink_position_cosine"]).all()
+        assert np.isfinite(measured["sink_key_cosine"]).all()
 
 
 # The systems' views
@@ -199,7 +203,7 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
         edit: np.array([row[4] for row in rows if row[0] == edit]).reshape(9, 24) for edit in edits
     }
     band = {edit: values.mean(1) for edit, values in cells.items()}
-    found = {
+    effects_found = {
         row[0]: row[1:]
         for row in ask("SELECT intervention, mean, percent, change, standard_error FROM effect")
     }
@@ -207,7 +211,7 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
         change = band[edit] - band["none"]
         percent = 100 * band[edit].mean() / band["none"].mean()
         expected = (band[edit].mean(), percent, change.mean(), change.std(ddof=1) / 3)
-        np.testing.assert_allclose(found[edit], expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(effects_found[edit], expected, rtol=1e-9, atol=1e-12)
     (control,) = ask(
         "SELECT control, control_percent, control_standard_error "
         "FROM effects_and_controls WHERE intervention = 'zero_query_bias'"
@@ -215,12 +219,14 @@ def test_effects_are_paired_and_the_gini_coefficient_is_of_each_sequence(tmp_pat
     # Sums of rows in another order may differ in the last bit.
     assert control == (
         "random_query_bias",
-        *(pytest.approx(found["random_query_bias"][i], rel=1e-9) for i in (1, 3)),
+        *(pytest.approx(effects_found["random_query_bias"][i], rel=1e-9) for i in (1, 3)),
     )
     for edit, sequence, gini, above in ask("SELECT intervention, sequence, gini, above2 FROM band"):
-        x = np.sort(cells[edit][sequence])
-        differences = np.abs(x[:, None] - x).sum() / (2 * 24**2 * x.mean())
-        assert (gini, above) == (pytest.approx(differences, rel=1e-6), (x > 0.2).mean())
+        sorted_values = np.sort(cells[edit][sequence])
+        differences = np.abs(sorted_values[:, None] - sorted_values).sum() / (
+            2 * 24**2 * sorted_values.mean()
+        )
+        assert (gini, above) == (pytest.approx(differences, rel=1e-6), (sorted_values > 0.2).mean())
 
 
 def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: Path) -> None:
@@ -230,7 +236,7 @@ def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: 
     )
     inputs: list[torch.Tensor] = []
     for block in gpt.h:
-        block.ln_1.register_forward_hook(lambda m, a, out: inputs.append(out))
+        block.ln_1.register_forward_hook(lambda module, arguments, output: inputs.append(output))
     tokens = torch.tensor(
         [row[0] for row in ask("SELECT tokens FROM system_sequences ORDER BY sequence")]
     )
@@ -244,25 +250,27 @@ def test_percentiles_of_the_shifts_and_massive_coordinates_are_numpys(tmp_path: 
             for parts in zip(inputs, weights, biases, strict=True)
         ]
     ).detach()
-    lead = (shifts - shifts.amin(-1, keepdim=True)).flatten(1, 2).numpy()
+    margins = (shifts - shifts.amin(-1, keepdim=True)).flatten(1, 2).numpy()
     expected = np.stack(
-        [*np.percentile(lead, [10, 50, 90], axis=1), lead.mean(1), lead.std(1)], axis=-1
+        [*np.percentile(margins, [10, 50, 90], axis=1), margins.mean(1), margins.std(1)], axis=-1
     ).reshape(-1, 5)
-    found = ask("SELECT p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position")
-    np.testing.assert_allclose(np.array(found), expected, atol=1e-4)
+    percentiles_found = ask(
+        "SELECT p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, position"
+    )
+    np.testing.assert_allclose(np.array(percentiles_found), expected, atol=1e-4)
     first = (gpt.wpe.weight[0] + gpt.h[0].mlp(gpt.wpe.weight[:1])[0]).detach().numpy()
     size = np.abs(first)
     massive = {row[0] for row in ask("SELECT dimension FROM coordinates WHERE massive")}
     assert massive == set(np.flatnonzero(size > size.mean() + 3 * size.std()).tolist()) != set()
     coupling = np.stack(
         [
-            torch.einsum("dhe,he->hd", w, b).detach().numpy()
-            for w, b in zip(weights, biases, strict=True)
+            torch.einsum("dhe,he->hd", weight, bias).detach().numpy()
+            for weight, bias in zip(weights, biases, strict=True)
         ]
     )
-    ((mean, other),) = ask("SELECT massive, other FROM by_kind")
+    ((mean, other_mean),) = ask("SELECT massive, other FROM by_kind")
     assert mean == pytest.approx(np.abs(coupling[..., sorted(massive)]).mean(), rel=1e-6)
-    assert other == pytest.approx(
+    assert other_mean == pytest.approx(
         np.abs(np.delete(coupling, sorted(massive), axis=-1)).mean(), rel=1e-6
     )
 
@@ -275,19 +283,19 @@ def test_the_published_percentiles_of_the_shifts(tmp_path: Path) -> None:
     if not (texts.exists() and table.exists()):
         pytest.skip(f"{texts.name} and {table.name} are not here")
     ask = ask_system("sink_circuit_structure", model, tmp_path, f'texts.input.files="{texts}"')
-    found = ask(
+    percentiles_found = ask(
         "SELECT layer + 1, position, p10, p50, p90, mean, sd FROM percentiles ORDER BY layer, "
         "position"
     )
     np.testing.assert_allclose(
-        np.array(found), np.loadtxt(table, delimiter=",", skiprows=1), atol=0.01
+        np.array(percentiles_found), np.loadtxt(table, delimiter=",", skiprows=1), atol=0.01
     )
 
 
 def test_a_scan_with_sizes_is_of_those_models_alone(tmp_path: Path) -> None:
     system = systems()["sink_circuit_lengths"]
-    made = plan_system(system, "bundled:gpt2-mini", str(tmp_path))
-    assert [plan.scan.n_ctx for plan in made] == [40, 128, 256]
+    system_plan = plan_system(system, "bundled:gpt2-mini", str(tmp_path))
+    assert [plan.scan.n_ctx for plan in system_plan] == [40, 128, 256]
     longest = [
         scan["n_ctx"] for scan in system.scan.values() if scan.get("sizes") == [{"n_ctx": 1024}]
     ]

@@ -1,5 +1,6 @@
-"""The files that start clusters are what Ray takes, and are safe, cheap and pinned; nothing here
-starts Ray or needs a network.
+"""The files that start clusters are accepted by Ray, and are safe, cheap and pinned.
+
+Nothing here starts Ray or needs a network.
 """
 
 from __future__ import annotations
@@ -61,22 +62,25 @@ def code_blocks(page: str, language: str) -> list[str]:
 
 
 def cluster(name: str) -> dict[str, Any]:
-    """A cluster file as it is written; `gcp` is cluster.yaml with what docs/cluster.md says to
-    replace.
+    """A cluster file as it is written.
+
+    `gcp` is cluster.yaml with the keys that docs/cluster.md replaces.
     """
     if name != "gcp":
         return yaml.safe_load(text(name))
-    (replaced,) = code_blocks(text("docs/cluster.md"), "yaml")
-    return yaml.safe_load(text("cluster.yaml")) | yaml.safe_load(replaced)
+    (replacement,) = code_blocks(text("docs/cluster.md"), "yaml")
+    return yaml.safe_load(text("cluster.yaml")) | yaml.safe_load(replacement)
 
 
 def prepared(config: dict[str, Any]) -> dict[str, Any]:
-    """What `ray up` makes of a file before it asks a cloud: defaults filled in, checked against
-    Ray's schema.
+    """What `ray up` makes of a file before it asks a cloud.
+
+    Defaults are filled in, and the file is checked against Ray's schema.
     """
-    config = prepare_config(copy.deepcopy(config))
-    validate_config(config)
-    return config
+    # Ray changes the configuration that it is given.
+    complete = prepare_config(copy.deepcopy(config))
+    validate_config(complete)
+    return complete
 
 
 def rayjob() -> dict[str, Any]:
@@ -92,10 +96,13 @@ def pods() -> dict[str, dict[str, Any]]:
 
 
 def requirements() -> dict[str, Requirement]:
-    lines = [
-        line.partition("#")[0].strip() for line in text("deploy/requirements.txt").splitlines()
-    ]
-    return {canonicalize_name(r.name): r for r in (Requirement(line) for line in lines if line)}
+    by_name: dict[str, Requirement] = {}
+    for line in text("deploy/requirements.txt").splitlines():
+        specification = line.partition("#")[0].strip()
+        if specification:
+            requirement = Requirement(specification)
+            by_name[canonicalize_name(requirement.name)] = requirement
+    return by_name
 
 
 def pinned(requirement: Requirement) -> str:
@@ -109,7 +116,7 @@ def pinned(requirement: Requirement) -> str:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_ray_takes_a_cluster_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_accepts_a_cluster_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)  # Not needed for this much.
     assert prepared(cluster(name))["cluster_name"] == "headcount"
 
@@ -118,10 +125,10 @@ def test_ray_takes_a_cluster_file(name: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("place", [(), ("docker",), ("auth",)])
 def test_ray_refuses_a_cluster_file_with_a_typo(name: str, place: tuple[str, ...]) -> None:
     config = cluster(name)
-    inner = config
+    table = config
     for key in place:
-        inner = inner[key]
-    inner["idle_timeout_minuets"] = 5
+        table = table[key]
+    table["idle_timeout_minuets"] = 5
     with pytest.raises(jsonschema.ValidationError, match="idle_timeout_minuets"):
         prepared(config)
 
@@ -148,6 +155,7 @@ def test_nothing_is_paid_for_while_nothing_runs(name: str) -> None:
     config = prepared(cluster(name))
     types = config["available_node_types"]
     head = types.pop(config["head_node_type"])
+    # The head is not to be measured on, so it can be small; and it is paid for all the time.
     assert head["resources"] == {"CPU": 0}, "a replica or a reader could land on the head"
     assert re.findall("MarketType|SPOT", str(head)) == [], "a cluster ends with its head"
     (worker,) = types.values()
@@ -183,8 +191,10 @@ def test_a_cluster_file_brings_neither_our_code_nor_another_ray(name: str) -> No
     "path", ["cluster.yaml", "deploy/bare-machines.yaml", "deploy/rayjob.yaml", "docs/cluster.md"]
 )
 def test_no_file_holds_a_key(path: str) -> None:
-    secret = r"AKIA[0-9A-Z]{16}|PRIVATE KEY|(SECRET_ACCESS_KEY|AUTH_TOKEN|ACCESS_KEY_ID|SESSION_TOKEN)['\"]?\s*[:=]\s*['\"]?\w"
-    assert re.findall(secret, text(path)) == []
+    secret_names = "SECRET_ACCESS_KEY|AUTH_TOKEN|ACCESS_KEY_ID|SESSION_TOKEN"
+    assigned_secret = rf"({secret_names})['\"]?\s*[:=]\s*['\"]?\w"
+    secrets = rf"AKIA[0-9A-Z]{{16}}|PRIVATE KEY|{assigned_secret}"
+    assert re.findall(secrets, text(path)) == []
 
 
 def test_cluster_yaml_launches_on_a_simulated_ec2(
@@ -217,10 +227,8 @@ def test_cluster_yaml_launches_on_a_simulated_ec2(
             boto3.client("iam").create_instance_profile(InstanceProfileName=profile)
         provider = AWSNodeProvider(config["provider"], config["cluster_name"])
         for kind in ("head", "gpu"):
-            assert (
-                len(provider.create_node(nodes[kind]["node_config"], {"ray-node-type": kind}, 1))
-                == 1
-            )
+            tags = {"ray-node-type": kind}
+            assert len(provider.create_node(nodes[kind]["node_config"], tags, 1)) == 1
 
 
 # What KubeRay reads
@@ -231,17 +239,30 @@ def test_rayjob_is_a_rayjob_with_what_it_needs() -> None:
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", job["metadata"]["name"])
     spec = job["spec"]
+    # Kubernetes drops a key that it does not know, and says nothing.
     assert set(spec) <= {
-        "entrypoint", "runtimeEnvYAML", "submissionMode", "backoffLimit", "shutdownAfterJobFinishes",
-        "ttlSecondsAfterFinished", "activeDeadlineSeconds", "submitterConfig", "rayClusterSpec",
-    }  # fmt: skip
+        "entrypoint",
+        "runtimeEnvYAML",
+        "submissionMode",
+        "backoffLimit",
+        "shutdownAfterJobFinishes",
+        "ttlSecondsAfterFinished",
+        "activeDeadlineSeconds",
+        "submitterConfig",
+        "rayClusterSpec",
+    }
     assert spec["shutdownAfterJobFinishes"] is True
     assert spec["ttlSecondsAfterFinished"] > 0
     assert spec["backoffLimit"] >= 1, "a lost head is tried again"
     ray_cluster = spec["rayClusterSpec"]
     assert set(ray_cluster) <= {
-        "rayVersion", "authOptions", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec", "workerGroupSpecs",
-    }  # fmt: skip
+        "rayVersion",
+        "authOptions",
+        "enableInTreeAutoscaling",
+        "autoscalerOptions",
+        "headGroupSpec",
+        "workerGroupSpecs",
+    }
     assert ray_cluster["authOptions"] == {"mode": "token"}
     assert ray_cluster["enableInTreeAutoscaling"] is True
 

@@ -1,4 +1,4 @@
-"""Compaction changes where rows lie and nothing else, whenever it is killed."""
+"""Compaction changes only where rows lie, even if it is killed at any moment."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ Rows = dict[str, pa.Table]
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Stands for the death of the process; no handler of Exception catches it."""
 
 
 def entropy(row: Row) -> float | None:
-    """Every third is NULL; the others need every bit."""
+    """Every third value is NULL; the others need all bits of a float32."""
     number = ((row.sequence * LAYERS + row.layer) * HEADS + row.head) * 2 + INTERVENTIONS.index(
         row.intervention
     )
@@ -57,7 +57,7 @@ def entropy(row: Row) -> float | None:
 
 
 def sink_mass(row: Row) -> float | None:
-    """Zeros of both signs, and the smallest number there is."""
+    """Zeros of both signs, and the smallest positive float32."""
     return (0.0, -0.0, float(np.float32(1e-45)))[(row.sequence + row.head) % 3]
 
 
@@ -85,24 +85,33 @@ WEIGHTS: list[Entry] = [
 ]
 
 
-def toy(out: Path, **options: Any) -> RunDirectory:
+def write_toy_run(out: Path, **options: Any) -> RunDirectory:
     """A small run."""
     columns = {"entropy": entropy, "sink_mass": sink_mass, "match_coverage": lambda row: None}
     return write_run(
-        out, "toy-1", columns, layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
-        interventions=INTERVENTIONS, pile_sets=("Github", None), profiles=profiles, weights=WEIGHTS,
+        out,
+        "toy-1",
+        columns,
+        layers=LAYERS,
+        heads=HEADS,
+        sequences=SHARDS * PER_SHARD,
+        per_shard=PER_SHARD,
+        interventions=INTERVENTIONS,
+        pile_sets=("Github", None),
+        profiles=profiles,
+        weights=WEIGHTS,
         **options,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return toy(tmp_path_factory.mktemp("original"))
+    return write_toy_run(tmp_path_factory.mktemp("original"))
 
 
 @pytest.fixture(scope="module")
 def expected(original: RunDirectory) -> Rows:
-    return read(original)
+    return read_rows(original)
 
 
 @pytest.fixture
@@ -114,11 +123,11 @@ def copy_of(run: RunDirectory, out: Path) -> RunDirectory:
     return RunDirectory(Path(shutil.copytree(local(run.path), out / run.path.name)))
 
 
-def opened(run: RunDirectory, path: str) -> pq.ParquetFile:
+def open_parquet(run: RunDirectory, path: str) -> pq.ParquetFile:
     return pq.ParquetFile(io.BytesIO((run.path / path).read_bytes()))
 
 
-def read(run: RunDirectory) -> Rows:
+def read_rows(run: RunDirectory) -> Rows:
     """Every row that counts of every table, by its keys."""
     ledger = run.ledger()
     check_merged(ledger)
@@ -130,7 +139,7 @@ def read(run: RunDirectory) -> Rows:
             if not mine:
                 continue
             joined = pa.concat_tables(
-                [opened(run, path).read() for path in dict.fromkeys(f["path"] for f in mine)]
+                [open_parquet(run, path).read() for path in dict.fromkeys(f["path"] for f in mine)]
             )
             assert joined.num_rows == sum(f["rows"] for f in mine)
             keys = [(key, "ascending") for key in TABLES[table].order]
@@ -138,19 +147,21 @@ def read(run: RunDirectory) -> Rows:
     return tables
 
 
-def same(found: Rows, expected: Rows) -> bool:
-    """Whether all is the same to the last bit, descriptions and NULLs included."""
+def same_rows(actual: Rows, expected: Rows) -> bool:
+    """Whether two sets of rows are the same to the last bit, with descriptions and NULLs."""
     return all(
         a.schema.equals(b.schema, check_metadata=True)
         and a.equals(b)
         and all(
-            bits(a[f.name]) == bits(b[f.name]) for f in a.schema if pa.types.is_floating(f.type)
+            bits_of(a[f.name]) == bits_of(b[f.name])
+            for f in a.schema
+            if pa.types.is_floating(f.type)
         )
-        for a, b in ((found[name], expected[name]) for name in expected)
+        for a, b in ((actual[name], expected[name]) for name in expected)
     )
 
 
-def bits(column: pa.ChunkedArray) -> bytes:
+def bits_of(column: pa.ChunkedArray) -> bytes:
     return column.fill_null(0).to_numpy().tobytes()
 
 
@@ -164,7 +175,7 @@ def ledger_files(run: RunDirectory) -> list[str]:
 
 
 def assert_tidy(run: RunDirectory) -> None:
-    """Every file is one that a commit refers to, and the ledger is one fold."""
+    """Check that a commit refers to every file, and that the ledger is one fold."""
     assert data_files(run) == sorted(
         {file.path for commit in run.commits() for file in commit.files}
     )
@@ -179,7 +190,7 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
     commits = list(run.commits())
     done = compact(run, GROUPS)
     assert (done.before.files, done.after.files, done.problems) == (SHARDS * 7 + 1, 3 * 6 + 2, [])
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     assert_tidy(run)
     hidden = {"files": []}
     assert [c.model_copy(update=hidden) for c in run.commits()] == [
@@ -191,24 +202,23 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
     assert len(shapes) == len(data_files(run))
     for file in (f for c in run.commits() for f in c.files if f.shards > 1):
         assert file.bytes == (local(run.path) / file.path).stat().st_size
-        table, keys = opened(run, file.path).read(), TABLES[file.table].order
+        table, keys = open_parquet(run, file.path).read(), TABLES[file.table].order
         assert table.equals(table.sort_by([(key, "ascending") for key in keys]))
 
 
 def test_a_bare_glob_counts_each_row_once(run: RunDirectory) -> None:
     compact(run, GROUPS)
-    sql = "SELECT intervention, count(*), count(DISTINCT (sequence, layer, head)) FROM '{}' GROUP BY 1 ORDER BY 1"
-    found = (
-        duckdb.connect()
-        .execute(sql.format(local(run.path) / "heads" / "*" / "*.parquet"))
-        .fetchall()
+    files = local(run.path) / "heads" / "*" / "*.parquet"
+    sql = (
+        "SELECT intervention, count(*), count(DISTINCT (sequence, layer, head)) "
+        f"FROM '{files}' GROUP BY 1 ORDER BY 1"
     )
-    assert found == [
+    assert duckdb.connect().execute(sql).fetchall() == [
         (intervention, SHARDS * SHARD, SHARDS * SHARD) for intervention in INTERVENTIONS
     ]
 
 
-def test_a_query_on_one_head_passes_over_the_other_row_groups(
+def test_a_query_on_one_head_skips_the_other_row_groups(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compacting, "ROW_GROUP", SHARDS * PER_SHARD)
@@ -225,8 +235,8 @@ def test_compacting_again_changes_nothing(run: RunDirectory) -> None:
     assert {file: file.stat().st_mtime_ns for file in local(run.path).rglob("*.*")} == before
 
 
-def changes(monkeypatch: pytest.MonkeyPatch, allowed: int | None) -> Callable[[], int]:
-    """Count what appears and disappears on the disk; after `allowed` changes the process is dead."""
+def count_changes(monkeypatch: pytest.MonkeyPatch, allowed: int | None) -> Callable[[], int]:
+    """Count the changes on the disk; after `allowed` changes the process is killed."""
     count = 0
     replace, unlink = os.replace, Path.unlink
 
@@ -250,10 +260,10 @@ def changes(monkeypatch: pytest.MonkeyPatch, allowed: int | None) -> Callable[[]
     return lambda: count
 
 
-def killed(run: RunDirectory, after: int, rows: int) -> bool:
-    """Compact a run, and say whether it was killed before the end."""
+def compact_until_killed(run: RunDirectory, after: int, rows: int) -> bool:
+    """Compact a run; True if it was killed before the end."""
     with pytest.MonkeyPatch.context() as patch:
-        changes(patch, after)
+        count_changes(patch, after)
         try:
             compact(run, rows)
         except Killed:
@@ -274,32 +284,34 @@ def test_killed_after_any_change_all_rows_count_once_and_the_next_compaction_end
         (tmp_path / f"{number}.json").rename(local(begun.commit_file(number)))
     whole = copy_of(begun, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
-        count = changes(patch, None)
+        count = count_changes(patch, None)
         compact(whole, 4 * SHARD)
     assert_tidy(whole)
     assert count() > 20
     for after in range(count()):
         run = copy_of(begun, tmp_path / f"killed-{after}")
-        assert killed(run, after, 4 * SHARD)
-        assert same(read(run), expected), after
+        assert compact_until_killed(run, after, 4 * SHARD)
+        assert same_rows(read_rows(run), expected), after
         compact(run, 4 * SHARD)
-        assert same(read(run), expected), after
+        assert same_rows(read_rows(run), expected), after
         assert_tidy(run)
 
 
-def test_killed_again_and_again_it_comes_to_an_end(run: RunDirectory, expected: Rows) -> None:
+def test_a_compaction_that_is_killed_repeatedly_still_ends(
+    run: RunDirectory, expected: Rows
+) -> None:
     # Fifteen changes: to delete what another death left, and to merge a group.
     deaths = 0
-    while killed(run, 15, GROUPS):
-        assert same(read(run), expected), deaths
+    while compact_until_killed(run, 15, GROUPS):
+        assert same_rows(read_rows(run), expected), deaths
         deaths += 1
         assert deaths < 10
     assert deaths > 2
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     assert_tidy(run)
 
 
-def test_a_run_goes_on_after_it_was_compacted(
+def test_a_compacted_run_can_be_continued(
     run: RunDirectory, original: RunDirectory, expected: Rows
 ) -> None:
     for shard in (1, 2, 6):
@@ -312,9 +324,9 @@ def test_a_run_goes_on_after_it_was_compacted(
     assert [c.shard for c in run.commits()] == [0, 3, 4, 5]
     for shard in (1, 2, 6):
         shutil.copy(local(original.commit_file(shard)), local(run.commits_directory))
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     compact(run, GROUPS)
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     assert_tidy(run)
     kept = set(first) & set(data_files(run))
     assert [re.sub("-[0-9a-f]{8}[.]", ".", path) for path in sorted(kept) if "merged" in path] == [
@@ -324,7 +336,7 @@ def test_a_run_goes_on_after_it_was_compacted(
     ]
 
 
-def test_what_a_late_replica_leaves_is_deleted(
+def test_files_of_a_late_replica_are_deleted(
     run: RunDirectory, original: RunDirectory, expected: Rows
 ) -> None:
     compact(run, GROUPS)
@@ -332,9 +344,9 @@ def test_what_a_late_replica_leaves_is_deleted(
     (local(run.path) / "heads/intervention=none/.shard-000001.parquet.1a2b.tmp").write_bytes(
         b"PAR1 half"
     )
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     compact(run, GROUPS)
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     assert_tidy(run)
 
 
@@ -357,11 +369,11 @@ def test_shards_that_were_taken_back_and_measured_again_are_merged(
         for path in [*paths, f"commits/shard-{shard:06d}.json"]:
             shutil.copy(local(original.path) / path, local(run.path) / path)
     compact(run, GROUPS)
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     assert_tidy(run)
 
 
-def damage(run: RunDirectory, how: str) -> Path:
+def damage_file(run: RunDirectory, how: str) -> Path:
     file = local(run.data_file("sequences", "none", 4))
     content = bytearray(file.read_bytes())
     if how == "cut":
@@ -385,7 +397,7 @@ def damage(run: RunDirectory, how: str) -> Path:
 def test_a_damaged_file_is_left_and_reported(
     how: str, problem: str, run: RunDirectory, original: RunDirectory, expected: Rows
 ) -> None:
-    file = damage(run, how)
+    file = damage_file(run, how)
     left, commit = file.read_bytes(), local(run.commit_file(4)).read_bytes()
     (found,) = compact(run, 4 * SHARD).problems
     assert re.fullmatch(
@@ -398,7 +410,7 @@ def test_a_damaged_file_is_left_and_reported(
     assert len(data_files(run)) == 6 * 3 + 1
     shutil.copy(local(original.path) / file.relative_to(local(run.path)), file)
     assert compact(run, 4 * SHARD).problems == []
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     assert_tidy(run)
 
 
@@ -417,24 +429,26 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
     ):
         check_merged(run.ledger())
     compact(run, GROUPS)
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     assert_tidy(run)
 
 
-def test_a_run_that_someone_is_at_work_on_is_refused(run: RunDirectory) -> None:
+def test_a_run_in_use_is_refused(run: RunDirectory) -> None:
     with locked(run), pytest.raises(RunError, match="another process is at work on this run"):
         compact(run)
 
 
-def test_the_command(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_files_and_sizes(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(local(run.path))
     done = CliRunner().invoke(app, ["compact", ".", "--rows", str(GROUPS)])
     assert done.exit_code == 0
     assert re.search(r"toy-1: 50 files are now 20, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
 
 
-def test_the_command_fails_where_a_file_is_damaged(run: RunDirectory) -> None:
-    damage(run, "cut")
+def test_the_command_fails_if_a_file_is_damaged(run: RunDirectory) -> None:
+    damage_file(run, "cut")
     done = CliRunner().invoke(app, ["compact", str(run.path)])
     assert isinstance(done.exception, RunError)
     assert str(done.exception).startswith(
@@ -468,6 +482,6 @@ def test_in_a_store_it_is_the_same(
         run.path / "heads/intervention=none/merged-000000-000002-1a2b3c4d.parquet", b"of a dead one"
     )
     assert compact(run, GROUPS).after.files == 20
-    assert same(read(run), expected)
+    assert same_rows(read_rows(run), expected)
     assert len(list(places.names(run.path / "heads/intervention=none"))) == 3
     assert len(list(places.names(run.commits_directory))) == 1

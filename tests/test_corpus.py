@@ -107,8 +107,10 @@ def test_shards_read_in_any_order_or_alone_give_the_same_sequences(
     for number in [*reversed(range(sequences.shards)), 1, 0, 2, 2]:
         assert sequences.shard(number).tokens.tolist() == expected[2 * number : 2 * number + 2]
     for number in range(sequences.shards):
-        alone = Sequences(sequences.scan, info, sequences.index)
-        assert alone.shard(number).tokens.tolist() == expected[2 * number : 2 * number + 2]
+        fresh_sequences = Sequences(sequences.scan, info, sequences.index)
+        assert (
+            fresh_sequences.shard(number).tokens.tolist() == expected[2 * number : 2 * number + 2]
+        )
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
@@ -120,11 +122,11 @@ def test_the_origin_leads_back_to_the_tokens(
     rows = {str(path): rows for path, rows in zip(three_files, THREE_FILES, strict=True)}
     for i, ids in enumerate(all_tokens(sequences)):
         file, row, offset = (origins[key][i] for key in ("file", "row", "offset"))
-        rest = rows[file][row:]
-        joined = [token for text, _ in rest for token in [*text.encode(), BYTE_BOS]]
+        rows_from_here = rows[file][row:]
+        joined = [token for text, _ in rows_from_here for token in [*text.encode(), BYTE_BOS]]
         assert joined[offset : offset + LENGTH] == ids
-        assert offset <= len(rest[0][0].encode())
-        assert origins["pile_set_name"][i] == rest[0][1]
+        assert offset <= len(rows_from_here[0][0].encode())
+        assert origins["pile_set_name"][i] == rows_from_here[0][1]
 
 
 def test_the_origin_by_hand(three_files: list[Path], info: ModelInfo):
@@ -172,12 +174,12 @@ def test_the_index_survives_its_file(three_files: list[Path], info: ModelInfo, t
     sequences = open_corpus(info, three_files)
     assert sequences.index is not None
     (tmp_path / "index.parquet").write_bytes(sequences.index.to_parquet())
-    read = Index.read(tmp_path / "index.parquet")
+    index_read = Index.read(tmp_path / "index.parquet")
     assert problems(sequences) == [f"{three_files[1]}, line 1 (invalid JSON)"]
-    assert read.problems == sequences.index.problems
+    assert index_read.problems == sequences.index.problems
     for name in ("source", "row", "n_tokens", "content", "offset", "part"):
-        assert getattr(read, name).tolist() == getattr(sequences.index, name).tolist()
-    assert all_tokens(Sequences(sequences.scan, info, read)) == all_tokens(sequences)
+        assert getattr(index_read, name).tolist() == getattr(sequences.index, name).tolist()
+    assert all_tokens(Sequences(sequences.scan, info, index_read)) == all_tokens(sequences)
 
 
 # Formats
@@ -188,11 +190,13 @@ ROWS = documents(3, 6, 20, 1, 5, 8, 9, 30)
 
 def test_a_zst_file_of_one_frame_or_many_reads_like_the_plain_file(tmp_path: Path, info: ModelInfo):
     content = plain_bytes(ROWS)
-    one = write_zst(tmp_path / "one.jsonl.zst", content)
+    one_frame = write_zst(tmp_path / "one.jsonl.zst", content)
     # Frames may end inside a line, inside a character, and hold nothing.
     places = [0, 1, 30, 30, content.rindex("ä".encode()) + 1, len(content)]
-    many = write_zst(tmp_path / "many.jsonl.zst", *(content[a:b] for a, b in pairwise(places)))
-    for path in (one, many):
+    many_frames = write_zst(
+        tmp_path / "many.jsonl.zst", *(content[start:stop] for start, stop in pairwise(places))
+    )
+    for path in (one_frame, many_frames):
         assert all_tokens(open_corpus(info, path, "concat")) == cut([ROWS], "concat")
 
 
@@ -322,8 +326,8 @@ def test_files_come_in_the_order_of_their_names_whatever_the_order_asked(
         (tmp_path / folder).mkdir(exist_ok=True)
         write_jsonl(tmp_path / folder / f"{name}.jsonl", [(f"{name} and more", folder)])
     for files in (["b/*", "a/*"], ["a/1*", "b/10*", "a/2*", "b/0*"], ["**/*.jsonl"]):
-        origins = all_origins(open_corpus(info, [tmp_path / f for f in files]))
-        assert [Path(f).relative_to(tmp_path).as_posix() for f in origins["file"]] == [
+        origins = all_origins(open_corpus(info, [tmp_path / file for file in files]))
+        assert [Path(file).relative_to(tmp_path).as_posix() for file in origins["file"]] == [
             "b/0.jsonl", "a/1.jsonl", "b/10.jsonl", "a/2.jsonl",
         ]  # fmt: skip
 
@@ -368,9 +372,9 @@ def test_line_ends_blank_lines_and_a_missing_last_line_end_change_nothing(
         "mark": "\ufeff" + "\n".join(lines),
     }
     for name, content in variants.items():
-        plain = tmp_path / f"{name}.jsonl"
-        plain.write_bytes(content.encode())
-        for path in (plain, write_zst(tmp_path / f"{name}.jsonl.zst", content.encode())):
+        plain_file = tmp_path / f"{name}.jsonl"
+        plain_file.write_bytes(content.encode())
+        for path in (plain_file, write_zst(tmp_path / f"{name}.jsonl.zst", content.encode())):
             sequences = open_corpus(info, path, "concat")
             assert all_tokens(sequences) == cut([ROWS], "concat"), name
             assert problems(sequences) == []
@@ -389,7 +393,7 @@ def test_a_line_of_two_megabytes(tmp_path: Path, info: ModelInfo):
         write_jsonl(tmp_path / "a.jsonl", rows),
         write_zst(tmp_path / "a.jsonl.zst", plain_bytes(rows)),
     ):
-        assert [d.text for d in Source("jsonl", str(path), 0).documents()] == [
+        assert [document.text for document in Source("jsonl", str(path), 0).documents()] == [
             text for text, _ in rows
         ]
     sequences = open_corpus(
@@ -471,20 +475,20 @@ def test_a_corpus_with_too_large_a_share_of_bad_rows_is_refused(
     if advice is None:
         assert all_tokens(open_corpus(info, path, **changes)) == cut([rows], "document")
         return
-    named = ", ".join(f"{path}, line {i + 1} (invalid JSON)" for i in range(bad))
+    bad_places = ", ".join(f"{path}, line {i + 1} (invalid JSON)" for i in range(bad))
     assert problem_of(info, path, **changes) == (
-        f"input: {bad} of {good + bad} documents are bad, more than bad_rows = {share:g}: {named}; "
-        f"mend or remove them, or leave them out: --set bad_rows={advice}"
+        f"input: {bad} of {good + bad} documents are bad, more than bad_rows = {share:g}: "
+        f"{bad_places}; mend or remove them, or leave them out: --set bad_rows={advice}"
     )
 
 
 def test_too_many_bad_rows_in_a_row_end_the_reading(tmp_path: Path, info: ModelInfo):
     good = [line.encode() for line in as_json(documents(*[8] * 3000))]
     path = write_lines(tmp_path / "a.jsonl", [*good[:10], *[b"{"] * 6, *good[10:]])
-    named = ", ".join(f"{path}, line {i} (invalid JSON)" for i in (11, 12, 13))
+    bad_places = ", ".join(f"{path}, line {i} (invalid JSON)" for i in (11, 12, 13))
     assert problem_of(info, path, bad_rows_in_a_row=5) == (
-        f"input: more than 5 documents in a row are bad: {named} …; mend or remove them, or leave "
-        "them out: --set bad_rows_in_a_row=50"
+        f"input: more than 5 documents in a row are bad: {bad_places} …; mend or remove them, or "
+        "leave them out: --set bad_rows_in_a_row=50"
     )
     sequences = open_corpus(info, path, bad_rows_in_a_row=6)
     assert len(sequences) == 3000
@@ -738,10 +742,10 @@ def test_a_corpus_that_is_too_small_says_what_it_holds(
 ):
     path = write_jsonl(tmp_path / "a.jsonl", documents(*lengths))
     packing = changes.get("packing", "document")
-    what = f"sequences of 6 tokens of text ({packing} packing),"
+    described = f"sequences of 6 tokens of text ({packing} packing),"
     advice = "; lower n_ctx or sequences" + ("" if packing == "concat" else ", or pack with concat")
     assert problem_of(info, path, **changes) == (
-        f"input: the corpus holds {line.replace('sequences,', what)}{advice}"
+        f"input: the corpus holds {line.replace('sequences,', described)}{advice}"
     )
 
 
@@ -883,7 +887,10 @@ def test_a_csv_file_that_is_none_is_one_line(
 
 def test_csv_texts_are_csv_files(tmp_path: Path, info: ModelInfo):
     (tmp_path / "a.txt").write_text("abcdefgh")
-    expected = f"{tmp_path / 'a.txt'}: expected a file that ends in .csv; those of text may also be packed (.zst, .gz)"
+    expected = (
+        f"{tmp_path / 'a.txt'}: expected a file that ends in .csv; those of text may "
+        "also be packed (.zst, .gz)"
+    )
     assert problem_of(info, tmp_path / "a.txt", family="csv_texts") == expected
 
 
@@ -909,19 +916,24 @@ def test_the_published_texts_are_300_sequences_of_40_tokens():
 def test_shuffled_text_has_the_tokens_of_the_text_in_another_order(
     three_files: list[Path], info: ModelInfo, packing: str
 ):
-    plain = open_corpus(info, three_files, packing, n_ctx=20)
+    in_order = open_corpus(info, three_files, packing, n_ctx=20)
     shuffled = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text")
     assert [sorted(ids) for ids in all_tokens(shuffled)] == [
-        sorted(ids) for ids in all_tokens(plain)
+        sorted(ids) for ids in all_tokens(in_order)
     ]
-    assert all(a != b for a, b in zip(all_tokens(shuffled), all_tokens(plain), strict=True))
-    assert all_origins(shuffled) == all_origins(plain)
+    assert all(
+        tokens_shuffled != tokens_in_order
+        for tokens_shuffled, tokens_in_order in zip(
+            all_tokens(shuffled), all_tokens(in_order), strict=True
+        )
+    )
+    assert all_origins(shuffled) == all_origins(in_order)
     parts = open_corpus(
         info, three_files, packing, n_ctx=20, family="shuffled_text", sequences_per_shard=2
     )
     assert all_tokens(parts) == all_tokens(shuffled)
-    other = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text", seed=1)
-    assert all_tokens(other) != all_tokens(shuffled)
+    other_seed = open_corpus(info, three_files, packing, n_ctx=20, family="shuffled_text", seed=1)
+    assert all_tokens(other_seed) != all_tokens(shuffled)
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
@@ -931,7 +943,7 @@ def test_repeated_text_is_a_chunk_over_and_over(
 ):
     options = {
         "family": "repeated_text",
-        "files": [str(f) for f in three_files],
+        "files": [str(file) for file in three_files],
         "packing": packing,
         "chunk": 6,
     }

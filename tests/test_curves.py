@@ -43,18 +43,19 @@ def tokens() -> np.ndarray:
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 def test_the_mean_of_a_curve_is_its_profile(model: Path, tokens: np.ndarray, engine: str) -> None:
-    asked = {
+    fields = {
         "statistics": ["sink_alpha"],
         "engine": engine,
         "curves": CURVES,
         "profiles": CURVES,
         "batch_size": 2,
     }
-    found = toy.measure(model, tokens, **asked)
-    assert set(found.tables["curves"]) == set(CURVES)
-    for name, aggregate in found.means["profiles"].items():
-        assert found.tables["curves"][name].shape == (5, 3, 4, T)
-        mean = found.tables["curves"][name].astype(np.float64).mean(0)
+    measured = toy.measure(model, tokens, **fields)
+    assert set(measured.tables["curves"]) == set(CURVES)
+    for name, aggregate in measured.means["profiles"].items():
+        assert measured.tables["curves"][name].shape == (5, 3, 4, T)
+        mean = measured.tables["curves"][name].astype(np.float64).mean(0)
+        # Means of what heads share have no axis of heads; curves always do.
         shared = aggregate.mean[:, None] if aggregate.mean.ndim == 2 else aggregate.mean
         np.testing.assert_allclose(mean, np.broadcast_to(shared, mean.shape), rtol=1e-5, atol=1e-6)
 
@@ -62,25 +63,32 @@ def test_the_mean_of_a_curve_is_its_profile(model: Path, tokens: np.ndarray, eng
 def test_a_curve_of_one_sequence_has_that_sequence_s_numbers(
     model: Path, tokens: np.ndarray
 ) -> None:
-    found = toy.measure(
+    measured = toy.measure(
         model, tokens, statistics=["sink_alpha"], curves=["sink_attention_by_query"]
     )
-    curve = found.tables["curves"]["sink_attention_by_query"]
+    curve = measured.tables["curves"]["sink_attention_by_query"]
     np.testing.assert_allclose(curve[..., 0], 1, atol=1e-6)
-    np.testing.assert_allclose(curve.mean(-1), found.heads["sink_alpha"], atol=1e-6)
+    np.testing.assert_allclose(curve.mean(-1), measured.heads["sink_alpha"], atol=1e-6)
 
 
 def begin(out: Path, model: Path, **changes: Any) -> Plan:
     fields = {
-        "model": str(model), "n_ctx": T, "sequences": 8, "sequences_per_shard": 3, "input": {"family": "uniform_random"},
-        "interventions": ["none", "zero_query_bias"], "curves": CURVES, "statistics": ["sink_alpha"], "out": str(out),
-    }  # fmt: skip
-    made = make_plan(parse_scan(fields | changes), "toy")
-    prepare_run(made, "")
-    replica = Replica(made.info, made.scan, "cpu")
-    for shard in missing_shards(made).tolist():
-        run_shard(replica, made.run, made.sequences.shard(shard))
-    return made
+        "model": str(model),
+        "out": str(out),
+        "n_ctx": T,
+        "sequences": 8,
+        "sequences_per_shard": 3,
+        "input": {"family": "uniform_random"},
+        "interventions": ["none", "zero_query_bias"],
+        "statistics": ["sink_alpha"],
+        "curves": CURVES,
+    }
+    plan_of_curves = make_plan(parse_scan(fields | changes), "toy")
+    prepare_run(plan_of_curves, "")
+    replica = Replica(plan_of_curves.info, plan_of_curves.scan, "cpu")
+    for shard in missing_shards(plan_of_curves).tolist():
+        run_shard(replica, plan_of_curves.run, plan_of_curves.sequences.shard(shard))
+    return plan_of_curves
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +112,17 @@ def test_a_file_has_the_rows_of_heads_and_says_what_its_lists_are(plan: Plan) ->
     )
     keys = ["input_family", "shard", "sequence", "layer", "head"]
     assert curves.select(keys).equals(heads.select(keys))
-    said = curves.schema.field("sink_attention_by_query").metadata
-    assert said[b"description"].startswith(b"By query, from 0: ")
-    assert said[b"unit"] == b"probability"
+    metadata = curves.schema.field("sink_attention_by_query").metadata
+    assert metadata[b"description"].startswith(b"By query, from 0: ")
+    assert metadata[b"unit"] == b"probability"
 
 
 def test_sql_finds_the_heads_of_a_list(plan: Plan) -> None:
     question = """
-        SELECT max(abs(list_avg(sink_attention_by_query) - sink_alpha)), count(*), min(len(score_shift_by_key))
+        SELECT
+            max(abs(list_avg(sink_attention_by_query) - sink_alpha)),
+            count(*),
+            min(len(score_shift_by_key))
         FROM curves JOIN heads USING (run_id, intervention, sequence, layer, head)"""
     ((error, rows, entries),) = ask(plan, question)
     assert error < 1e-6

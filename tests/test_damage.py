@@ -1,4 +1,4 @@
-"""A thousand random damages: none is returned as data, and nothing else is left out."""
+"""A thousand random damages: none is returned as data, and no other row is left out."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from schemas.parquet import parquet_bytes, read_parquet
 from schemas.run_directory import RunDirectory
 from tests.toy_runs import Entry, Row, local, write_run
 
-DAMAGES, AT_ONCE = 1000, 12
+DAMAGES, FILES_AT_ONCE = 300, 12
 SHARDS, PER_SHARD, LAYERS, HEADS = 24, 1, 2, 2
 INTERVENTIONS = ("none", "zero_query_bias")
 RUNS = ("a-1", "b-1")
 TABLES = ("heads", "sequences", "profiles", "weights")
 
 
-def toy(out: Path, name: str, weights: int) -> RunDirectory:
-    """A run of a model with some weights: other numbers in files of about the same size."""
-    draw = np.random.default_rng(weights)
-    values = draw.random((2, SHARDS * PER_SHARD, LAYERS, HEADS), np.float32)
+def write_toy_run(out: Path, name: str, weights: int) -> RunDirectory:
+    """A run whose numbers depend on `weights`; the files have about the same size."""
+    generator = np.random.default_rng(weights)
+    values = generator.random((2, SHARDS * PER_SHARD, LAYERS, HEADS), np.float32)
 
     def value(row: Row) -> float:
         return float(
@@ -53,45 +53,51 @@ def toy(out: Path, name: str, weights: int) -> RunDirectory:
         return [entry | {"lag": lag, "mean": weights / (lag + 1), "m2": 0.5} for lag in range(2)]
 
     return write_run(
-        out, name, {"sink_mass": value, "entropy": lambda row: 1 + value(row)},
-        layers=LAYERS, heads=HEADS, sequences=SHARDS * PER_SHARD, per_shard=PER_SHARD,
-        interventions=INTERVENTIONS, profiles=profiles,
+        out,
+        name,
+        {"sink_mass": value, "entropy": lambda row: 1 + value(row)},
+        layers=LAYERS,
+        heads=HEADS,
+        sequences=SHARDS * PER_SHARD,
+        per_shard=PER_SHARD,
+        interventions=INTERVENTIONS,
+        profiles=profiles,
         weights=[{"weight": "position_norm", "position": i, "value": weights} for i in range(3)],
-    )  # fmt: skip
+    )
 
 
-def loose(run: RunDirectory) -> None:
+def leave_loose(run: RunDirectory) -> None:
     """Leave the commits as they are."""
 
 
-def folded(run: RunDirectory) -> None:
+def fold_all(run: RunDirectory) -> None:
     fold(run.commits_directory, list(run.commits()))
 
 
-def compacted(run: RunDirectory) -> None:
+def compact_in_groups(run: RunDirectory) -> None:
     compact(run, 3 * PER_SHARD * LAYERS * HEADS)
 
 
 @dataclass
 class Prepared:
-    """Two runs as they were committed, and their files as an earlier measuring wrote them."""
+    """Two runs as they were committed, and the same files with other numbers."""
 
     home: Path
     files: dict[Path, bytes]
     older: dict[Path, bytes]
-    """By path of the file that it could be taken for."""
+    """Content with other numbers, by path of the file that it could be taken for."""
     shards: dict[Path, tuple[str, frozenset[int]]]
     """Run, and shards with rows in the file."""
     rows: dict[str, dict[tuple[str, int], list[str]]]
     """Rows by table, and by run and shard."""
 
 
-def asked(home: Path) -> tuple[dict[str, dict[tuple[str, int], list[str]]], list[str]]:
-    """Every row that queries return, and what they warn of."""
-    heard: list[str] = []
+def query_everything(home: Path) -> tuple[dict[str, dict[tuple[str, int], list[str]]], list[str]]:
+    """Every row that queries return, and their warnings."""
+    warnings: list[str] = []
     # Without the shipped views, which take most of the time.
-    database = open_runs(home, queries=home / "no views", tell=heard.append)
-    heard += [f"warning: {line}" for line in database.damage()]
+    database = open_runs(home, queries=home / "no views", tell=warnings.append)
+    warnings += [f"warning: {line}" for line in database.damage()]
     counts = ", ".join(f"(SELECT count(*) FROM {table})" for table in TABLES)
     database.rows(f"SELECT {counts}")
     rows: dict[str, dict[tuple[str, int], list[str]]] = {}
@@ -102,19 +108,19 @@ def asked(home: Path) -> tuple[dict[str, dict[tuple[str, int], list[str]]], list
         rows[table] = {}
         for run, number, text in database.rows(sql):
             rows[table].setdefault((run, number), []).append(text)
-    return rows, heard
+    return rows, warnings
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[Prepared]:
     found: list[Prepared] = []
-    for change in (loose, folded, compacted):
+    for change in (leave_loose, fold_all, compact_in_groups):
         home, before = (tmp_path_factory.mktemp(f"{change.__name__}{i}") for i in (1, 2))
         files: dict[Path, bytes] = {}
         older: dict[Path, bytes] = {}
         shards: dict[Path, tuple[str, frozenset[int]]] = {}
         for number, name in enumerate(RUNS):
-            now, then = toy(home, name, number), toy(before, name, number + 10)
+            now, then = write_toy_run(home, name, number), write_toy_run(before, name, number + 10)
             for run in (now, then):
                 change(run)
             paths = {
@@ -130,22 +136,22 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[Prepared]:
                     shards[path] = name, known | {commit.shard}
                     other, _ = paths[f.table, f.intervention, commit.shard]
                     older[path] = (local(then.path) / other).read_bytes()
-        rows, heard = asked(home)
-        assert heard == []
+        rows, warnings = query_everything(home)
+        assert warnings == []
         found.append(Prepared(home, files, older, shards, rows))
     return found
 
 
-def flipped(content: bytes, count: int, draw: random.Random) -> bytes:
-    """The content with so many bytes changed, in one place."""
-    start = draw.randrange(max(1, len(content) - count))
+def with_flipped_bytes(content: bytes, count: int, generator: random.Random) -> bytes:
+    """The content with `count` bytes changed, in one place."""
+    start = generator.randrange(max(1, len(content) - count))
     changed = bytearray(content)
     for i in range(start, min(len(content), start + count)):
-        changed[i] ^= draw.randrange(1, 256)
+        changed[i] ^= generator.randrange(1, 256)
     return bytes(changed)
 
 
-def alike(state: Prepared, path: Path, kind: str) -> list[Path]:
+def similar_files(state: Prepared, path: Path, kind: str) -> list[Path]:
     """Files that could be taken for a file: of another shard, intervention, table or run."""
     run, table, intervention, name = path.parts[-4:]
     same = {
@@ -157,32 +163,34 @@ def alike(state: Prepared, path: Path, kind: str) -> list[Path]:
     return [other for other in state.files if other != path and same(other.parts[-4:])]
 
 
-def damaged(state: Prepared, path: Path, how: str, draw: random.Random) -> dict[Path, bytes | None]:
-    """What lies where after one damage; None where nothing does."""
+def apply_damage(
+    state: Prepared, path: Path, how: str, generator: random.Random
+) -> dict[Path, bytes | None]:
+    """The content of files after one damage, by path; None if the file is gone."""
     content = state.files[path]
     if how.startswith("flip"):
-        return {path: flipped(content, int(how[4:]), draw)}
+        return {path: with_flipped_bytes(content, int(how[4:]), generator)}
     if how == "cut":
-        return {path: content[: draw.randrange(len(content))]}
+        return {path: content[: generator.randrange(len(content))]}
     if how == "longer":
-        return {path: content + draw.randbytes(draw.choice([1, 16, 512]))}
+        return {path: content + generator.randbytes(generator.choice([1, 16, 512]))}
     if how == "older":
         return {path: state.older[path]}
     if how.startswith("swap "):
-        others = alike(state, path, how[5:])
-        other = draw.choice(others) if others else path
+        others = similar_files(state, path, how[5:])
+        other = generator.choice(others) if others else path
         return {path: state.files[other], other: content}
     return {path: None if how == "gone" else b""}
 
 
-HOW = (
+KINDS_OF_DAMAGE = (
     *("flip1", "flip16", "flip512") * 3,
     *("cut", "longer", "older", "gone", "empty") * 2,
     *("swap shard", "swap intervention", "swap table", "swap run"),
 )
 
 
-def put(path: Path, content: bytes | None, hide: bool) -> None:
+def replace_file(path: Path, content: bytes | None, hide: bool) -> None:
     """Change a file; `hide` gives it the times that it had."""
     before = path.stat()
     if content is None:
@@ -196,35 +204,39 @@ def put(path: Path, content: bytes | None, hide: bool) -> None:
 def test_no_damage_is_returned_as_data(
     prepared: list[Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verified_files, "_folders", lambda: [tmp_path])
-    draw = random.Random(1)
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path])
+    generator = random.Random(1)
     count = 0
     while count < DAMAGES:
-        state = draw.choice(prepared)
-        told: dict[Path, bytes | None] = {}
-        for path in draw.sample(sorted(state.files), AT_ONCE):
-            told |= damaged(state, path, draw.choice(HOW), draw)
+        state = generator.choice(prepared)
+        damages: dict[Path, bytes | None] = {}
+        for path in generator.sample(sorted(state.files), FILES_AT_ONCE):
+            damages |= apply_damage(state, path, generator.choice(KINDS_OF_DAMAGE), generator)
             count += 1
-        for path, content in told.items():
-            put(path, content, hide=draw.random() < 0.5)
-        wrong = {path for path, content in told.items() if content != state.files[path]}
-        bad = {(state.shards[p][0], shard) for p in wrong for shard in state.shards[p][1]}
-        rows, heard = asked(state.home)
+        for path, content in damages.items():
+            replace_file(path, content, hide=generator.random() < 0.5)
+        changed_paths = {path for path, content in damages.items() if content != state.files[path]}
+        damaged_shards = {
+            (state.shards[p][0], shard) for p in changed_paths for shard in state.shards[p][1]
+        }
+        rows, warnings = query_everything(state.home)
         for table in TABLES:
-            expected = {key: kept for key, kept in state.rows[table].items() if key not in bad}
-            assert rows[table] == expected, (table, told.keys())
-        for name in {name for name, _ in bad}:
-            lines = [line for line in heard if line.startswith(f"warning: run {name}: shard")]
+            expected = {
+                key: kept for key, kept in state.rows[table].items() if key not in damaged_shards
+            }
+            assert rows[table] == expected, (table, damages.keys())
+        for name in {name for name, _ in damaged_shards}:
+            lines = [line for line in warnings if line.startswith(f"warning: run {name}: shard")]
             assert lines
             assert all("--verify measures" in line for line in lines)
-        assert bad or not heard
-        for path in told:
+        assert damaged_shards or not warnings
+        for path in damages:
             path.write_bytes(state.files[path])
     for state in prepared:
-        assert asked(state.home) == (state.rows, [])
+        assert query_everything(state.home) == (state.rows, [])
 
 
-def spoil(file: Path) -> None:
+def flip_middle_bit(file: Path) -> None:
     """Change one bit in the middle; size and times stay."""
     before = file.stat()
     content = bytearray(file.read_bytes())
@@ -235,15 +247,15 @@ def spoil(file: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    monkeypatch.setattr(verified_files, "_folders", lambda: [tmp_path / "memory"])
-    return toy(tmp_path / "runs", "a-1", 0)
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
+    return write_toy_run(tmp_path / "runs", "a-1", 0)
 
 
-def heads(run: RunDirectory, shard: int) -> Path:
+def heads_file(run: RunDirectory, shard: int) -> Path:
     return local(run.data_file("heads", "none", shard))
 
 
-def test_what_was_whole_is_remembered_until_it_changes(
+def test_a_checked_file_is_remembered_until_it_changes(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -259,27 +271,27 @@ def test_what_was_whole_is_remembered_until_it_changes(
         open_runs(run.path, **options).rows(sql)
         return len(read)
 
-    of_heads = 2 * SHARDS
+    heads_files = 2 * SHARDS
     # Files that have just been written could change again and look the same.
-    assert [files_read("FROM heads") for _ in range(2)] == [of_heads, of_heads]
-    monkeypatch.setattr(verified_files, "TICK", -1.0)
+    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, heads_files]
+    monkeypatch.setattr(verified_files, "CLOCK_TICK_SECONDS", -1.0)
     assert files_read("FROM runs") == 0
-    assert [files_read("FROM heads") for _ in range(2)] == [of_heads, 0]
+    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, 0]
     assert [files_read("FROM sequences") for _ in range(2)] == [2 * SHARDS, 0]
-    spoil(heads(run, 3))
+    flip_middle_bit(heads_file(run, 3))
     assert [files_read("FROM heads") for _ in range(2)] == [1, 1]
-    # Nothing but time is lost with the memory, whole or in parts.
+    # If the memory is lost, whole or in parts, only time is lost.
     (memory,) = (local(run.path).parents[1] / "memory").iterdir()
     memory.write_bytes(memory.read_bytes()[:-21])
     assert files_read("FROM heads, sequences LIMIT 1") in (2, 3)
     memory.write_bytes(b"")
-    assert files_read("FROM heads") == of_heads
-    monkeypatch.setattr(verified_files, "_folders", lambda: [Path("/proc/nowhere")])
-    assert [files_read("FROM heads") for _ in range(2)] == [of_heads, of_heads]
+    assert files_read("FROM heads") == heads_files
+    monkeypatch.setattr(verified_files, "_key_folders", lambda: [Path("/proc/nowhere")])
+    assert [files_read("FROM heads") for _ in range(2)] == [heads_files, heads_files]
 
 
-def test_a_question_reads_no_more_than_its_tables(run: RunDirectory) -> None:
-    spoil(heads(run, 3))
+def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory) -> None:
+    flip_middle_bit(heads_file(run, 3))
     database = open_runs(run.path)
     assert len(database.rows("FROM sequences")) == 2 * SHARDS
     assert database.damage() == []
@@ -306,44 +318,46 @@ def test_a_question_reads_no_more_than_its_tables(run: RunDirectory) -> None:
     ],
 )
 def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory, question: str) -> None:
-    spoil(heads(run, 3))
-    heard: list[str] = []
-    list(run_query(open_runs(run.path, tell=heard.append).connection, question).rows())
-    assert [line[:26] for line in heard] == ["warning: run a-1: shard 3:"]
+    flip_middle_bit(heads_file(run, 3))
+    warnings: list[str] = []
+    list(run_query(open_runs(run.path, tell=warnings.append).connection, question).rows())
+    assert [line[:26] for line in warnings] == ["warning: run a-1: shard 3:"]
 
 
-def test_a_connection_goes_on_with_what_was_measured_again(run: RunDirectory) -> None:
+def test_a_connection_continues_after_a_compaction(run: RunDirectory) -> None:
     database = open_runs(run.path)
     before = database.rows("FROM heads ORDER BY ALL")
     commits = list(run.commits())
-    compacted(run)
+    compact_in_groups(run)
     assert database.rows("FROM heads ORDER BY ALL") == before
     assert database.damage() == []
     assert commits != list(run.commits())
 
 
-def test_the_reading_of_much_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verified_files, "PATIENCE", 0.0)
-    heard: list[str] = []
-    open_runs(run.path, tell=heard.append).rows("FROM heads")
-    assert heard == ["checking 0.0 GB against the commits, once"]
+def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified_files, "SECONDS_BEFORE_NOTICE", 0.0)
+    warnings: list[str] = []
+    open_runs(run.path, tell=warnings.append).rows("FROM heads")
+    assert warnings == ["checking 0.0 GB against the commits, once"]
 
 
-def said(arguments: list[str]) -> tuple[int, list[str]]:
+def run_command(arguments: list[str]) -> tuple[int, list[str]]:
     done = CliRunner().invoke(app, arguments)
     return done.exit_code, done.stdout.splitlines()
 
 
-def test_check_says_what_is_damaged_and_what_mends_it(run: RunDirectory, tmp_path: Path) -> None:
+def test_check_names_the_damage_and_the_command_that_mends_it(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     home = str(tmp_path / "runs")
     size = r"145 files, 0\.[67] MB"
-    code, (line,) = said(["check", home])
+    code, (line,) = run_command(["check", home])
     assert (code, re.fullmatch(f"a-1: 24 shards, {size}, as committed", line) is None) == (0, False)
-    spoil(heads(run, 3))
-    heads(run, 5).unlink()
-    heads(run, 4).with_name(".shard-000004.parquet.1a2b.tmp").write_bytes(b"half")
-    toy(tmp_path / "runs", "b-1", 1)
-    code, lines = said(["check", home])
+    flip_middle_bit(heads_file(run, 3))
+    heads_file(run, 5).unlink()
+    heads_file(run, 4).with_name(".shard-000004.parquet.1a2b.tmp").write_bytes(b"half")
+    write_toy_run(tmp_path / "runs", "b-1", 1)
+    code, lines = run_command(["check", home])
     assert code == 1
     folder = "heads/intervention=none"
     assert lines[:3] == [
@@ -356,14 +370,14 @@ def test_check_says_what_is_damaged_and_what_mends_it(run: RunDirectory, tmp_pat
     assert re.fullmatch(f"b-1: 24 shards, {size}, as committed", lines[4])
 
 
-def without_digests(run: RunDirectory) -> None:
+def remove_digests(run: RunDirectory) -> None:
     """Commits as older code wrote them."""
     for commit in run.commits():
         text = re.sub(r'"digest":"\w*"', '"digest":""', commit.model_dump_json())
         local(run.commit_file(commit.shard)).write_text(text)
 
 
-def rewritten(run: RunDirectory, shard: int, change: Callable[[pa.Table], pa.Table]) -> None:
+def rewrite_file(run: RunDirectory, shard: int, change: Callable[[pa.Table], pa.Table]) -> None:
     """Write other rows into a file, and commit its size."""
     commit = {c.shard: c for c in run.commits()}[shard]
     path = f"heads/intervention=none/shard-{shard:06d}.parquet"
@@ -383,7 +397,7 @@ def with_column(table: pa.Table, name: str, values: list[Any]) -> pa.Table:
     return table.set_column(position, field, pa.array(values, field.type))
 
 
-OLDER: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
+OLDER_DAMAGE: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "value": (
         lambda table: with_column(table, "sink_mass", [0.5, None, 0.25, 1124.2]),
         "has sink_mass from 0.25 to 1124.2, outside of its range from 0 to 1",
@@ -409,31 +423,31 @@ OLDER: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", OLDER)
-def test_what_older_code_committed_is_held_by_its_values(run: RunDirectory, what: str) -> None:
-    without_digests(run)
+@pytest.mark.parametrize("what", OLDER_DAMAGE)
+def test_files_of_older_code_are_checked_by_their_values(run: RunDirectory, what: str) -> None:
+    remove_digests(run)
     assert check_run(run).damaged == []
     assert check_run(run).without_digest == 6 * SHARDS + 1
-    change, why = OLDER[what]
-    rewritten(run, 3, change)
+    change, why = OLDER_DAMAGE[what]
+    rewrite_file(run, 3, change)
     assert [str(found) for found in check_run(run).damaged] == [
         f"shard 3: heads/intervention=none/shard-000003.parquet {why}"
     ]
 
 
-def test_a_value_outside_its_range_is_damage_though_the_digest_holds(run: RunDirectory) -> None:
-    rewritten(run, 3, OLDER["value"][0])
+def test_a_value_outside_its_range_is_damage_even_if_the_digest_fits(run: RunDirectory) -> None:
+    rewrite_file(run, 3, OLDER_DAMAGE["value"][0])
     commit = json.loads(local(run.commit_file(3)).read_bytes())
     for file in commit["files"]:
         file["digest"] = digest_of((local(run.path) / file["path"]).read_bytes())
     local(run.commit_file(3)).write_text(json.dumps(commit))
     (found,) = check_run(run).damaged
-    assert found.why == OLDER["value"][1]
+    assert found.why == OLDER_DAMAGE["value"][1]
     assert len(open_runs(run.path).rows("FROM heads")) == 8 * (SHARDS - 1)
 
 
-def test_a_damaged_fold_is_no_ledger_and_says_the_way_on(run: RunDirectory) -> None:
-    folded(run)
+def test_a_damaged_fold_is_refused_with_advice(run: RunDirectory) -> None:
+    fold_all(run)
     (file,) = local(run.commits_directory).iterdir()
     whole = file.read_bytes()
     for i in random.Random(0).sample(range(len(whole)), 40):
@@ -454,7 +468,7 @@ def spoil_ledger(run: RunDirectory) -> None:
     (local(run.commits_directory) / "fold-000000-1a2b3c4d.parquet").write_bytes(b"PAR1")
 
 
-BROKEN: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
+BREAKAGES: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
     "no JSON": (lambda run: spoil_manifest(run, "{"), "not a manifest"),
     "empty": (lambda run: spoil_manifest(run, ""), "not a manifest"),
     "a list": (lambda run: spoil_manifest(run, "[]"), "not a manifest"),
@@ -469,21 +483,27 @@ BROKEN: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
     "another column": (
         lambda run: spoil_manifest(
             run,
-            re.sub(r'"statistics":\{"', '"statistics":{"no_column":{},"', local(run.manifest_file).read_text()),
+            re.sub(
+                r'"statistics":\{"',
+                '"statistics":{"no_column":{},"',
+                local(run.manifest_file).read_text(),
+            ),
         ),
         "do not fit the manifest",
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_one_broken_run_closes_no_other(run: RunDirectory, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", BREAKAGES)
+def test_a_broken_run_does_not_hide_other_runs(
+    run: RunDirectory, what: str, tmp_path: Path
+) -> None:
     home = tmp_path / "runs"
-    other = toy(home, "b-1", 1)
-    breaks, why = BROKEN[what]
+    other = write_toy_run(home, "b-1", 1)
+    breaks, why = BREAKAGES[what]
     breaks(run)
-    heard: list[str] = []
-    database = open_runs(home, tell=heard.append)
+    warnings: list[str] = []
+    database = open_runs(home, tell=warnings.append)
     assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
     assert database.rows("SELECT run_id FROM runs") == [("b-1",)]
     (line,) = database.damage()
@@ -492,7 +512,7 @@ def test_one_broken_run_closes_no_other(run: RunDirectory, what: str, tmp_path: 
     assert "headcount rm" in line
     for command in ("query", "list", "compact"):
         done = CliRunner().invoke(app, [command, str(home)], env={"COLUMNS": "1000"})
-        # Reading goes on; merging did not do all that it was asked to.
+        # Reading leaves the broken run out; compaction fails because it could not do its work.
         fine = command != "compact" or what == "another column"
         assert (done.exit_code == 0) == fine, done.output
         if not (what == "another column" and command != "query"):

@@ -1,5 +1,7 @@
-"""Which shard is given out again, which is to blame, and who is not waited for: replicas that
-misbehave, on real Ray.
+"""The driver's decisions, with replicas that misbehave on real Ray.
+
+Which shard is given out again, which shard is to blame for a death, and when a slow replica is not
+waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,44 +33,54 @@ from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.toy_replica import ToyReplica
-from tests.toy_runs import local
 from workers.model.model_info import ModelInfo
 
-QUIET = Console(quiet=True)
+SILENT = Console(quiet=True)
 ROOT = Path(__file__).parent.parent
+IDLE_SCAN: dict[str, Any] = {
+    "model": "bundled:attn-only-2l-mini",
+    "n_ctx": 8,
+    "sequences": 60,
+    "sequences_per_shard": 1,
+    "statistics": ["sink_mass"],
+    "input": {"family": "uniform_random"},
+}
+"""A scan of 60 shards, of one sequence each."""
 
 
-class Killer(ToyReplica):
-    """Dies whenever it meets a certain token."""
+class KillingReplica(ToyReplica):
+    """Dies whenever it measures the token in the file `poison`."""
 
     def misbehave(self, token: int) -> None:
         if token == int((Path(self.scan.out) / "poison").read_text()):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Sleeper(ToyReplica):
+class SleepingReplica(ToyReplica):
     """One of them takes a minute for every shard."""
 
     def misbehave(self, token: int) -> None:
-        slow = Path(self.scan.out) / "slow"
+        slow_replica = Path(self.scan.out) / "slow"
+        # A link appears whole or not at all, so exactly one process becomes the slow one.
         with contextlib.suppress(FileExistsError):
-            os.link(self._name(), slow)
-        time.sleep(60 if slow.read_text() == str(os.getpid()) else 0.05)
+            os.link(self._file_with_own_id(), slow_replica)
+        is_slow = slow_replica.read_text() == str(os.getpid())
+        time.sleep(60 if is_slow else 0.05)
 
-    def _name(self) -> Path:
+    def _file_with_own_id(self) -> Path:
         file = Path(self.scan.out) / f"replica-{os.getpid()}"
         file.write_text(str(os.getpid()))
         return file
 
 
-class Hopeless(ToyReplica):
-    """Never measures anything."""
+class FailingReplica(ToyReplica):
+    """Fails at every shard."""
 
     def misbehave(self, token: int) -> None:
         raise MemoryError("not here")
 
 
-class Forgetful(ToyReplica):
+class OnceFailingReplica(ToyReplica):
     """Fails at each shard once."""
 
     def misbehave(self, token: int) -> None:
@@ -78,7 +90,7 @@ class Forgetful(ToyReplica):
             raise OSError("the first time")
 
 
-class Stillborn(ToyReplica):
+class UnloadableReplica(ToyReplica):
     """Cannot be loaded."""
 
     def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
@@ -93,122 +105,143 @@ def _ray() -> Iterator[None]:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 60, "sequences_per_shard": 1,
-        "statistics": ["sink_mass"], "input": {"family": "uniform_random"}, "out": str(tmp_path),
-    }  # fmt: skip
-    made = make_plan(parse_scan(fields), "idle")
-    prepare_run(made, "")
-    return made
+    new_plan = make_plan(parse_scan(IDLE_SCAN | {"out": str(tmp_path)}), "idle")
+    prepare_run(new_plan, "")
+    return new_plan
 
 
-def done(plan: Plan) -> list[int]:
+def done_shards(plan: Plan) -> list[int]:
     return plan.run.ledger([])["shard"].to_pylist()
+
+
+def first_tokens_of(plan: Plan) -> list[int]:
+    """The first random token of each shard, by which replicas tell shards apart."""
+    return [int(plan.sequences.shard(shard).tokens[0, 1]) for shard in range(60)]
 
 
 def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     plan: Plan, tmp_path: Path
 ) -> None:
-    tokens = [int(plan.sequences.shard(s).tokens[0, 1]) for s in range(60)]
-    killer = next(s for s in range(17, 60) if tokens.count(tokens[s]) == 1)
-    (tmp_path / "poison").write_text(str(tokens[killer]))
-    (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), QUIET, replica=Killer)
-    assert failure.shard == killer
+    first_tokens = first_tokens_of(plan)
+    # No other shard begins with its token, so it alone is to blame.
+    deadly_shard = next(s for s in range(17, 60) if first_tokens.count(first_tokens[s]) == 1)
+    (tmp_path / "poison").write_text(str(first_tokens[deadly_shard]))
+    (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), SILENT, replica_class=KillingReplica)
+    assert failure.shard == deadly_shard
     assert "its replica died" in failure.error
-    assert done(plan) == [s for s in range(60) if s != killer]
-    assert plan.run.failure(killer) == (ATTEMPTS, failure.error)
+    assert done_shards(plan) == [s for s in range(60) if s != deadly_shard]
+    assert plan.run.failure(deadly_shard) == (ATTEMPTS, failure.error)
+    # The next command tries the shard again, and counts its attempts from there.
     (tmp_path / "poison").write_text("-1")
-    assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=Killer) == []
-    assert done(plan) == list(range(60))
-    assert {c.attempt for c in plan.run.commits() if c.shard == killer} == {ATTEMPTS + 1}
+    assert run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=KillingReplica) == []
+    assert done_shards(plan) == list(range(60))
+    assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
 
 
-def test_a_slow_replica_does_not_hold_the_end_hostage(plan: Plan) -> None:
+def test_a_slow_replica_does_not_delay_the_end(plan: Plan) -> None:
     began = time.monotonic()
-    assert run_to_end(plan, Resources(2, 1, "cpu"), QUIET, replica=Sleeper) == []
+    assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, replica_class=SleepingReplica) == []
+    # Waiting for the slow replica would take a minute for each of its shards.
     assert time.monotonic() - began < 40
-    assert done(plan) == list(range(60))
+    assert done_shards(plan) == list(range(60))
 
 
-def test_what_fails_once_is_tried_again(plan: Plan) -> None:
-    assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=Forgetful) == []
-    assert done(plan) == list(range(60))
+def test_a_shard_that_fails_once_is_tried_again(plan: Plan) -> None:
+    assert run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=OnceFailingReplica) == []
+    assert done_shards(plan) == list(range(60))
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_when_nothing_succeeds_the_rest_is_not_tried(plan: Plan, replicas: int) -> None:
+def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replicas: int) -> None:
     with pytest.raises(
         RunError,
-        match=rf"{MOST_FAILURES} shards failed and none succeeded, the last with: MemoryError: not here",
+        match=rf"{MOST_FAILURES} shards failed and none succeeded, the last with: "
+        "MemoryError: not here",
     ):
-        run_to_end(plan, Resources(replicas, 1, "cpu"), QUIET, replica=Hopeless)
-    assert done(plan) == []
+        run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, replica_class=FailingReplica)
+    assert done_shards(plan) == []
 
 
-def test_without_ray_every_shard_is_tried_once_and_the_next_command_goes_on(
+def test_without_ray_every_shard_is_tried_once_and_the_next_command_continues(
     plan: Plan, tmp_path: Path
 ) -> None:
     (tmp_path / "seen-0").touch()
-    tokens = [int(plan.sequences.shard(s).tokens[0, 1]) for s in range(60)]
-    for token in set(tokens[5:]):
+    first_tokens = first_tokens_of(plan)
+    for token in set(first_tokens[5:]):
         (tmp_path / f"seen-{token}").touch()
-    first = sorted({tokens.index(t) for t in tokens[:5] if t not in tokens[5:]})
-    assert first
-    failures = run_to_end(plan, Resources(0, 1, "cpu"), QUIET, replica=Forgetful)
-    assert [f.shard for f in failures] == first == plan.run.failed_shards()
+    # A token of the first five shards fails once, unless a later shard has it too.
+    failing_shards = sorted(
+        {first_tokens.index(token) for token in first_tokens[:5] if token not in first_tokens[5:]}
+    )
+    assert failing_shards
+    failures = run_to_end(plan, Resources(0, 1, "cpu"), SILENT, replica_class=OnceFailingReplica)
+    assert [f.shard for f in failures] == failing_shards == plan.run.failed_shards()
     assert {f.error.partition(" (")[0] for f in failures} == {"OSError: the first time"}
-    assert done(plan) == [shard for shard in range(60) if shard not in first]
-    assert run_to_end(plan, Resources(0, 1, "cpu"), QUIET, replica=Forgetful) == []
-    assert done(plan) == list(range(60))
+    assert done_shards(plan) == [shard for shard in range(60) if shard not in failing_shards]
+    assert run_to_end(plan, Resources(0, 1, "cpu"), SILENT, replica_class=OnceFailingReplica) == []
+    assert done_shards(plan) == list(range(60))
     assert plan.run.ledger(["attempt"])["attempt"].to_pylist() == [
-        1 + (shard in first) for shard in range(60)
+        1 + (shard in failing_shards) for shard in range(60)
     ]
 
 
-def test_a_loop_can_stop_at_the_first_failure_and_go_on_later(plan: Plan, tmp_path: Path) -> None:
-    tokens = [int(plan.sequences.shard(s).tokens[0, 1]) for s in range(60)]
-    failing = next(s for s in range(7, 60) if tokens.count(tokens[s]) == 1)
-    for token in {token for token in tokens if token != tokens[failing]}:
+def test_a_loop_can_stop_at_the_first_failure_and_continue_later(
+    plan: Plan, tmp_path: Path
+) -> None:
+    first_tokens = first_tokens_of(plan)
+    failing_shard = next(s for s in range(7, 60) if first_tokens.count(first_tokens[s]) == 1)
+    for token in {token for token in first_tokens if token != first_tokens[failing_shard]}:
         (tmp_path / f"seen-{token}").touch()
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(RunError) as failure:
-        run_to_end(plan, Resources(0, 1, "cpu"), console, replica=Forgetful, stop_at_failure=True)
+        run_to_end(
+            plan,
+            Resources(0, 1, "cpu"),
+            console,
+            replica_class=OnceFailingReplica,
+            stop_at_failure=True,
+        )
     line = str(failure.value)
-    assert line.startswith(f"{plan.run.run_id}: shard {failing} failed: OSError: the first time (")
+    assert line.startswith(
+        f"{plan.run.run_id}: shard {failing_shard} failed: OSError: the first time ("
+    )
     assert "\n" not in line
-    assert done(plan) == list(range(failing))
-    assert plan.run.failed_shards() == [failing]
+    assert done_shards(plan) == list(range(failing_shard))
+    assert plan.run.failed_shards() == [failing_shard]
     resources = Resources(0, 1, "cpu")
-    assert run_to_end(plan, resources, console, replica=Forgetful, stop_at_failure=True) == []
-    assert done(plan) == list(range(60))
+    assert (
+        run_to_end(plan, resources, console, replica_class=OnceFailingReplica, stop_at_failure=True)
+        == []
+    )
+    assert done_shards(plan) == list(range(60))
 
 
-def test_a_short_run_says_two_lines_where_there_is_no_terminal(plan: Plan) -> None:
-    file = io.StringIO()
-    console = Console(file=file, width=100)
-    assert run_to_end(plan, Resources(0, 1, "cpu"), console, replica=ToyReplica) == []
-    first, last = file.getvalue().splitlines()
-    assert first == f"{plan.run.run_id}: 480 tokens, 60 shards, 0 of them done"
-    assert re.match(r"480 tokens in .*, .* tokens/s, replicas busy \d+%$", last)
+def test_a_short_run_says_two_lines_without_a_terminal(plan: Plan) -> None:
+    printed = io.StringIO()
+    console = Console(file=printed, width=100)
+    assert run_to_end(plan, Resources(0, 1, "cpu"), console, replica_class=ToyReplica) == []
+    first_line, last_line = printed.getvalue().splitlines()
+    assert first_line == f"{plan.run.run_id}: 480 tokens, 60 shards, 0 of them done"
+    assert re.match(r"480 tokens in .*, .* tokens/s, replicas busy \d+%$", last_line)
 
 
 def test_a_replica_in_this_process_computes_on_as_many_cores_as_it_is_given(plan: Plan) -> None:
     threads: list[int] = []
 
-    class Noting(ToyReplica):
+    class NotingReplica(ToyReplica):
         def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
             threads.append(torch.get_num_threads())
             super().__init__(info, scan, device)
 
     before = torch.get_num_threads()
     try:
-        assert run_to_end(plan, Resources(0, 3, "cpu"), QUIET, replica=Noting) == []
+        assert run_to_end(plan, Resources(0, 3, "cpu"), SILENT, replica_class=NotingReplica) == []
     finally:
         torch.set_num_threads(before)
     assert threads == [3]
 
 
-def test_a_replica_in_this_process_is_on_no_cluster() -> None:
+def test_a_replica_in_this_process_and_a_cluster_contradict_each_other() -> None:
     with pytest.raises(
         RunError, match=r"--replicas 0 measures in this process, --address here:6379 on a cluster"
     ):
@@ -217,71 +250,81 @@ def test_a_replica_in_this_process_is_on_no_cluster() -> None:
 
 def test_a_replica_that_cannot_be_made_is_one_clear_line(plan: Plan) -> None:
     with pytest.raises(RunError, match=r"^no replica can be made: this machine has no such model$"):
-        run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=Stillborn)
+        run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=UnloadableReplica)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """A file system of a size that can be changed."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
+# A file system of a size that can be changed, which ends with the process.
+SMALL_DISK = """
+import subprocess, sys
+from tests.test_dispatch import *
+from tests.toy_runs import local
 
-    def resize(size: str) -> Path:
-        options = f"size={size}" + (",remount" if os.path.ismount(disk) else "")
-        made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], capture_output=True, check=False
+disk = sys.argv[1]
+
+def resize(options):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], check=True)
+
+resize("size=256k")
+plan = make_plan(parse_scan(IDLE_SCAN | {"out": disk}), "idle")
+prepare_run(plan, "")
+in_this_process = Resources(0, 1, "cpu")
+failures = run_to_end(plan, in_this_process, SILENT, replica_class=ToyReplica)
+assert failures
+assert all("No space left on device" in failure.error for failure in failures)
+failed_shards = [failure.shard for failure in failures]
+assert sorted(done_shards(plan) + failed_shards) == list(range(60))
+assert not list(local(plan.run.path).rglob("*.tmp"))
+assert plan.run.damaged_files([plan.run.ledger()]) == []
+# No shard was committed half, so more room is all that is missing.
+resize("size=16m,remount")
+assert run_to_end(plan, in_this_process, SILENT, replica_class=ToyReplica) == []
+assert done_shards(plan) == list(range(60))
+"""
+
+
+def test_a_full_disk_leaves_whole_shards_and_more_room_completes_the_run(tmp_path: Path) -> None:
+    as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    own_mounts = ["unshare", *as_root, "--mount"]
+    try:
+        subprocess.run(
+            [*own_mounts, "mount", "-t", "tmpfs", "tmpfs", tmp_path],
+            capture_output=True,
+            check=True,
         )
-        if made.returncode:
-            pytest.skip("mounting a small file system needs root")
-        return disk
-
-    yield resize
-    subprocess.run(["umount", disk], capture_output=True, check=False)
-
-
-def test_a_full_disk_stops_the_run_whole_and_more_room_completes_it(
-    plan: Plan, small_disk: Callable[[str], Path]
-) -> None:
-    disk = small_disk("256k")
-    scan = plan.scan.model_copy(update={"out": str(disk)})
-    here = make_plan(scan, "idle")
-    prepare_run(here, "")
-    failures = run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica)
-    assert failures
-    assert all("No space left on device" in f.error for f in failures)
-    before = done(here)
-    assert sorted(before + [f.shard for f in failures]) == list(range(60))
-    assert not list(local(here.run.path).rglob("*.tmp"))
-    assert here.run.damaged_files([here.run.ledger()]) == []
-    small_disk("16m")
-    assert run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
-    assert done(here) == list(range(60))
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    ended = subprocess.run(
+        [*own_mounts, sys.executable, "-c", SMALL_DISK, tmp_path],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
-def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_goes_on(tmp_path: Path) -> None:
-    script = f"""
+def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_path: Path) -> None:
+    driver_script = f"""
 import os, sys, threading, time, psutil
 from tests.test_dispatch import *
-class Slow(ToyReplica):
+class SlowReplica(ToyReplica):
     def misbehave(self, token): time.sleep(0.2)
-plan = make_plan(parse_scan({{
-    "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 60, "sequences_per_shard": 1,
-    "statistics": ["sink_mass"], "input": {{"family": "uniform_random"}}, "out": {str(tmp_path)!r}}}), "idle")
+plan = make_plan(parse_scan(IDLE_SCAN | {{"out": {str(tmp_path)!r}}}), "idle")
 prepare_run(plan, "")
-def strike():
-    while len(done(plan)) < 5: time.sleep(0.05)
+def kill_head():
+    while len(done_shards(plan)) < 5: time.sleep(0.05)
     for process in psutil.Process().children(recursive=True):
         if process.name() == "gcs_server":
             process.kill()
-threading.Thread(target=strike, daemon=True).start()
-run_to_end(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
+threading.Thread(target=kill_head, daemon=True).start()
+run_to_end(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica_class=SlowReplica)
 """
+    # Ray would look for its head for a minute.
     environment = os.environ | {
         "RAY_gcs_rpc_server_reconnect_timeout_s": "3",
         "PYTHONPATH": str(ROOT),
     }
-    died = subprocess.run(
-        [sys.executable, "-c", script],
+    process = subprocess.run(
+        [sys.executable, "-c", driver_script],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -289,14 +332,14 @@ run_to_end(plan, Resources(1, 1, "cpu"), Console(stderr=True), replica=Slow)
         check=False,
         timeout=150,
     )
-    assert died.returncode == 1
-    assert "Failed to connect to GCS" in died.stderr
-    assert "Traceback" not in died.stderr
+    assert process.returncode == 1
+    assert "Failed to connect to GCS" in process.stderr
+    assert "Traceback" not in process.stderr
     (run,) = find_runs(tmp_path)
     assert 5 <= len(run.ledger([])) < 60
     plan = replan(run)
-    assert run_to_end(plan, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica) == []
-    assert done(plan) == list(range(60))
+    assert run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=ToyReplica) == []
+    assert done_shards(plan) == list(range(60))
 
 
 def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
@@ -310,11 +353,12 @@ def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
         "input": {"family": "pile", "files": str(tmp_path / "a.jsonl")},
         "out": str(tmp_path / "runs"),
     }
-    here = make_plan(parse_scan(fields), "toy")
-    prepare_run(here, "")
+    plan = make_plan(parse_scan(fields), "toy")
+    prepare_run(plan, "")
+    # The driver has read the tokenizer; the replica reads another one.
     tokenizer = (model / "tokenizer.json").read_text()
     (model / "tokenizer.json").write_text(tokenizer.replace('"a": 97', '"a": 98', 1))
     assert (model / "tokenizer.json").read_text() != tokenizer
     with pytest.raises(RunError, match=r"this node has the tokenizer \w{16}, the run \w{16}"):
-        run_to_end(here, Resources(1, 1, "cpu"), QUIET, replica=ToyReplica)
-    assert done(here) == []
+        run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=ToyReplica)
+    assert done_shards(plan) == []

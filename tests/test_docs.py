@@ -8,21 +8,39 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from headcount import app
+from reproduce import systems_page
+from schemas import formula_pages
+from schemas.scan import Scan
+from tests import page_commands, reference_pages
+from workers import edit_and_input_pages
+
+ROOT = Path(__file__).parent.parent
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#([\w-]+))?\)")
+"""A link to a file of ours, and perhaps to a heading in it."""
+
+COMMAND = re.compile(r"\s*headcount ([a-z]+)\b([^#]*)")
+"""A command of headcount at the beginning of a line of code, without a remark behind it."""
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+STEPS_FOLLOWED = """
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from reproduce import systems_page
-from schemas import formula_pages
-from schemas.scan import Scan
-from workers import edit_and_input_pages
-
-ROOT = Path(__file__).parent.parent
-
-FOLLOWED = """
-from pathlib import Path
 from queries.connection import connect
 from schemas.run_directory import RunDirectory
 from schemas.scan import parse_scan
@@ -40,17 +58,25 @@ run_shard(Replica(plan.info, scan), plan.run, plan.sequences.shard(0))
 rows = connect(Path("runs")).execute(
     "SELECT intervention, layer, head, round(mean_second_key_mass, 4) FROM by_head ORDER BY ALL"
 ).fetchall()
-edited, untouched = [r[1:] for r in rows if r[0] != "none"], [r[1:] for r in rows if r[0] == "none"]
+edited = [row[1:] for row in rows if row[0] != "none"]
+untouched = [row[1:] for row in rows if row[0] == "none"]
 assert len(untouched) == 16 and edited == untouched, rows
 assert connect(Path("runs")).execute("SELECT count(*) FROM restless_sinks").fetchone() == (32,)
+
+assert pytest.main(["-q", "--doctest-modules", "schemas/statistics/sink.py"]) == 0
+arguments = ["reproduce", "copying.toml", "--json", "copying.json"]
+result = CliRunner().invoke(app, arguments)
+assert result.exit_code == 0, (result.output, result.exception)
 """
 
 
 KIND_FOLLOWED = """
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -64,9 +90,10 @@ from schemas.scan import load_scan
 
 
 def headcount(*arguments):
-    done = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert done.exit_code == 0, (done.output, done.exception)
-    return " ".join(done.output.replace("│", " ").split())
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    # Cells of a table may be wrapped over lines, between bars.
+    return " ".join(result.output.replace("│", " ").split())
 
 
 Path("layers.toml").write_text(
@@ -82,45 +109,53 @@ prepare_run(plan, "")
 replica = Replica(plan.info, plan.scan, "cpu")
 for shard in range(plan.manifest.shards):
     commit = run_shard(replica, plan.run, plan.sequences.shard(shard))
-assert [f.table for f in commit.files] == ["heads", "sequences", "layers"] * 2, commit.files
+assert [file.table for file in commit.files] == ["heads", "sequences", "layers"] * 2, commit.files
 record = plan.run.manifest().kinds["layer_statistics"]["update_norm"]
 assert record["meaning"].startswith("Mean length of what a layer adds"), record
 
-ask = "SELECT intervention, layer, sequence, update_norm FROM layers ORDER BY ALL"
-rows = connect(plan.run.path).execute(ask).fetchall()
+question = "SELECT intervention, layer, sequence, update_norm FROM layers ORDER BY ALL"
+rows = connect(plan.run.path).execute(question).fetchall()
 assert len(rows) == 2 * 2 * 6, len(rows)
-expected = []
-def note(layer, seen):
-    if "resid_post" in seen:
-        expected.append((seen["resid_post"] - seen["resid_pre"]).norm(dim=-1).mean(-1))
-tokens = torch.from_numpy(np.concatenate([plan.sequences.shard(s).tokens for s in range(3)])).long()
+update_norms = []
+def add_update_norm(layer, activations):
+    if "resid_post" in activations:
+        update = activations["resid_post"] - activations["resid_pre"]
+        update_norms.append(update.norm(dim=-1).mean(-1))
+shards = [plan.sequences.shard(shard).tokens for shard in range(3)]
+tokens = torch.from_numpy(np.concatenate(shards)).long()
 with torch.inference_mode():
-    replica.engine.run(tokens, {}, note, {"resid_pre", "resid_post"})
-found = [row[3] for row in rows if row[0] == "none"]
-np.testing.assert_allclose(found, torch.cat(expected).numpy(), rtol=1e-5)
+    replica.engine.run(tokens, {}, add_update_norm, {"resid_pre", "resid_post"})
+measured = [row[3] for row in rows if row[0] == "none"]
+np.testing.assert_allclose(measured, torch.cat(update_norms).numpy(), rtol=1e-5)
 
 headcount("compact", plan.run.path)
 files = list(Path(plan.run.path).glob("layers/*/*.parquet"))
-assert len(files) == 2 and all(f.name.startswith("merged-") for f in files), files
+assert len(files) == 2 and all(file.name.startswith("merged-") for file in files), files
 merged = pq.read_table(files[0], partitioning=None)
 assert merged["layer"].to_pylist() == [0] * 6 + [1] * 6
 assert merged["sequence"].to_pylist() == [*range(6)] * 2
 
 connection = connect(plan.run.path)
-assert connection.execute(ask).fetchall() == rows
-sentence = "One row per run, intervention, sequence and layer: every layer statistic as it was measured."
-assert view_descriptions(connection)["layers"] == sentence
+assert connection.execute(question).fetchall() == rows
+description = view_descriptions(connection)["layers"]
+assert description.startswith("One row per run, intervention, sequence and layer: "), description
+assert description.endswith("every layer statistic as it was measured."), description
 comments = dict(connection.execute(
-    "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'layers' AND schema_name = 'main'"
+    "SELECT column_name, comment FROM duckdb_columns() "
+    "WHERE table_name = 'layers' AND schema_name = 'main'"
 ).fetchall())
 assert all(comments.values()), comments
 assert comments["update_norm"].startswith("Mean length of what a layer adds"), comments
 kinds = "SELECT kind, \\"table\\", unit, runs FROM formulas WHERE name = 'update_norm'"
 assert connection.execute(kinds).fetchall() == [("layer statistic", "layers", "euclidean norm", 1)]
+
+assert pytest.main(["-q", "--doctest-modules", "schemas/layer_statistics.py"]) == 0
+runpy.run_module("schemas.formula_pages", run_name="__main__")
 """
 
 
 def copy_project(folder: Path) -> None:
+    """Copy the code of the project, for a test that changes it."""
     for package in ("schemas", "workers", "jobs", "queries", "reproduce", "models"):
         shutil.copytree(
             ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
@@ -129,71 +164,65 @@ def copy_project(folder: Path) -> None:
         shutil.copy(ROOT / file, folder)
 
 
-def run_python(folder: Path, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False
+def run_python(folder: Path, file: str) -> None:
+    """Run a file in a folder, where Python finds the copy of the project first.
+
+    The file does everything in one process, because each process takes seconds to load torch.
+    """
+    finished = subprocess.run(
+        [sys.executable, file], cwd=folder, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def apply_diff(file: Path, diff: str) -> None:
+    """Add the lines that a diff adds, each below the line that stands above it in the diff."""
+    source = file.read_text(encoding="utf-8")
+    for line_above, line in itertools.pairwise(diff.splitlines()):
+        if line.startswith("+"):
+            # The first character of a line of a diff is its sign.
+            anchor = f"\n{line_above[1:]}\n"
+            assert source.count(anchor) == 1, line_above
+            source = source.replace(anchor, f"{anchor}{line[1:]}\n")
+    file.write_text(source, encoding="utf-8")
 
 
 def test_following_adding_md_adds_a_kind_of_measurement_with_one_file_and_one_entry(
     tmp_path: Path,
 ) -> None:
     copy_project(tmp_path)
-    text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
-    _, section = text.split("## A kind of measurement\n")
-    section, *_ = section.split("\n## ")
+    page_text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    _, rest_of_page = page_text.split("## A kind of measurement\n")
+    section, *_ = rest_of_page.split("\n## ")
     step = r"(?:Create|Add to) `(schemas/\w+\.py)`[^\n]*:\n\n```\w+\n(.*?)```"
     blocks = dict(re.findall(step, section, flags=re.DOTALL))
     assert list(blocks) == ["schemas/layer_statistics.py", "schemas/kinds.py"]
-    new = tmp_path / "schemas" / "layer_statistics.py"
-    new.write_text(blocks["schemas/layer_statistics.py"], encoding="utf-8")
-    kinds = tmp_path / "schemas" / "kinds.py"
-    text = kinds.read_text(encoding="utf-8")
-    lines = blocks["schemas/kinds.py"].splitlines()
-    for above, line in itertools.pairwise(lines):
-        if line.startswith("+"):
-            assert text.count(f"\n{above[1:]}\n") == 1, above
-            text = text.replace(f"\n{above[1:]}\n", f"\n{above[1:]}\n{line[1:]}\n")
-    kinds.write_text(text, encoding="utf-8")
+    new_file = tmp_path / "schemas" / "layer_statistics.py"
+    new_file.write_text(blocks["schemas/layer_statistics.py"], encoding="utf-8")
+    apply_diff(tmp_path / "schemas" / "kinds.py", blocks["schemas/kinds.py"])
     (tmp_path / "followed.py").write_text(KIND_FOLLOWED, encoding="utf-8")
     (tmp_path / "docs").mkdir()
     run_python(tmp_path, "followed.py")
-    run_python(tmp_path, "-m", "pytest", "-q", "--doctest-modules", "schemas/layer_statistics.py")
-    run_python(tmp_path, "-m", "schemas.formula_pages")
-    page = (tmp_path / "docs" / "layers.md").read_text(encoding="utf-8")
-    assert page.startswith("# Layer statistics\n")
-    assert "### update_norm\n\nMean length of what a layer adds to the residual stream." in page
+    new_page = (tmp_path / "docs" / "layers.md").read_text(encoding="utf-8")
+    assert new_page.startswith("# Layer statistics\n")
+    assert "### update_norm\n\nMean length of what a layer adds to the residual stream." in new_page
 
 
 def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_and_a_system(
     tmp_path: Path,
 ) -> None:
     copy_project(tmp_path)
-    text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
-    steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", text, flags=re.DOTALL)
-    assert [path.split("/")[0] for path, _ in steps] == [
-        "schemas",
-        "workers",
-        "workers",
-        "queries",
-        "copying.toml",
-    ]
+    page_text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", page_text, flags=re.DOTALL)
+    rooms = [path.split("/")[0] for path, _ in steps]
+    assert rooms == ["schemas", "workers", "workers", "queries", "copying.toml"]
     for path, addition in steps:
-        with (tmp_path / path).open("a", encoding="utf-8") as added:
-            added.write(f"\n\n{addition}" if path.endswith(".py") else addition)
-    (tmp_path / "followed.py").write_text(FOLLOWED)
-    doctest = ["-m", "pytest", "-q", "--doctest-modules", "schemas/statistics/sink.py"]
-    for command in (
-        ["followed.py"],
-        doctest,
-        ["-m", "headcount", "reproduce", "copying.toml", "--json", "copying.json"],
-    ):
-        run_python(tmp_path, *command)
-    verdicts = [
-        (found["system"], found["verdict"])
-        for found in json.loads((tmp_path / "copying.json").read_text())
-    ]
+        with (tmp_path / path).open("a", encoding="utf-8") as file:
+            file.write(f"\n\n{addition}" if path.endswith(".py") else addition)
+    (tmp_path / "followed.py").write_text(STEPS_FOLLOWED)
+    run_python(tmp_path, "followed.py")
+    findings = json.loads((tmp_path / "copying.json").read_text())
+    verdicts = [(finding["system"], finding["verdict"]) for finding in findings]
     assert verdicts == [("copying", "not comparable")] * 2 + [("copying", "pass")]
 
 
@@ -201,9 +230,15 @@ def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_a
     "name", [*formula_pages.PAGES, *edit_and_input_pages.PAGES, *systems_page.PAGES]
 )
 def test_pages_are_what_the_registries_say(name: str) -> None:
-    made = edit_and_input_pages.PAGES | systems_page.PAGES
-    expected = made[name]() if name in made else formula_pages.page(name)
+    written_by = edit_and_input_pages.PAGES | systems_page.PAGES
+    expected = written_by[name]() if name in written_by else formula_pages.page(name)
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == expected, "run: make docs"
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_the_generated_parts_of_pages_are_what_the_code_says(name: str) -> None:
+    page_text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert page_text == reference_pages.renewed(name), "run: make docs"
 
 
 def test_the_pages_of_options_say_values_and_defaults_in_words() -> None:
@@ -217,16 +252,98 @@ def test_the_pages_of_options_say_values_and_defaults_in_words() -> None:
         assert re.findall(r"Packing|Literal|\| None|unless told", page) == []
 
 
-def test_the_readme_names_every_command_and_every_field_of_a_scan() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(
-        r"^  (\w+) ",
-        CliRunner().invoke(app, ["--help"]).output.split("Commands:")[1],
-        flags=re.MULTILINE,
+def options_by_command() -> dict[str, set[str]]:
+    """The options of every command, with their long names."""
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    # Every command has --help, which is none of its own parameters.
+    return {
+        name: {"--help"}.union(*(parameter.opts for parameter in command.params))
+        for name, command in group.commands.items()
+        if isinstance(command, TyperCommand)
+    }
+
+
+def test_every_command_has_an_example() -> None:
+    page_text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    examples, _ = page_text.split("## How a command ends")
+    command_names = options_by_command()
+    without_example = [name for name in command_names if f"\nheadcount {name} " not in examples]
+    assert without_example == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_use_only_commands_and_options_that_exist(page: Path) -> None:
+    known_options = options_by_command()
+    page_text = page.read_text(encoding="utf-8")
+    for line in code_lines(page_text):
+        command = COMMAND.match(line)
+        if command is None:
+            continue
+        command_name, arguments = command.groups()
+        assert command_name in known_options, line
+        assert set(OPTION.findall(arguments)) <= known_options[command_name], line
+
+
+def code_lines(page_text: str) -> Iterator[str]:
+    """The lines of a page that are code, in blocks or between backticks."""
+    # Prose begins lines with "headcount" too, so only code is looked at.
+    in_block = False
+    for line in page_text.splitlines():
+        if line.startswith("```"):
+            in_block = not in_block
+        elif in_block or line.startswith("    "):
+            yield line
+        else:
+            yield from re.findall(r"`([^`]+)`", line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    page_text = page.read_text(encoding="utf-8")
+    for linked_path, anchor in LINK.findall(page_text):
+        target = page.parent / linked_path
+        assert target.exists(), f"{page.name}: {linked_path}"
+        if anchor:
+            assert anchor in anchors_of(target), f"{page.name}: {linked_path}#{anchor}"
+    anchors_here = re.findall(r"\]\(#([\w-]+)\)", page_text)
+    assert set(anchors_here) <= anchors_of(page)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The names under which GitHub links to the headings of a page."""
+    page_text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", page_text, flags=re.MULTILINE)
+    # GitHub drops punctuation before it joins the words by hyphens.
+    plain_headings = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain_headings}
+
+
+def test_the_index_lists_every_page() -> None:
+    index_text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed_pages = {path for path, _ in LINK.findall(index_text)}
+    page_names = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert page_names - listed_pages == {"index.md"}
+
+
+def test_a_run_directory_is_as_how_it_works_draws_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    drawn_names = set(re.findall(r"^[├└]── (\w[\w.]*)", page_text, flags=re.MULTILINE))
+    # This scan asks for every table, and a corpus has an index.
+    (tmp_path / "drawn.toml").write_text(
+        'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\nstatistics = ["sink_mass"]\n'
+        'profiles = ["attention_by_lag"]\ncurves = ["attention_by_lag"]\n'
+        'weight_statistics = ["query_bias_norm"]\n'
+        'input = { family = "text", files = "bundled:LICENSE", packing = "concat" }\n'
     )
-    assert len(commands) >= 5
-    assert [c for c in commands if f"headcount {c}" not in readme] == []
-    assert [field for field in Scan.model_fields if f"`{field}`" not in readme] == []
+    monkeypatch.chdir(tmp_path)
+    page_commands.run_headcount("headcount scan drawn.toml --replicas 0")
+    (run_directory,) = Path("runs").iterdir()
+    written_names = {path.name for path in run_directory.iterdir()} - {".lock"}
+    # Only a shard that fails leaves a record in failures/.
+    assert written_names == drawn_names - {"failures"}
 
 
 def test_every_field_of_a_scan_says_what_it_means() -> None:

@@ -1,4 +1,4 @@
-"""`headcount doctor` says what is wrong with a machine, and what to do."""
+"""`headcount doctor` says what is wrong with a machine, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from workers.replica import Replica
 ROOT = Path(__file__).parent.parent
 
 
-def run_doctor(directory: Path, absent: str) -> list[str]:
+def run_doctor(directory: Path, missing_library: str) -> list[str]:
     """Lines of `headcount doctor` where a library is not installed."""
     code = f"""
 import sys
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 
-real = metadata.version
+real_version = metadata.version
 def version(name):
-    if name == {absent!r}:
+    if name == {missing_library!r}:
         raise PackageNotFoundError(name)
-    return real(name)
+    return real_version(name)
 metadata.version = version
 sys.argv = ["headcount", "doctor"]
 import headcount
 headcount.main()
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=directory,
         env=env,
@@ -46,9 +46,9 @@ headcount.main()
         text=True,
         check=False,
     )
-    assert done.stderr == ""
-    assert done.returncode == (1 if "FAIL" in done.stdout else 0)
-    return done.stdout.splitlines()
+    assert process.stderr == ""
+    assert process.returncode == (1 if "FAIL" in process.stdout else 0)
+    return process.stdout.splitlines()
 
 
 def test_a_machine_that_runs_these_tests_is_healthy() -> None:
@@ -60,7 +60,7 @@ def test_a_machine_that_runs_these_tests_is_healthy() -> None:
         "python", "code", *READING, *MEASURING, "device", "memory", "disk", *["model"] * models,
     ]  # fmt: skip
     (code,) = [check for check in checks if check.name == "code"]
-    assert code.found == f"all of it from {ROOT}"
+    assert code.result == f"all of it from {ROOT}"
 
 
 def test_a_folder_of_the_users_that_hides_ours_is_named(
@@ -72,11 +72,11 @@ def test_a_folder_of_the_users_that_hides_ours_is_named(
     monkeypatch.delitem(sys.modules, "queries", raising=False)
     check = check_code()
     assert not check.ok
-    assert check.found == f"queries comes from {tmp_path}/queries, headcount from {ROOT}"
+    assert check.result == f"queries comes from {tmp_path}/queries, headcount from {ROOT}"
     assert "PYTHONPATH" in check.advice
 
 
-def test_a_folder_without_code_hides_nothing(
+def test_a_folder_without_code_of_the_same_name_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "schemas").mkdir()
@@ -87,7 +87,7 @@ def test_a_folder_without_code_hides_nothing(
 
 def test_a_missing_library_is_said_with_what_to_do(tmp_path: Path) -> None:
     check = check_library("a_library_that_nobody_wrote")
-    assert (check.ok, check.found) == (False, "not installed")
+    assert (check.ok, check.result) == (False, "not installed")
     assert "pip install -e '.[scan]'" in check.advice
     lines = run_doctor(tmp_path, "torch")
     assert "FAIL  torch            not installed" in lines
@@ -109,7 +109,7 @@ def test_engines_are_compared_on_every_standard_probability() -> None:
     )
     tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, 32)).astype(np.int32)
     assert doctor._largest_drift(fused, dense, tokens)[1] < DRIFT
-    # A weight that one engine alone has changed shows.
+    # A weight that differs in one engine only must show.
     bare: Any = dense.model.bare
     bare.transformer.h[2].attn.c_attn.weight.data[:, 0] += 0.5
     assert doctor._largest_drift(fused, dense, tokens)[1] > 100 * DRIFT

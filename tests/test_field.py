@@ -26,8 +26,14 @@ from workers.inputs.sequences import Sequences
 from workers.model.model_info import describe, find_model
 
 COLUMNS = [
-    "sink_alpha", "entropy", "head_output_norm", "head_output_norm_last", "sink_value_norm", "value_norm", "head_result_norm",
-]  # fmt: skip
+    "sink_alpha",
+    "entropy",
+    "head_output_norm",
+    "head_output_norm_last",
+    "sink_value_norm",
+    "value_norm",
+    "head_result_norm",
+]
 QUANTILES = [0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
 
 
@@ -36,7 +42,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy.save_model(tmp_path_factory.mktemp("gpt2") / "toy", toy.gpt2())
 
 
-def scanned(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBPyConnection:
+def connect_to_new_run(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBPyConnection:
     fields = {
         "model": str(model),
         "out": str(out),
@@ -56,7 +62,7 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return connection.execute(question).fetchall()
 
 
-def eager(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def library_attention(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Patterns `[layer sequence head query key]`, values `[layer sequence head key d_head]`, W_O
     `[layer head d_head d_model]`.
     """
@@ -67,9 +73,17 @@ def eager(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     with torch.no_grad():
         patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
         heads = model.config.n_head
-        v = [p.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1)).transpose(1, 2) for p in projected]
+        values = [
+            # GPT-2 projects to q, k and v at once.
+            projection.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1)).transpose(1, 2)
+            for projection in projected
+        ]
         W_O = [block.attn.c_proj.weight.unflatten(0, (heads, -1)) for block in model.transformer.h]
-    return torch.stack(patterns).numpy(), torch.stack(v).numpy(), torch.stack(W_O).detach().numpy()
+    return (
+        torch.stack(patterns).numpy(),
+        torch.stack(values).numpy(),
+        torch.stack(W_O).detach().numpy(),
+    )
 
 
 # Inactive heads
@@ -77,7 +91,7 @@ def eager(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 
 def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """The scores of Sandoval-Segura et al., `[layer sequence head]`."""
-    a, v, W_O = eager(path, tokens)
+    a, v, W_O = library_attention(path, tokens)
     z = a @ v
     norms = np.linalg.norm
     plain = {
@@ -92,13 +106,19 @@ def scores_by_definition(path: Path, tokens: np.ndarray) -> dict[str, np.ndarray
         f"{name} (LN)": score / score.mean(-1, keepdims=True) for name, score in plain.items()
     }
     last, average = norms(z[..., -1, :], axis=-1), plain["AHON"]
+    # What DuckDB's `md5_number_lower` gives, as a number from 0 to 1.
     drawn = np.empty(last.shape)
     for layer, sequence, head in np.ndindex(*last.shape):
         digest = hashlib.md5(f"{sequence} {layer} {head}".encode()).digest()
         drawn[layer, sequence, head] = int.from_bytes(digest[8:], "little") / 2**64
-    return plain | normalised | {
-        "LTHON": last, "LTHON (LN)": last / average.mean(-1, keepdims=True), "LTHON (HN)": last / average, "Random": drawn,
-    }  # fmt: skip
+    return {
+        **plain,
+        **normalised,
+        "LTHON": last,
+        "LTHON (LN)": last / average.mean(-1, keepdims=True),
+        "LTHON (HN)": last / average,
+        "Random": drawn,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +126,7 @@ def inactive(
     gpt2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """A run of the toy model, and the scores of its sequences."""
-    connection = scanned(tmp_path_factory.mktemp("inactive"), gpt2, bos=False)
+    connection = connect_to_new_run(tmp_path_factory.mktemp("inactive"), gpt2, bos=False)
     tokens = np.array(
         [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
         np.int32,
@@ -122,15 +142,15 @@ def test_inactive_scores_equal_their_definitions(
         connection,
         "SELECT score, inactive, value FROM inactive_scores ORDER BY score, layer, sequence, head",
     )
-    found: dict[str, list[float]] = {}
+    values_of_score: dict[str, list[float]] = {}
     for score, inactive_end, value in rows:
         assert inactive_end == ("above" if score in ("AWFT", "AWFT (LN)") else "below")
-        found.setdefault(score, []).append(value)
-    assert sorted(found) == sorted(expected)
-    assert len(found) == 16
+        values_of_score.setdefault(score, []).append(value)
+    assert sorted(values_of_score) == sorted(expected)
+    assert len(values_of_score) == 16
     for score, values in expected.items():
         np.testing.assert_allclose(
-            found[score], values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score
+            values_of_score[score], values.ravel(), rtol=1e-5, atol=1e-5, err_msg=score
         )
 
 
@@ -167,9 +187,16 @@ def test_flags_shares_and_overlaps_follow_from_the_scores(
     )
     assert len(overlaps) == 16 * 16 * 6
     for score, other, quantile, *counts, iou in overlaps:
-        a, b = flags[score, quantile], flags[other, quantile]
-        assert counts == [a.sum(), b.sum(), (a & b).sum()]
-        assert iou == pytest.approx((a & b).sum() / (a | b).sum())
+        inactive_by_score, inactive_by_other = flags[score, quantile], flags[other, quantile]
+        assert counts == [
+            inactive_by_score.sum(),
+            inactive_by_other.sum(),
+            (inactive_by_score & inactive_by_other).sum(),
+        ]
+        assert iou == pytest.approx(
+            (inactive_by_score & inactive_by_other).sum()
+            / (inactive_by_score | inactive_by_other).sum()
+        )
 
 
 def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
@@ -190,9 +217,15 @@ def test_scores_without_columns_are_left_out(tmp_path: Path) -> None:
         "a-1": ["AWFT", "AWFT (LN)", "Random"],
         "b-1": ["AEQD", "AEQD (LN)", "AVVN", "Random"],
     }
-    question = "SELECT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' GROUP BY ALL ORDER BY ALL"
+    question = (
+        "SELECT head, value FROM inactive_scores WHERE score = 'AWFT (LN)' "
+        "GROUP BY ALL ORDER BY ALL"
+    )
     np.testing.assert_allclose(ask(connection, question), [(0, 0.5), (1, 1), (2, 1.5)], atol=1e-6)
-    question = "SELECT head, inactive_share FROM inactive_heads WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1"
+    question = (
+        "SELECT head, inactive_share FROM inactive_heads "
+        "WHERE score = 'AWFT' AND quantile = 0.3 AND layer = 1"
+    )
     # A third of the numbers are 0.3, so the threshold is that, and nothing is above it.
     assert ask(connection, f"{question} ORDER BY ALL") == [(0, 0), (1, 0), (2, 0)]
     question = (
@@ -225,7 +258,7 @@ def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) 
     measured = toy.measure(
         path, tokens, engine=engine, statistics=["sink_alpha"], profiles=["tail_attention_by_key"]
     )
-    expected = eager(path, tokens)[0][..., -64:, :].mean((1, -2))
+    expected = library_attention(path, tokens)[0][..., -64:, :].mean((1, -2))
     np.testing.assert_allclose(
         measured.means["profiles"]["tail_attention_by_key"].mean, expected, atol=1e-6
     )
@@ -233,7 +266,7 @@ def test_the_tail_profile_is_the_mean_of_the_last_rows(engine: str, n_ctx: int) 
 
 def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
     path, n_ctx = find_model("bundled:gpt2-mini"), 100
-    connection = scanned(
+    connection = connect_to_new_run(
         tmp_path,
         path,
         n_ctx=n_ctx,
@@ -245,20 +278,22 @@ def test_first_keys_of_a_scan_equal_their_definitions(tmp_path: Path) -> None:
         [row[0] for row in ask(connection, "SELECT tokens FROM sequences ORDER BY sequence")],
         np.int32,
     )
-    tails = eager(path, tokens)[0][..., -64:, :].mean(-2).swapaxes(0, 1)
+    tails = library_attention(path, tokens)[0][..., -64:, :].mean(-2).swapaxes(0, 1)
     uniform = np.tril(np.ones((n_ctx, n_ctx)) / np.arange(1, n_ctx + 1)[:, None])[-64:].mean(0)
     expected = {f"first_{k}": tails[..., :k].sum(-1) for k in (1, 4, 8)}
     expected |= {f"boost_{k}": tails[..., :k].sum(-1) / uniform[:k].sum() for k in (1, 4, 8)}
     expected |= {"peak_key": tails.argmax(-1), "peak_mass": tails.max(-1)}
     expected["tail_entropy"] = -(tails * np.log(tails + 1e-300)).sum(-1) / math.log(n_ctx)
     for name, values in expected.items():
-        found = np.array(
+        values_in_sql = np.array(
             ask(connection, f"SELECT {name} FROM first_keys ORDER BY shard, layer, head")
         )[:, 0]
-        np.testing.assert_allclose(found, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            values_in_sql, values.ravel(), rtol=1e-5, atol=1e-5, err_msg=name
+        )
 
 
-def tail(head: int, masses: dict[int, float], n_ctx: int) -> list[Entry]:
+def tail_profile(head: int, masses: dict[int, float], n_ctx: int) -> list[Entry]:
     entry = {"layer": 0, "head": head, "profile": "tail_attention_by_key", "count": 1, "m2": 0.0}
     return [entry | {"key": key, "mean": masses.get(key, 0.0)} for key in range(n_ctx)]
 
@@ -275,7 +310,9 @@ def test_classes_of_heads(tmp_path: Path) -> None:
         ({3: 0.125, 8: 0.875}, "mixed"),
     ]
     entries = [
-        entry for head, (masses, _) in enumerate(heads) for entry in tail(head, masses, n_ctx)
+        entry
+        for head, (masses, _) in enumerate(heads)
+        for entry in tail_profile(head, masses, n_ctx)
     ]
     write_run(
         tmp_path,
@@ -285,12 +322,18 @@ def test_classes_of_heads(tmp_path: Path) -> None:
         heads=5,
         profiles=lambda shard: entries,
     )
-    found = ask(
+    classes = ask(
         connect(str(tmp_path)),
         "SELECT head_class, peak_key, peak_mass FROM first_keys WHERE shard = 1 ORDER BY head",
     )
-    assert [row[0] for row in found] == [head_class for _, head_class in heads]
-    assert [row[1:] for row in found] == [(3, 0.625), (9, 0.5), (4, 0.1875), (9, 0.875), (8, 0.875)]
+    assert [row[0] for row in classes] == [head_class for _, head_class in heads]
+    assert [row[1:] for row in classes] == [
+        (3, 0.625),
+        (9, 0.5),
+        (4, 0.1875),
+        (9, 0.875),
+        (8, 0.875),
+    ]
     harmonic = sum(1 / (q + 1) for q in range(n_ctx)) / n_ctx
     boosts = ask(
         connect(str(tmp_path)),
@@ -301,7 +344,7 @@ def test_classes_of_heads(tmp_path: Path) -> None:
 
 def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
     """The columns uniform_first_1, 4 and 8 of attention-sink-profiler, which a boost divides by."""
-    entries = tail(0, {0: 1.0}, 64)
+    entries = tail_profile(0, {0: 1.0}, 64)
     write_run(
         tmp_path,
         "a-1",
@@ -310,11 +353,13 @@ def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
         heads=1,
         profiles=lambda shard: entries,
     )
-    found = ask(
+    expectations = ask(
         connect(str(tmp_path)),
         "SELECT 1 / boost_1, 1 / boost_4, 1 / boost_8 FROM first_keys WHERE shard = 0",
     )
-    np.testing.assert_allclose(found[0], (0.0741232954, 0.2287848482, 0.3782542201), rtol=1e-7)
+    np.testing.assert_allclose(
+        expectations[0], (0.0741232954, 0.2287848482, 0.3782542201), rtol=1e-7
+    )
 
 
 @pytest.mark.parametrize("bos", [True, False])

@@ -47,7 +47,7 @@ def figure(title: str, sql: str, kind: Literal["line", "bar", "heat"] = "line") 
     return Figure(title=title, sql=sql, kind=kind, x="key", y="attention")
 
 
-def written(
+def written_page(
     folder: Path,
     *figures: Figure,
     heading: Heading = HEADING,
@@ -65,7 +65,7 @@ def markup(page: str) -> str:
     return re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
 
 
-def drawn(page: str) -> list[dict[str, Any]]:
+def drawn_figures(page: str) -> list[dict[str, Any]]:
     figures = re.search(
         r'<script id="figures" type="application/json">(.*?)</script>', page, flags=re.DOTALL
     )
@@ -80,12 +80,14 @@ def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None
         finding("P(B)", 7.26e-06, None, 1.452e-06, "not comparable"),
         finding("it is so", "holds", 124.1, None, "pass"),
     ]
-    page = markup(written(tmp_path, findings=findings))
+    page = markup(written_page(tmp_path, findings=findings))
     judged, others = re.findall(r"<tbody>\n(.*?)</tbody>", page, flags=re.DOTALL)
     assert judged.splitlines() == [
-        '<tr><td>L0H3 to 7</td><td>0.5026</td><td>0.4988</td><td>0.015</td><td class="pass">pass</td></tr>',
+        "<tr><td>L0H3 to 7</td><td>0.5026</td><td>0.4988</td><td>0.015</td>"
+        '<td class="pass">pass</td></tr>',
         '<tr><td>loss</td><td>200</td><td>–</td><td>20</td><td class="fail">fail</td></tr>',
-        '<tr><td>it is so</td><td>holds</td><td>124.1</td><td>–</td><td class="pass">pass</td></tr>',
+        "<tr><td>it is so</td><td>holds</td><td>124.1</td><td>–</td>"
+        '<td class="pass">pass</td></tr>',
     ]
     assert others.splitlines() == [
         "<tr><td>P(B)</td><td>7.26e-06</td><td>–</td><td>1.452e-06</td>"
@@ -93,15 +95,15 @@ def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None
     ]
     assert "<details><summary>1 not comparable</summary>" in page
     assert "2 pass, 1 fail, 1 not comparable" in page
-    assert markup(written(tmp_path, findings=findings[2:3])).count("<tbody>") == 1
+    assert markup(written_page(tmp_path, findings=findings[2:3])).count("<tbody>") == 1
     for text in ("toy: A toy", "Someone 2020", "m", "1234abcd"):
         assert f">{text}<" in page
 
 
 def test_the_banner(tmp_path: Path) -> None:
-    warned = written(tmp_path, heading=replace(HEADING, warning="a miniature"))
+    warned = written_page(tmp_path, heading=replace(HEADING, warning="a miniature"))
     assert '<p class="warning"><strong>a miniature</strong></p>' in warned
-    assert "warning" not in markup(written(tmp_path))
+    assert "warning" not in markup(written_page(tmp_path))
 
 
 def test_what_the_banner_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +115,14 @@ def test_what_the_banner_says(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda path: toy.toy_info(**sizes if str(path) == "same" else {"n_layers": 99}),
     )
     assert warning(system, system.published_model) == ""
-    other = "its numbers are not comparable with the published ones"
-    assert warning(system, system.bundled_model) == f"a miniature: {other}"
-    assert warning(system, "else") == f"another model: {other}"
+    other_warning = "its numbers are not comparable with the published ones"
+    assert warning(system, system.bundled_model) == f"a miniature: {other_warning}"
+    assert warning(system, "else") == f"another model: {other_warning}"
     assert warning(system, "same").startswith("a model of the sizes of a published one: ")
 
 
 def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
-    page = written(
+    page = written_page(
         tmp_path,
         figure(EVIL, "SELECT evil(), evil(), 1.0"),
         figure(EVIL, "SELECT 1, 2, 3 WHERE false"),
@@ -129,11 +131,11 @@ def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
     )
     assert EVIL not in page
     assert "<b>" not in markup(page)
-    assert drawn(page)[0]["series"] == [{"name": EVIL, "labels": [EVIL], "values": [1.0]}]
+    assert drawn_figures(page)[0]["series"] == [{"name": EVIL, "labels": [EVIL], "values": [1.0]}]
 
 
 def test_figures_without_numbers_say_so(tmp_path: Path) -> None:
-    page = written(
+    page = written_page(
         tmp_path,
         figure("none", "SELECT 1, 2, 3 WHERE false"),
         figure("undefined", "VALUES ('a', 0, NULL), ('a', 1, 'NaN'::FLOAT)"),
@@ -143,7 +145,7 @@ def test_figures_without_numbers_say_so(tmp_path: Path) -> None:
         ("none", "its query gives no rows"),
         ("undefined", "its query gives no numbers, only undefined values"),
     ]
-    assert len(drawn(page)) == 1
+    assert len(drawn_figures(page)) == 1
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_mistake_in_the_sql_of_a_figure_is_an_error_that_names_it(
     tmp_path: Path, sql: str, problem: str
 ) -> None:
     with pytest.raises(RunError) as mistake:
-        written(tmp_path, figure("by key", sql))
+        written_page(tmp_path, figure("by key", sql))
     assert str(mistake.value).startswith(f"toy, figure 'by key': {problem}")
     assert "\n" not in str(mistake.value)
     assert not (tmp_path / "page.html").exists()
@@ -172,8 +174,8 @@ def test_a_mistake_in_the_sql_of_a_figure_is_an_error_that_names_it(
 def test_rows_become_series_and_cells(tmp_path: Path) -> None:
     lines_sql = """VALUES ('b', 2::DECIMAL(9, 1), 0.25::DECIMAL(9, 2)::DOUBLE), ('a', 1, 1),
         ('b', 3.5, 'inf'::DOUBLE), (NULL, 0, 2.0)"""
-    lines, bars, cells = drawn(
-        written(
+    lines, bars, cells = drawn_figures(
+        written_page(
             tmp_path,
             figure("lines", lines_sql),
             figure("bars", "VALUES ('', 'x', 1.0::DECIMAL(9, 1)), ('', NULL, 2.0)", "bar"),
@@ -210,7 +212,7 @@ def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(QueryError, match="cannot be written"):
-        written(tmp_path / "no")
+        written_page(tmp_path / "no")
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +220,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     yield from chromium(tmp_path_factory.mktemp("chromium"))
 
 
-def opened(browser: webdriver.Chrome, page: Path) -> list[Any]:
+def opened_figures(browser: webdriver.Chrome, page: Path) -> list[Any]:
     """Show a page that must ask for nothing and complain about nothing; its figures as Plotly has
     them.
     """
@@ -238,12 +240,12 @@ def opened(browser: webdriver.Chrome, page: Path) -> list[Any]:
 
 
 def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["reproduce", "previous_token", "--out", str(tmp_path), *FEW])
+    command = CliRunner().invoke(app, ["reproduce", "previous_token", "--out", str(tmp_path), *FEW])
     (page,) = tmp_path.rglob("*.html")
     (home,) = (path for path in (tmp_path / "previous_token").iterdir() if path.is_dir())
     assert page == home.with_suffix(".html")
-    assert f"figures in {page}" in done.output
-    figures = opened(browser, page)
+    assert f"figures in {page}" in command.output
+    figures = opened_figures(browser, page)
     system = systems()["previous_token"]
     titles = [heading.text for heading in browser.find_elements(By.CSS_SELECTOR, "figure h4")]
     assert titles == [figure.title for figure in system.figure]
@@ -263,14 +265,20 @@ def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_
 def test_every_kind_is_drawn_and_reads_names_as_they_are(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
-    written(
+    three_lines = (
+        "SELECT i || ' ' || evil(), x, i + x FROM range(3) a(i), range(2) b(x) ORDER BY ALL"
+    )
+    bars_by_name = (
+        "SELECT s, n, 1.0 FROM (VALUES ('a'), ('b')) a(s), (VALUES (evil()), ('10'), ('2')) b(n)"
+    )
+    written_page(
         tmp_path,
-        figure("lines", "SELECT i || ' ' || evil(), x, i + x FROM range(3) a(i), range(2) b(x) ORDER BY ALL"),
-        figure("bars", "SELECT s, n, 1.0 FROM (VALUES ('a'), ('b')) a(s), (VALUES (evil()), ('10'), ('2')) b(n)", "bar"),
+        figure("lines", three_lines),
+        figure("bars", bars_by_name, "bar"),
         figure("upright", "VALUES ('a', 1, 1.0), ('a', 2, 2.0)", "bar"),
         figure("cells", "SELECT x, evil(), 0.5 * x FROM range(3) b(x)", "heat"),
-    )  # fmt: skip
-    lines, bars, upright, cells = opened(browser, tmp_path / "page.html")
+    )
+    lines, bars, upright, cells = opened_figures(browser, tmp_path / "page.html")
     assert len({line["line"]["color"] for line in lines}) == 3
     assert [bar["orientation"] for bar in (bars[0], upright[0])] == ["h", "v"]
     assert cells[0]["z"] == [[0, 0.5, 1]]
@@ -282,8 +290,8 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(
     places = browser.find_elements(By.CSS_SELECTOR, ".plot")
     ticks = [place.find_elements(By.CSS_SELECTOR, ".ytick text") for place in places]
     names = [
-        [tick.text for tick in sorted(found, key=lambda tick: tick.location["y"])]
-        for found in ticks
+        [tick.text for tick in sorted(axis_ticks, key=lambda tick: tick.location["y"])]
+        for axis_ticks in ticks
     ]
     assert names[1] == [EVIL, "10", "2"]
     assert names[3] == [EVIL]

@@ -1,5 +1,6 @@
-"""What an answer looks like: on terminals of any width, in files of any format, where there is no
-room and no reader.
+"""What an answer looks like: on terminals of any width, in files of any format.
+
+Also what happens if a disk is full or a reader leaves.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(
+def table_lines(
     runs: Path,
     question: str,
     width: int | None,
@@ -54,20 +55,23 @@ def shown(
     *,
     vertical: bool = False,
 ) -> list[str]:
-    """The lines of a table on a terminal, or in a pipe where there is no width."""
+    """The lines of a table on a terminal, or in a pipe if there is no width."""
     out = io.StringIO() if width is None else Terminal()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", str(width or 80))
         write_table(run_query(connect(runs), question), out, limit, vertical)
+    # The heading of a table is bold on a terminal.
     return [re.sub("\x1b\\[[01]m", "", line).rstrip() for line in out.getvalue().splitlines()]
 
 
 # Tables
 
 
-def test_what_does_not_differ_is_said_once_and_what_does_not_fit_is_named(runs: Path) -> None:
-    lines = shown(
+def test_constant_columns_are_written_once_and_columns_that_do_not_fit_are_named(
+    runs: Path,
+) -> None:
+    lines = table_lines(
         runs, "SELECT *, layer + head AS something FROM by_head, range(2) AS t(copied)", 48
     )
     assert lines[:5] == [
@@ -77,11 +81,13 @@ def test_what_does_not_differ_is_said_once_and_what_does_not_fit_is_named(runs: 
         "input_family: uniform_random",
         "sequences: 4",
     ]
-    table = lines.index(next(line for line in lines if line.startswith("layer")))
-    assert lines[table].split() == ["layer", "head", "label", "mean_sink_mass"]
-    assert lines[table + 2].split() == ["0", "0", "L0H0", "0.115"]
-    rest = " ".join(" ".join(lines).split())
-    assert rest.endswith("… 2 more columns: copied, something (--vertical or -o FILE.csv has all)")
+    header = lines.index(next(line for line in lines if line.startswith("layer")))
+    assert lines[header].split() == ["layer", "head", "label", "mean_sink_mass"]
+    assert lines[header + 2].split() == ["0", "0", "L0H0", "0.115"]
+    one_line = " ".join(" ".join(lines).split())
+    assert one_line.endswith(
+        "… 2 more columns: copied, something (--vertical or -o FILE.csv has all)"
+    )
     assert max(map(len, lines)) <= 48
 
 
@@ -90,20 +96,20 @@ def test_what_does_not_differ_is_said_once_and_what_does_not_fit_is_named(runs: 
     "question", ["by_head", "heads", "FROM heads LIMIT 1", "sequences", "runs", "statistics"]
 )
 def test_a_table_never_is_wider_than_its_terminal(runs: Path, question: str, width: int) -> None:
-    assert max(map(len, shown(runs, question, width, limit=30))) <= width
+    assert max(map(len, table_lines(runs, question, width, limit=30))) <= width
 
 
 def test_a_row_too_wide_for_the_terminal_has_one_column_a_line(runs: Path) -> None:
     question = "SELECT 'L0H0' AS label, 0.25 AS sink_mass, repeat('ab', 20) AS long, NULL AS none"
-    assert shown(runs, question, 40) == [
+    assert table_lines(runs, question, 40) == [
         "label      L0H0",
         "sink_mass  0.25",
         "long       ababababababababababababababa",
         "           bababababab",
         "none       –",
     ]
-    assert shown(runs, question, 200)[0].split() == ["label", "sink_mass", "long", "none"]
-    assert shown(runs, question, None, vertical=True) == [
+    assert table_lines(runs, question, 200)[0].split() == ["label", "sink_mass", "long", "none"]
+    assert table_lines(runs, question, None, vertical=True) == [
         "label      L0H0",
         "sink_mass  0.25",
         f"long       {'ab' * 20}",
@@ -112,21 +118,22 @@ def test_a_row_too_wide_for_the_terminal_has_one_column_a_line(runs: Path) -> No
 
 
 def test_rows_of_a_vertical_table_are_numbered_and_counted(runs: Path) -> None:
-    lines = shown(runs, "SELECT i FROM range(5) AS t(i)", None, 2, vertical=True)
+    lines = table_lines(runs, "SELECT i FROM range(5) AS t(i)", None, 2, vertical=True)
     assert lines == ["row 1", "i  0", "row 2", "i  1", "… 3 more rows (--limit 2)"]
 
 
 def test_wide_characters_are_folded_whole(runs: Path) -> None:
-    lines = shown(runs, "SELECT repeat('漢', 20) AS text", 31, vertical=True)
+    lines = table_lines(runs, "SELECT repeat('漢', 20) AS text", 31, vertical=True)
     assert lines == ["text  " + "漢" * 12, "      " + "漢" * 8]
 
 
 def test_a_terminal_is_shown_no_control_characters(runs: Path) -> None:
-    bad = "'a' || chr(27) || '[2J' || chr(155) || chr(8238) || chr(7) || 'b'"
-    question = f'SELECT {bad} AS "x\x1b[31m", [{bad}] AS y'
+    # Escape, a control character of eight bits, a mark of direction, and the bell.
+    unsafe = "'a' || chr(27) || '[2J' || chr(155) || chr(8238) || chr(7) || 'b'"
+    question = f'SELECT {unsafe} AS "x\x1b[31m", [{unsafe}] AS y'
     for width in (None, 40, 200):
         for vertical in (False, True):
-            text = "\n".join(shown(runs, question, width, vertical=vertical))
+            text = "\n".join(table_lines(runs, question, width, vertical=vertical))
             assert not any(sign in text for sign in "\x1b\x9b\u202e\x07")
             assert "a\\x1b[2J\\x9b\\u202e\\x07b" in text.replace("\n", "").replace(" ", "")
     terminal, file = Terminal(), io.StringIO()
@@ -154,17 +161,17 @@ def call(runs: Path, *arguments: str, stdin: str | None = None) -> str:
 
 def test_the_name_of_a_file_says_its_format(runs: Path, tmp_path: Path) -> None:
     question = "SELECT layer, head FROM heads ORDER BY ALL LIMIT 2"
-    written = {}
+    contents = {}
     for name in ("a.csv", "a.json", "a.jsonl", "a.txt", "a.CSV"):
         assert call(runs, question, "-o", str(tmp_path / name)) == ""
-        written[name] = (tmp_path / name).read_text()
-    assert written["a.csv"] == written["a.CSV"] == "layer,head\n0,0\n0,0\n"
-    assert json.loads(written["a.json"]) == [{"layer": 0, "head": 0}] * 2
-    assert written["a.jsonl"] == '{"layer": 0, "head": 0}\n' * 2
-    assert written["a.txt"].splitlines()[0].split() == ["layer", "head"]
+        contents[name] = (tmp_path / name).read_text()
+    assert contents["a.csv"] == contents["a.CSV"] == "layer,head\n0,0\n0,0\n"
+    assert json.loads(contents["a.json"]) == [{"layer": 0, "head": 0}] * 2
+    assert contents["a.jsonl"] == '{"layer": 0, "head": 0}\n' * 2
+    assert contents["a.txt"].splitlines()[0].split() == ["layer", "head"]
     call(runs, question, "-o", str(tmp_path / "odd.dat"), "--format", "csv")
-    assert (tmp_path / "odd.dat").read_text() == written["a.csv"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*written, "odd.dat"])
+    assert (tmp_path / "odd.dat").read_text() == contents["a.csv"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*contents, "odd.dat"])
 
 
 def test_parquet_says_what_columns_mean(runs: Path, tmp_path: Path) -> None:
@@ -172,14 +179,16 @@ def test_parquet_says_what_columns_mean(runs: Path, tmp_path: Path) -> None:
     question = "SELECT label, mean_sink_mass, sd_sink_mass, mean_entropy, 1 AS one FROM by_head"
     call(runs, question, "-o", str(file))
     schema = pq.read_schema(file)
-    facts = {
-        f.name: {k.decode(): v.decode() for k, v in (f.metadata or {}).items()} for f in schema
-    }
+    facts: dict[str, dict[str, str]] = {}
+    for column in schema:
+        metadata = column.metadata or {}
+        facts[column.name] = {key.decode(): text.decode() for key, text in metadata.items()}
     assert facts["label"]["description"].startswith("Layer and head as people write them")
     assert facts["mean_sink_mass"]["unit"] == "probability"
     assert json.loads(facts["mean_sink_mass"]["range"]) == [0, 1]
     assert facts["mean_sink_mass"]["description"].startswith("Mean over sequences: Mean attention")
     assert facts["sd_sink_mass"]["unit"] == "probability"
+    # A standard deviation has the unit of the statistic, but not its range.
     assert "range" not in facts["sd_sink_mass"]
     assert json.loads(facts["mean_entropy"]["range"]) == [0, None]
     assert facts["one"] == {}
@@ -192,9 +201,9 @@ def test_a_file_stays_until_the_answer_is_whole(runs: Path, tmp_path: Path) -> N
     question = (
         "SELECT CASE WHEN i = 50000 THEN error('broken') ELSE i END AS i FROM range(60000) t(i)"
     )
-    done = CliRunner().invoke(app, ["query", str(runs), question, "-o", str(file)])
-    assert done.exit_code != 0
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.csv", "old")]
+    result = CliRunner().invoke(app, ["query", str(runs), question, "-o", str(file)])
+    assert result.exit_code != 0
+    assert [(left.name, left.read_text()) for left in tmp_path.iterdir()] == [("a.csv", "old")]
     (tmp_path / "link.csv").symlink_to(file)
     call(runs, "SELECT 1 AS a", "-o", str(tmp_path / "link.csv"))
     assert file.read_text() == "a\n1\n"
@@ -206,6 +215,7 @@ def test_a_file_stays_until_the_answer_is_whole(runs: Path, tmp_path: Path) -> N
 
 def test_questions_come_from_files_and_stdin(runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "count.sql"
+    # With a byte order mark, as editors on Windows write it.
     file.write_text("-- how many\nSELECT count(*) AS n FROM heads;\n", encoding="utf-8-sig")
     for arguments in ((str(file),), (f"@{file}",), ("-f", str(file)), ("--file", str(file))):
         assert call(runs, *arguments, "--format", "csv") == "n\n24\n"
@@ -233,15 +243,16 @@ def headcount(
 def test_a_full_stdout_is_one_line(runs: Path, arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
         process = headcount("query", str(runs), *arguments, stdout=full.fileno())
-        _, err = process.communicate(timeout=60)
-    assert err.decode() == "error: stdout: cannot be written (No space left on device)\n"
+        _, stderr = process.communicate(timeout=60)
+    assert stderr.decode() == "error: stdout: cannot be written (No space left on device)\n"
     assert process.returncode == 2
 
 
-@pytest.mark.parametrize("format", ["table", "csv", "json"])
-def test_a_reader_may_leave(runs: Path, format: str) -> None:
+@pytest.mark.parametrize("answer_format", ["table", "csv", "json"])
+def test_a_reader_may_leave(runs: Path, answer_format: str) -> None:
     question = "SELECT i, repeat('x', 50) FROM range(1000000) t(i)"
-    with headcount("query", str(runs), question, "--format", format, "--limit", "9999") as process:
+    options = ["--format", answer_format, "--limit", "9999"]
+    with headcount("query", str(runs), question, *options) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(10)
@@ -252,19 +263,22 @@ def test_a_reader_may_leave(runs: Path, format: str) -> None:
 
 def test_any_encoding_is_written(runs: Path) -> None:
     question = "SELECT 'é' AS a, NULL AS b"
-    out, err = headcount("query", str(runs), question, encoding="ascii").communicate(timeout=60)
-    assert (out.split(), err) == ([b"a", b"|", b"b", b"-----+--", b"\\xe9", b"|", b"-"], b"")
+    process = headcount("query", str(runs), question, encoding="ascii")
+    stdout, stderr = process.communicate(timeout=60)
+    assert stdout.split() == [b"a", b"|", b"b", b"-----+--", b"\\xe9", b"|", b"-"]
+    assert stderr == b""
     process = headcount("query", str(runs), question, "--format", "csv", encoding="ascii")
-    _, err = process.communicate(timeout=60)
-    assert err.decode().startswith("error: stdout is ascii, which has no '\\xe9'; -o FILE.csv")
+    _, stderr = process.communicate(timeout=60)
+    assert stderr.decode().startswith("error: stdout is ascii, which has no '\\xe9'; -o FILE.csv")
 
 
 def test_ctrl_c_ends_a_question_in_one_line(runs: Path) -> None:
     process = headcount("query", str(runs), ENDLESS)
+    # Long enough for the question to have begun.
     time.sleep(4)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    out, err = process.communicate(timeout=60)
-    assert (out, err.count(b"\n"), process.returncode) == (b"", 1, 130)
-    assert err.startswith(b"stopped")
+    stdout, stderr = process.communicate(timeout=60)
+    assert (stdout, stderr.count(b"\n"), process.returncode) == (b"", 1, 130)
+    assert stderr.startswith(b"stopped")
     assert time.monotonic() - began < 10

@@ -1,4 +1,4 @@
-"""What an edit hides: scores of hidden keys are NULL, and what no mask can change stays as it was."""
+"""What an edit hides: scores of hidden keys are NULL, and what no mask can change stays."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_a_score_statistic_is_null_where_it_reads_a_hidden_score(
             plain.heads["sink_logit_spread"][:, 0],
             rtol=1e-5,
         )
-    others = [s for s in STATISTICS if not s.startswith("sink_logit_")]
-    for name in others:
+    other_statistics = [s for s in STATISTICS if not s.startswith("sink_logit_")]
+    for name in other_statistics:
         assert np.array_equal(np.isnan(masked.heads[name]), np.isnan(plain.heads[name])), name
 
 
@@ -106,8 +106,10 @@ def test_weights_that_are_not_numbers_are_an_error_under_a_mask_too(tmp_path: Pa
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.h.1.attn.c_attn.bias"][0] = torch.nan
 
-    whole = toy.save_model(tmp_path / "whole", toy.gpt2())
-    spoilt = toy.copy_of(whole, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil))
+    model_path = toy.save_model(tmp_path / "whole", toy.gpt2())
+    spoilt = toy.copy_of(
+        model_path, tmp_path / "spoilt", lambda path: toy.change_weights(path, spoil)
+    )
     for engine in ("fused", "dense"):
         replica = toy.replica(spoilt, engine=engine, statistics=["sink_logit_margin"])
         with pytest.raises(

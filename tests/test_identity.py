@@ -1,6 +1,4 @@
-"""What makes a run another one: the code of formulas, input families and interventions, with what
-they call.
-"""
+"""Fingerprints of formulas, input families and interventions tell whether a run may continue."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ COUNT = itertools.count()
 
 
 def fingerprint_of(path: Path, old: str = "", new: str = "") -> str:
-    """The fingerprint of the function above, in a module of ours, with a change."""
+    """The fingerprint of `edit` in CODE, as a module of `workers`, after a replacement."""
     assert old in CODE
     file = path / f"made_{next(COUNT)}.py"
     file.write_text(CODE.replace(old, new))
@@ -110,15 +108,19 @@ def test_nothing_else_shows(tmp_path: Path, old: str, new: str) -> None:
 
 def test_every_family_and_intervention_has_a_fingerprint_of_its_own() -> None:
     for registry in (INPUTS, INTERVENTIONS):
-        found = [registered.record["fingerprint"] for registered in registry.values()]
-        assert len(set(found)) == len(registry)
+        fingerprints = [registered.record["fingerprint"] for registered in registry.values()]
+        assert len(set(fingerprints)) == len(registry)
 
 
 def planned(path: Path, name: str) -> Plan:
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "ngram_overlap"}, "sequences": 2, "out": str(path),
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 9,
+        "input": {"family": "ngram_overlap"},
+        "sequences": 2,
+        "out": str(path),
         "interventions": ["none", "zero_head(0,0)+mean_head(1,1)", "zero_head(0,1)"],
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), name)
     prepare_run(plan, "")
     return plan
@@ -137,15 +139,15 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
     assert list(manifest.inputs) == ["ngram_overlap"]
     assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
     for kind, registry in (("inputs", INPUTS), ("interventions", INTERVENTIONS)):
-        kept = getattr(manifest, kind)
-        assert kept == {name: registry[name].record for name in kept}
+        records = getattr(manifest, kind)
+        assert records == {name: registry[name].record for name in records}
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "word"),
     [("inputs", "ngram_overlap", "input family"), ("interventions", "mean_head", "intervention")],
 )
-def test_a_run_does_not_go_on_with_other_code(
+def test_a_run_does_not_continue_with_other_code(
     tmp_path: Path, kind: str, name: str, word: str
 ) -> None:
     change(
@@ -164,9 +166,12 @@ def test_a_run_does_not_go_on_with_other_code(
 def test_two_meanings_under_one_name_are_not_mixed(
     tmp_path: Path, kind: str, name: str, word: str
 ) -> None:
-    a, b = (planned(tmp_path, run) for run in "ab")
+    first, second = planned(tmp_path, "a"), planned(tmp_path, "b")
     connect(place(str(tmp_path)))
-    change(b, lambda manifest: manifest[kind][name].update(fingerprint="0" * 12))
-    problem = rf"{word} '{name}' has one formula in run {a.run.run_id} \(.+\) and another in run {b.run.run_id} \(0+\)"
+    change(second, lambda manifest: manifest[kind][name].update(fingerprint="0" * 12))
+    problem = (
+        rf"{word} '{name}' has one formula in run {first.run.run_id} \(.+\) "
+        rf"and another in run {second.run.run_id} \(0+\)"
+    )
     with pytest.raises(QueryError, match=problem):
         connect(place(str(tmp_path)))

@@ -1,5 +1,6 @@
-"""The house: jobs → workers → schemas ← queries, and reproduce above them. Which file may import
-what, where each third-party library lives, and what files are called.
+"""The house: jobs → workers → schemas ← queries, and reproduce above them.
+
+Which file may import what, which files may import a third-party library, and how files are named.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = {
+PACKAGES = {
     "schemas": set[str](),
     "workers": {"schemas"},
     "jobs": {"workers", "schemas"},
@@ -83,8 +84,15 @@ SAME_NAMES = {
 """Names that several files have, and why."""
 
 
-def files(package: str) -> list[Path]:
+def sources_of(package: str) -> list[Path]:
+    """The Python files of a package."""
     return sorted((ROOT / package).rglob("*.py"))
+
+
+def all_sources() -> list[Path]:
+    """The Python files of all packages, and the front door."""
+    sources = [file for package in PACKAGES for file in sources_of(package)]
+    return [*sources, ROOT / "headcount.py"]
 
 
 def module_of(file: Path) -> str:
@@ -93,8 +101,9 @@ def module_of(file: Path) -> str:
 
 
 def module_names(file: Path) -> Iterator[str]:
-    """Full names of everything that a file imports, anywhere in it: modules, and what is taken from
-    them, which may be modules too.
+    """Full names of everything that a file imports, at its top or inside functions.
+
+    `from a import b` yields both `a` and `a.b`, because b may be a module.
     """
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -113,8 +122,7 @@ def imported_packages(file: Path) -> set[str]:
 
 def imports() -> dict[str, set[str]]:
     """The modules of ours that each of our modules imports."""
-    sources = [file for package in OURS for file in files(package)] + [ROOT / "headcount.py"]
-    by_module = {module_of(file): file for file in sources}
+    by_module = {module_of(file): file for file in all_sources()}
     return {
         module: (set(module_names(file)) & by_module.keys()) - {module}
         for module, file in by_module.items()
@@ -126,63 +134,65 @@ def room_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-@pytest.mark.parametrize("package", OURS)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_what_stands_below_it(package: str) -> None:
-    assert files(package)
-    for file in files(package):
-        wrong = (imported_packages(file) & set(OURS)) - OURS[package] - {package}
-        assert not wrong, f"{file.relative_to(ROOT)} imports {wrong}"
+    assert sources_of(package)
+    for file in sources_of(package):
+        imported = imported_packages(file) & set(PACKAGES)
+        forbidden = imported - PACKAGES[package] - {package}
+        assert not forbidden, f"{file.relative_to(ROOT)} imports {forbidden}"
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_a_library_is_known_to_few_files(library: str) -> None:
-    sources = [file for package in OURS for file in files(package)] + [ROOT / "headcount.py"]
-    knowing = [
-        file.relative_to(ROOT).as_posix() for file in sources if library in imported_packages(file)
+    importers = [
+        file.relative_to(ROOT).as_posix()
+        for file in all_sources()
+        if library in imported_packages(file)
     ]
-    assert knowing
-    assert [file for file in knowing if not file.startswith(ONLY_IN[library])] == []
+    assert importers
+    assert [file for file in importers if not file.startswith(ONLY_IN[library])] == []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph = imports()
-    standing: set[str] = set()
+    settled: set[str] = set()
     while True:
-        # A file stands as soon as everything that it imports stands.
-        ready = {module for module in graph.keys() - standing if graph[module] <= standing}
-        if not ready:
+        # A file is settled as soon as everything that it imports is. Files in a circle never are.
+        settling = {module for module in graph.keys() - settled if graph[module] <= settled}
+        if not settling:
             break
-        standing |= ready
-    assert sorted(graph.keys() - standing) == []
+        settled |= settling
+    assert sorted(graph.keys() - settled) == []
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_of_the_workers_imports_only_rooms_below_it(room: str) -> None:
-    wrong = [
+    forbidden = [
         f"{module} -> {name}"
         for module, names in imports().items()
         if room_of(module) == room
         for name in names
         if name.startswith("workers.") and room_of(name) not in ROOMS[room] | {room}
     ]
-    assert wrong == []
+    assert forbidden == []
 
 
 def test_no_file_of_the_workers_imports_one_of_a_floor_above() -> None:
     floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-    wrong = [
+    forbidden = [
         f"{module} -> {name}"
         for module, names in imports().items()
         for name in names
         if floor_of.get(room_of(name), 0) > floor_of.get(room_of(module), len(FLOORS))
     ]
-    assert wrong == []
+    assert forbidden == []
 
 
 def test_only_the_room_of_the_model_knows_the_bridge() -> None:
     """`bridge_of` is for tests and benchmarks."""
-    for package in OURS:
-        for file in files(package):
+    for package in PACKAGES:
+        for file in sources_of(package):
             if "workers/model" not in file.as_posix():
                 text = file.read_text(encoding="utf-8")
                 assert "bridge_of" not in text, file
@@ -197,8 +207,8 @@ def test_two_files_never_differ_by_their_folder_alone() -> None:
         text=True,
         check=True,
     )
-    # A file that was moved and not committed yet is listed under both names, and one that is being
-    # merged several times.
+    # A file that was moved and is not committed yet is listed under both names. One that is being
+    # merged is listed several times.
     lines = set(listing.stdout.splitlines())
     paths = [Path(line) for line in lines if (ROOT / line).is_file()]
     counts = Counter(path.name for path in paths if path.name != "__init__.py")
@@ -210,7 +220,7 @@ def test_importing_the_front_door_is_light_and_says_nothing() -> None:
         "import headcount, sys; print(sorted({'duckdb', 'numpy', 'plotly', 'pyarrow', 'ray', "
         "'torch'} & set(sys.modules)))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert (process.stdout, process.stderr) == ("[]\n", "")

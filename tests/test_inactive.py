@@ -1,4 +1,4 @@
-"""Heads found inactive on an input: which ones, in every layer as it runs, and as many at random."""
+"""Edits of heads that are inactive on an input, and of as many random heads in each layer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from workers.interventions.inactive import Score
 
 TOKENS = toy.repeating_tokens(17, batch=4)
 THRESHOLDS: dict[str, tuple[float, float]] = {
-    "sink_alpha": (0.2, 1.0), "entropy": (1.2, 1.0), "head_output_norm": (4.3, 1.0), "head_output_norm_last": (3.8, 0.9),
-    "sink_value_norm": (4.4, 1.0), "value_norm": (5.0, 1.0),
-}  # fmt: skip
+    "sink_alpha": (0.2, 1.0),
+    "entropy": (1.2, 1.0),
+    "head_output_norm": (4.3, 1.0),
+    "head_output_norm_last": (3.8, 0.9),
+    "sink_value_norm": (4.4, 1.0),
+    "value_norm": (5.0, 1.0),
+}
 """By score: as it is, and in parts of the layer's mean."""
 
 
@@ -70,9 +74,8 @@ def test_random_heads_depend_on_the_sequence_and_the_draw_alone(replica: toy.Tex
     # tokens.
     name = "zero_random_heads(sink_value_norm,4.4,raw,{})"
     first, second = (silent(replica, name.format(draw), tokens) for draw in (0, 1))
-    np.testing.assert_array_equal(
-        first, np.concatenate([silent(replica, name.format(0), row[None]) for row in tokens])
-    )
+    one_by_one = [silent(replica, name.format(0), row[None]) for row in tokens[:20]]
+    np.testing.assert_array_equal(first[:20], np.concatenate(one_by_one))
     counts = first[:, 0].sum(-1)
     np.testing.assert_array_equal(counts, second[:, 0].sum(-1))
     expected = counts.mean() / 4
@@ -87,32 +90,47 @@ def test_random_heads_depend_on_the_sequence_and_the_draw_alone(replica: toy.Tex
 
 def patterns(replica: toy.TextReplica, layer: int) -> np.ndarray:
     """The patterns of a layer of the untouched model `[sequence head query key]`."""
-    found: dict[int, Any] = {}
+    pattern_of_layer: dict[int, Any] = {}
+
+    def keep(number: int, activations: Any) -> None:
+        pattern_of_layer[number] = activations["pattern"].dense()
+
     with torch.inference_mode():
-        ids = torch.from_numpy(TOKENS).long()
-        replica.engine.run(ids, {}, lambda at, seen: found.setdefault(at, seen["pattern"].dense()))
-    return found[layer].double().numpy()
+        replica.engine.run(torch.from_numpy(TOKENS).long(), {}, keep)
+    return pattern_of_layer[layer].double().numpy()
 
 
-def entropies(a: np.ndarray) -> tuple[float, float]:
+def entropies(pattern: np.ndarray) -> tuple[float, float]:
     """The mean of the row entropies and the largest column entropy of one pattern, as shares of the
     uniform one's.
     """
 
-    def entropy(p: np.ndarray) -> float:
-        return -sum(x * math.log(x) for x in p if x > 0)
+    def entropy(distribution: np.ndarray) -> float:
+        return -sum(share * math.log(share) for share in distribution if share > 0)
 
-    n = len(a)
-    rows = [entropy(a[q, : q + 1]) / math.log(q + 1) for q in range(1, n)]
-    columns = [entropy(a[k:, k] / a[k:, k].sum()) / math.log(n - k) for k in range(n - 1)]
+    n = len(pattern)
+    rows = [entropy(pattern[q, : q + 1]) / math.log(q + 1) for q in range(1, n)]
+    columns = [
+        entropy(pattern[key:, key] / pattern[key:, key].sum()) / math.log(n - key)
+        for key in range(n - 1)
+    ]
     return sum(rows) / len(rows), max(columns)
 
 
 def test_sinks_are_found_by_the_entropies_of_rows_and_columns(replica: toy.TextReplica) -> None:
-    found = np.array([[entropies(a) for a in heads] for heads in patterns(replica, 0)])
-    row, column = np.quantile(found[..., 0], 0.7), np.quantile(found[..., 1], 0.3)
-    sinks = (found[..., 0] < row) & (found[..., 1] > column)
-    assert {sinks.mean() > 0, sinks.mean() < 1, (sinks != (found[..., 0] < row)).any()} == {True}
+    entropies_of_heads = np.array(
+        [[entropies(pattern) for pattern in heads] for heads in patterns(replica, 0)]
+    )
+    row, column = (
+        np.quantile(entropies_of_heads[..., 0], 0.7),
+        np.quantile(entropies_of_heads[..., 1], 0.3),
+    )
+    sinks = (entropies_of_heads[..., 0] < row) & (entropies_of_heads[..., 1] > column)
+    assert {
+        sinks.mean() > 0,
+        sinks.mean() < 1,
+        (sinks != (entropies_of_heads[..., 0] < row)).any(),
+    } == {True}
     zero = replica.measure(TOKENS, f"zero_entropy_sinks({row:.6f},{column:.6f})")
     forced = replica.measure(TOKENS, f"entropy_sinks_to_first({row:.6f},{column:.6f})")
     assert zero.method.engine == forced.method.engine == "fused"
@@ -120,9 +138,9 @@ def test_sinks_are_found_by_the_entropies_of_rows_and_columns(replica: toy.TextR
     np.testing.assert_array_equal(zero.heads["head_output_norm"][:, 0] == 0, sinks)
     np.testing.assert_array_equal(zero.heads["sink_alpha"][:, 0] == 0, sinks)
     np.testing.assert_array_equal(forced.heads["sink_alpha"][:, 0] == 1, sinks)
-    plain = replica.measure(TOKENS).heads["head_output_norm"][:, 0]
+    unedited_norms = replica.measure(TOKENS).heads["head_output_norm"][:, 0]
     np.testing.assert_allclose(
-        zero.heads["head_output_norm"][:, 0], np.where(sinks, 0, plain), rtol=1e-5
+        zero.heads["head_output_norm"][:, 0], np.where(sinks, 0, unedited_norms), rtol=1e-5
     )
 
 

@@ -70,8 +70,10 @@ def test_another_process_draws_the_same_tokens():
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    here = all_tokens(sequences_of("repeated_random", options={"period": 3}, seed=5))
-    assert run.stdout.strip() == str(here.tolist())
+    tokens_of_this_process = all_tokens(
+        sequences_of("repeated_random", options={"period": 3}, seed=5)
+    )
+    assert run.stdout.strip() == str(tokens_of_this_process.tolist())
 
 
 def test_the_draws_never_change():
@@ -83,11 +85,11 @@ def test_the_draws_never_change():
 
 
 def test_seeds_families_and_sequences_draw_differently():
-    draws = [all_tokens(sequences_of(seed=seed, n_ctx=33, sequences=2)) for seed in (0, 1)]
-    draws.append(
+    tokens_by_seed = [all_tokens(sequences_of(seed=seed, n_ctx=33, sequences=2)) for seed in (0, 1)]
+    tokens_by_seed.append(
         all_tokens(sequences_of("repeated_random", options={"period": 32}, n_ctx=33, sequences=2))
     )
-    rows = {tuple(row) for tokens in draws for row in tokens.tolist()}
+    rows = {tuple(row) for tokens in tokens_by_seed for row in tokens.tolist()}
     assert len(rows) == 6
 
 
@@ -107,9 +109,11 @@ def test_repeated_random_repeats_with_its_period(n_ctx: int, period: int):
 )
 def test_without_a_period_the_block_comes_twice(n_ctx: int, bos: bool, period: int):
     repeated = sequences_of("repeated_random", n_ctx, {"distinct": True}, bos=bos)
-    named = sequences_of("repeated_random", n_ctx, {"distinct": True, "period": period}, bos=bos)
+    with_period = sequences_of(
+        "repeated_random", n_ctx, {"distinct": True, "period": period}, bos=bos
+    )
     assert repeated.options["period"] is None
-    assert all_tokens(repeated).tolist() == all_tokens(named).tolist()
+    assert all_tokens(repeated).tolist() == all_tokens(with_period).tolist()
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -124,14 +128,16 @@ def test_every_sequence_has_n_ctx_tokens_and_bos_first_where_wanted(bos: bool):
 def test_every_ordinary_token_is_drawn_and_no_special_one():
     tokens = all_tokens(sequences_of(n_ctx=64, sequences=60, bos=False))
     assert sorted(set(tokens.ravel().tolist())) == [
-        t for t in range(D_VOCAB) if t not in (BOS, EOS)
+        token for token in range(D_VOCAB) if token not in (BOS, EOS)
     ]
 
 
 def test_special_tokens_in_the_middle_of_the_vocabulary_are_left_out_too():
     info = toy_info(bos_token_id=30, eos_token_id=31)
     tokens = all_tokens(Sequences(toy_scan(n_ctx=64, sequences=60, bos=False), info))
-    assert sorted(set(tokens.ravel().tolist())) == [t for t in range(D_VOCAB) if t not in (30, 31)]
+    assert sorted(set(tokens.ravel().tolist())) == [
+        token for token in range(D_VOCAB) if token not in (30, 31)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +166,8 @@ def test_one_token_over_and_over():
     tokens = all_tokens(sequences_of("single_token_repeat", sequences=30))[:, 1:]
     assert (tokens == tokens[:, :1]).all()
     assert len(set(tokens[:, 0].tolist())) > 10
-    fixed = all_tokens(sequences_of("single_token_repeat", options={"token": 7}, bos=False))
-    assert (fixed == 7).all()
+    chosen_token = all_tokens(sequences_of("single_token_repeat", options={"token": 7}, bos=False))
+    assert (chosen_token == 7).all()
 
 
 def test_a_corrupted_repeat_replaces_tokens_of_the_copies_at_the_given_rate():
@@ -192,10 +198,12 @@ def test_zipf_draws_ids_by_their_rank():
     )
     shares = np.bincount(tokens.ravel(), minlength=14)[10:] / tokens.size
     assert shares == pytest.approx(np.array([12, 6, 4, 3]) / 25, abs=0.012)
-    flat = all_tokens(
+    uniform_tokens = all_tokens(
         sequences_of("unigram_random", 64, {"exponent": 0.0, "high": 4}, bos=False, sequences=100)
     )
-    assert np.bincount(flat.ravel()) / flat.size == pytest.approx([0, 0, 0.5, 0.5], abs=0.02)
+    assert np.bincount(uniform_tokens.ravel()) / uniform_tokens.size == pytest.approx(
+        [0, 0, 0.5, 0.5], abs=0.02
+    )
 
 
 def test_unigrams_of_a_text_are_as_frequent_as_in_it(tmp_path: Path):

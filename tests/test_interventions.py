@@ -28,13 +28,28 @@ from workers.model.model_info import describe, find_model
 from workers.replica import InterventionMeasurements
 
 WITH_OPTIONS = {
-    "scale_query_bias": "(2)", "blend_first_position": "(0.25)", "scale_first_position": "(3)", "zero_mlp": "(1)",
-    "zero_attention": "(1)", "zero_head": "(1,2)", "keep_head": "(0,1)", "head_to_first": "(1,3)", "keep_window": "(1,3)",
-    "mean_head": "(0,1)", "patch_head": "(1,2)", "patch_head_at": "(0,1,9)", "swap_first_key": "(5)", "swap_first_value": "(5)",
-    "zero_inactive_heads": "(head_output_norm,4.5)", "zero_random_heads": "(head_output_norm,4.5)",
-    "zero_entropy_sinks": "(0.6,0.4)", "entropy_sinks_to_first": "(0.6,0.4)",
-    "blend_position": "(5)", "scale_position": "(5,3)", "zero_token": "(5)",
-}  # fmt: skip
+    "scale_query_bias": "(2)",
+    "blend_first_position": "(0.25)",
+    "scale_first_position": "(3)",
+    "zero_mlp": "(1)",
+    "zero_attention": "(1)",
+    "zero_head": "(1,2)",
+    "keep_head": "(0,1)",
+    "head_to_first": "(1,3)",
+    "keep_window": "(1,3)",
+    "mean_head": "(0,1)",
+    "patch_head": "(1,2)",
+    "patch_head_at": "(0,1,9)",
+    "swap_first_key": "(5)",
+    "swap_first_value": "(5)",
+    "zero_inactive_heads": "(head_output_norm,4.5)",
+    "zero_random_heads": "(head_output_norm,4.5)",
+    "zero_entropy_sinks": "(0.6,0.4)",
+    "entropy_sinks_to_first": "(0.6,0.4)",
+    "blend_position": "(5)",
+    "scale_position": "(5,3)",
+    "zero_token": "(5)",
+}
 EVERY = [name + WITH_OPTIONS.get(name, "") for name in INTERVENTIONS]
 
 
@@ -48,13 +63,16 @@ def replicas(gpt2: Path) -> tuple[toy.TextReplica, toy.TextReplica]:
     return toy.replica(gpt2), toy.replica(gpt2, engine="dense")
 
 
-def difference(a: InterventionMeasurements, b: InterventionMeasurements) -> float:
-    assert a.heads.keys() == b.heads.keys()
-    apart = [
-        np.nan_to_num(np.abs(a.heads[s] - b.heads[s]) / (1 + np.abs(b.heads[s]))).max()
-        for s in a.heads
+def difference(first: InterventionMeasurements, second: InterventionMeasurements) -> float:
+    assert first.heads.keys() == second.heads.keys()
+    differences = [
+        np.nan_to_num(
+            np.abs(first.heads[statistic] - second.heads[statistic])
+            / (1 + np.abs(second.heads[statistic]))
+        ).max()
+        for statistic in first.heads
     ]
-    return float(max(apart))
+    return float(max(differences))
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -64,13 +82,13 @@ def test_both_engines_see_the_same_edit(
     fused, dense = replicas
     tokens = toy.repeating_tokens(17, batch=3)
     partner = (tokens * 7 + 1) % toy.D_VOCAB
-    plain, edited = fused.measure(tokens), fused.measure(tokens, name, partner=partner)
+    unedited, edited = fused.measure(tokens), fused.measure(tokens, name, partner=partner)
     assert edited.method.engine == "fused"
     assert difference(edited, dense.measure(tokens, name, partner=partner)) < 1e-5
-    assert (difference(edited, plain) > 1e-4) == (name != "none")
-    after = fused.measure(tokens)
+    assert (difference(edited, unedited) > 1e-4) == (name != "none")
+    measured_again = fused.measure(tokens)
     for statistic in STATISTICS:
-        np.testing.assert_array_equal(after.heads[statistic], plain.heads[statistic])
+        np.testing.assert_array_equal(measured_again.heads[statistic], unedited.heads[statistic])
 
 
 def test_only_the_layers_whose_pattern_is_edited_are_built(
@@ -94,8 +112,8 @@ def test_combinations_are_applied_in_order(
 ) -> None:
     fused, dense = replicas
     tokens = toy.repeating_tokens(17)
-    both = "zero_query_bias+first_position_second+zero_head(0,1)"
-    assert difference(fused.measure(tokens, both), dense.measure(tokens, both)) < 1e-5
+    combination = "zero_query_bias+first_position_second+zero_head(0,1)"
+    assert difference(fused.measure(tokens, combination), dense.measure(tokens, combination)) < 1e-5
     half = fused.measure(tokens, "scale_query_bias(0.5)")
     assert (
         difference(fused.measure(tokens, "scale_query_bias(0.25)+scale_query_bias(2)"), half) == 0
@@ -109,9 +127,9 @@ def test_edits_do_what_they_say(replicas: tuple[toy.TextReplica, toy.TextReplica
     first = fused.measure(tokens, "head_to_first(1,3)").heads
     assert (first["sink_mass"][:, 1, 3] == 1).all()
     assert (fused.measure(tokens, "zero_head(1,2)").heads["head_output_norm"][:, 1, 2] == 0).all()
-    kept = fused.measure(tokens, "keep_head(0,1)").heads["head_output_norm"][:, 0]
-    assert (kept[:, [0, 2, 3]] == 0).all()
-    assert (kept[:, 1] > 0).all()
+    kept_norms = fused.measure(tokens, "keep_head(0,1)").heads["head_output_norm"][:, 0]
+    assert (kept_norms[:, [0, 2, 3]] == 0).all()
+    assert (kept_norms[:, 1] > 0).all()
     masked = fused.measure(tokens, "mask_first_keys").heads
     assert np.abs(masked["sink_mass"]).max() == 0
     window = fused.measure(tokens, "keep_window(0,1)").heads
@@ -144,15 +162,15 @@ def test_effective_positions_and_their_swap_follow_the_definition(gpt2: Path) ->
     torch.testing.assert_close(model.circuit.effective, effective)
     order = effective[0].abs().argsort(descending=True)[:3].tolist()
     assert model.circuit.massive_coordinates(3) == order
-    out = torch.randn(2, 5, 32, dtype=torch.float64)
+    mlp_out = torch.randn(2, 5, 32, dtype=torch.float64)
     for name, rows in (("swap_effective_positions", effective), ("swap_raw_positions", positions)):
-        edited = toy.bound(name).edits(model).apply("mlp_out", 0, out, {})
+        edited = toy.bound(name).edits(model).apply("mlp_out", 0, mlp_out, {})
         u0, u1 = (row / row.norm() for row in rows[:2])
-        alpha = out[:, 0] @ u0
-        torch.testing.assert_close(edited[:, 0], out[:, 0] + alpha[:, None] * (u1 - u0))
-        torch.testing.assert_close(edited[:, 1], out[:, 1] + alpha[:, None] * (u0 - u1))
-        assert torch.equal(edited[:, 2:], out[:, 2:])
-        assert toy.bound(name).edits(model).apply("mlp_out", 1, out, {}) is out
+        alpha = mlp_out[:, 0] @ u0
+        torch.testing.assert_close(edited[:, 0], mlp_out[:, 0] + alpha[:, None] * (u1 - u0))
+        torch.testing.assert_close(edited[:, 1], mlp_out[:, 1] + alpha[:, None] * (u0 - u1))
+        assert torch.equal(edited[:, 2:], mlp_out[:, 2:])
+        assert toy.bound(name).edits(model).apply("mlp_out", 1, mlp_out, {}) is mlp_out
 
 
 def test_random_keys_avoid_the_massive_ones_and_depend_on_layer_and_draw(gpt2: Path) -> None:
@@ -168,10 +186,10 @@ def test_random_keys_avoid_the_massive_ones_and_depend_on_layer_and_draw(gpt2: P
 
     massive = set(model.circuit.massive_coordinates(3))
     assert zeroed("scale_massive_keys") == [massive] * len(keys)
-    draws = [zeroed(f"scale_random_keys({draw})") for draw in range(4)]
-    assert all(len(layer) == 3 and not layer & massive for draw in draws for layer in draw)
-    assert all(len({frozenset(layer) for layer in draw}) == len(keys) for draw in draws)
-    assert len({frozenset(draw[0]) for draw in draws}) > 1
+    zeroed_by_draw = [zeroed(f"scale_random_keys({draw})") for draw in range(4)]
+    assert all(len(layer) == 3 and not layer & massive for draw in zeroed_by_draw for layer in draw)
+    assert all(len({frozenset(layer) for layer in draw}) == len(keys) for draw in zeroed_by_draw)
+    assert len({frozenset(draw[0]) for draw in zeroed_by_draw}) > 1
     everything = zeroed("scale_random_keys(0,0,20)")
     assert [len(layer) for layer in everything] == [12] * len(keys)
 
@@ -179,9 +197,19 @@ def test_random_keys_avoid_the_massive_ones_and_depend_on_layer_and_draw(gpt2: P
 def test_random_keys_are_the_published_ones() -> None:
     # random.seed(42), then random.randint(0, 767) three times for each layer.
     published = [
-        [654, 114, 25], [759, 281, 250], [228, 142, 754], [104, 692, 758], [558, 89, 604], [432, 32, 30],
-        [95, 223, 238], [517, 616, 27], [574, 203, 733], [665, 718, 558], [429, 225, 459], [603, 284, 6],
-    ]  # fmt: skip
+        [654, 114, 25],
+        [759, 281, 250],
+        [228, 142, 754],
+        [104, 692, 758],
+        [558, 89, 604],
+        [432, 32, 30],
+        [95, 223, 238],
+        [517, 616, 27],
+        [574, 203, 733],
+        [665, 718, 558],
+        [429, 225, 459],
+        [603, 284, 6],
+    ]
     assert [
         random_coordinates(768, 3, [138, 378, 447], layer, 42) for layer in range(12)
     ] == published
@@ -273,13 +301,13 @@ def test_rotated_keys_are_edited_where_the_bridge_edits_them(
 def test_activations_are_edited_in_every_precision(gpt2: Path) -> None:
     tokens = toy.repeating_tokens(17, batch=3)
     exact, low = (
-        toy.replica(gpt2, precision=p).measure(tokens, "zero_head(1,2)")
-        for p in ("float32", "bfloat16")
+        toy.replica(gpt2, precision=precision).measure(tokens, "zero_head(1,2)")
+        for precision in ("float32", "bfloat16")
     )
     assert (low.method.engine, low.method.precision) == ("fused", "bfloat16")
     assert (low.heads["head_output_norm"][:, 1, 2] == 0).all()
-    apart = np.abs(low.heads["sink_mass"] - exact.heads["sink_mass"]).max()
-    assert 0 < apart < 0.05
+    largest_difference = np.abs(low.heads["sink_mass"] - exact.heads["sink_mass"]).max()
+    assert 0 < largest_difference < 0.05
 
 
 def lean_q(q: Tensor, resid_pre: Tensor) -> Tensor:
@@ -329,11 +357,11 @@ def test_edits_read_what_their_layer_has_known_before(
         )
     fused, dense = toy.replica(path), toy.replica(path, engine="dense")
     tokens = toy.repeating_tokens(13)
-    plain = fused.measure(tokens)
+    unedited = fused.measure(tokens)
     for text in (*(f"lean_{edit}" for edit in edits), "lean_z+lean_out"):
         edited = fused.measure(tokens, text)
         assert difference(edited, dense.measure(tokens, text)) < 1e-5
-        assert difference(edited, plain) > 1e-3
+        assert difference(edited, unedited) > 1e-3
 
 
 def test_an_edit_that_reads_what_is_not_known_yet_is_refused() -> None:
@@ -355,9 +383,9 @@ def test_swaps_exchange_two_positions_and_nothing_else(
     gpt2: Path, name: str, activation: str
 ) -> None:
     model = load_model(describe(gpt2), "raw", "cpu")
-    x = torch.randn(2, 6, 4, 8)
-    edited = toy.bound(f"{name}(4)").edits(model).apply(activation, 1, x, {})
-    assert torch.equal(edited, x[:, [4, 1, 2, 3, 0, 5]])
+    activation_values = torch.randn(2, 6, 4, 8)
+    edited = toy.bound(f"{name}(4)").edits(model).apply(activation, 1, activation_values, {})
+    assert torch.equal(edited, activation_values[:, [4, 1, 2, 3, 0, 5]])
 
 
 def test_the_mean_of_a_head_hears_of_no_later_token(gpt2: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.engine import sweep_kernel as kernel
 from workers.engine.kernel_check import ALLOWED, Shape, compare
-from workers.engine.sweep_kernel import Labels, Swept, available, sweep
+from workers.engine.sweep_kernel import PairLabels, Swept, available, sweep
 from workers.model.model_info import describe
 from workers.replica import InterventionMeasurements, Replica
 
@@ -33,7 +34,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels) -> dict[str, Tensor]:
+def defined_answers(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Sequence[PairLabels]
+) -> dict[str, Tensor]:
     """Every answer from its definition, in float64."""
     n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]
     q, k, v = (
@@ -61,7 +64,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels) -> d
     return answers
 
 
-def answered(swept: Swept) -> dict[str, Tensor]:
+def answers_of(swept: Swept) -> dict[str, Tensor]:
     answers = {"z": swept.z, "lse": swept.lse, "distance": swept.distance}
     answers |= {} if swept.entropy is None else {"entropy": swept.entropy}
     return answers | {f"mass {i}": mass for i, mass in enumerate(swept.masses)}
@@ -72,23 +75,23 @@ def check(
     k: Tensor,
     v: Tensor,
     scale: float,
-    labels: Labels,
+    labels: Sequence[PairLabels],
     atol: float = 5e-6,
-    **others: float,
+    **other_tolerances: float,
 ) -> Swept:
     """Sweep, and compare every answer with its definition, to 1e-5 and `atol`; `others` has another
     atol for some answers.
     """
-    swept = sweep(q, k, v, scale, labels, entropy=True, scores="float32")
-    answers, wanted = answered(swept), expected(q, k, v, scale, labels)
-    assert list(answers) == list(wanted)
+    swept = sweep(q, k, v, scale, labels, entropy=True, number_format="float32")
+    answers, definitions = answers_of(swept), defined_answers(q, k, v, scale, labels)
+    assert list(answers) == list(definitions)
     for name, answer in answers.items():
         assert answer.dtype == torch.float32
         torch.testing.assert_close(
             answer.double(),
-            wanted[name],
+            definitions[name],
             rtol=1e-5,
-            atol=others.get(name, atol),
+            atol=other_tolerances.get(name, atol),
             msg=lambda m, n=name: f"{n}: {m}",
         )
     assert swept.entropy is not None
@@ -96,10 +99,10 @@ def check(
     return swept
 
 
-def drawn(
+def random_qkv(
     batch: int, heads: int, kv_heads: int, n_ctx: int, d_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as a model has them: views of one projection `[batch pos 3·head d_head]`, transposed."""
+    """q, k, v as a model has them: views of a projection `[batch pos 3·head d_head]`."""
     generator = torch.Generator().manual_seed(n_ctx)
     projected = torch.randn(batch, n_ctx, heads + 2 * kv_heads, d_head, generator=generator).to(
         DEVICE
@@ -108,13 +111,11 @@ def drawn(
     return q, k, v
 
 
-def two_kinds(tokens: Tensor) -> Labels:
+def match_labels(tokens: Tensor) -> Sequence[PairLabels]:
     """Earlier keys with the query's token, and keys that follow one."""
     tokens = tokens.int()
-    return [
-        (tokens, tokens, 1),
-        (tokens, torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1), 0),
-    ]
+    token_before = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1)
+    return [PairLabels(tokens, tokens, 1), PairLabels(tokens, token_before, 0)]
 
 
 def random_tokens(batch: int, n_ctx: int) -> Tensor:
@@ -158,19 +159,19 @@ class TestSweep:
     def test_every_answer_is_its_definition(
         self, n_ctx: int, batch: int, heads: int, kv_heads: int, d_head: int
     ) -> None:
-        q, k, v = drawn(batch, heads, kv_heads, n_ctx, d_head)
-        swept = check(q, k, v, d_head**-0.5, two_kinds(random_tokens(batch, n_ctx)))
+        q, k, v = random_qkv(batch, heads, kv_heads, n_ctx, d_head)
+        swept = check(q, k, v, d_head**-0.5, match_labels(random_tokens(batch, n_ctx)))
         assert swept.z.transpose(1, 2).is_contiguous()
 
     @pytest.mark.parametrize("d_head", [1, 65, 80, 128, 200, 256])
     def test_heads_of_any_size(self, d_head: int) -> None:
-        q, k, v = drawn(1, 1, 1, 35, d_head)
-        check(q, k, v, d_head**-0.5, two_kinds(random_tokens(1, 35)))
+        q, k, v = random_qkv(1, 1, 1, 35, d_head)
+        check(q, k, v, d_head**-0.5, match_labels(random_tokens(1, 35)))
 
     def test_any_strides(self) -> None:
         torch.manual_seed(0)
         q, k, v = (torch.randn(n, 24, 2, 97, device=DEVICE).permute(2, 0, 3, 1) for n in (4, 2, 2))
-        check(q, k, v, 0.2, two_kinds(random_tokens(2, 97)))
+        check(q, k, v, 0.2, match_labels(random_tokens(2, 97)))
         check(q, k[:, :1].expand(2, 4, 97, 24), v[:1, 1:].expand(2, 4, 97, 24), 0.2, [])
         wide = torch.randn(2, 2, 97, 96, device=DEVICE)
         check(wide[..., ::2], wide[..., 1::2], wide[..., :48].contiguous(), 0.2, [])
@@ -178,9 +179,9 @@ class TestSweep:
     @pytest.mark.parametrize("d_head", [24, 72])
     def test_nothing_beyond_the_tensors_is_read(self, d_head: int) -> None:
         storage = torch.full((3, 1, 1, 100, d_head + 8), torch.nan, device=DEVICE)
-        storage[..., :97, :d_head] = torch.stack(drawn(1, 1, 1, 97, d_head))
+        storage[..., :97, :d_head] = torch.stack(random_qkv(1, 1, 1, 97, d_head))
         q, k, v = storage[..., :97, :d_head]
-        check(q, k, v, 0.2, two_kinds(random_tokens(1, 97)))
+        check(q, k, v, 0.2, match_labels(random_tokens(1, 97)))
 
     def test_one_attended_key_exactly(self) -> None:
         q, k, v = torch.full((3, 1, 1, 1, 2), 3.0, device=DEVICE)
@@ -190,11 +191,11 @@ class TestSweep:
             k,
             v,
             math.log(2),
-            [(label, label, 0), (label, label, 1)],
+            [PairLabels(label, label, 0), PairLabels(label, label, 1)],
             entropy=True,
-            scores="float32",
+            number_format="float32",
         )
-        answers = {name: answer.item() for name, answer in answered(swept).items() if name != "z"}
+        answers = {name: answer.item() for name, answer in answers_of(swept).items() if name != "z"}
         assert swept.z.tolist() == [[[[3.0, 3.0]]]]
         assert answers.pop("lse") == pytest.approx(18 * math.log(2))
         assert answers == {"distance": 0, "entropy": 0, "mass 0": 1, "mass 1": 0}
@@ -203,7 +204,9 @@ class TestSweep:
         zeros = torch.zeros(1, 1, 128, 1, device=DEVICE)
         one = torch.ones(1, 128, dtype=torch.int32, device=DEVICE)
         v = torch.arange(128.0, device=DEVICE)[:, None].expand(1, 1, 128, 1)
-        swept = sweep(zeros, zeros, v, 1.0, [(one, one, 1)], entropy=True, scores="float32")
+        swept = sweep(
+            zeros, zeros, v, 1.0, [PairLabels(one, one, 1)], entropy=True, number_format="float32"
+        )
         assert swept.entropy is not None
         for n in (1, 2, 4, 8, 16, 32, 64, 128):
             assert swept.z[0, 0, n - 1].item() == swept.distance[0, 0, n - 1] == (n - 1) / 2
@@ -217,33 +220,38 @@ class TestSweep:
     def test_labels_choose_the_members(self) -> None:
         n_ctx = 97
         zeros = torch.zeros(2, 1, n_ctx, 8, device=DEVICE)
-        own, none = (
-            torch.arange(n_ctx, device=DEVICE).int().repeat(2, 1),
-            torch.full((2, n_ctx), -1).int().to(DEVICE),
-        )
-        same = torch.full_like(own, 3)
-        # Unlike every other; negative, which fits nothing, itself included; all alike, with lags
-        # within and beyond a tile.
-        labels = [(own, own, 0), (own, own, 1), (none, none, 0), (own, none, 0), (same, same, -2)]
-        labels += [(same, same, lag) for lag in (2, 40, 96, 200)]
-        swept = check(zeros, zeros, zeros, 1.0, labels)
+        unique = torch.arange(n_ctx, device=DEVICE).int().repeat(2, 1)
+        negative = torch.full((2, n_ctx), -1).int().to(DEVICE)
+        constant = torch.full_like(unique, 3)
         q = torch.arange(n_ctx, device=DEVICE)
-        for mass, members in zip(
-            swept.masses,
-            [1 + 0 * q, *[0 * q] * 3, q + 1, q - 1, q - 39, q - 95, 0 * q],
-            strict=True,
-        ):
-            torch.testing.assert_close(mass[1, 0], members.clamp(min=0) / (q + 1.0))
+        one, no_key = torch.ones_like(q), torch.zeros_like(q)
+        # Labels, and how many keys are members for each query.
+        members = [
+            (PairLabels(unique, unique, 0), one),
+            (PairLabels(unique, unique, 1), no_key),
+            # A negative label fits nothing, itself included.
+            (PairLabels(negative, negative, 0), no_key),
+            (PairLabels(unique, negative, 0), no_key),
+            # Lags within a tile and beyond it.
+            (PairLabels(constant, constant, -2), q + 1),
+            (PairLabels(constant, constant, 2), q - 1),
+            (PairLabels(constant, constant, 40), q - 39),
+            (PairLabels(constant, constant, 96), q - 95),
+            (PairLabels(constant, constant, 200), no_key),
+        ]
+        swept = check(zeros, zeros, zeros, 1.0, [labels for labels, _ in members])
+        for mass, (_, count) in zip(swept.masses, members, strict=True):
+            torch.testing.assert_close(mass[1, 0], count.clamp(min=0) / (q + 1.0))
 
-    def test_only_what_is_asked(self) -> None:
-        q, k, v = drawn(1, 2, 2, 50, 8)
-        labels = two_kinds(random_tokens(1, 50))
-        full = answered(sweep(q, k, v, 0.3, labels, entropy=True, scores="float32"))
-        for entropy, some in ((False, []), (True, []), (False, labels[:1]), (False, labels)):
-            part = sweep(q, k, v, 0.3, some, entropy=entropy, scores="float32")
-            assert (part.entropy is None) != entropy
-            assert len(part.masses) == len(some)
-            for name, answer in answered(part).items():
+    def test_only_what_was_requested_is_answered(self) -> None:
+        q, k, v = random_qkv(1, 2, 2, 50, 8)
+        labels = match_labels(random_tokens(1, 50))
+        full = answers_of(sweep(q, k, v, 0.3, labels, entropy=True, number_format="float32"))
+        for entropy, requested in ((False, []), (True, []), (False, labels[:1]), (False, labels)):
+            swept = sweep(q, k, v, 0.3, requested, entropy=entropy, number_format="float32")
+            assert (swept.entropy is None) != entropy
+            assert len(swept.masses) == len(requested)
+            for name, answer in answers_of(swept).items():
                 torch.testing.assert_close(answer, full[name], rtol=0, atol=0)
 
     @pytest.mark.parametrize("order", ["rising", "falling", "random"])
@@ -260,35 +268,42 @@ class TestSweep:
         k = torch.stack([steps, steps], -1)[None, None]
         q = torch.full((1, 1, 130, 2), 0.5, device=DEVICE)
         v = torch.randn(1, 1, 130, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        check(q, k, v, math.log(2), two_kinds(random_tokens(1, 130)), atol=1e-6)
+        check(q, k, v, math.log(2), match_labels(random_tokens(1, 130)), atol=1e-6)
 
     def test_large_random_scores(self) -> None:
-        q, k, v = drawn(1, 2, 2, 130, 8)
+        q, k, v = random_qkv(1, 2, 2, 130, 8)
         # float32 holds a score of 1e4 to 1e-3, and no answer can be better than its scores.
         swept = check(
-            80 * q, 80 * k, v, 8**-0.5, two_kinds(random_tokens(1, 130)), atol=5e-3, distance=0.1
+            80 * q, 80 * k, v, 8**-0.5, match_labels(random_tokens(1, 130)), atol=5e-3, distance=0.1
         )
         assert swept.lse.max() > 1e4
 
     @pytest.mark.parametrize("height", [10.0, 20.0, 88.0, 200.0, 1e4])
     def test_the_entropy_of_nearly_one_key_is_never_negative(self, height: float) -> None:
-        q, k, v = drawn(1, 1, 1, 130, 8)
+        q, k, v = random_qkv(1, 1, 1, 130, 8)
         q = torch.nn.functional.pad(q[..., 1:] / 100, (1, 0), value=1.0)
         k = torch.nn.functional.pad(k[..., 1:] / 100, (1, 0))
         k[:, :, [0, 70], 0], k[:, :, 100, 0] = height, 2 * height
         rounding = 5e-6 + height * 2e-7
         check(
-            q, k, v, 1.0, two_kinds(random_tokens(1, 130)), atol=rounding, distance=130 * rounding
+            q,
+            k,
+            v,
+            1.0,
+            match_labels(random_tokens(1, 130)),
+            atol=rounding,
+            distance=130 * rounding,
         )
 
     def test_a_short_distance_is_as_precise_as_a_long_one(self) -> None:
+        # Scores rise by 16 a key, so nearly all attention is on the query itself.
         k = 16 * torch.arange(130.0, device=DEVICE)[None, None, :, None]
         distance = sweep(
-            torch.ones_like(k), k, k, math.log(2), [], entropy=True, scores="float32"
+            torch.ones_like(k), k, k, math.log(2), [], entropy=True, number_format="float32"
         ).distance
-        wanted = expected(torch.ones_like(k), k, k, math.log(2), [])["distance"]
-        assert 0 < wanted[0, 0, 1:].max() < 2e-5
-        torch.testing.assert_close(distance.double(), wanted, rtol=2e-6, atol=0)
+        definitions = defined_answers(torch.ones_like(k), k, k, math.log(2), [])["distance"]
+        assert 0 < definitions[0, 0, 1:].max() < 2e-5
+        torch.testing.assert_close(distance.double(), definitions, rtol=2e-6, atol=0)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("d_head", [24, 64])
@@ -296,49 +311,55 @@ class TestSweep:
     def test_half_precision_rounds_only_the_weights_of_v(
         self, dtype: torch.dtype, d_head: int
     ) -> None:
-        q, k, v = (x.to(dtype) for x in drawn(1, 2, 1, 130, d_head))
+        q, k, v = (x.to(dtype) for x in random_qkv(1, 2, 1, 130, d_head))
         check(
             q,
             k,
             v,
             d_head**-0.5,
-            two_kinds(random_tokens(1, 130)),
+            match_labels(random_tokens(1, 130)),
             atol=1e-5,
             z=torch.finfo(dtype).eps,
         )
 
     def test_one_tf32_product_is_near(self) -> None:
-        q, k, v = drawn(1, 2, 2, 97, 64)
-        wanted = expected(q, k, v, 0.125, [])
-        for name, answer in answered(
-            sweep(q, k, v, 0.125, [], entropy=True, scores="tf32")
+        q, k, v = random_qkv(1, 2, 2, 97, 64)
+        definitions = defined_answers(q, k, v, 0.125, [])
+        for name, answer in answers_of(
+            sweep(q, k, v, 0.125, [], entropy=True, number_format="tf32")
         ).items():
-            torch.testing.assert_close(answer.double(), wanted[name], rtol=5e-3, atol=5e-3)
+            torch.testing.assert_close(answer.double(), definitions[name], rtol=5e-3, atol=5e-3)
 
     @pytest.mark.parametrize("precision", ["float32", "tf32", "float16", "bfloat16_linears"])
     @pytest.mark.usefixtures("_interpret_bfloat16")
     def test_a_replica_measures_with_it_what_it_measures_in_tiles(
         self, precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        path = toy.save_model(tmp_path / "toy", toy.family("LlamaConfig", num_key_value_heads=2))
-        tokens = toy.repeating_tokens(21, batch=2)
-        found: list[InterventionMeasurements] = []
+        # The interpreter is slow, and every layer is measured alike.
+        one_layer = toy.family("LlamaConfig", num_key_value_heads=2, num_hidden_layers=1)
+        path = toy.save_model(tmp_path / "toy", one_layer)
+        tokens = toy.repeating_tokens(21, batch=1)
+        measurements: list[InterventionMeasurements] = []
         for use in (True, False):
             monkeypatch.setattr(kernel, "available", lambda _, use=use: use)
-            found.append(
+            measurements.append(
                 Replica(
                     describe(path), toy.toy_scan(n_ctx=21, precision=precision), DEVICE
                 ).measure(tokens)
             )
-        assert [measured.method.attention for measured in found] == ["kernel", "tiles"]
+        assert [measured.method.attention for measured in measurements] == ["kernel", "tiles"]
         # Half formats round the weights of v before or after they are normalised.
-        close = {"float32": 1e-5, "bfloat16_linears": 1e-5}.get(precision, 2e-3)
+        tolerance = {"float32": 1e-5, "bfloat16_linears": 1e-5}.get(precision, 2e-3)
         for name in STATISTICS:
-            by_kernel, in_tiles = (measured.heads[name] for measured in found)
+            by_kernel, in_tiles = (measured.heads[name] for measured in measurements)
             torch.testing.assert_close(
-                torch.from_numpy(by_kernel), torch.from_numpy(in_tiles), rtol=close, atol=close, equal_nan=True,
-                msg=lambda m, n=name: f"{n}: {m}",
-            )  # fmt: skip
+                torch.from_numpy(by_kernel),
+                torch.from_numpy(in_tiles),
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                msg=lambda message, name=name: f"{name}: {message}",
+            )
 
     @pytest.mark.parametrize("factors", ALLOWED)
     @pytest.mark.usefixtures("_interpret_bfloat16")
@@ -348,14 +369,17 @@ class TestSweep:
             assert comparison.agrees, comparison
 
     def test_errors_name_what_arrived(self) -> None:
-        q, k, v = drawn(1, 4, 2, 7, 8)
+        q, k, v = random_qkv(1, 4, 2, 7, 8)
         label = torch.zeros(1, 7, dtype=torch.int32)
 
         def refused(
-            match: str, *tensors: Tensor, labels: Labels = (), scores: str = "float32"
+            match: str,
+            *tensors: Tensor,
+            labels: Sequence[PairLabels] = (),
+            number_format: str = "float32",
         ) -> None:
             with pytest.raises(ModelError, match=match):
-                sweep(*tensors, 1.0, labels, entropy=False, scores=scores)  # pyright: ignore[reportCallIssue]
+                sweep(*tensors, 1.0, labels, entropy=False, number_format=number_format)  # pyright: ignore[reportCallIssue]
 
         refused(
             r"k \[1, 2, 6, 8\].*expected \[batch head pos d_head\]", q, k[:, :, 1:], v[:, :, 1:]
@@ -365,14 +389,14 @@ class TestSweep:
         refused("d_head 257: the kernel takes at most 256", *[torch.zeros(1, 1, 2, 257)] * 3)
         refused("float64", q.double(), k.double(), v.double())
         refused("float16", q, k.half(), v.half())
-        refused("did you mean 'tf32'", q, k, v, scores="tf3")
-        refused("int64", q, k, v, labels=[(label.long(), label, 0)])
+        refused("did you mean 'tf32'", q, k, v, number_format="tf3")
+        refused("int64", q, k, v, labels=[PairLabels(label.long(), label, 0)])
         refused(
             r"\[1, 6\]: expected int32 \[batch pos\] = \[1, 7\]",
             q,
             k,
             v,
-            labels=[(label, label[:, 1:], 0)],
+            labels=[PairLabels(label, label[:, 1:], 0)],
         )
 
 
@@ -388,48 +412,50 @@ def test_all_of_the_above_in_the_interpreter() -> None:
         "TestSweep",
         __file__,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
-def compiled(dtype: str, d_head: int, split: bool) -> Any:
-    """The kernel for an H100, as `sweep` would have it compiled: aligned tensors, two kinds of
-    labels.
-    """
+def compiled_for_h100(dtype: str, d_head: int, split: bool) -> Any:
+    """The kernel for an H100, as `sweep` would have it compiled, with two kinds of labels."""
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     function: Any = kernel._sweep_tile
-    tiles = kernel.TILES[
-        {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    ][d_head]
-    chosen = {
-        "GROUP": 1,
+    torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    tiles = kernel.TILE_SIZES[torch_dtype][d_head]
+    constants_by_name = {
+        "HEADS_PER_KV_HEAD": 1,
         "D_HEAD": d_head,
-        "BLOCK_D": d_head,
+        "PADDED_D_HEAD": d_head,
         "DIMS": tiles.dims,
         "QUERIES": tiles.queries,
+        "KEYS": tiles.keys,
+        "LAGS": (1, 0),
+        "ENTROPY": True,
+        "SPLIT": split,
     }
-    chosen |= {"KEYS": tiles.keys, "LAGS": (1, 0), "ENTROPY": True, "SPLIT": split}
     types = dict.fromkeys("qkv", f"*{dtype}") | {
         "z": "*fp32",
-        "rows": "*fp32",
+        "row_sums": "*fp32",
         "scale": "fp32",
         "n_ctx": "i32",
     }
     types |= dict.fromkeys(["query_labels", "key_labels"], ("*i32", "*i32"))
     types |= dict.fromkeys(["q_stride", "k_stride", "v_stride"], ("i32", "i32", "i32", "constexpr"))
-    types |= dict.fromkeys(chosen, "constexpr")
+    types |= dict.fromkeys(constants_by_name, "constexpr")
     signature = {name: types[name] for name in function.arg_names}
     constants: dict[Any, Any] = {
-        (function.arg_names.index(name),): value for name, value in chosen.items()
+        (function.arg_names.index(name),): value for name, value in constants_by_name.items()
     }
+    # Triton compiles another kernel for pointers and numbers that 16 divides. Those of `sweep` are
+    # of that kind, and a stride of 1 is a constant.
     divisible: dict[Any, Any] = {}
     for i, kind in enumerate(signature.values()):
         for j, part in enumerate(kind if isinstance(kind, tuple) else [kind]):
@@ -459,15 +485,17 @@ def test_it_compiles_for_an_h100(
     dtype: str, split: bool, d_head: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    made = compiled(dtype, d_head, split)
-    assert "wgmma" in made.asm["ptx"]
-    assert made.metadata.shared <= kernel.SHARED_BYTES
+    kernel_binary = compiled_for_h100(dtype, d_head, split)
+    # The instruction of Hopper's tensor cores.
+    assert "wgmma" in kernel_binary.asm["ptx"]
+    assert kernel_binary.metadata.shared <= kernel.H100_SHARED_BYTES
     cubin = tmp_path / "sweep.cubin"
-    cubin.write_bytes(made.asm["cubin"])
+    cubin.write_bytes(kernel_binary.asm["cubin"])
     dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run(
         [dump, "-res-usage", cubin], capture_output=True, text=True, check=True
     ).stdout
+    # Bytes of a thread's registers that did not fit and went to memory.
     spilled = int(re.findall(r"STACK:(\d+)", usage)[0])
     assert spilled <= 8
 
@@ -475,12 +503,16 @@ def test_it_compiles_for_an_h100(
 def test_without_triton_it_is_not_available() -> None:
     assert not available(torch.device("cpu"))
     assert available(torch.device("cuda")) == torch.cuda.is_available()
-    code = "import sys, torch; sys.modules['triton'] = None; from workers.engine.sweep_kernel import available; "
-    code += "print(available(torch.device('cuda')))"
-    done = subprocess.run(
+    code = """if True:
+        import sys, torch
+        sys.modules["triton"] = None
+        from workers.engine.sweep_kernel import available
+        print(available(torch.device("cuda")))
+    """
+    process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "False\n", done.stderr
+    assert process.stdout == "False\n", process.stderr

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,21 @@ from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.engine import sweep_kernel
 from workers.engine.kernel_check import ALLOWED, D_HEADS, Shape, compare, every_shape
-from workers.engine.sweep_kernel import Labels, Sweep, Swept
+from workers.engine.sweep_kernel import PairLabels, Sweep, Swept
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 37, 24)
 
 
 def by_definition(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels, *, entropy: bool, scores: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    labels: Sequence[PairLabels],
+    *,
+    entropy: bool,
+    number_format: str,
 ) -> Swept:
     """What a kernel should answer, from the whole matrix."""
     groups, n_ctx = q.shape[1] // k.shape[1], q.shape[2]
@@ -53,7 +60,7 @@ def by_definition(
     )
 
 
-def changed(**changes: Callable[[Swept], Any]) -> Sweep:
+def kernel_with(**changes: Callable[[Swept], Any]) -> Sweep:
     """A kernel some of whose answers are others."""
 
     def sweep(*arguments: Any, **options: Any) -> Swept:
@@ -63,7 +70,7 @@ def changed(**changes: Callable[[Swept], Any]) -> Sweep:
     return sweep
 
 
-def uncompiled(*_: Any, **__: Any) -> Swept:
+def failing_kernel(*_: Any, **__: Any) -> Swept:
     raise RuntimeError("ptxas: out of registers\nand much more")
 
 
@@ -78,11 +85,11 @@ def test_a_kernel_that_answers_the_definitions_agrees(factors: str) -> None:
 @pytest.mark.parametrize(
     ("sweep", "difference"),
     [
-        (changed(z=lambda s: s.z * 1.01), 0.01),
-        (changed(lse=lambda s: s.lse + 0.5), 0.5),
-        (changed(distance=lambda s: s.distance * math.nan), math.inf),
-        (changed(entropy=lambda s: None if s.entropy is None else s.entropy + 0.25), 0.25),
-        (changed(masses=lambda s: tuple(m + 0.125 for m in s.masses)), 0.125),
+        (kernel_with(z=lambda s: s.z * 1.01), 0.01),
+        (kernel_with(lse=lambda s: s.lse + 0.5), 0.5),
+        (kernel_with(distance=lambda s: s.distance * math.nan), math.inf),
+        (kernel_with(entropy=lambda s: None if s.entropy is None else s.entropy + 0.25), 0.25),
+        (kernel_with(masses=lambda s: tuple(m + 0.125 for m in s.masses)), 0.125),
     ],
     ids=["z", "lse", "distance", "entropy", "masses"],
 )
@@ -94,13 +101,13 @@ def test_any_answer_that_differs_is_seen(sweep: Sweep, difference: float) -> Non
 
 
 def test_a_kernel_that_does_not_compile_or_leaves_answers_out_is_seen() -> None:
-    comparison = compare(uncompiled, SHAPE, "float32", CPU)
+    comparison = compare(failing_kernel, SHAPE, "float32", CPU)
     assert (comparison.agrees, comparison.error) == (False, "RuntimeError: ptxas: out of registers")
-    missing = compare(changed(masses=lambda s: s.masses[1:]), SHAPE, "float32", CPU)
+    missing = compare(kernel_with(masses=lambda s: s.masses[1:]), SHAPE, "float32", CPU)
     assert missing.error.startswith("ValueError: zip()")
 
 
-class FromThisMachine:
+class ReplicaHere:
     """A replica on a CPU that takes itself for a GPU with some kernel."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,43 +121,43 @@ class FromThisMachine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FromThisMachine:
+def replica_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReplicaHere:
     path = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", num_key_value_heads=2))
-    return FromThisMachine(path, monkeypatch)
+    return ReplicaHere(path, monkeypatch)
 
 
 def test_a_replica_uses_a_kernel_that_agrees(
-    machine: FromThisMachine, caplog: pytest.LogCaptureFixture
+    replica_here: ReplicaHere, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attention, heads = machine.measure(by_definition)
+    attention, heads = replica_here.measure(by_definition)
     assert (attention, caplog.messages) == ("kernel", [])
-    plain = toy.measure(machine.path, toy.repeating_tokens(21, batch=2), engine="dense")
+    plain = toy.measure(replica_here.path, toy.repeating_tokens(21, batch=2), engine="dense")
     assert plain.method.attention == "matrix"
     for name in STATISTICS:
         np.testing.assert_allclose(heads[name], plain.heads[name], rtol=1e-5, atol=1e-5)
-    assert machine.measure(by_definition, precision="float64")[0] == "tiles"
+    assert replica_here.measure(by_definition, precision="float64")[0] == "tiles"
 
 
 @pytest.mark.parametrize(
     ("sweep", "problem"),
     [
-        (uncompiled, "does not compile or run (RuntimeError: ptxas: out of registers); tiles"),
-        (changed(z=lambda s: s.z * 1.5), "differs from the tiles by 0."),
+        (failing_kernel, "does not compile or run (RuntimeError: ptxas: out of registers); tiles"),
+        (kernel_with(z=lambda s: s.z * 1.5), "differs from the tiles by 0."),
     ],
     ids=["uncompiled", "wrong"],
 )
 def test_a_replica_falls_back_to_tiles_and_says_so_once(
-    machine: FromThisMachine, caplog: pytest.LogCaptureFixture, sweep: Sweep, problem: str
+    replica_here: ReplicaHere, caplog: pytest.LogCaptureFixture, sweep: Sweep, problem: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        attention, heads = machine.measure(sweep)
+        attention, heads = replica_here.measure(sweep)
     assert attention == "tiles"
     (line,) = caplog.messages
     assert line.startswith(
         f"the GPU kernel is not used: with heads 4, n_ctx 40, d_head 8 in float32 it {problem}"
     )
-    machine.monkeypatch.undo()
-    plain = toy.measure(machine.path, toy.repeating_tokens(21, batch=2))
+    replica_here.monkeypatch.undo()
+    plain = toy.measure(replica_here.path, toy.repeating_tokens(21, batch=2))
     for name in STATISTICS:
         np.testing.assert_array_equal(heads[name], plain.heads[name])
 
@@ -160,7 +167,7 @@ def test_the_doctor_compares_every_shape_in_every_format() -> None:
     assert {shape.d_head for shape in shapes} == set(D_HEADS)
     assert {shape.heads // shape.kv_heads for shape in shapes} == {1, 2, 4}
     assert {shape.n_ctx for shape in shapes} == {1, 37, 257, 1024}
-    good, bad = (list(compare_kernel("cpu", s, [SHAPE])) for s in (by_definition, uncompiled))
+    good, bad = (list(compare_kernel("cpu", s, [SHAPE])) for s in (by_definition, failing_kernel))
     assert [c.factors for c in good] == ["float32", "tf32", "float16", "bfloat16"]
     assert COMPARISON_HEAD.split() == [
         "shape", "precision", "compiled", "difference", "allowed", "verdict",

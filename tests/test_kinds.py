@@ -1,4 +1,4 @@
-"""Kinds of measurement and tables: what the two lists say, and what walks over them."""
+"""Kinds of measurement and tables: the two lists, and what is derived from them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_every_field_is_of_one_kind_and_every_table_is_filled() -> None:
 
 
 def test_no_two_columns_of_a_table_have_one_name() -> None:
-    every = {kind.field: list(kind.registry.values()) for kind in KINDS}
+    formulas_by_field = {kind.field: list(kind.registry.values()) for kind in KINDS}
     for table in TABLES.values():
-        names = table_schema(table, every).names
+        names = table_schema(table, formulas_by_field).names
         assert len(set(names)) == len(names), table.name
 
 
@@ -41,7 +41,7 @@ def test_a_table_says_what_one_row_is() -> None:
     )
     assert HEADS.has("head")
     assert not SEQUENCES.has("layer")
-    assert not PROFILES.has("head")  # NULL where the heads of a layer share the values.
+    assert not PROFILES.has("head")  # NULL if all heads of a layer share the values.
 
 
 def test_a_scan_is_the_same_after_ray_has_pickled_it() -> None:
@@ -52,7 +52,7 @@ def test_a_scan_is_the_same_after_ray_has_pickled_it() -> None:
     assert [f.name for f in scan.formulas(statistics.KIND)] == list(statistics.STATISTICS)
 
 
-def test_a_kind_whose_facts_do_not_fit_is_refused() -> None:
+def test_a_kind_with_contradictory_facts_is_refused() -> None:
     registry: dict[str, Along] = {}
 
     def kind(**facts: object) -> Kind[Along]:
@@ -81,9 +81,9 @@ def test_predictions_have_values_exactly_where_their_rules_say(
 ) -> None:
     path = toy.save_model(tmp_path / "toy", toy.gpt2())
     tokens = toy.repeating_tokens(n_ctx, batch=2)
-    found = toy.measure(path, tokens, predictions=list(PREDICTIONS)).sequences
+    sequences = toy.measure(path, tokens, predictions=list(PREDICTIONS)).sequences
     for name in PREDICTIONS:
-        values = np.isnan(found[name])
+        values = np.isnan(sequences[name])
         if values.ndim == 1:
             assert values.tolist() == [name in undefined] * 2, name
         else:
@@ -93,10 +93,10 @@ def test_predictions_have_values_exactly_where_their_rules_say(
 def test_without_positions_their_cosines_are_undefined(tmp_path: Path) -> None:
     path = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", num_key_value_heads=2))
     names = ["position_cosine_mlp", "position_cosine_layer", "loss"]
-    found = toy.measure(path, toy.repeating_tokens(5, batch=2), predictions=names).sequences
-    assert np.isnan(found["position_cosine_mlp"]).all()
-    assert np.isnan(found["position_cosine_layer"]).all()
-    assert np.isfinite(found["loss"]).all()
+    sequences = toy.measure(path, toy.repeating_tokens(5, batch=2), predictions=names).sequences
+    assert np.isnan(sequences["position_cosine_mlp"]).all()
+    assert np.isnan(sequences["position_cosine_layer"]).all()
+    assert np.isfinite(sequences["loss"]).all()
 
 
 def test_the_docs_say_where_a_prediction_has_a_value() -> None:

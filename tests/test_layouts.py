@@ -45,7 +45,7 @@ def shard_of(
 
 
 def positions(labels: list[str], label: str) -> list[int]:
-    return [i for i, here in enumerate(labels) if here == label]
+    return [i for i, label_here in enumerate(labels) if label_here == label]
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -53,14 +53,14 @@ def positions(labels: list[str], label: str) -> list[int]:
 def test_a_layout_is_as_its_source_says(
     family: str, options: dict[str, Any], expected: str, bos: bool
 ):
-    symbols = [s.replace(".", "") for s in expected.split()][1 - bos :]
+    symbols = [symbol.replace(".", "") for symbol in expected.split()][1 - bos :]
     shard = shard_of(family, len(symbols), options, bos=bos, sequences=20)
     assert shard.labels == [symbols] * 20
     for row in shard.tokens.tolist():
         tokens = {
             label: {row[i] for i in positions(symbols, label)} for label in set(symbols) - {""}
         }
-        assert [len(found) for found in tokens.values()] == [1] * len(tokens)
+        assert [len(tokens_of_symbol) for tokens_of_symbol in tokens.values()] == [1] * len(tokens)
         assert len(set[int]().union(*tokens.values())) == len(tokens)
         assert (row[0] == BOS) == bos
     assert len({tuple(row) for row in shard.tokens.tolist()}) == 20
@@ -76,22 +76,22 @@ def test_unlabelled_tokens_are_fresh(family: str, options: dict[str, Any], expec
 
 
 def test_the_order_test_has_the_reference_positions():
-    plain = shard_of("ngram_order", 20, sequences=20).tokens
+    tokens_in_order = shard_of("ngram_order", 20, sequences=20).tokens
     # A X2 X1 B C X1 X2 D, twice, then X2 A X1, with BOS at 0.
-    assert (plain[:, [2, 7, 10, 15]] == plain[:, [17]]).all()
-    assert (plain[:, [1, 9]] == plain[:, [18]]).all()
-    assert (plain[:, 1:9] == plain[:, 9:17]).all()
+    assert (tokens_in_order[:, [2, 7, 10, 15]] == tokens_in_order[:, [17]]).all()
+    assert (tokens_in_order[:, [1, 9]] == tokens_in_order[:, [18]]).all()
+    assert (tokens_in_order[:, 1:9] == tokens_in_order[:, 9:17]).all()
     random = shard_of("ngram_order", 20, {"random_context": True}, sequences=20).tokens
-    assert (random[:, :17] == plain[:, :17]).all()
-    assert (random[:, 19] == plain[:, 19]).all()
+    assert (random[:, :17] == tokens_in_order[:, :17]).all()
+    assert (random[:, 19] == tokens_in_order[:, 19]).all()
     assert all(not set(row[17:19]) & set(row[:17] + row[19:]) for row in random.tolist())
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_the_corrupted_partner_differs_in_one_token(n: int):
     clean, corrupt = (
-        shard_of(f, 3 * n, {"n": n}, seed=3, sequences=20).tokens
-        for f in ("ngram_overlap", "ngram_corrupt")
+        shard_of(family, 3 * n, {"n": n}, seed=3, sequences=20).tokens
+        for family in ("ngram_overlap", "ngram_corrupt")
     )
     assert np.argwhere((clean != corrupt).any(0)).ravel().tolist() == [2 * n + 1]
     assert (clean[:, 2 * n + 1] == clean[:, 1]).all()
@@ -100,7 +100,8 @@ def test_the_corrupted_partner_differs_in_one_token(n: int):
 
 def test_the_reversed_layout_exchanges_the_first_two_sub_sequences():
     clean, reverse = (
-        shard_of(f, 12, {"n": 4}, sequences=20).tokens for f in ("ngram_overlap", "ngram_reversed")
+        shard_of(family, 12, {"n": 4}, sequences=20).tokens
+        for family in ("ngram_overlap", "ngram_reversed")
     )
     assert (reverse[:, [0, 5, 6, 7, 8, 1, 2, 3, 4, 9, 10, 11]] == clean).all()
 
@@ -137,34 +138,57 @@ def test_with_replacement_tokens_may_meet():
     ("family", "n_ctx", "options", "message"),
     [
         (
-            "abac", 13, {"second": 3},
+            "abac",
+            13,
+            {"second": 3},
             "input.second: expected 4 to 10, so that the second A and its C stand between the "
             "first and the last; got 3",
         ),
         (
-            "abac", 13, {"second": 11},
+            "abac",
+            13,
+            {"second": 11},
             "input.second: expected 4 to 10, so that the second A and its C stand between the "
             "first and the last; got 11",
         ),
-        ("abac", 6, {"second": 4}, "n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got 5; raise n_ctx"),
         (
-            "induction_pos0", 3, {},
+            "abac",
+            6,
+            {"second": 4},
+            (
+                "n_ctx: abac needs 6 tokens besides the beginning-of-sequence token, got 5; "
+                "raise n_ctx"
+            ),
+        ),
+        (
+            "induction_pos0",
+            3,
+            {},
             "n_ctx: induction_pos0 needs 3 tokens besides the beginning-of-sequence token, got 2; "
             "raise n_ctx",
         ),
-        ("ngram_overlap", 9, {"n": 1}, "input.n: expected 2 or more, the tokens of a sub-sequence, got 1"),
         (
-            "ngram_overlap", 10, {"n": 3},
+            "ngram_overlap",
+            9,
+            {"n": 1},
+            "input.n: expected 2 or more, the tokens of a sub-sequence, got 1",
+        ),
+        (
+            "ngram_overlap",
+            10,
+            {"n": 3},
             "n_ctx: the layout has 8 tokens besides the beginning-of-sequence token, the sequence "
             "has room for 9; change n_ctx by -1",
         ),
         (
-            "ngram_order", 13, {},
+            "ngram_order",
+            13,
+            {},
             "n_ctx: the layout has 19 tokens besides the beginning-of-sequence token, the "
             "sequence has room for 12; change n_ctx by +7",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_layout_that_does_not_fit_is_refused(
     family: str, n_ctx: int, options: dict[str, Any], message: str
 ):
@@ -178,10 +202,15 @@ def sequences_tables(
 ) -> list[dict[str, Any]]:
     """The rows of the sequences table of two shards, measured and committed."""
     fields = {
-        "model": str(save_model(tmp_path / "model", gpt2())), "n_ctx": 12 + bos, "bos": bos, "sequences": 3,
-        "sequences_per_shard": 2, "statistics": ["sink_mass"], "input": {"family": family} | options,
+        "model": str(save_model(tmp_path / "model", gpt2())),
+        "n_ctx": 12 + bos,
+        "bos": bos,
+        "sequences": 3,
+        "sequences_per_shard": 2,
+        "statistics": ["sink_mass"],
+        "input": {"family": family} | options,
         "out": str(tmp_path / "runs"),
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), "layout")
     prepare_run(plan, "")
     replica = Replica(plan.info, plan.scan, "cpu")

@@ -22,9 +22,10 @@ from workers.model.model import bridge_of
 from workers.model.model_info import describe, find_model
 from workers.replica import InterventionMeasurements, Replica
 
-TEXT = """To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer the slings and arrows of
-outrageous fortune, or to take arms against a sea of troubles, and by opposing end them. Σ A[q,k] = 1; naïve café.
-for i in range(10): print(i, i * i, sum(range(i)))  # 0 0 0, 1 1 0, 2 4 1, 3 9 3, 4 16 6, 5 25 10, 6 36 15, 7 49 21
+TEXT = """To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer
+the slings and arrows of outrageous fortune, or to take arms against a sea of troubles, and by
+opposing end them. Σ A[q,k] = 1; naïve café. for i in range(10): print(i, i * i, sum(range(i)))
+# 0 0 0, 1 1 0, 2 4 1, 3 9 3, 4 16 6, 5 25 10, 6 36 15, 7 49 21
 """
 
 
@@ -66,12 +67,12 @@ def reference(n_ctx: int) -> dict[str, np.ndarray]:
 
 
 def assert_equal(
-    found: np.ndarray, expected: np.ndarray, name: str, tolerance: float = 1e-5
+    measured: np.ndarray, expected: np.ndarray, name: str, tolerance: float = 1e-5
 ) -> None:
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected), err_msg=name)
+    np.testing.assert_array_equal(np.isnan(measured), np.isnan(expected), err_msg=name)
     probability = STATISTICS[name].range == (0, 1)
     scale = 1 if probability else np.maximum(1, np.abs(expected))
-    assert np.nanmax(np.abs(found - expected) / scale, initial=0) <= tolerance, name
+    assert np.nanmax(np.abs(measured - expected) / scale, initial=0) <= tolerance, name
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
@@ -79,10 +80,10 @@ def assert_equal(
 def test_every_column_equals_its_definition_in_float64(engine: str, n_ctx: int) -> None:
     tokens = tokens_of(n_ctx)
     expected = reference(n_ctx)
-    found = replica(engine).measure(tokens, labels=labels_of(tokens)).heads
-    assert set(found) == set(expected) == set(STATISTICS)
+    measured = replica(engine).measure(tokens, labels=labels_of(tokens)).heads
+    assert set(measured) == set(expected) == set(STATISTICS)
     for name in STATISTICS:
-        assert_equal(found[name], expected[name], name)
+        assert_equal(measured[name], expected[name], name)
 
 
 @pytest.mark.parametrize("name", STATISTICS)
@@ -106,8 +107,8 @@ def both_engines() -> tuple[InterventionMeasurements, InterventionMeasurements]:
 def test_values_lie_in_the_registered_range() -> None:
     for name, values in both_engines()[0].heads.items():
         low, high = STATISTICS[name].range
-        values = values[~np.isnan(values)]
-        assert ((low - 1e-6 <= values) & (values <= high + 1e-6)).all(), name
+        defined = values[~np.isnan(values)]
+        assert ((low - 1e-6 <= defined) & (defined <= high + 1e-6)).all(), name
 
 
 def test_chance_is_what_uniform_attention_scores() -> None:
@@ -116,11 +117,11 @@ def test_chance_is_what_uniform_attention_scores() -> None:
     names = [s.name for s in STATISTICS.values() if s.chance]
     weights = read_weights(find_model("bundled:gpt2-mini"))
     expected = recompute(weights, tokens, labels=labels, chance=names).chance
-    found = replica().measure(tokens, labels=labels).sequences
-    assert set(found) == {chance_column(name) for name in names}
+    measured = replica().measure(tokens, labels=labels).sequences
+    assert set(measured) == {chance_column(name) for name in names}
     for name in names:
         np.testing.assert_allclose(
-            found[chance_column(name)], expected[name], rtol=1e-5, err_msg=name
+            measured[chance_column(name)], expected[name], rtol=1e-5, err_msg=name
         )
 
 
@@ -140,11 +141,11 @@ def test_induction_score_on_a_repeated_block_is_the_strict_score() -> None:
 
 def test_batches_do_not_change_a_row() -> None:
     tokens = np.concatenate([tokens_of(64)] * 4)
-    whole = Replica(replica().model.info, scan_of(64, batch_size=12)).measure(tokens)
-    single = Replica(replica().model.info, scan_of(64, batch_size=5)).measure(tokens)
+    in_one_batch = Replica(replica().model.info, scan_of(64, batch_size=12)).measure(tokens)
+    in_batches = Replica(replica().model.info, scan_of(64, batch_size=5)).measure(tokens)
     for name in STATISTICS:
         np.testing.assert_allclose(
-            whole.heads[name], single.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
+            in_one_batch.heads[name], in_batches.heads[name], rtol=1e-5, atol=1e-6, err_msg=name
         )
 
 
@@ -173,8 +174,8 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
             }
         )
         return {
-            n: v.mean(0)
-            for n, v in Replica(info, scan)
+            statistic_name: statistic_values.mean(0)
+            for statistic_name, statistic_values in Replica(info, scan)
             .measure(Sequences(scan, info).shard(0).tokens)
             .heads.items()
         }
@@ -187,8 +188,8 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
     resting = (repeated["induction_score"] > 0.6) & (unrepeated["sink_mass"] > 0.9)
     assert resting[1].any()
     if model != "attn-only-2l-mini":
-        others = (51 * unrepeated["value_norm"] - unrepeated["sink_value_norm"]) / 50
-        assert (unrepeated["sink_value_norm"] / others)[resting].min() < 0.3
+        other_norms = (51 * unrepeated["value_norm"] - unrepeated["sink_value_norm"]) / 50
+        assert (unrepeated["sink_value_norm"] / other_norms)[resting].min() < 0.3
 
 
 def test_the_bundled_tokenizer_is_bytes() -> None:

@@ -17,8 +17,9 @@ import torch
 
 from jobs.compaction import compact
 from jobs.cost import measure_cost
-from jobs.plan import Plan, make_plan, prepare_run, resolve
+from jobs.plan import Plan, make_plan, prepare_run
 from jobs.replan import replan
+from jobs.resolved_scan import resolve
 from queries.answers import run_query
 from queries.asking import open_runs
 from queries.connection import connect
@@ -33,7 +34,7 @@ from tests import toy_models as toy
 from workers.engine.fused_pattern import FusedPattern
 from workers.inputs.sequences import ShardInput
 from workers.interventions import INTERVENTIONS, intervention, intervention_registry
-from workers.measurements.batch import HEAD_AXIS
+from workers.measurements.layer_formulas import HEAD_AXIS
 from workers.shard import intervention_tables, run_shard
 
 T = 12
@@ -87,18 +88,26 @@ def chosen(table: pa.Table, subset: dict[str, Any]) -> pa.Table:
     return table.filter(pa.array([belongs(*place) for place in places], pa.bool_()))
 
 
-def assert_same(found: pa.Table, expected: pa.Table, exact: bool) -> None:
+def assert_same(actual: pa.Table, expected: pa.Table, exact: bool) -> None:
     """Equal rows, in equal order; numbers of sliced products may round otherwise."""
-    assert found.num_rows == expected.num_rows
-    assert found.schema == expected.schema
-    for name in found.column_names:
-        ours, theirs = found[name].combine_chunks(), expected[name].combine_chunks()
-        if exact or not pa.types.is_floating(_leaf(ours.type)):
-            assert ours.equals(theirs), name
+    assert actual.num_rows == expected.num_rows
+    assert actual.schema == expected.schema
+    for name in actual.column_names:
+        actual_column, expected_column = (
+            actual[name].combine_chunks(),
+            expected[name].combine_chunks(),
+        )
+        if exact or not pa.types.is_floating(_leaf(actual_column.type)):
+            assert actual_column.equals(expected_column), name
             continue
-        assert ours.is_null().equals(theirs.is_null()), name
-        a, b = (np.array(_flat(column).to_pylist(), float) for column in (ours, theirs))
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6, err_msg=name)
+        assert actual_column.is_null().equals(expected_column.is_null()), name
+        actual_numbers, expected_numbers = (
+            np.array(_flat(column).to_pylist(), float)
+            for column in (actual_column, expected_column)
+        )
+        np.testing.assert_allclose(
+            actual_numbers, expected_numbers, rtol=2e-6, atol=1e-6, err_msg=name
+        )
 
 
 def _leaf(type_: pa.DataType) -> pa.DataType:
@@ -121,10 +130,10 @@ def test_every_number_of_some_heads_is_that_of_the_whole_scan(
     for subset in SUBSETS.values():
         part = toy.replica(path, **fields, **subset)
         for edit in EDITS:
-            found = tables(part, edit)
-            assert found.keys() == expected[edit].keys()
-            assert all(found[table].num_rows for table in ("heads", "curves", "profiles"))
-            for table, rows in found.items():
+            tables_of_part = tables(part, edit)
+            assert tables_of_part.keys() == expected[edit].keys()
+            assert all(tables_of_part[table].num_rows for table in ("heads", "curves", "profiles"))
+            for table, rows in tables_of_part.items():
                 assert_same(rows, chosen(expected[edit][table], subset), "layers" in subset)
 
 
@@ -151,10 +160,10 @@ def test_a_patched_head_of_a_measured_layer_shows_in_the_next(gpt2: Path, engine
 
 def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> list[int]:
     """The layers that a measurement begins, in order."""
-    begun: list[int] = []
+    layers_run: list[int] = []
 
     def noting(layer: int) -> Any:
-        return lambda _module, _args: begun.append(layer)
+        return lambda _module, _args: layers_run.append(layer)
 
     hooks = [
         block.register_forward_pre_hook(noting(layer))
@@ -165,7 +174,7 @@ def blocks_run(replica: toy.TextReplica, *arguments: Any, **options: Any) -> lis
     finally:
         for hook in hooks:
             hook.remove()
-    return begun
+    return layers_run
 
 
 def test_a_pass_ends_after_the_last_layer_that_something_needs(gpt2: Path) -> None:
@@ -191,16 +200,16 @@ def test_a_pass_over_partners_ends_there_too(gpt2: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 def test_only_measured_layers_are_shown(gpt2: Path, engine: str) -> None:
     replica = toy.replica(gpt2, n_ctx=T, engine=engine)
-    seen: list[int] = []
+    layers_shown: list[int] = []
     with torch.inference_mode():
         replica.engine.run(
             torch.from_numpy(TOKENS).long(),
             {},
-            lambda layer, _: seen.append(layer),
+            lambda layer, _: layers_shown.append(layer),
             (),
             layers=[1],
         )
-    assert set(seen) == {1}
+    assert set(layers_shown) == {1}
 
 
 def test_the_pattern_of_a_layer_between_is_not_questioned(
@@ -208,18 +217,19 @@ def test_the_pattern_of_a_layer_between_is_not_questioned(
 ) -> None:
     replica = toy.replica(gpt2, n_ctx=T, layers=[0, 2], statistics="standard")
     replica.measure(TOKENS)
-    asked: list[set[str]] = []
+    questions_of_sweeps: list[set[str]] = []
     sweep = FusedPattern._sweep
 
-    def noting(self: FusedPattern, questions: set[str]) -> None:
-        asked.append(set(questions))
+    def recording_sweep(self: FusedPattern, questions: set[str]) -> None:
+        questions_of_sweeps.append(set(questions))
         sweep(self, questions)
 
-    monkeypatch.setattr(FusedPattern, "_sweep", noting)
+    monkeypatch.setattr(FusedPattern, "_sweep", recording_sweep)
     replica.measure(TOKENS)
     # The last one is of the uniform pattern, for chance levels.
     everything = {"entropy", "copies", "successors"}
-    assert [questions & everything for questions in asked[:3]] == [everything, set(), everything]
+    by_layer = [questions & everything for questions in questions_of_sweeps[:3]]
+    assert by_layer == [everything, set(), everything]
 
 
 def test_built_layers_are_those_that_a_pass_reaches(gpt2: Path) -> None:
@@ -229,7 +239,9 @@ def test_built_layers_are_those_that_a_pass_reaches(gpt2: Path) -> None:
 
 def test_a_number_that_is_none_is_in_the_layer_and_the_head_of_the_model(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        (name,) = [n for n in tensors if n.endswith("h.2.attn.c_attn.weight")]
+        (name,) = [
+            tensor_name for tensor_name in tensors if tensor_name.endswith("h.2.attn.c_attn.weight")
+        ]
         tensors[name][:, 8:16] = torch.nan
 
     path = toy.copy_of(
@@ -286,9 +298,9 @@ def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path) -
     def run_id(**changes: Any) -> str:
         return make_plan(parse_scan(fields_of(tmp_path, gpt2, **changes)), "toy").run.run_id
 
-    every = [f"L{layer}H{head}" for layer in range(3) for head in range(4)]
-    assert run_id() == run_id(layers="all") == run_id(layers=[0, 2, 1]) == run_id(heads=every)
-    assert run_id(layers=[2]) == run_id(heads=every[8:]) != run_id()
+    every_head = [f"L{layer}H{head}" for layer in range(3) for head in range(4)]
+    assert run_id() == run_id(layers="all") == run_id(layers=[0, 2, 1]) == run_id(heads=every_head)
+    assert run_id(layers=[2]) == run_id(heads=every_head[8:]) != run_id()
     assert (
         run_id(heads=["L2H1", "L0H3"]) == run_id(heads=["L0H3", "L2H1"]) != run_id(heads=["L0H3"])
     )
@@ -314,7 +326,7 @@ def test_a_plan_counts_the_rows_of_the_chosen_heads_alone(tmp_path: Path, gpt2: 
     assert plan.rows == 4 * 3
     cost = measure_cost(plan, passes=2, patience=0)
     finish(plan)
-    held = {
+    rows_of_table = {
         table: pa.concat_tables(
             [
                 pq.read_table(file)
@@ -323,8 +335,8 @@ def test_a_plan_counts_the_rows_of_the_chosen_heads_alone(tmp_path: Path, gpt2: 
         ).num_rows
         for table in TABLES
     }
-    assert {one.table: one.rows for one in cost.tables} == held
-    assert held["heads"] == held["curves"] == 4 * 3
+    assert {table_cost.table: table_cost.rows for table_cost in cost.tables} == rows_of_table
+    assert rows_of_table["heads"] == rows_of_table["curves"] == 4 * 3
 
 
 def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path) -> None:
@@ -360,8 +372,8 @@ def test_a_mean_over_a_layer_needs_all_of_its_heads(tmp_path: Path, gpt2: Path) 
     )
     whole = finish(begin(tmp_path / "a", gpt2, layers=[1]))
     assert ask(whole.run.path, question) == [("AVVN", 1), ("AVVN (LN)", 1)]
-    some = ["L1H0", "L2H0", "L2H1", "L2H2", "L2H3"]
-    part = finish(begin(tmp_path / "b", gpt2, heads=some))
+    incomplete_heads = ["L1H0", "L2H0", "L2H1", "L2H2", "L2H3"]
+    part = finish(begin(tmp_path / "b", gpt2, heads=incomplete_heads))
     assert ask(part.run.path, question) == [("AVVN", 1), ("AVVN", 2), ("AVVN (LN)", 2)]
 
 
@@ -375,9 +387,9 @@ def test_what_is_kept_of_a_batch_has_no_place_for_other_layers(gpt2: Path) -> No
 
 def figures_of(report: Path) -> list[dict[str, Any]]:
     """What a report draws."""
-    found = re.search(r'id="figures"[^>]*>(.*?)</script>', report.read_text("utf-8"), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    script = re.search(r'id="figures"[^>]*>(.*?)</script>', report.read_text("utf-8"), re.DOTALL)
+    assert script is not None
+    return json.loads(script[1])
 
 
 def drawn(out: Path, plan: Plan) -> list[dict[str, Any]]:

@@ -56,9 +56,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 AGREEING = [
-    "gpt2", "gpt2-inverse-layer", "gpt2-reordered", "llama-gqa", "llama-wide-heads", "neox-parallel", "neox-serial",
-    "qwen2", "phi", "mistral", "gemma2-plain", "legacy-pth", "legacy-safetensors",
-]  # fmt: skip
+    "gpt2",
+    "gpt2-inverse-layer",
+    "gpt2-reordered",
+    "llama-gqa",
+    "llama-wide-heads",
+    "neox-parallel",
+    "neox-serial",
+    "qwen2",
+    "phi",
+    "mistral",
+    "gemma2-plain",
+    "legacy-pth",
+    "legacy-safetensors",
+]
 
 
 class Shelf:
@@ -99,16 +110,20 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def differences(a: InterventionMeasurements, b: InterventionMeasurements) -> dict[str, float]:
+def differences(
+    first: InterventionMeasurements, second: InterventionMeasurements
+) -> dict[str, float]:
     """Largest difference of each statistic, relative where values are large; both must be undefined
     together.
     """
-    found: dict[str, float] = {}
+    largest_differences: dict[str, float] = {}
     for name in STATISTICS:
-        x, y = a.heads[name], b.heads[name]
+        x, y = first.heads[name], second.heads[name]
         assert (np.isnan(x) == np.isnan(y)).all(), name
-        found[name] = float(np.nanmax(np.abs(x - y) / np.maximum(1, np.abs(y)), initial=0))
-    return found
+        largest_differences[name] = float(
+            np.nanmax(np.abs(x - y) / np.maximum(1, np.abs(y)), initial=0)
+        )
+    return largest_differences
 
 
 def problem_of(path: Path | str, **changes: Any) -> str:
@@ -134,7 +149,9 @@ def test_both_engines_agree_on_every_statistic(shelf: Shelf, name: str, n_ctx: i
     if name.startswith("legacy-"):
         # TransformerLens hands out the pattern in the place of these models' scores.
         del worst["sink_logit_margin"]
-    assert {k: v for k, v in worst.items() if not v < 1e-5} == {}
+    assert {
+        statistic: difference for statistic, difference in worst.items() if not difference < 1e-5
+    } == {}
     layers = 3 if name.startswith("gpt2") else 2
     assert fused.heads["sink_mass"].shape == (len(tokens), layers, 4)
 
@@ -153,7 +170,9 @@ def test_both_engines_agree_on_queries_keys_and_scores(
     worst = differences(
         *(shelf.replica(name, engine).measure(tokens) for engine in ("fused", "dense"))
     )
-    assert {k: worst[k] for k in statistics if not worst[k] < 1e-5} == {}
+    assert {
+        statistic: worst[statistic] for statistic in statistics if not worst[statistic] < 1e-5
+    } == {}
 
 
 def test_queries_scaled_before_attention_are_left_to_the_dense_engine(shelf: Shelf):
@@ -171,17 +190,19 @@ def test_scores_that_are_not_scaled_are_left_to_the_dense_engine(shelf: Shelf):
     model: Any = AutoModelForCausalLM.from_pretrained(
         shelf.path("gpt-neo"), attn_implementation="eager"
     )
-    made: dict[str, list[torch.Tensor]] = {"q": [], "k": []}
+    projections: dict[str, list[torch.Tensor]] = {"q": [], "k": []}
     for block in model.transformer.h:
-        for name, found in made.items():
+        for name, outputs in projections.items():
             linear = getattr(block.attn.attention, f"{name}_proj")
-            linear.register_forward_hook(lambda m, a, out, found=found: found.append(out))
+            linear.register_forward_hook(
+                lambda module, arguments, output, outputs=outputs: outputs.append(output)
+            )
     tokens = toy.repeating_tokens(17, batch=2)
     with torch.inference_mode():
         patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
     replica = shelf.replica("gpt-neo", "dense")
     heads = replica.measure(tokens).heads
-    for layer, (pattern, q, k) in enumerate(zip(patterns, *made.values(), strict=True)):
+    for layer, (pattern, q, k) in enumerate(zip(patterns, *projections.values(), strict=True)):
         scores = torch.einsum("bqhe,bkhe->bhqk", *(x.unflatten(-1, (4, 8)) for x in (q, k)))
         margin = torch.stack(
             [scores[:, :, i, 0] - scores[:, :, i, 1:i].mean(-1) for i in range(2, 17)]
@@ -202,16 +223,21 @@ def test_engines_agree_beyond_one_tile_of_queries(tmp_path: Path):
     )
     tokens = toy.repeating_tokens(131, batch=2, distinct=20)
     worst = differences(toy.measure(path, tokens), toy.measure(path, tokens, engine="dense"))
-    assert {k: v for k, v in worst.items() if not v < 1e-5} == {}
+    assert {
+        statistic: difference for statistic, difference in worst.items() if not difference < 1e-5
+    } == {}
 
 
 def test_a_batch_is_its_sequences(shelf: Shelf):
     tokens = toy.repeating_tokens(17, batch=5)
     together = shelf.replica("llama-gqa").measure(tokens)
-    alone = [shelf.replica("llama-gqa").measure(row[None]) for row in tokens]
+    single_sequences = [shelf.replica("llama-gqa").measure(row[None]) for row in tokens]
     for name, values in together.heads.items():
         np.testing.assert_allclose(
-            values, np.concatenate([a.heads[name] for a in alone]), rtol=1e-5, atol=1e-6
+            values,
+            np.concatenate([single.heads[name] for single in single_sequences]),
+            rtol=1e-5,
+            atol=1e-6,
         )
 
 
@@ -244,30 +270,30 @@ def test_statistics_are_those_of_the_library_s_own_attention(shelf: Shelf, name:
 
 def test_scaling_by_the_layer_changes_the_later_layers_alone(shelf: Shelf):
     tokens = toy.repeating_tokens(17)
-    plain, scaled = (
+    unscaled, scaled = (
         shelf.replica(name).measure(tokens).heads["entropy"]
         for name in ("gpt2", "gpt2-inverse-layer")
     )
     # Scores of layer i are divided by i + 1: nothing happens in layer 0, attention flattens in the
     # layers behind it.
-    assert scaled[:, 0].tolist() == plain[:, 0].tolist()
-    assert (scaled[:, 2] > plain[:, 2]).all()
+    assert scaled[:, 0].tolist() == unscaled[:, 0].tolist()
+    assert (scaled[:, 2] > unscaled[:, 2]).all()
 
 
 def test_a_legacy_model_measures_what_its_weights_say(shelf: Shelf):
     tokens = toy.repeating_tokens(17)
     heads = shelf.replica("legacy-pth").measure(tokens).heads
-    w = toy.legacy_state()
-    resid = w["embed.W_E"][tokens[0]] + w["pos_embed.W_pos"][:17]
+    weights = toy.legacy_state()
+    resid = weights["embed.W_E"][tokens[0]] + weights["pos_embed.W_pos"][:17]
     for layer in range(2):
-        b = f"blocks.{layer}"
+        block = f"blocks.{layer}"
         normed = torch.nn.functional.layer_norm(
-            resid, (32,), w[f"{b}.ln1.w"], w[f"{b}.ln1.b"], 1e-5
+            resid, (32,), weights[f"{block}.ln1.w"], weights[f"{block}.ln1.b"], 1e-5
         )
         q, k, v = (
-            torch.einsum("td,hde->hte", normed, w[f"{b}.attn.W_{n}"])
-            + w[f"{b}.attn.b_{n}"][:, None]
-            for n in "QKV"
+            torch.einsum("td,hde->hte", normed, weights[f"{block}.attn.W_{letter}"])
+            + weights[f"{block}.attn.b_{letter}"][:, None]
+            for letter in "QKV"
         )
         scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(17, 17).triu(1).bool(), -torch.inf)
         pattern = scores.softmax(-1)
@@ -275,8 +301,11 @@ def test_a_legacy_model_measures_what_its_weights_say(shelf: Shelf):
         np.testing.assert_allclose(
             heads["sink_mass"][0, layer], pattern[:, 1:, 0].mean(-1), atol=1e-5
         )
-        lead = [q @ k.mT / 8**0.5 for q, k in zip(q, k, strict=True)]
-        margins = [np.mean([s[i, 0] - s[i, 1:i].mean() for i in range(2, 17)]) for s in lead]
+        # Without the mask: the margin of a query is over the keys between the first and itself.
+        unmasked = q @ k.mT / 8**0.5
+        margins = [
+            np.mean([head[i, 0] - head[i, 1:i].mean() for i in range(2, 17)]) for head in unmasked
+        ]
         np.testing.assert_allclose(
             heads["sink_logit_margin"][0, layer], margins, rtol=1e-5, atol=1e-5
         )
@@ -286,7 +315,8 @@ def test_a_legacy_model_measures_what_its_weights_say(shelf: Shelf):
         np.testing.assert_allclose(
             heads["head_output_norm"][0, layer], z.norm(dim=-1).mean(-1), rtol=1e-5
         )
-        resid = resid + torch.einsum("hte,hed->td", z, w[f"{b}.attn.W_O"]) + w[f"{b}.attn.b_O"]
+        attn_out = torch.einsum("hte,hed->td", z, weights[f"{block}.attn.W_O"])
+        resid = resid + attn_out + weights[f"{block}.attn.b_O"]
         np.testing.assert_allclose(
             heads["resid_post_norm"][0, layer, 0], resid.norm(dim=-1).mean(), rtol=1e-5
         )
@@ -403,13 +433,19 @@ def test_folded_weights_keep_the_patterns_and_change_the_values(shelf: Shelf, na
     for output, values in raw.sequences.items():
         np.testing.assert_allclose(folded.sequences[output], values, rtol=1e-4, atol=1e-7)
     # What a folded MLP makes of positions is not known; the legacy model has none.
-    for column in [s for s, statistic in STATISTICS.items() if "effective" in statistic.parameters]:
+    for column in [
+        name_of_statistic
+        for name_of_statistic, statistic in STATISTICS.items()
+        if "effective" in statistic.parameters
+    ]:
         if name == "gpt2":
             assert np.isnan(folded.heads[column]).all()
             raw.heads[column][:] = np.nan
     worst = differences(raw, folded)
     assert {
-        k: worst[k] for k in ("sink_mass", "entropy", "induction_score") if not worst[k] < 1e-5
+        statistic_name: worst[statistic_name]
+        for statistic_name in ("sink_mass", "entropy", "induction_score")
+        if not worst[statistic_name] < 1e-5
     } == {}
     assert worst["value_norm"] > 1e-3
 
@@ -444,15 +480,18 @@ def test_a_model_is_described_without_loading_it(shelf: Shelf):
 
 
 def test_the_description_knows_the_weights_and_not_their_place(shelf: Shelf, tmp_path: Path):
-    here = describe(shelf.path("gpt2")).record
-    assert describe(toy.copy_of(shelf.path("gpt2"), tmp_path / "gpt2")).record == here
+    description = describe(shelf.path("gpt2")).record
+    assert describe(toy.copy_of(shelf.path("gpt2"), tmp_path / "gpt2")).record == description
     toy.change_weights(
-        tmp_path / "gpt2", lambda w: w["transformer.wpe.weight"].view(-1)[5].add_(1e-3)
+        tmp_path / "gpt2", lambda tensors: tensors["transformer.wpe.weight"].view(-1)[5].add_(1e-3)
     )
     changed = describe(tmp_path / "gpt2")
-    assert {key for key in here if changed.record[key] != here[key]} == {"sha256", "files"}
-    assert changed.files[0] == ("config.json", here["files"]["config.json"])
-    assert changed.files[1][1] != here["files"]["model.safetensors"]
+    assert {key for key in description if changed.record[key] != description[key]} == {
+        "sha256",
+        "files",
+    }
+    assert changed.files[0] == ("config.json", description["files"]["config.json"])
+    assert changed.files[1][1] != description["files"]["model.safetensors"]
     assert "files" not in changed.identity
 
 
@@ -501,9 +540,9 @@ def test_a_directory_that_is_not_there_is_named(spec: str):
 
 @pytest.mark.parametrize("spec", ["nobody/no-such-model", "no-such-model", "not a name!"])
 def test_a_hub_id_without_the_network_fails_at_once_on_one_line(spec: str):
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     line = problem_of(spec)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - start_time < 5
     assert line.startswith(
         f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub ("
     )
@@ -523,8 +562,14 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
 @pytest.mark.parametrize(
     ("edit", "line"),
     [
-        (lambda p: (p / "config.json").unlink(), ": no readable config.json; expected a model directory"),
-        (config_is(b"{"), "/config.json: not valid JSON (Expecting property name enclosed in double quotes"),
+        (
+            lambda p: (p / "config.json").unlink(),
+            ": no readable config.json; expected a model directory",
+        ),
+        (
+            config_is(b"{"),
+            "/config.json: not valid JSON (Expecting property name enclosed in double quotes",
+        ),
         (config_is(b"\xff"), "/config.json: not valid JSON ('utf-8' codec can't decode byte 0xff"),
         (config_is(b"[1]"), "/config.json: expected an object, got list"),
         (
@@ -532,16 +577,34 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
             "/config.json: has neither model_type (Hugging Face) nor n_heads, d_head, n_ctx, "
             "d_vocab (legacy TransformerLens)",
         ),
-        (config_with(model_type="gpt9"), f"{NO_MODEL}The checkpoint you are trying to load has model type `gpt9`"),
+        (
+            config_with(model_type="gpt9"),
+            f"{NO_MODEL}The checkpoint you are trying to load has model type `gpt9`",
+        ),
         (config_with(model_type=3), NO_MODEL),
         (config_with(n_head="four"), f"{NO_MODEL}Validation error for field 'n_head': TypeError"),
-        (config_with(vocab_size=None), f"{NO_MODEL}Validation error for field 'vocab_size': TypeError"),
+        (
+            config_with(vocab_size=None),
+            f"{NO_MODEL}Validation error for field 'vocab_size': TypeError",
+        ),
         (config_with(n_head=0), "/config.json: n_heads is 0, expected a positive integer"),
         (config_with(n_layer=0), "/config.json: n_layers is 0, expected a positive integer"),
-        (config_is(b'{"model_type": "mamba"}'), "/config.json: a mamba model names no num_attention_heads and no max_position_"),
-        (config_with(model_type="own", auto_map={"AutoConfig": "own.Config"}), f"{NO_MODEL}The repository"),
-        (config_with(n_head=5), "/config.json: hidden_size is 32, expected a multiple of num_attention_heads = 5"),
-        (config_with(vocab_size=70), ": weights missing or of another shape: transformer.wte.weight (1 in all)"),
+        (
+            config_is(b'{"model_type": "mamba"}'),
+            "/config.json: a mamba model names no num_attention_heads and no max_position_",
+        ),
+        (
+            config_with(model_type="own", auto_map={"AutoConfig": "own.Config"}),
+            f"{NO_MODEL}The repository",
+        ),
+        (
+            config_with(n_head=5),
+            "/config.json: hidden_size is 32, expected a multiple of num_attention_heads = 5",
+        ),
+        (
+            config_with(vocab_size=70),
+            ": weights missing or of another shape: transformer.wte.weight (1 in all)",
+        ),
         (
             config_with(n_layer=4),
             ": weights missing or of another shape: transformer.h.3.attn.c_attn.bias, "
@@ -563,7 +626,9 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
             "pytorch_model.bin; convert them",
         ),
         (
-            lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:-400]),
+            lambda p: (p / "model.safetensors").write_bytes(
+                (p / "model.safetensors").read_bytes()[:-400]
+            ),
             ": the weights cannot be loaded (Error while deserializing header: incomplete "
             "metadata, file not fully covered)",
         ),
@@ -572,7 +637,7 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
             ": the weights cannot be loaded (Error while deserializing header: header too small)",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_broken_model_directory_is_named_with_its_problem(
     shelf: Shelf, tmp_path: Path, edit: Callable[[Path], object], line: str
 ):
@@ -653,13 +718,13 @@ def test_a_broken_legacy_directory_is_named_with_its_problem(
 
 
 def test_code_in_a_pth_is_refused_and_not_run(shelf: Shelf, tmp_path: Path):
-    made = tmp_path / "made-by-the-payload"
+    file_of_payload = tmp_path / "made-by-the-payload"
     path = toy.copy_of(shelf.path("legacy-pth"), tmp_path / "m")
-    torch.save(toy.legacy_state() | {"code": Payload(made)}, path / "toy_final.pth")
+    torch.save(toy.legacy_state() | {"code": Payload(file_of_payload)}, path / "toy_final.pth")
     assert problem_of(path).startswith(
         f"{path}/toy_final.pth: the weights cannot be read (Weights only load failed"
     )
-    assert not made.exists()
+    assert not file_of_payload.exists()
 
 
 # Tokenizers
@@ -740,7 +805,7 @@ def test_a_slow_tokenizer_s_files_are_read(shelf: Shelf, tmp_path: Path):
 
 def spoil(path: Path) -> None:
     toy.change_weights(
-        path, lambda w: w["transformer.h.1.attn.c_attn.weight"][3].fill_(float("nan"))
+        path, lambda tensors: tensors["transformer.h.1.attn.c_attn.weight"][3].fill_(float("nan"))
     )
 
 
@@ -775,7 +840,9 @@ def test_nan_after_the_last_layer_names_the_output(
     shelf: Shelf, tmp_path: Path, n_ctx: int, output: str, place: str
 ) -> None:
     def spoil_last_norm(path: Path) -> None:
-        toy.change_weights(path, lambda w: w["transformer.ln_f.weight"][3].fill_(float("nan")))
+        toy.change_weights(
+            path, lambda tensors: tensors["transformer.ln_f.weight"][3].fill_(float("nan"))
+        )
 
     path = toy.copy_of(shelf.path("gpt2"), tmp_path / "m", spoil_last_norm)
     with pytest.raises(MeasureError) as caught:
@@ -788,11 +855,11 @@ def test_nan_after_the_last_layer_names_the_output(
 
 
 def test_an_output_without_a_value_is_null_and_no_error(shelf: Shelf) -> None:
-    found = toy.measure(
+    measurements = toy.measure(
         shelf.path("gpt2"), toy.repeating_tokens(1, batch=2), predictions=list(PREDICTIONS)
     ).sequences
     undefined = {"loss", "loss_early", "loss_late", "losses"}
-    assert {name for name in PREDICTIONS if np.isnan(found[name]).any()} == undefined
+    assert {name for name in PREDICTIONS if np.isnan(measurements[name]).any()} == undefined
 
 
 # Interventions
@@ -806,10 +873,10 @@ def test_none_is_bit_identical_to_measuring_without_an_intervention(
     replica = shelf.replica(name, engine)
     tokens = torch.from_numpy(toy.repeating_tokens(17, batch=2)).long()
     with torch.inference_mode():
-        plain = measure_batch(replica.engine, replica.scan.formulas(KIND), tokens).heads
+        unedited = measure_batch(replica.engine, replica.scan.formulas(KIND), tokens).heads
     measured = replica.measure(tokens.int().numpy(), "none").heads
     for statistic in STATISTICS:
-        assert measured[statistic].tobytes() == plain[statistic].tobytes()
+        assert measured[statistic].tobytes() == unedited[statistic].tobytes()
 
 
 @pytest.fixture
@@ -973,34 +1040,39 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
     tokens = toy.repeating_tokens(17, batch=2)
     for name in ("gpt2", "llama-gqa", "legacy-pth"):
         replica = shelf.replica(name)
-        plain, edited = replica.measure(tokens), replica.measure(tokens, "zero_first_value")
-        assert (plain.method.engine, edited.method.engine) == ("fused", "fused")
+        unedited = replica.measure(tokens)
+        edited = replica.measure(tokens, "zero_first_value")
+        assert (unedited.method.engine, edited.method.engine) == ("fused", "fused")
         assert (edited.heads["sink_value_norm"] == 0).all()
-        found = {s: np.abs(edited.heads[s] - plain.heads[s]) for s in STATISTICS}
+        changes = {
+            statistic: np.abs(edited.heads[statistic] - unedited.heads[statistic])
+            for statistic in STATISTICS
+        }
         changed = {
             "sink_value_norm",
             "value_norm",
             "head_output_norm",
             "resid_post_norm",
             "sink_resid_post_norm",
-        }
-        changed |= {
             "sink_value_result_norm",
             "value_result_norm",
             "head_result_norm",
             "sink_resid_post_top3",
+            "head_result_norm_last",
+            "head_output_norm_last",
         }
-        changed |= {"head_result_norm_last", "head_output_norm_last"}
         unsure = {"sink_logit_margin"} if name == "legacy-pth" else set()
         for statistic in STATISTICS.keys() - unsure:
-            first_layer = found[statistic][:, 0].max()
+            first_layer = changes[statistic][:, 0].max()
             assert (first_layer > 1e-3) == (statistic in changed), statistic
         # The next layer sees another residual stream.
-        assert found["resid_pre_norm"][:, 1].max() > 1e-3
-        assert found["entropy"][:, 1].max() > 1e-4
-        again = replica.measure(tokens)
+        assert changes["resid_pre_norm"][:, 1].max() > 1e-3
+        assert changes["entropy"][:, 1].max() > 1e-4
+        measured_again = replica.measure(tokens)
         for statistic in STATISTICS:
-            np.testing.assert_array_equal(again.heads[statistic], plain.heads[statistic])
+            np.testing.assert_array_equal(
+                measured_again.heads[statistic], unedited.heads[statistic]
+            )
 
 
 def test_an_unknown_intervention_is_answered_with_the_nearest_name():

@@ -1,4 +1,4 @@
-"""Every example of docs/files.md runs, and whatever reads the files keeps run and intervention."""
+"""Every example of docs/files.md runs, and every reader of the files keeps run and intervention."""
 
 from __future__ import annotations
 
@@ -32,20 +32,24 @@ MASKED = "mask_first_keys(1)"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two finished runs of other columns, one of them under two interventions."""
+    """Two finished runs with different columns, one of them under two interventions."""
     folder = tmp_path_factory.mktemp("files") / "two runs"
-    asked = {
+    fields_by_name = {
         "a": {"statistics": ["sink_mass", "entropy"], "interventions": ["none", MASKED]},
         "b": {"statistics": ["sink_mass", "previous_token_score"]},
     }
-    for name, fields in asked.items():
+    for name, fields in fields_by_name.items():
         scan = parse_scan(
             {
-                "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": SEQUENCES,
-                "sequences_per_shard": 2, "input": {"family": "uniform_random"},
-                "out": str(folder / "runs"), **fields,
+                "model": "bundled:attn-only-2l-mini",
+                "n_ctx": 8,
+                "sequences": SEQUENCES,
+                "sequences_per_shard": 2,
+                "input": {"family": "uniform_random"},
+                "out": str(folder / "runs"),
+                **fields,
             }
-        )  # fmt: skip
+        )
         plan = make_plan(scan, name)
         prepare_run(plan, "")
         replica = Replica(plan.info, scan)
@@ -54,20 +58,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def counted(rows: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Rows by the name of their run and by intervention."""
-    return dict(Counter((run_id.partition("-")[0], edit) for run_id, edit in rows))
+def row_counts(origins: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """How many rows there are, by the name of their run and by intervention."""
+    return dict(Counter((run_id.partition("-")[0], edit) for run_id, edit in origins))
 
 
-def pairs(heads: Any) -> list[tuple[str, str]]:
-    """Run and intervention of every row, whatever library holds the rows."""
+def origins(heads: Any) -> list[tuple[str, str]]:
+    """Run and intervention of every row, for rows in any library."""
     if isinstance(heads, duckdb.DuckDBPyRelation):
         return heads.project("run_id, intervention").fetchall()
+    run_ids, interventions = heads["run_id"], heads["intervention"]
     if isinstance(heads, pa.Table):
-        columns = [heads[name].to_pylist() for name in ("run_id", "intervention")]
-    else:
-        columns = [list(heads[name]) for name in ("run_id", "intervention")]
-    return list(zip(*columns, strict=True))
+        # A column of a pyarrow table holds pyarrow's scalars, not strings.
+        run_ids, interventions = run_ids.to_pylist(), interventions.to_pylist()
+    return list(zip(run_ids, interventions, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +90,19 @@ def test_every_example_runs_and_keeps_run_and_intervention(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    # Examples name `runs`, the directory that a user stands beside.
     monkeypatch.chdir(runs)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    names: dict[str, Any] = {}
-    exec(example, names)
-    wanted = expected
+    variables: dict[str, Any] = {}
+    exec(example, variables)
     if "run_id=a-*" in example:
-        wanted = {key: count for key, count in expected.items() if key[0] == "a"}
-    assert counted(pairs(names["heads"])) == wanted
+        expected = {key: count for key, count in expected.items() if key[0] == "a"}
+    assert row_counts(origins(variables["heads"])) == expected
 
 
 def test_every_reader_of_the_table_has_an_example() -> None:
     table = PAGE[PAGE.index("| reader |") : PAGE.index("`runs/**/*.parquet`")]
+    # The first row of the table is its heading.
     readers = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:]
     assert [heading.split()[-1] for heading in HEADINGS] == readers
 

@@ -5,6 +5,7 @@ runs are read without what measures.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.processes import DIES_WITH_ITS_PARENT, Ended
 from tests.toy_runs import write_run
 
 ROOT = Path(__file__).parent.parent
@@ -234,8 +236,8 @@ def test_no_library_is_declared_twice() -> None:
 
 # Reading without what measures
 
-BLOCKED = f"""
-import sys
+WITHOUT_TORCH = f"""
+import contextlib, io, json, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -243,25 +245,34 @@ class Blocked:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocked())
-sys.argv = ["headcount", *sys.argv[1:]]
 import headcount
-headcount.main()
+
+def ended(words):
+    sys.argv = ["headcount", *words]
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            headcount.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+    return code, stdout.getvalue(), stderr.getvalue()
+
+json.dump([ended(words) for words in json.loads(sys.argv[1])], sys.stdout)
 """
+"""A program that runs commands one after the other, and cannot import what measures."""
 
 
-def headcount_without_torch(
-    directory: Path, *words: str | Path
-) -> subprocess.CompletedProcess[str]:
-    """Run `headcount …` in a process that cannot import what measures."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", BLOCKED, *words],
+def run_without_torch(directory: Path, commands: Sequence[Sequence[str]]) -> list[Ended]:
+    """How commands end in a process that cannot import what measures."""
+    process = subprocess.run(
+        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)],
         cwd=directory,
-        env=env,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        check=False,
     )
+    assert process.returncode == 0, process.stderr
+    return [Ended(*ended) for ended in json.loads(process.stdout)]
 
 
 @pytest.fixture(scope="module")
@@ -272,36 +283,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_runs_are_read_without_torch_and_ray(runs: Path) -> None:
+    (run,) = runs.glob("run_id=*")
+    commands = [
         ["--help"],
         ["scan", "--help"],
         ["query", "runs"],
         ["query", "runs", "SELECT count(*) FROM heads"],
         ["report", "runs"],
         ["list", "runs"],
-        ["status", "RUN"],
+        ["status", str(run)],
         ["compact", "runs"],
-    ],
-    ids=" ".join,
-)
-def test_runs_are_read_without_torch_and_ray(runs: Path, words: list[str]) -> None:
-    (run,) = runs.glob("run_id=*")
-    words = [str(run) if word == "RUN" else word for word in words]
-    done = headcount_without_torch(runs.parent, *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    ]
+    for words, ended in zip(commands, run_without_torch(runs.parent, commands), strict=True):
+        assert ended.code == 0, (words, ended.stderr)
+        assert ended.stdout, words
 
 
-@pytest.mark.parametrize("command", ["scan", "plan"])
-def test_measuring_without_torch_names_the_extra_in_one_line(tmp_path: Path, command: str) -> None:
+def test_measuring_without_torch_names_the_extra_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "toy.toml").write_text(
         'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
     )
-    done = headcount_without_torch(tmp_path, command, "toy.toml")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert re.match(r"error: \w+ is not installed", line)
-    assert "pip install -e '.[scan]'" in line
+    commands = [["scan", "toy.toml"], ["plan", "toy.toml"]]
+    for ended in run_without_torch(tmp_path, commands):
+        assert ended.code == 2
+        (line,) = ended.stderr.splitlines()
+        assert re.match(r"error: \w+ is not installed", line)
+        assert "pip install -e '.[scan]'" in line
     assert list(tmp_path.iterdir()) == [tmp_path / "toy.toml"]

@@ -60,7 +60,7 @@ def patches() -> Iterator[None]:
     INTERVENTIONS.update(before)
 
 
-def replica(path: Path, engine: str = "fused", **changes: Any) -> toy.TextReplica:
+def replica_of(path: Path, engine: str = "fused", **changes: Any) -> toy.TextReplica:
     return toy.replica(path, engine=engine, predictions=["final_logits", "losses"], **changes)
 
 
@@ -72,13 +72,13 @@ def logits_by_hooks(model: Any, tokens: np.ndarray, hooks: dict[str, Any]) -> Te
     return logits[:, -1].gather(-1, ids)
 
 
-def noted(model: Any, tokens: np.ndarray, name: str, **others: Any) -> Tensor:
-    """An activation of a run."""
-    found: list[Tensor] = []
+def activation_in_run(model: Any, tokens: np.ndarray, name: str, **other_hooks: Any) -> Tensor:
+    """An activation of a replica."""
+    values: list[Tensor] = []
     logits_by_hooks(
-        model, tokens, {name: lambda value, hook: found.append(value.clone()), **others}
+        model, tokens, {name: lambda value, hook: values.append(value.clone()), **other_hooks}
     )
-    return found[0]
+    return values[0]
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
@@ -86,93 +86,106 @@ def noted(model: Any, tokens: np.ndarray, name: str, **others: Any) -> Tensor:
 def test_a_patch_is_the_partners_output_of_that_head_and_nothing_else(
     paths: dict[str, Path], name: str, engine: str
 ) -> None:
-    run = replica(paths[name], engine)
-    other = noted(bridge_of(run.model), PARTNER, Z.format(1))
+    replica = replica_of(paths[name], engine)
+    partner_value = activation_in_run(bridge_of(replica.model), PARTNER, Z.format(1))
 
-    def whole(value: Tensor, hook: object) -> Tensor:
-        return torch.cat([value[:, :, :2], other[:, :, 2:3], value[:, :, 3:]], dim=2)
+    def with_partners_head(value: Tensor, hook: object) -> Tensor:
+        return torch.cat([value[:, :, :2], partner_value[:, :, 2:3], value[:, :, 3:]], dim=2)
 
-    def at_nine(value: Tensor, hook: object) -> Tensor:
-        return torch.where((torch.arange(13) == 9)[:, None, None], whole(value, hook), value)
-
-    for text, hook in (("patch_head(1,2)", whole), ("patch_head_at(1,2,9)", at_nine)):
-        found = run.measure(TOKENS, text, partner=PARTNER)
-        expected = logits_by_hooks(bridge_of(run.model), TOKENS, {Z.format(1): hook})
-        np.testing.assert_allclose(
-            found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
+    def with_partners_head_at_nine(value: Tensor, hook: object) -> Tensor:
+        return torch.where(
+            (torch.arange(13) == 9)[:, None, None], with_partners_head(value, hook), value
         )
-        assert found.method.engine == engine
-    norms = run.measure(TOKENS, "patch_head(1,2)", partner=PARTNER).heads["head_output_norm"]
+
+    for text, hook in (
+        ("patch_head(1,2)", with_partners_head),
+        ("patch_head_at(1,2,9)", with_partners_head_at_nine),
+    ):
+        measured = replica.measure(TOKENS, text, partner=PARTNER)
+        expected = logits_by_hooks(bridge_of(replica.model), TOKENS, {Z.format(1): hook})
+        np.testing.assert_allclose(
+            measured.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
+        )
+        assert measured.method.engine == engine
+    norms = replica.measure(TOKENS, "patch_head(1,2)", partner=PARTNER).heads["head_output_norm"]
     np.testing.assert_allclose(
-        norms[:, 1, 2], other[:, :, 2].norm(dim=-1).mean(-1).numpy(), rtol=1e-5
+        norms[:, 1, 2], partner_value[:, :, 2].norm(dim=-1).mean(-1).numpy(), rtol=1e-5
     )
-    plain = run.measure(TOKENS).heads["head_output_norm"]
+    plain = replica.measure(TOKENS).heads["head_output_norm"]
     np.testing.assert_array_equal(norms[:, 0], plain[:, 0])
     np.testing.assert_array_equal(norms[:, 1, [0, 1, 3]], plain[:, 1, [0, 1, 3]])
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 def test_the_partners_run_has_the_other_edits(paths: dict[str, Path], engine: str) -> None:
-    run = replica(paths["gpt2"], engine)
+    replica = replica_of(paths["gpt2"], engine)
 
     def zero(value: Tensor, hook: object) -> Tensor:
         return value.index_fill(2, torch.tensor([1]), 0)
 
-    other = noted(bridge_of(run.model), PARTNER, Z.format(1), **{Z.format(0): zero})
+    partner_value = activation_in_run(
+        bridge_of(replica.model), PARTNER, Z.format(1), **{Z.format(0): zero}
+    )
 
     def patch(value: Tensor, hook: object) -> Tensor:
-        return torch.cat([value[:, :, :2], other[:, :, 2:3], value[:, :, 3:]], dim=2)
+        return torch.cat([value[:, :, :2], partner_value[:, :, 2:3], value[:, :, 3:]], dim=2)
 
-    found = run.measure(TOKENS, "zero_head(0,1)+patch_head(1,2)", partner=PARTNER)
+    measured = replica.measure(TOKENS, "zero_head(0,1)+patch_head(1,2)", partner=PARTNER)
     expected = logits_by_hooks(
-        bridge_of(run.model), TOKENS, {Z.format(0): zero, Z.format(1): patch}
+        bridge_of(replica.model), TOKENS, {Z.format(0): zero, Z.format(1): patch}
     )
     np.testing.assert_allclose(
-        found.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
+        measured.sequences["final_logits"], expected.numpy(), atol=1e-5, rtol=1e-5
     )
 
 
-def same(a: InterventionMeasurements, b: InterventionMeasurements) -> None:
+def assert_same_measurements(
+    first: InterventionMeasurements, second: InterventionMeasurements
+) -> None:
     for columns in ("heads", "sequences"):
-        for name, values in getattr(a, columns).items():
-            np.testing.assert_array_equal(values, getattr(b, columns)[name])
+        for name, values in getattr(first, columns).items():
+            np.testing.assert_array_equal(values, getattr(second, columns)[name])
 
 
 def test_a_patch_from_the_sequence_itself_changes_nothing(paths: dict[str, Path]) -> None:
-    run = replica(paths["gpt2"])
-    same(run.measure(TOKENS, "patch_head(1,2)", partner=TOKENS), run.measure(TOKENS))
-    same(run.measure(TOKENS, partner=PARTNER), run.measure(TOKENS))
+    replica = replica_of(paths["gpt2"])
+    assert_same_measurements(
+        replica.measure(TOKENS, "patch_head(1,2)", partner=TOKENS), replica.measure(TOKENS)
+    )
+    assert_same_measurements(replica.measure(TOKENS, partner=PARTNER), replica.measure(TOKENS))
 
 
 def test_every_batch_has_its_own_partners(paths: dict[str, Path]) -> None:
-    whole, parts = (replica(paths["gpt2"], batch_size=size) for size in (5, 2))
-    a, b = (
-        run.measure(TOKENS, "patch_head(0,1)", partner=PARTNER).sequences["losses"]
-        for run in (whole, parts)
+    one_batch, small_batches = (replica_of(paths["gpt2"], batch_size=size) for size in (5, 2))
+    losses_whole, losses_in_parts = (
+        replica.measure(TOKENS, "patch_head(0,1)", partner=PARTNER).sequences["losses"]
+        for replica in (one_batch, small_batches)
     )
-    np.testing.assert_allclose(a, b, atol=1e-6)
+    np.testing.assert_allclose(losses_whole, losses_in_parts, atol=1e-6)
 
 
 @pytest.mark.usefixtures("patches")
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 def test_any_activation_can_come_from_the_partner(paths: dict[str, Path], engine: str) -> None:
-    run = replica(paths["gpt2"], engine)
+    replica = replica_of(paths["gpt2"], engine)
     for layer in (0, 2):  # The last layer's MLP comes after all that a plain pass has to see.
         name = f"blocks.{layer}.hook_mlp_out"
-        other = noted(bridge_of(run.model), PARTNER, name)
-        found = run.measure(TOKENS, f"patch_mlp({layer})", partner=PARTNER).sequences[
+        partner_value = activation_in_run(bridge_of(replica.model), PARTNER, name)
+        measured = replica.measure(TOKENS, f"patch_mlp({layer})", partner=PARTNER).sequences[
             "final_logits"
         ]
         expected = logits_by_hooks(
-            bridge_of(run.model), TOKENS, {name: lambda value, hook, other=other: other}
+            bridge_of(replica.model),
+            TOKENS,
+            {name: lambda value, hook, partner_value=partner_value: partner_value},
         )
-        np.testing.assert_allclose(found, expected.numpy(), atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(measured, expected.numpy(), atol=1e-5, rtol=1e-5)
     # Every layer of the partner's run is as it would be alone: what is patched is not patched
     # there.
     one_by_one = "+".join(f"patch_head({layer},3)" for layer in range(3))
-    same(
-        run.measure(TOKENS, "patch_every_head(3)", partner=PARTNER),
-        run.measure(TOKENS, one_by_one, partner=PARTNER),
+    assert_same_measurements(
+        replica.measure(TOKENS, "patch_every_head(3)", partner=PARTNER),
+        replica.measure(TOKENS, one_by_one, partner=PARTNER),
     )
 
 
@@ -180,11 +193,12 @@ def test_a_patch_needs_partners(paths: dict[str, Path]) -> None:
     with pytest.raises(
         ModelError, match=r"patch_head\(1,2\): .*partner sequences, and none are given"
     ):
-        replica(paths["gpt2"]).measure(TOKENS, "patch_head(1,2)")
+        replica_of(paths["gpt2"]).measure(TOKENS, "patch_head(1,2)")
     scan = toy.toy_scan(interventions=["none", "patch_head(0,0)"], model=str(paths["gpt2"]))
     with pytest.raises(
         ScanError,
-        match=r"'patch_head\(0,0\)' .*has none; families with partners: ngram_corrupt, ngram_overlap",
+        match=r"'patch_head\(0,0\)' .*has none; "
+        "families with partners: ngram_corrupt, ngram_overlap",
     ):
         make_plan(scan, "toy")
 
@@ -199,35 +213,41 @@ def test_the_partner_of_a_layout_is_its_twin(family: str, other: str) -> None:
         partners = needs_partners(scan.interventions)
         return Sequences(scan, toy.toy_info(), partners=partners).shard(1)
 
-    one, two = (shard_of(name, "patch_head(0,0)") for name in (family, other))
+    layout, twin = (shard_of(name, "patch_head(0,0)") for name in (family, other))
     assert shard_of(family).partner is None  # Nothing asks for it.
-    np.testing.assert_array_equal(one.partner, two.tokens)
-    np.testing.assert_array_equal(two.partner, one.tokens)
+    np.testing.assert_array_equal(layout.partner, twin.tokens)
+    np.testing.assert_array_equal(twin.partner, layout.tokens)
     # BOS A X1 X2 B C X1 X2 D A X1 X2: they differ in the last A alone.
-    assert (one.tokens != two.tokens).nonzero()[1].tolist() == [9] * 4
+    assert (layout.tokens != twin.tokens).nonzero()[1].tolist() == [9] * 4
 
 
 def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "input": {"family": "ngram_corrupt"}, "out": str(tmp_path),
-        "interventions": ["none", "patch_head(0,7)"], "predictions": ["final_logits"], "statistics": ["head_output_norm"],
-        "sequences": 6, "sequences_per_shard": 4,
-    }  # fmt: skip
+        "model": "bundled:attn-only-2l-mini",
+        "out": str(tmp_path),
+        "n_ctx": 9,
+        "sequences": 6,
+        "sequences_per_shard": 4,
+        "input": {"family": "ngram_corrupt"},
+        "interventions": ["none", "patch_head(0,7)"],
+        "statistics": ["head_output_norm"],
+        "predictions": ["final_logits"],
+    }
     plan = make_plan(parse_scan(fields), "patch")
     prepare_run(plan, "")
-    run = Replica(plan.info, plan.scan, "cpu")
+    replica = Replica(plan.info, plan.scan, "cpu")
     clean = Sequences(
         plan.scan.model_copy(update={"input": Input(family="ngram_overlap")}), plan.info
     )
     for shard in range(2):
-        run_shard(run, plan.run, plan.sequences.shard(shard))
+        run_shard(replica, plan.run, plan.sequences.shard(shard))
         rows = {
             name: pq.read_table(local(plan.run.data_file("heads", name, shard)))[
                 "head_output_norm"
             ].to_numpy()
             for name in map(str, plan.scan.interventions)
         }
-        partner = run.measure(clean.shard(shard).tokens).heads["head_output_norm"]
+        partner = replica.measure(clean.shard(shard).tokens).heads["head_output_norm"]
         # Rows are in the order layer, sequence, head.
         patched, plain = (rows[name].reshape(2, -1, 8) for name in ("patch_head(0,7)", "none"))
         np.testing.assert_allclose(patched[0, :, 7], partner[:, 0, 7], rtol=1e-6)

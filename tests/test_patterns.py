@@ -12,19 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.fused_pattern import FusedPattern, uniform_pattern
-from workers.engine.token_pairs import KEPT_PER_QUERY, TokenPairs, find_matches
+from workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matches
 
 
-def both(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[FusedPattern, DensePattern]:
-    """The two patterns of the same q, k, v `[batch head pos d_head]`; the dense one from float64."""
+def both_patterns(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor
+) -> tuple[FusedPattern, DensePattern]:
+    """The two patterns of q, k, v `[batch head pos d_head]`; the dense one is made in float64."""
     scale = q.shape[-1] ** -0.5
+    # The dense one has no rounding of its own, so what differs is the fused one's error.
     fused = FusedPattern(q, k, v, scale, find_matches(tokens))
     scores = (q.double() @ k.double().mT) * scale
     causal = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return fused, DensePattern(causal.softmax(-1), causal, q.double(), k.double(), scale)
 
 
-def drawn(
+def random_inputs(
     batch: int, heads: int, n_ctx: int, d_head: int, spread: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(n_ctx)
@@ -34,7 +37,7 @@ def drawn(
     return q, k, v, torch.randint(5, (batch, n_ctx), generator=generator)
 
 
-def ask_all(
+def all_answers(
     pattern: FusedPattern | DensePattern, matches: dict[str, TokenPairs]
 ) -> dict[str, Tensor]:
     answers = {f"key {k}": pattern.key(k) for k in range(min(4, pattern.n_ctx))}
@@ -59,11 +62,11 @@ def ask_all(
 @pytest.mark.parametrize("n_ctx", [1, 2, 3, 63, 64, 65, 131])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_fused_equals_dense(n_ctx: int, batch: int) -> None:
-    q, k, v, tokens = drawn(batch, 2, n_ctx, 7)
-    fused, dense = both(q, k, v, tokens)
+    q, k, v, tokens = random_inputs(batch, 2, n_ctx, 7)
+    fused, dense = both_patterns(q, k, v, tokens)
     matches = find_matches(tokens)
-    expected = ask_all(dense, matches)
-    for name, answer in ask_all(fused, matches).items():
+    expected = all_answers(dense, matches)
+    for name, answer in all_answers(fused, matches).items():
         torch.testing.assert_close(
             answer.double(),
             expected[name].double(),
@@ -75,8 +78,8 @@ def test_fused_equals_dense(n_ctx: int, batch: int) -> None:
 
 
 def test_fused_equals_dense_where_the_matrix_itself_is_asked_for() -> None:
-    q, k, v, tokens = drawn(3, 2, 11, 7)
-    fused, dense = both(q, k, v, tokens)
+    q, k, v, tokens = random_inputs(3, 2, 11, 7)
+    fused, dense = both_patterns(q, k, v, tokens)
     torch.testing.assert_close(fused.dense().double(), dense.dense(), rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(
         fused.dense_scores().double().tril(), dense.dense_scores().tril(), rtol=1e-5, atol=2e-6
@@ -84,13 +87,15 @@ def test_fused_equals_dense_where_the_matrix_itself_is_asked_for() -> None:
 
 
 def test_both_take_a_bias_out_of_the_queries() -> None:
-    q, k, v, tokens = drawn(2, 3, 70, 4)
+    q, k, v, tokens = random_inputs(2, 3, 70, 4)
     bias = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    expected, _ = both(q - bias[:, None], k, v, tokens)
-    for pattern in both(q, k, v, tokens):
+    expected, _ = both_patterns(q - bias[:, None], k, v, tokens)
+    for pattern in both_patterns(q, k, v, tokens):
         assert pattern.scale == 0.5
-        found = pattern.without(bias)
-        torch.testing.assert_close(found.dense().float(), expected.dense(), rtol=1e-5, atol=2e-6)
+        pattern_without_bias = pattern.without(bias)
+        torch.testing.assert_close(
+            pattern_without_bias.dense().float(), expected.dense(), rtol=1e-5, atol=2e-6
+        )
 
 
 def test_a_score_of_the_future_may_be_huge() -> None:
@@ -104,18 +109,18 @@ def test_a_score_of_the_future_may_be_huge() -> None:
 
 
 def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, tokens = drawn(5, 2, 100, 4)
+    q, k, v, tokens = random_inputs(5, 2, 100, 4)
     matches = find_matches(tokens)
-    together = ask_all(FusedPattern(q, k, v, 0.5, matches), matches)
+    together = all_answers(FusedPattern(q, k, v, 0.5, matches), matches)
     monkeypatch.setattr("workers.engine.fused_pattern.TILE_BYTES", {"cpu": 1})
-    alone = ask_all(FusedPattern(q, k, v, 0.5, matches), matches)
+    alone = all_answers(FusedPattern(q, k, v, 0.5, matches), matches)
     for name, answer in together.items():
         torch.testing.assert_close(answer, alone[name], rtol=1e-5, atol=1e-6)
 
 
 def test_scores_of_ten_thousand_stay_finite_and_entropy_stays_positive() -> None:
-    q, k, v, tokens = drawn(1, 2, 70, 8, spread=80.0)
-    fused, dense = both(q, k, v, tokens)
+    q, k, v, tokens = random_inputs(1, 2, 70, 8, spread=80.0)
+    fused, dense = both_patterns(q, k, v, tokens)
     assert dense.scores[dense.scores.isfinite()].abs().max() > 1e4
     assert (fused.entropy() >= 0).all()
     torch.testing.assert_close(fused.entropy().double(), dense.entropy(), rtol=1e-3, atol=2e-3)
@@ -183,29 +188,32 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("alphabet", [1, 97])
 def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> None:
     heads, d_head = 2, 16
-    q, k, v, _ = drawn(1, heads, n_ctx, d_head)
+    q, k, v, _ = random_inputs(1, heads, n_ctx, d_head)
     with Largest() as largest:
         # A single token repeated makes all pairs copies of one another.
         matches = find_matches(torch.arange(n_ctx)[None] % alphabet)
-        ask_all(FusedPattern(q, k, v, 0.25, matches), matches)
+        all_answers(FusedPattern(q, k, v, 0.25, matches), matches)
     # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra
     # columns.
     assert largest.numel <= max(max(heads, 3) * 64 * n_ctx, heads * n_ctx * (d_head + 2))
-    kept = sum(
-        m.numel() for pairs in matches.values() for found in pairs._kept.values() for m in found
+    stored_numbers = sum(
+        m.numel()
+        for pairs in matches.values()
+        for found in pairs._stored_members.values()
+        for m in found
     )
-    assert kept <= len(matches) * 3 * KEPT_PER_QUERY * n_ctx
-    assert (kept > 0) == (alphabet > 1)
+    assert stored_numbers <= len(matches) * 3 * STORED_PER_QUERY * n_ctx
+    assert (stored_numbers > 0) == (alphabet > 1)
 
 
 def test_a_question_asked_once_is_answered_by_the_next_sweep() -> None:
-    q, k, v, tokens = drawn(1, 2, 40, 4)
+    q, k, v, tokens = random_inputs(1, 2, 40, 4)
     matches = find_matches(tokens)
-    asked: set[str] = set()
-    first = FusedPattern(q, k, v, 0.5, matches, asked)
+    questions: set[str] = set()
+    first = FusedPattern(q, k, v, 0.5, matches, questions)
     first.entropy()
     first.mass(matches["copies"])
-    assert asked == {"entropy", "copies"}
-    second = FusedPattern(q, k, v, 0.5, matches, asked)
+    assert questions == {"entropy", "copies"}
+    second = FusedPattern(q, k, v, 0.5, matches, questions)
     assert {"entropy", "copies"} <= set(second._answers)
     assert "successors" not in second._answers

@@ -4,7 +4,6 @@ refused.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +13,39 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2LMHeadModel
 
-from benchmarks.precision_drift import PAGE, RESULTS, acceptable, page
-from schemas.precision import FASTEST_ACCEPTABLE, PRECISIONS
-from schemas.statistics import KIND, STATISTICS
+from schemas.precision import PRECISIONS
+from schemas.statistics import STATISTICS
 from tests import toy_models as toy
-from workers.engine.number_formats import Products, linears_in, rounded
+from workers.engine.number_formats import LinearProducts, linears_in, rounded
 from workers.replica import InterventionMeasurements
 
 
 @pytest.mark.parametrize(
-    ("factors", "bits"),
+    ("number_format", "bits"),
     [("float16", 10), ("bfloat16", 7), ("tf32", 10), ("float32", 23), ("float64", 52)],
 )
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_format_keeps_its_bits_and_rounds_to_nearest_even(
-    factors: str, bits: int, sign: float
+    number_format: str, bits: int, sign: float
 ) -> None:
-    step = 2.0**-bits
-    inside = {1.0: 1.0, 1 + step: 1 + step, 1 + 3 * step: 1 + 3 * step}
+    last_bit = 2.0**-bits
+    representable = {1.0: 1.0, 1 + last_bit: 1 + last_bit, 1 + 3 * last_bit: 1 + 3 * last_bit}
     between = {
-        1 + step / 2: 1.0,
-        1 + 3 * step / 2: 1 + 2 * step,
-        1 + 0.75 * step: 1 + step,
-        1 + 0.25 * step: 1.0,
+        1 + last_bit / 2: 1.0,
+        1 + 3 * last_bit / 2: 1 + 2 * last_bit,
+        1 + 0.75 * last_bit: 1 + last_bit,
+        1 + 0.25 * last_bit: 1.0,
     }
-    for value, expected in (inside | (between if bits < 23 else {})).items():
-        found = rounded(torch.tensor([sign * value], dtype=torch.float64), factors)
-        assert found.item() == sign * expected, value
+    for value, expected in (representable | (between if bits < 23 else {})).items():
+        result = rounded(torch.tensor([sign * value], dtype=torch.float64), number_format)
+        assert result.item() == sign * expected, value
 
 
 def test_formats_have_their_range() -> None:
     numbers = torch.tensor([0.0, 70000.0, 1e30, 1e-30])
     assert rounded(numbers, "float16").tolist() == [0.0, torch.inf, torch.inf, 0.0]
-    for factors in ("bfloat16", "tf32"):
-        torch.testing.assert_close(rounded(numbers, factors), numbers, rtol=2**-8, atol=0)
+    for number_format in ("bfloat16", "tf32"):
+        torch.testing.assert_close(rounded(numbers, number_format), numbers, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (2, 5), (1, 1), (3, 64)])
@@ -66,17 +64,15 @@ def test_linear_layers_in_float32_are_what_they_were(
     with torch.inference_mode(), linears_in("float32", "cpu"):
         if conv and bias is not None:
             stored = weight.T.contiguous()
-            found = torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10)
+            result = torch.addmm(bias, x.view(-1, 24), stored).view(*shape, 10)
             stored.zero_()
             assert torch.equal(
                 torch.addmm(bias, x.view(-1, 24), stored)[0], bias
             )  # No copy of a weight is kept.
         else:
-            found = F.linear(x, weight, bias)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+            result = F.linear(x, weight, bias)
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
 
-
-STANDARD = {s.name for s in KIND.select("standard")}
 
 CONFIGS = {
     "gpt2": toy.gpt2,
@@ -97,10 +93,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def drift(found: InterventionMeasurements, exact: InterventionMeasurements) -> float:
+def drift(measured: InterventionMeasurements, exact: InterventionMeasurements) -> float:
     """Mean over all values of the difference, relative where values are large."""
     differences = [
-        np.abs(found.heads[name] - exact.heads[name]) / np.maximum(1, np.abs(exact.heads[name]))
+        np.abs(measured.heads[name] - exact.heads[name]) / np.maximum(1, np.abs(exact.heads[name]))
         for name in STATISTICS
     ]
     return float(np.nanmean(np.concatenate([d.ravel() for d in differences])))
@@ -113,15 +109,16 @@ def test_every_precision_drifts_as_far_as_its_bits_let_it(
     tokens = toy.repeating_tokens(30, batch=4)
     measured = {p: toy.measure(paths[name], tokens, precision=p) for p in PRECISIONS}
     assert {m.method.precision for m in measured.values()} == set(PRECISIONS)
-    found = {p: drift(m, measured["float64"]) for p, m in measured.items()}
-    assert found["float32"] < 2e-6
+    drifts = {p: drift(m, measured["float64"]) for p, m in measured.items()}
+    # Fewer bits drift more: 23 in float32, 10 in tf32 and float16, 7 in bfloat16.
+    assert drifts["float32"] < 2e-6
     for ten_bits in ("tf32", "float16", "tf32_linears", "float16_linears"):
-        assert 10 * found["float32"] < found[ten_bits] < 2e-3, ten_bits
-    assert 10 * found["float32"] < found["float16x2_linears"] < found["float16_linears"]
+        assert 10 * drifts["float32"] < drifts[ten_bits] < 2e-3, ten_bits
+    assert 10 * drifts["float32"] < drifts["float16x2_linears"] < drifts["float16_linears"]
     for seven_bits in ("bfloat16", "bfloat16_linears"):
-        assert 3 * found["tf32"] < found[seven_bits] < 3e-2, seven_bits
+        assert 3 * drifts["tf32"] < drifts[seven_bits] < 3e-2, seven_bits
     # The format of the scores is felt too.
-    assert drift(measured["bfloat16"], measured["bfloat16_linears"]) > 10 * found["float32"]
+    assert drift(measured["bfloat16"], measured["bfloat16_linears"]) > 10 * drifts["float32"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -129,19 +126,23 @@ def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
     paths: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica = toy.replica(paths[name])
-    seen: list[tuple[int, ...]] = []
+    weight_shapes: list[tuple[int, ...]] = []
 
-    def noting(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        seen.append(tuple(weight.shape))
+    def record_weight(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        weight_shapes.append(tuple(weight.shape))
         return F.linear(x, weight, bias)
 
-    monkeypatch.setattr("workers.engine.fused_engine.linears_in", lambda *_: Products(noting))
+    monkeypatch.setattr(
+        "workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(record_weight)
+    )
     replica.measure(toy.repeating_tokens(8))
     kinds = {"Linear", "Conv1D"}
     layers = [
         m for block in replica.model.blocks for m in block.modules() if type(m).__name__ in kinds
     ]
-    assert len(seen) == len(layers) > 0
+    assert len(weight_shapes) == len(layers) > 0
 
 
 def test_float64_is_the_library_s_own_forward_pass_in_float64(paths: dict[str, Path]) -> None:
@@ -175,29 +176,6 @@ def test_the_dense_engine_computes_in_float64_too(paths: dict[str, Path], name: 
         np.testing.assert_allclose(
             dense.heads[column], fused.heads[column], rtol=1e-6, atol=3e-7, err_msg=column
         )
-
-
-def test_the_page_holds_the_measurements_and_they_allow_the_defaults() -> None:
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert PAGE.read_text(encoding="utf-8") == page(results)
-    # What was registered later is measured with the next make precision.
-    assert {
-        name for case in results["cases"].values() for name in case["drift"]["float32"]
-    } >= STANDARD
-    assert len(results["cases"]) >= 4
-    for case in results["cases"].values():
-        assert case["sequences"] >= 200
-        assert set(case["drift"]) == set(PRECISIONS) - {"float64"}
-        for fastest in FASTEST_ACCEPTABLE.values():
-            assert acceptable(case["drift"][fastest])
-
-
-def test_acceptable_means_the_99th_percentile_of_probabilities_and_norms() -> None:
-    fine = dict.fromkeys(STATISTICS, (0.0, 0.001, 1.0))
-    assert acceptable(fine)
-    assert not acceptable(fine | {"sink_mass": (0.0, 1.1e-3, 1.0)})
-    assert not acceptable(fine | {"value_norm": (0.0, 1.1e-3, 1.0)})
-    assert acceptable(fine | {"entropy": (0.0, 1.1e-3, 1.0)})
 
 
 def test_an_edited_weight_is_felt_in_every_precision(paths: dict[str, Path]) -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging as messages
 from tests import toy_models as toy
 from workers import process
 from workers.model.model_info import describe
-from workers.process import CSV_FIELD, prepare_process
+from workers.process import CSV_FIELD_CHARACTERS, prepare_process
 from workers.replica import Replica
 
 
@@ -50,7 +50,7 @@ def test_a_process_is_prepared_once_for_all() -> None:
     try:
         prepare_process(threads=3)
         assert torch.get_num_threads() == 3
-        assert csv.field_size_limit() == CSV_FIELD == limit
+        assert csv.field_size_limit() == CSV_FIELD_CHARACTERS == limit
         assert messages.get_verbosity() == logging.ERROR
         assert not messages.is_progress_bar_enabled()
     finally:

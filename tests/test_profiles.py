@@ -1,4 +1,4 @@
-"""Aggregates: exact numbers, the merge law, both engines, and the way through a shard into the views."""
+"""Aggregates: exact numbers, the merge law, both engines, and the way from a shard to the views."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def measure(model: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeas
     )
 
 
-def by_hand(values: np.ndarray) -> Aggregate:
+def aggregate_by_hand(values: np.ndarray) -> Aggregate:
     """The aggregate of all rows at once."""
     count = np.full(values.shape[1:], len(values))
     return Aggregate(count, values.mean(0), ((values - values.mean(0)) ** 2).sum(0))
 
 
-def assert_same(found: Aggregate, expected: Aggregate) -> None:
+def assert_same(actual: Aggregate, expected: Aggregate) -> None:
     """The count exactly, the mean to 1e-9, M2 to 1e-6 of its size."""
-    np.testing.assert_array_equal(found.count, expected.count)
-    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found.m2, expected.m2, rtol=1e-6, atol=1e-15)
+    np.testing.assert_array_equal(actual.count, expected.count)
+    np.testing.assert_allclose(actual.mean, expected.mean, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(actual.m2, expected.m2, rtol=1e-6, atol=1e-15)
 
 
 # Aggregates
@@ -82,15 +82,21 @@ def assert_same(found: Aggregate, expected: Aggregate) -> None:
 
 def test_the_aggregate_of_batches_is_the_aggregate_of_all_rows() -> None:
     rows = np.random.default_rng(0).normal(1e4, 1e-2, (101, 2, 3))
-    parts = np.split(rows, [1, 3, 40, 100])
-    assert_same(merge([{"p": by_hand(part)} for part in parts])["p"], by_hand(rows))
+    batches = np.split(rows, [1, 3, 40, 100])
+    assert_same(
+        merge([{"p": aggregate_by_hand(batch)} for batch in batches])["p"], aggregate_by_hand(rows)
+    )
 
 
 def test_merging_knows_no_order() -> None:
     rows = np.random.default_rng(1).normal(0, 1, (31, 4))
-    a, b, c = (by_hand(part) for part in np.split(rows, [2, 20]))
-    for merged in (a.merged(b).merged(c), c.merged(a.merged(b)), b.merged(c).merged(a)):
-        assert_same(merged, by_hand(rows))
+    first, second, third = (aggregate_by_hand(batch) for batch in np.split(rows, [2, 20]))
+    for merged in (
+        first.merged(second).merged(third),
+        third.merged(first.merged(second)),
+        second.merged(third).merged(first),
+    ):
+        assert_same(merged, aggregate_by_hand(rows))
 
 
 def test_exact_aggregates_of_two_toy_sequences() -> None:
@@ -106,18 +112,18 @@ def test_exact_aggregates_of_two_toy_sequences() -> None:
         # The pairs (0, 0), (1, 0) and (1, 1).
         "attention_by_pair": ([[1, 0.5, 0.5]], [[0, 0.125, 0.125]]),
     }
-    for name, wanted in expected.items():
+    for name, expected_values in expected.items():
         count, mean, m2 = count_mean_m2(PROFILES[name], PROFILES[name].compute(pattern))
         assert (count == 2).all()
-        assert (mean.tolist(), m2.tolist()) == wanted, name
+        assert (mean.tolist(), m2.tolist()) == expected_values, name
 
 
 def test_a_number_that_is_not_finite_is_an_error_that_says_where() -> None:
     mean = torch.ones(3, 3, 4, 10, dtype=torch.float64)
     mean[1, 1, 2, 4] = math.inf
     message = (
-        r"layer 1, head 2: profile score_by_pair is not finite at query 2, key 1 for one of the sequences 8 to 10 of the "
-        "shard; expected finite numbers"
+        r"layer 1, head 2: profile score_by_pair is not finite at query 2, key 1 for one of the "
+        "sequences 8 to 10 of the shard; expected finite numbers"
     )
     with pytest.raises(MeasureError, match=message):
         check_means(aggregates({"score_by_pair": mean}), PROFILES, EVERY, first=8, sequences=3)
@@ -209,22 +215,22 @@ def test_the_dense_engine_measures_the_same(
     dense = measure(model, tokens, engine="dense")
     assert (dense.method.engine, measured.method.engine) == ("dense", "fused")
     for name, aggregate in dense.means["profiles"].items():
-        found = measured.means["profiles"][name]
-        np.testing.assert_allclose(found.mean, aggregate.mean, rtol=1e-4, atol=1e-5, err_msg=name)
-        np.testing.assert_allclose(found.m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
+        fused = measured.means["profiles"][name]
+        np.testing.assert_allclose(fused.mean, aggregate.mean, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(fused.m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_batch_size_changes_nothing(
     model: Path, tokens: np.ndarray, measured: InterventionMeasurements, size: int
 ) -> None:
-    found = measure(model, tokens, batch_size=size).means["profiles"]
+    means = measure(model, tokens, batch_size=size).means["profiles"]
     for name, aggregate in measured.means["profiles"].items():
-        assert np.array_equal(found[name].count, aggregate.count)
+        assert np.array_equal(means[name].count, aggregate.count)
         np.testing.assert_allclose(
-            found[name].mean, aggregate.mean, rtol=1e-5, atol=1e-6, err_msg=name
+            means[name].mean, aggregate.mean, rtol=1e-5, atol=1e-6, err_msg=name
         )
-        np.testing.assert_allclose(found[name].m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(means[name].m2, aggregate.m2, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 def test_one_token_has_one_entry_of_each(model: Path) -> None:
@@ -242,13 +248,19 @@ def test_a_scan_without_profiles_measures_none(model: Path, tokens: np.ndarray) 
 
 def begin(out: Path, model: Path, **changes: Any) -> Plan:
     fields = {
-        "model": str(model), "n_ctx": T, "sequences": SHARDS * PER_SHARD - 2, "sequences_per_shard": PER_SHARD,
-        "input": {"family": "uniform_random"}, "interventions": ["none", "zero_query_bias"], "profiles": ALL,
-        "statistics": ["sink_alpha"], "out": str(out),
-    }  # fmt: skip
-    made = make_plan(parse_scan(fields | changes), "toy")
-    prepare_run(made, "")
-    return made
+        "model": str(model),
+        "out": str(out),
+        "n_ctx": T,
+        "sequences": SHARDS * PER_SHARD - 2,
+        "sequences_per_shard": PER_SHARD,
+        "input": {"family": "uniform_random"},
+        "interventions": ["none", "zero_query_bias"],
+        "statistics": ["sink_alpha"],
+        "profiles": ALL,
+    }
+    plan_of_profiles = make_plan(parse_scan(fields | changes), "toy")
+    prepare_run(plan_of_profiles, "")
+    return plan_of_profiles
 
 
 def measure_shards(plan: Plan) -> Plan:
@@ -267,7 +279,7 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return list(run_query(connection, question).rows())
 
 
-def whole(plan: Plan) -> Aggregates:
+def aggregates_of_all_sequences(plan: Plan) -> Aggregates:
     """The profiles of all sequences of a run, in one batch."""
     replica = Replica(plan.info, plan.scan, "cpu")
     replica.batch.size = len(plan.sequences)
@@ -311,8 +323,11 @@ def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None
 def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> None:
     connection = connect(plan.run.path)
     columns = "layer, head, count, mean, sd, standard_error"
-    for name, expected in whole(plan).items():
-        question = f"SELECT {columns} FROM profile_means WHERE profile = '{name}' AND intervention = 'none'"
+    for name, expected in aggregates_of_all_sequences(plan).items():
+        question = (
+            f"SELECT {columns} FROM profile_means "
+            f"WHERE profile = '{name}' AND intervention = 'none'"
+        )
         rows = ask(connection, f"{question} ORDER BY layer, head, query, key, lag")
         n = int(expected.count.flat[0])
         assert [row[2] for row in rows] == [n] * expected.mean.size
@@ -344,11 +359,15 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
         tmp_path, "a-1", {"sink_mass": lambda row: 0.5},
         profiles=lambda shard: [shards[shard], *[shared][: 1 - shard]],
     )  # fmt: skip
+    mean = pytest.approx(4.4, rel=1e-12)
+    sd = pytest.approx(math.sqrt(27.2 / 4))
+    standard_error = pytest.approx(math.sqrt(27.2 / 20))
+    keys = ("a-1", "toy", "none")
     assert ask(connect(run.path), "profile_means") == [
-        ("a-1", "toy", "none", "attention_by_lag", 0, 1, "L0H1", None, None, 2, 5, pytest.approx(4.4, rel=1e-12),
-         pytest.approx(math.sqrt(27.2 / 4)), pytest.approx(math.sqrt(27.2 / 20))),
-        ("a-1", "toy", "none", "resid_pre_norm_by_key", 0, None, None, None, 0, None, 1, 7.0, None, None),
-    ]  # fmt: skip
+        # layer, head, label, query, key, lag, count
+        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, 5, mean, sd, standard_error),
+        (*keys, "resid_pre_norm_by_key", 0, None, None, None, 0, None, 1, 7.0, None, None),
+    ]
 
 
 def test_where_no_run_has_profiles_the_views_are_empty(tmp_path: Path) -> None:
@@ -401,13 +420,16 @@ def test_two_formulas_of_one_profile_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_column_of_both_views_is_described(plan: Plan) -> None:
-    sql = "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = '{}' AND schema_name = 'main'"
+    sql = (
+        "SELECT column_name, comment FROM duckdb_columns() "
+        "WHERE table_name = '{}' AND schema_name = 'main'"
+    )
     for view in ("profiles", "profile_means"):
         described = dict(connect(plan.run.path).execute(sql.format(view)).fetchall())
         assert [
             name for name, comment in described.items() if not comment and name != "model"
         ] == []
-        assert described["head"].endswith("NULL where the heads of a layer share the values.")
+        assert described["head"].endswith("NULL if all heads of a layer share the values.")
 
 
 def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_the_same_rows(
@@ -419,12 +441,14 @@ def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_the_same_rows(
     measure_shards(again)
     assert missing_shards(again).tolist() == []
     for shard in range(SHARDS):
-        a, b = (
+        rows_again, rows_before = (
             pq.ParquetFile(p.run.data_file("profiles", "zero_query_bias", shard)).read()
             for p in (again, plan)
         )
-        assert a.drop_columns(["mean", "m2"]).equals(b.drop_columns(["mean", "m2"]))
-        np.testing.assert_allclose(a["mean"], b["mean"], rtol=1e-5, atol=1e-6)
+        assert rows_again.drop_columns(["mean", "m2"]).equals(
+            rows_before.drop_columns(["mean", "m2"])
+        )
+        np.testing.assert_allclose(rows_again["mean"], rows_before["mean"], rtol=1e-5, atol=1e-6)
 
 
 def test_compacting_keeps_every_row(tmp_path: Path, model: Path) -> None:
@@ -450,7 +474,8 @@ def test_a_run_that_measured_other_profiles_is_not_gone_on_with(
     assert other.fingerprint != first.scan.fingerprint
     with pytest.raises(
         RunError,
-        match=r"profile attention_by_lag \(no longer\), profiles \(\[\"attention_by_lag\"\], now null",
+        match=r"profile attention_by_lag \(no longer\), "
+        r"profiles \(\[\"attention_by_lag\"\], now null",
     ):
         make_plan(other, "toy", first.run.run_id)
 
@@ -476,14 +501,14 @@ def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
     assert mean[0, 2].isnan()
     assert m2[0, 2].isnan()
     second = torch.tensor([[[2.0, math.nan, math.nan]], [[2.0, math.nan, 7.0]]])
-    parts = [
+    batches = [
         aggregates({"value_norm_by_key": count_mean_m2(profile, rows)[:, None]})
         for rows in (first, second)
     ]
-    whole = merge(parts)["value_norm_by_key"]
-    assert whole.count.tolist() == [[[4, 1, 1]]]
-    assert whole.mean.tolist() == [[[2, 5, 7]]]
-    assert whole.m2.tolist() == [[[2, 0, 0]]]
-    table = means_table(KIND, 0, {"value_norm_by_key": parts[0]["value_norm_by_key"]}, EVERY)
+    merged = merge(batches)["value_norm_by_key"]
+    assert merged.count.tolist() == [[[4, 1, 1]]]
+    assert merged.mean.tolist() == [[[2, 5, 7]]]
+    assert merged.m2.tolist() == [[[2, 0, 0]]]
+    table = means_table(KIND, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY)
     assert table["mean"].to_pylist() == [2, 5, None]
     assert table["m2"].to_pylist() == [2, 0, None]

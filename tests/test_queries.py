@@ -1,6 +1,4 @@
-"""The views over small runs with exact numbers; what counts, what is refused, what an answer looks
-like.
-"""
+"""The views over small runs with exact numbers: what counts, what is refused, what is written."""
 
 from __future__ import annotations
 
@@ -24,21 +22,24 @@ from typer.testing import CliRunner
 from jobs.run_model import RunModel
 from queries.answers import run_query
 from queries.asking import open_runs
-from queries.connection import QUERIES, VIEWS, connect, view_descriptions
+from queries.connection import connect, view_descriptions
+from queries.descriptions import VIEWS
 from queries.formats import Format, rows_to_read, write, write_csv, write_json, write_parquet
 from queries.query_commands import mount
+from queries.shipped_views import QUERIES
 from queries.text_tables import COUNTED_ROWS, write_table
 from schemas.errors import QueryError, RunError
 from schemas.statistics import STATISTICS
-from tests.toy_runs import Row, local, read_manifest, write_run
+from tests.toy_runs import Cell, Row, local, read_manifest, write_run
 
 NORMS = {
-    # T = 5: (5·4 - 8)/4 = 3 over the others; (5·2 - 2)/4 = 2; and residuals that are the same for
-    # all heads.
+    # The mean over the other positions is (T · mean - first) / (T - 1). With T = 5 that is
+    # (5·4 - 8)/4 = 3 for values and (5·2 - 2)/4 = 2 for keys.
     "value_norm": lambda row: 4.0,
     "sink_value_norm": lambda row: 8.0,
     "key_norm": lambda row: 2.0,
     "sink_key_norm": lambda row: 2.0,
+    # The residual stream is the same for all heads.
     "resid_pre_norm": lambda row: 12.0,
     "sink_resid_pre_norm": lambda row: 20.0,
     "resid_post_norm": lambda row: 4.0 if row.layer == 0 else 1.0,
@@ -50,16 +51,18 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any,
     return list(run_query(connection, question).rows())
 
 
-def text(
+def written(
     connection: duckdb.DuckDBPyConnection, question: str, writer: Any, limit: int | None = None
 ) -> str:
+    """What a writer makes of an answer."""
     out = io.StringIO()
-    writer(run_query(connection, question), out, *([] if limit is None else [limit]))
+    options = [] if limit is None else [limit]
+    writer(run_query(connection, question), out, *options)
     return out.getvalue()
 
 
-def sink(row: Row) -> float:
-    """0.5 and 0.75 in turn, and a quarter of that off head 1."""
+def sink_mass(row: Row) -> float:
+    """0.5 and 0.75 in turn for head 1, and a quarter of that for the others."""
     return (0.5 if row.sequence % 2 == 0 else 0.75) / (1 if row.head == 1 else 4)
 
 
@@ -67,7 +70,7 @@ def sink(row: Row) -> float:
 
 
 def test_by_head_means_and_deviations(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"sink_mass": sink}, sequences=2, layers=1)
+    write_run(tmp_path, "a-1", {"sink_mass": sink_mass}, sequences=2, layers=1)
     columns = "layer, head, label, sequences, mean_sink_mass, sd_sink_mass, model"
     assert ask(connect(tmp_path), f"SELECT {columns} FROM by_head WHERE head = 1") == [
         (0, 1, "L0H1", 2, 0.625, pytest.approx(0.125 * 2**0.5), "toy")
@@ -77,13 +80,8 @@ def test_by_head_means_and_deviations(tmp_path: Path) -> None:
 def test_by_head_knows_every_statistic_and_leaves_null_out(tmp_path: Path) -> None:
     cells = dict.fromkeys(STATISTICS, lambda row: None if row.sequence == 0 else 3.0)
     connection = connect(write_run(tmp_path, "a-1", cells, layers=1, heads=1).path)
-    row = dict(
-        zip(
-            run_query(connection, "by_head").schema.names,
-            ask(connection, "by_head")[0],
-            strict=True,
-        )
-    )
+    names = run_query(connection, "by_head").schema.names
+    row = dict(zip(names, ask(connection, "by_head")[0], strict=True))
     assert {name: row[f"mean_{name}"] for name in STATISTICS} == dict.fromkeys(STATISTICS, 3.0)
     assert {row[f"sd_{name}"] for name in STATISTICS} == {0.0}
     assert row["sequences"] == 4
@@ -101,14 +99,20 @@ def test_by_layer_is_mean_and_maximum_of_the_heads(tmp_path: Path) -> None:
 
 
 def test_sink_heads_are_ranked_with_chance_threshold_and_ratios(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"sink_mass": sink, **NORMS}, layers=1, sequences=2)
-    columns = "rank, label, sink_mass, chance, sink_alpha, is_sink, sink_rate, value_norm_ratio, resid_pre_norm_ratio"
-    alpha, other = pytest.approx((1 + 4 * 0.625) / 5), pytest.approx((1 + 4 * 0.15625) / 5)
-    # The others: sink_alpha is 0.3 and 0.35 in the two sequences, so one of two is above 0.3.
-    assert ask(connect(tmp_path), f"SELECT {columns}, sequences FROM sink_heads") == [
-        (1, "L0H1", 0.625, 0.25, alpha, True, 1.0, pytest.approx(8 / 3), 2.0, 2),
-        (2, "L0H0", 0.15625, 0.25, other, True, 0.5, pytest.approx(8 / 3), 2.0, 2),
-        (2, "L0H2", 0.15625, 0.25, other, True, 0.5, pytest.approx(8 / 3), 2.0, 2),
+    write_run(tmp_path, "a-1", {"sink_mass": sink_mass, **NORMS}, layers=1, sequences=2)
+    columns = (
+        "rank, label, sink_mass, chance, sink_alpha, is_sink, sink_rate, "
+        "value_norm_ratio, resid_pre_norm_ratio, sequences"
+    )
+    # sink_alpha = (1 + (T - 1) sink_mass) / T.
+    first_alpha = pytest.approx((1 + 4 * 0.625) / 5)
+    second_alpha = pytest.approx((1 + 4 * 0.15625) / 5)
+    value_ratio = pytest.approx(8 / 3)
+    # The second heads have 0.3 and 0.35 on the two sequences, so one of two is above 0.3.
+    assert ask(connect(tmp_path), f"SELECT {columns} FROM sink_heads") == [
+        (1, "L0H1", 0.625, 0.25, first_alpha, True, 1.0, value_ratio, 2.0, 2),
+        (2, "L0H0", 0.15625, 0.25, second_alpha, True, 0.5, value_ratio, 2.0, 2),
+        (2, "L0H2", 0.15625, 0.25, second_alpha, True, 0.5, value_ratio, 2.0, 2),
     ]
 
 
@@ -137,7 +141,10 @@ def test_induction_heads_count_the_sequences_that_had_copies(tmp_path: Path) -> 
 
 def test_sink_values_compare_position_0_with_the_others(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", NORMS, layers=1, heads=1)
-    columns = "value_norm_first, value_norm_others, value_norm_ratio, key_norm_first, key_norm_others, key_norm_ratio"
+    columns = (
+        "value_norm_first, value_norm_others, value_norm_ratio, "
+        "key_norm_first, key_norm_others, key_norm_ratio"
+    )
     assert ask(connect(tmp_path), f"SELECT label, {columns} FROM sink_values") == [
         ("L0H0", 8.0, 3.0, pytest.approx(8 / 3), 2.0, 2.0, 1.0)
     ]
@@ -145,7 +152,10 @@ def test_sink_values_compare_position_0_with_the_others(tmp_path: Path) -> None:
 
 def test_layer_norms_and_undefined_ratios(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", NORMS)
-    columns = "resid_pre_first, resid_pre_others, resid_pre_ratio, resid_post_others, resid_post_ratio, sequences"
+    columns = (
+        "resid_pre_first, resid_pre_others, resid_pre_ratio, "
+        "resid_post_others, resid_post_ratio, sequences"
+    )
     # Layer 0: (5·12 - 20)/4 = 10; after it (5·4 - 20)/4 = 0, and nothing is a multiple of 0.
     assert ask(connect(tmp_path), f"SELECT layer, {columns} FROM layer_norms") == [
         (0, 20.0, 10.0, 2.0, 0.0, None, 4),
@@ -163,14 +173,15 @@ def test_a_sequence_of_one_token_has_no_others(tmp_path: Path) -> None:
 
 def test_by_pile_set_is_not_multiplied_by_interventions(tmp_path: Path) -> None:
     cells = {"sink_mass": lambda row: row.sequence / 8}
-    sets = ["Github", "Wikipedia (en)", None]
+    # A sequence without a name is left out.
+    pile_sets = ["Github", "Wikipedia (en)", None]
     write_run(
         tmp_path,
         "a-1",
         cells,
         layers=1,
         heads=1,
-        pile_sets=sets,
+        pile_sets=pile_sets,
         interventions=("none", "zero_query_bias"),
     )
     question = "SELECT intervention, pile_set_name, sequences, mean_sink_mass FROM by_pile_set"
@@ -183,10 +194,10 @@ def test_by_pile_set_is_not_multiplied_by_interventions(tmp_path: Path) -> None:
 
 
 def test_dormant_induction_heads_join_runs_of_the_same_weights(tmp_path: Path) -> None:
-    def cells(induction: float | None, sink_mass: float) -> Any:
+    def cells(induction: float | None, first_sink_mass: float) -> dict[str, Cell]:
         return {
             "induction_score": lambda row: induction,
-            "sink_mass": lambda row: sink_mass / (1 + row.head),
+            "sink_mass": lambda row: first_sink_mass / (1 + row.head),
         }
 
     size: dict[str, Any] = {"layers": 1, "heads": 2}
@@ -212,33 +223,17 @@ def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
     write_run(
         tmp_path,
         "toy-scan-0a1b",
-        {"sink_mass": sink, "sink_logit_margin": sink},
+        {"sink_mass": sink_mass, "sink_logit_margin": sink_mass},
         commit=[0],
         sequences=5,
     )
     connection = connect(tmp_path)
-    columns = "run_id, name, model, n_ctx, input_family, input_options, interventions, shards, shards_done, complete"
-    assert ask(
-        connection, f"SELECT {columns}, sequences, sequences_done, rows, tokens, seconds FROM runs"
-    ) == [
-        (
-            "toy-scan-0a1b",
-            "toy-scan",
-            "toy",
-            5,
-            "uniform_random",
-            '{"period": 2}',
-            ["none"],
-            3,
-            1,
-            False,
-            5,
-            2,
-            12,
-            10,
-            1.5,
-        )
+    origin = "run_id, name, model, n_ctx, input_family, input_options, interventions"
+    assert ask(connection, f"SELECT {origin} FROM runs") == [
+        ("toy-scan-0a1b", "toy-scan", "toy", 5, "uniform_random", '{"period": 2}', ["none"])
     ]
+    progress = "shards, shards_done, complete, sequences, sequences_done, rows, tokens, seconds"
+    assert ask(connection, f"SELECT {progress} FROM runs") == [(3, 1, False, 5, 2, 12, 10, 1.5)]
     assert ask(connection, "SELECT shard, start, stop, status, rows, host FROM shards") == [
         (0, 0, 2, "done", 12, "toy"),
         (1, 2, 4, "missing", None, None),
@@ -277,7 +272,7 @@ def test_adding_a_query_is_one_file(tmp_path: Path) -> None:
         "-- Heads of layer 1.\n-- Stands on by_head, which comes later.\nFROM by_head WHERE layer "
         "= 1"
     )
-    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
+    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink_mass})
     connection = connect(tmp_path / "runs", folder)
     assert (
         view_descriptions(connection)["a_first"]
@@ -292,7 +287,7 @@ def test_adding_a_query_is_one_file(tmp_path: Path) -> None:
 def test_only_whole_committed_files_count(
     tmp_path: Path, app: typer.Typer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(tmp_path, "a-1", {"sink_mass": sink}, sequences=10, commit=[0, 1, 2])
+    run = write_run(tmp_path, "a-1", {"sink_mass": sink_mass}, sequences=10, commit=[0, 1, 2])
     home = local(run.path)
     heads = home / "heads" / "intervention=none"
     (heads / "shard-000003.parquet").write_bytes(b"PAR1 half a file")
@@ -300,8 +295,8 @@ def test_only_whole_committed_files_count(
     (heads / "foreign.parquet").write_bytes(b"")
     (home / "commits" / "shard-000003.json").write_text('{"run_id": ')
     shutil.copy(home / "commits" / "shard-000000.json", home / "commits" / "shard-000004.json")
-    whole = (heads / "shard-000001.parquet").read_bytes()
-    (heads / "shard-000001.parquet").write_bytes(whole[:-1])
+    content = (heads / "shard-000001.parquet").read_bytes()
+    (heads / "shard-000001.parquet").write_bytes(content[:-1])
     run.data_file("sequences", "none", 2).unlink()
     database = open_runs(tmp_path)
     connection = database.connection
@@ -314,8 +309,10 @@ def test_only_whole_committed_files_count(
         "missing",
         "missing",
     ]
-    why = f"heads/intervention=none/shard-000001.parquet has {len(whole) - 1:,} bytes where "
-    why += f"{len(whole):,} were committed"
+    why = (
+        f"heads/intervention=none/shard-000001.parquet has {len(content) - 1:,} bytes where "
+        f"{len(content):,} were committed"
+    )
     damage = (
         f"run a-1: shard 1: {why} and is left out of every view; so are 1 more files. "
         f"headcount resume {run.path} --verify measures it anew"
@@ -326,18 +323,18 @@ def test_only_whole_committed_files_count(
         ("sequences/intervention=none/shard-000002.parquet is gone",),
     ]
     assert database.damage() == [damage]
-    # What is imported says nothing; a command says it once.
+    # A library prints nothing. A command prints the damage once.
     assert capfd.readouterr() == ("", "")
     for command in (
         ["query", str(tmp_path), "runs"],
         ["report", str(tmp_path), "-o", str(tmp_path / "report.html")],
     ):
-        done = CliRunner().invoke(app, command, catch_exceptions=False)
-        assert done.stderr.splitlines() == [f"warning: {damage}"]
+        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert result.stderr.splitlines() == [f"warning: {damage}"]
 
 
 def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "a-1", {"sink_mass": sink})
+    run = write_run(tmp_path, "a-1", {"sink_mass": sink_mass})
     file = local(run.data_file("heads", "none", 0))
     file.write_bytes(bytes(file.stat().st_size))
     assert ask(connect(tmp_path), "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [
@@ -347,11 +344,11 @@ def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path)
 
 
 def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "a-1", {"sink_mass": sink})
-    entry = read_manifest(run)
-    statistics = entry["kinds"]["statistics"]
+    run = write_run(tmp_path, "a-1", {"sink_mass": sink_mass})
+    manifest = read_manifest(run)
+    statistics = manifest["kinds"]["statistics"]
     statistics["entropy"] = statistics["sink_mass"]
-    local(run.manifest_file).write_text(json.dumps(entry))
+    local(run.manifest_file).write_text(json.dumps(manifest))
     with pytest.raises(
         QueryError, match=r'table heads do not fit the manifest: .*"entropy" not found'
     ):
@@ -359,7 +356,7 @@ def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "a-1", {"sink_mass": sink}, commit=[0])
+    run = write_run(tmp_path, "a-1", {"sink_mass": sink_mass}, commit=[0])
     outside = tmp_path / "outside.parquet"
     shutil.copy(local(run.data_file("heads", "none", 0)), outside)
     commit = json.loads(run.commit_file(0).read_bytes())
@@ -369,7 +366,7 @@ def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_run_without_commits_is_empty_and_has_its_columns(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, sink), commit=[])
+    write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, sink_mass), commit=[])
     connection = connect(tmp_path)
     for name in ("heads", "sequences", *(file.stem for file in QUERIES.glob("*.sql"))):
         assert ask(connection, name) == []
@@ -381,7 +378,7 @@ def test_a_run_directory_and_a_directory_of_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "date=2026-01-01 o'clock"
-    run = write_run(home, "a-1", {"sink_mass": sink})
+    run = write_run(home, "a-1", {"sink_mass": sink_mass})
     write_run(home, "b-2", {"entropy": lambda row: 1.0})
     monkeypatch.chdir(local(run.path))
     assert ask(connect(Path(".")), "SELECT DISTINCT run_id FROM heads") == [("a-1",)]
@@ -395,8 +392,10 @@ def test_a_run_directory_and_a_directory_of_runs(
 
 
 def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"sink_mass": sink})
-    run = write_run(tmp_path, "b-2", {"sink_mass": sink}, fingerprints={"sink_mass": "changed"})
+    write_run(tmp_path, "a-1", {"sink_mass": sink_mass})
+    run = write_run(
+        tmp_path, "b-2", {"sink_mass": sink_mass}, fingerprints={"sink_mass": "changed"}
+    )
     with pytest.raises(
         QueryError, match=r"'sink_mass'.* run a-1 .* run b-2 \(changed\); query one run"
     ):
@@ -406,7 +405,7 @@ def test_two_formulas_under_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_view_without_its_columns_names_them(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"sink_mass": sink})
+    write_run(tmp_path, "a-1", {"sink_mass": sink_mass})
     connection = connect(tmp_path)
     for question in ("sink_values", "SELECT count(*) FROM sink_values"):
         with pytest.raises(QueryError, match=r"'sink_values' .* needs column 'sink_value_norm'"):
@@ -414,14 +413,14 @@ def test_a_view_without_its_columns_names_them(tmp_path: Path) -> None:
     assert len(ask(connection, "by_head")) == 6
 
 
-def test_what_runs_lack_can_be_asked(tmp_path: Path) -> None:
+def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
     folder = tmp_path / "queries"
     shutil.copytree(QUERIES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (folder / "a_first.sql").write_text("-- Stands on a view that cannot be.\nFROM sink_values")
     (folder / "broken.sql").write_text("-- A mistake.\nSELECT sink_mass // FROM heads")
     (folder / "ungrouped.sql").write_text("-- Another.\nSELECT layer, sum(sink_mass) FROM heads")
     (folder / "lost.sql").write_text("-- A table that nobody has.\nFROM nowhere")
-    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
+    write_run(tmp_path / "runs", "a-1", {"sink_mass": sink_mass})
     database = open_runs(tmp_path / "runs", queries=folder)
     unmeasured = database.unmeasured_views()
     assert unmeasured["sink_values"] == unmeasured["a_first"] == "sink_value_norm"
@@ -434,8 +433,8 @@ def test_what_runs_lack_can_be_asked(tmp_path: Path) -> None:
         database.records("a_first")
 
 
-def test_more_views_of_open_runs(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", {"sink_mass": sink})
+def test_runs_can_be_opened_with_more_views(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": sink_mass})
     database = open_runs(tmp_path, {"one": "SELECT 1 AS a", "two": "SELECT a + 1 AS b FROM one"})
     assert database.rows("FROM two") == [(2,)]
     assert database.records("two") == [{"b": 2}]
@@ -495,7 +494,8 @@ def test_nothing_outside_the_runs_can_be_read(small: Path) -> None:
     neighbour = small / "run_id=a-10.csv"
     neighbour.write_text("a\n1\n")
     connection = connect(small)
-    here = pa.table({"a": [1]})  # DuckDB could take a Python variable for a table.
+    # DuckDB could take this Python variable for a table.
+    here = pa.table({"a": [1]})
     assert here.num_rows == 1
     for sql in (
         f"FROM read_csv('{secret}')",
@@ -553,7 +553,7 @@ FROM once, range({rows}) AS numbers(i)"""
 
 @pytest.fixture
 def executions(small: Path) -> Iterator[tuple[duckdb.DuckDBPyConnection, list[int]]]:
-    """A connection, and a list that grows whenever the question COUNTED is executed."""
+    """A connection, and a list that grows by one when the question COUNTED is executed."""
     connection = connect(small)
     calls: list[int] = []
 
@@ -581,18 +581,18 @@ def executions(small: Path) -> Iterator[tuple[duckdb.DuckDBPyConnection, list[in
         (1_000_000_000, 3, "… more than 10,000 more rows (--limit 3)"),
     ],
 )
-@pytest.mark.parametrize("asked_for", [True, False])
+@pytest.mark.parametrize("has_limit", [True, False])
 def test_a_table_asks_once_however_many_rows_there_are(
     executions: tuple[duckdb.DuckDBPyConnection, list[int]],
     rows: int,
     limit: int | None,
     last_line: str,
-    asked_for: bool,
+    has_limit: bool,
 ) -> None:
     connection, calls = executions
     question = COUNTED.format(rows=rows, broken=-1)
-    # With the limit that the command asks for, and for an answer that has no limit of its own.
-    answer = run_query(connection, question, rows_to_read("table", limit) if asked_for else None)
+    # With the limit that the command sets, and without one.
+    answer = run_query(connection, question, rows_to_read("table", limit) if has_limit else None)
     out = io.StringIO()
     write_table(answer, out, limit)
     assert " ".join(out.getvalue().splitlines()[-1].split()) == " ".join(last_line.split())
@@ -600,19 +600,22 @@ def test_a_table_asks_once_however_many_rows_there_are(
 
 
 @pytest.mark.parametrize(
-    ("format", "limit", "rows"), [("csv", None, 45), ("csv", 7, 7), ("json", 7, 7)]
+    ("answer_format", "limit", "rows"), [("csv", None, 45), ("csv", 7, 7), ("json", 7, 7)]
 )
 def test_other_formats_ask_once_and_read_no_row_beyond_the_limit(
     executions: tuple[duckdb.DuckDBPyConnection, list[int]],
-    format: Format,
+    answer_format: Format,
     limit: int | None,
     rows: int,
 ) -> None:
     connection, calls = executions
     question = COUNTED.format(rows=45, broken=-1)
     out = io.StringIO()
-    write(run_query(connection, question, rows_to_read(format, limit)), format, out, limit)
-    assert out.getvalue().count("\n") == rows + (1 if format == "csv" else 2)
+    answer = run_query(connection, question, rows_to_read(answer_format, limit))
+    write(answer, answer_format, out, limit)
+    # CSV has a line for its header, JSON has one for each bracket.
+    more_lines = 1 if answer_format == "csv" else 2
+    assert out.getvalue().count("\n") == rows + more_lines
     assert len(calls) == 1
 
 
@@ -646,18 +649,25 @@ def test_an_error_in_the_middle_of_an_answer_is_a_line_and_nothing_is_asked_agai
 
 
 def test_csv(small: Path) -> None:
-    columns = "head, sink_mass, entropy, [1, 2] AS pair, [0.1::FLOAT, NULL] AS curve, ['a', NULL] AS labels, 'a,b' AS t"
+    columns = (
+        "head, sink_mass, entropy, [1, 2] AS pair, [0.1::FLOAT, NULL] AS curve, "
+        "['a', NULL] AS labels, 'a,b' AS t"
+    )
     question = f"SELECT {columns} FROM heads WHERE sequence = 0 AND layer = 0"
-    lines = list(csv.reader(io.StringIO(text(connect(small), question, write_csv))))
+    lines = list(csv.reader(io.StringIO(written(connect(small), question, write_csv))))
     assert lines[0] == ["head", "sink_mass", "entropy", "pair", "curve", "labels", "t"]
     lists = ["[1, 2]", "[0.1, null]", '["a", null]', "a,b"]
-    assert lines[1:] == [[str(h), s, "", *lists] for h, s in enumerate(["0.1", "1.1", "2.1"])]
+    # A float32 is written as the shortest number that means it.
+    sink_masses = ["0.1", "1.1", "2.1"]
+    assert lines[1:] == [[str(head), mass, "", *lists] for head, mass in enumerate(sink_masses)]
 
 
 def test_json_is_valid_and_keeps_null(small: Path) -> None:
-    columns = "0.1::FLOAT AS a, 'NaN'::DOUBLE AS b, '-inf'::FLOAT AS c, NULL AS d, sum(layer) AS e, [1.5] AS f"
-    columns += ", [0.1::FLOAT, NULL] AS g, NULL::FLOAT[] AS h, []::FLOAT[] AS i"
-    assert json.loads(text(connect(small), f"SELECT {columns} FROM heads", write_json)) == [
+    columns = (
+        "0.1::FLOAT AS a, 'NaN'::DOUBLE AS b, '-inf'::FLOAT AS c, NULL AS d, sum(layer) AS e, "
+        "[1.5] AS f, [0.1::FLOAT, NULL] AS g, NULL::FLOAT[] AS h, []::FLOAT[] AS i"
+    )
+    assert json.loads(written(connect(small), f"SELECT {columns} FROM heads", write_json)) == [
         {
             "a": 0.1,
             "b": None,
@@ -670,7 +680,7 @@ def test_json_is_valid_and_keeps_null(small: Path) -> None:
             "i": [],
         }
     ]
-    assert json.loads(text(connect(small), "FROM heads WHERE false", write_json)) == []
+    assert json.loads(written(connect(small), "FROM heads WHERE false", write_json)) == []
 
 
 def test_parquet(small: Path, tmp_path: Path) -> None:
@@ -689,9 +699,9 @@ def test_parquet(small: Path, tmp_path: Path) -> None:
         )
 
 
-def test_table_is_exact_and_says_what_it_leaves_out(small: Path) -> None:
+def test_a_table_is_exact_and_counts_what_it_leaves_out(small: Path) -> None:
     question = "SELECT label, mean_sink_mass / 3 AS third, mean_entropy, 1234567 AS n FROM by_head"
-    assert text(connect(small), question, write_table, 2).split("\n") == [
+    assert written(connect(small), question, write_table, 2).split("\n") == [
         "label     third   mean_entropy           n",
         "──────────────────────────────────────────",
         "L0H0    0.03333              –   1,234,567",
@@ -700,13 +710,13 @@ def test_table_is_exact_and_says_what_it_leaves_out(small: Path) -> None:
         "",
     ]
     question = "SELECT [1/3, NULL, 12345.678] AS a, ['none', NULL] AS b"
-    assert text(connect(small), question, write_table).split("\n") == [
+    assert written(connect(small), question, write_table).split("\n") == [
         "a                     b        ",
         "───────────────────────────────",
         "[0.3333, –, 12,346]   [none, –]",
         "",
     ]
-    assert text(connect(small), "SELECT 1 AS a WHERE false", write_table).split("\n") == [
+    assert written(connect(small), "SELECT 1 AS a WHERE false", write_table).split("\n") == [
         "a",
         "─",
         "no rows",
@@ -715,7 +725,7 @@ def test_table_is_exact_and_says_what_it_leaves_out(small: Path) -> None:
 
 
 def test_wide_tables_are_not_mangled_in_a_pipe(small: Path) -> None:
-    header = text(connect(small), "by_head", write_table).split("\n")[0]
+    header = written(connect(small), "by_head", write_table).split("\n")[0]
     assert header.split() == run_query(connect(small), "by_head").schema.names
 
 

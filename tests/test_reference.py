@@ -127,8 +127,15 @@ COMBINATIONS = (
 EVERY = [name + options for name in INTERVENTIONS for options in OPTIONS.get(name, ("",))]
 EVERY += COMBINATIONS
 ONE_EACH = [name + OPTIONS.get(name, ("",))[0] for name in INTERVENTIONS]
-A_FEW = ("none", "scale_query_bias(-1.5)", "mask_first_keys", "zero_head(0,1)", "first_position_second",
-         "swap_first_key(7)", "mask_last_keys")  # fmt: skip
+A_FEW = (
+    "none",
+    "scale_query_bias(-1.5)",
+    "mask_first_keys",
+    "zero_head(0,1)",
+    "first_position_second",
+    "swap_first_key(7)",
+    "mask_last_keys",
+)
 
 
 class Shelf:
@@ -243,22 +250,22 @@ def compare(
     measured: InterventionMeasurements, reference: Reference, tolerance: float = 1e-5
 ) -> dict[str, str]:
     """The columns that disagree, and how."""
-    found: dict[str, str | None] = {}
+    problems: dict[str, str | None] = {}
     for name, statistic in STATISTICS.items():
         bounded = max(map(abs, statistic.range)) <= 1
         # A difference of scores is as exact as the scores, which are alike in the heads of a layer.
         of_scores = statistic.unit.startswith("logits")
-        found[name] = disagreements(
+        problems[name] = disagreements(
             measured.heads[name], reference.heads[name], bounded, tolerance, of_scores
         )
         if statistic.chance:
             column = chance_column(name)
-            found[column] = disagreements(
+            problems[column] = disagreements(
                 measured.sequences[column], reference.chance[name], bounded, tolerance, False
             )
     for name, prediction in PREDICTIONS.items():
         bounded = max(map(abs, prediction.range)) <= 1
-        found[name] = disagreements(
+        problems[name] = disagreements(
             measured.sequences[name],
             reference.predictions[name],
             bounded,
@@ -269,22 +276,21 @@ def compare(
     for name, expected in reference.profiles.items():
         bounded = PROFILES[name].unit == "probability"
         if name not in BY_PAIR:
-            found[f"curve {name}"] = disagreements(
+            problems[f"curve {name}"] = disagreements(
                 measured.tables["curves"][name], expected, bounded, tolerance, True
             )
         aggregate = measured.means["profiles"][name]
         mean, m2 = aggregate.mean, aggregate.m2
-        if mean.ndim == 2:
-            # What the heads of a layer share is kept once.
-            expected = expected[:, :, 0]
-        spread = ((expected - expected.mean(0)) ** 2).sum(0)
-        found[f"profile {name}"] = disagreements(mean, expected.mean(0), bounded, tolerance, True)
+        # What the heads of a layer share is kept once.
+        values = expected[:, :, 0] if mean.ndim == 2 else expected
+        spread = ((values - values.mean(0)) ** 2).sum(0)
+        problems[f"profile {name}"] = disagreements(mean, values.mean(0), bounded, tolerance, True)
         # A square differs by twice the difference times the root.
-        size = np.maximum(1, np.nan_to_num(np.abs(expected)).max())
-        found[f"spread of {name}"] = disagreements(
+        size = np.maximum(1, np.nan_to_num(np.abs(values)).max())
+        problems[f"spread of {name}"] = disagreements(
             m2 / size**2, spread / size**2, True, 4 * tolerance, True
         )
-    return {name: problem for name, problem in found.items() if problem}
+    return {name: problem for name, problem in problems.items() if problem}
 
 
 def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:

@@ -19,7 +19,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -34,27 +33,33 @@ from jobs.submission import JobClient, _forwarded
 from schemas.errors import HeadcountError, RunError
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
-from tests.processes import programs_without_spaces
+from tests.processes import (
+    DIES_WITH_ITS_PARENT,
+    Command,
+    Ended,
+    programs_without_spaces,
+)
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "a-token-of-this-test-and-no-other"
 SECRET = "what-nobody-may-read-in-a-log"
-SHARDS = 36
+SHARDS = 8
+SEQUENCES = 2 * SHARDS
 
 SCAN = f"""
 model = "bundled:gpt2-mini"
-n_ctx = 256
-batch_size = 4
-sequences = {SHARDS * 5}
-sequences_per_shard = 5
+n_ctx = 64
+sequences = {SEQUENCES}
+sequences_per_shard = 2
 [input]
 family = "repeated_random"
 """
 
 
 def free_port() -> int:
-    """A port at which nobody listens, and which no system hands out and no Ray worker takes by
-    itself before we do.
+    """A port at which nobody listens.
+
+    Systems hand out ports above these, and Ray's workers take ports below.
     """
     for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -82,8 +87,8 @@ def cluster() -> Iterator[str]:
         "temp-dir": directory,
     }
     programs = programs_without_spaces(Path(directory))
-    command = [str(programs / "python"), "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-    command.append("--disable-usage-stats")
+    command = [*DIES_WITH_ITS_PARENT, str(programs / "python"), "-m", "ray.scripts.scripts"]
+    command += ["start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--{name}={value}" for name, value in options.items()]
     env = environment() | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     log = Path(directory) / "head.log"
@@ -101,9 +106,8 @@ def cluster() -> Iterator[str]:
         head.terminate()
         _, alive = psutil.wait_procs(started, timeout=1)
         for process in alive:
-            with contextlib.suppress(
-                psutil.NoSuchProcess
-            ):  # It may have ended by itself meanwhile.
+            # It may have ended by itself meanwhile.
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive)
         shutil.rmtree(directory, ignore_errors=True)
@@ -126,25 +130,16 @@ def environment(token: str | None = TOKEN) -> dict[str, str]:
     return env | ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {})
 
 
-def start(*words: str, token: str | None = TOKEN, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "headcount", *words]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(token) | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*words: str, token: str | None = TOKEN, **variables: str) -> Command:
+    return Command(*words, environment=environment(token) | variables, directory=ROOT)
 
 
-def headcount(*words: str, token: str | None = TOKEN, **env: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of a command."""
-    with start(*words, token=token, **env) as process:
-        out, errors = process.communicate(timeout=120)
-    assert "Traceback" not in errors
-    assert SECRET not in out + errors
-    return process.returncode, out, errors
+def headcount(*words: str, token: str | None = TOKEN, **variables: str) -> Ended:
+    """Run a command to its end."""
+    ended = start(*words, token=token, **variables).ended()
+    assert "Traceback" not in ended.stderr
+    assert SECRET not in ended.stdout + ended.stderr
+    return ended
 
 
 def refused(*words: str, token: str | None = TOKEN, **env: str) -> str:
@@ -169,28 +164,33 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
     name, path, at = run.run_id, str(run.path), ("--address", cluster)
     submit = ("submit", str(scan_file), "--set", f"out={out}", "--env", "FAR_AWAY", *at)
-    both = [start(*submit, FAR_AWAY=SECRET, RAY_ADDRESS="192.0.2.1:6379") for _ in range(2)]
-    said: list[str] = []
-    for process in both:
-        with process:
-            printed, errors = process.communicate(timeout=120)
-        assert (process.returncode, printed.strip()) == (0, name), errors
-        said.append(errors)
-    assert sorted("already submitted" in line for line in said) == [False, True]
-    assert all(len(line.splitlines()) == 1 for line in said)
+    orders = tmp_path / "orders"
+    halting = halt_after_commits(orders, SHARDS // 2)
 
-    commits = Path(path) / "commits"
+    # Submitted twice at once, it is one job.
+    words = (*submit, *(word for variable in halting for word in ("--env", variable)))
+    variables = {"FAR_AWAY": SECRET, "RAY_ADDRESS": "192.0.2.1:6379"} | halting
+    both = [start(*words, **variables) for _ in range(2)]
+    messages: list[str] = []
+    for command in both:
+        code, printed, errors = command.ended()
+        assert (code, printed.strip()) == (0, name), errors
+        messages.append(errors)
+    assert sorted("already submitted" in message for message in messages) == [False, True]
+    assert all(len(message.splitlines()) == 1 for message in messages)
+
+    # Stopped in the middle, it can be resumed.
     deadline = time.monotonic() + 60
-    while not (commits.is_dir() and any(commits.glob("shard-*.json"))):
+    while len(list(run.commits())) < SHARDS // 2:
         assert time.monotonic() < deadline, headcount("logs", name, *at)
         time.sleep(0.1)
     code, _, errors = headcount("stop", name, *at)
     assert code == 0
     assert f"{name}: STOPPED; headcount resume {path}" in errors
-    assert 0 < len(list(run.commits())) < SHARDS
-    ended = refused(*submit, FAR_AWAY=SECRET)
-    assert f"{name}: has ended, STOPPED" in ended
-    assert f"headcount resume {path} --address {cluster} goes on" in ended
+    assert len(list(run.commits())) == SHARDS // 2
+    refusal = refused(*submit, FAR_AWAY=SECRET)
+    assert f"{name}: has ended, STOPPED" in refusal
+    assert f"headcount resume {path} --address {cluster} continues the run" in refusal
 
     code, _, errors = headcount("resume", path, *at)
     assert (code, errors.strip()) == (0, f"{name}.2: submitted to {cluster}")
@@ -198,42 +198,59 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert (code, errors.strip()) == (0, f"{name}.2: SUCCEEDED")
     assert printed.splitlines()[-1] == path
 
-    done = list(run.commits())
-    assert [c.shard for c in done] == list(range(SHARDS))
+    # Every row is there once.
+    commits = list(run.commits())
+    assert [commit.shard for commit in commits] == list(range(SHARDS))
     info = replan(run).info
-    files = [f for c in done for f in c.files if f.table == "heads"]
-    assert sum(pq.read_metadata(Path(path) / f.path).num_rows for f in files) == (
-        SHARDS * 5 * info.n_layers * info.n_heads
-    )
+    files = [file for commit in commits for file in commit.files if file.table == "heads"]
+    rows = sum(pq.read_metadata(Path(path) / file.path).num_rows for file in files)
+    assert rows == SEQUENCES * info.n_layers * info.n_heads
 
-    asked = (
-        ("list",),
-        ("list", str(out)),
-        ("status", path, "--format", "json"),
-        ("logs", f"{name}0"),
-    )
-    with ThreadPoolExecutor() as pool:
-        jobs, runs, status, unknown = pool.map(lambda words: headcount(*words, *at), asked)
-    assert [line.split()[:2] for line in jobs[1].splitlines()[1:]] == [
+    check_what_is_said_of_a_run(cluster, run, out)
+
+    # Another run of the same scan, which the same command then means.
+    code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
+    assert (code, printed.strip()) == (0, name)
+    assert f"{name}.2: has ended, SUCCEEDED" in errors
+    code, printed, errors = headcount(*submit, "--new", FAR_AWAY=SECRET)
+    assert (code, printed.strip()) == (0, f"{name}-2"), errors
+    code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
+    assert (code, printed.strip()) == (0, f"{name}-2")
+    assert f"{name}-2: already submitted" in errors
+    deadline = time.monotonic() + 60
+    while not Path(f"{path}-2", "manifest.json").exists():
+        assert time.monotonic() < deadline, headcount("logs", f"{name}-2", *at)
+        time.sleep(0.1)
+
+
+def halt_after_commits(orders: Path, commits: int) -> dict[str, str]:
+    """Variables with which a job commits so many shards, and then waits until it is stopped."""
+    orders.mkdir()
+    # `pass` comes before `wait`: orders are obeyed in the order of their names. A replica works at
+    # a few shards at once, and each of them must wait.
+    for number in range(commits):
+        (orders / f"pass@commit.{number}").touch()
+    for number in range(SHARDS):
+        (orders / f"wait@commit.{number}").touch()
+    return {"PYTHONPATH": str(ROOT / "tests" / "faults"), "FAULTS": str(orders)}
+
+
+def check_what_is_said_of_a_run(cluster: str, run: RunDirectory, out: Path) -> None:
+    """Compare what the commands say of a run that was stopped and resumed."""
+    name, at = run.run_id, ("--address", cluster)
+    jobs = headcount("list", *at).stdout
+    assert [line.split()[:2] for line in jobs.splitlines()[1:]] == [
         [name, "STOPPED"],
         [f"{name}.2", "SUCCEEDED"],
     ]
-    assert {f"{SHARDS}/{SHARDS}", "SUCCEEDED"} <= set(runs[1].splitlines()[1].split())
-    found = json.loads(status[1])
-    assert (found["complete"], found["job"]) == (True, "SUCCEEDED")
-    assert unknown[0] == 2
-    assert f"unknown job '{name}0': did you mean '{name}'?" in unknown[2]
+    runs = headcount("list", str(out), *at).stdout
+    assert {f"{SHARDS}/{SHARDS}", "SUCCEEDED"} <= set(runs.splitlines()[1].split())
+    status = json.loads(headcount("status", str(run.path), "--format", "json", *at).stdout)
+    assert (status["complete"], status["job"]) == (True, "SUCCEEDED")
+    unknown = headcount("logs", f"{name}0", *at)
+    assert unknown.code == 2
+    assert f"unknown job '{name}0': did you mean '{name}'?" in unknown.stderr
     assert SECRET not in (run.path / "manifest.json").read_bytes().decode()
-
-    # Another run of the same scan, which the same command then means.
-    code, printed, errors = headcount(*submit, "--new", FAR_AWAY=SECRET)
-    assert (code, printed.strip()) == (0, f"{name}-2"), errors
-    code, printed, errors = headcount("logs", f"{name}-2", "-f", *at)
-    assert (code, errors.strip()) == (0, f"{name}-2: SUCCEEDED")
-    assert printed.splitlines()[-1] == f"{path}-2"
-    code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
-    assert (code, printed.strip()) == (0, f"{name}-2")
-    assert f"{name}-2: has ended, SUCCEEDED" in errors
 
 
 def test_ray_refuses_the_second_of_two_that_ask_at_once(cluster: str, tmp_path: Path) -> None:
@@ -242,21 +259,19 @@ from pathlib import Path
 from jobs.submission import JobClient
 from schemas.run_directory import RunDirectory
 cluster, run = JobClient({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
-last = cluster.last
 cluster.last = lambda run_id: None
 print(cluster.start(run, ["--help"], {{}}))
 print(cluster.start(run, ["--help"], {{}}))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
+    ended = subprocess.run(
+        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", program],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
+    assert ended.returncode == 0, ended.stderr
+    first, second = ended.stdout.splitlines()
     assert first == f"both-1: submitted to {cluster}"
     assert second.startswith(f"both-1: already submitted to {cluster}, ")
 
@@ -269,7 +284,8 @@ def test_a_wrong_or_missing_token_is_one_line(cluster: str, token: str | None) -
 
 
 def test_a_dead_address_is_one_line() -> None:
-    line = refused("list", "--address", f"127.0.0.1:{(port := free_port())}")
+    port = free_port()
+    line = refused("list", "--address", f"127.0.0.1:{port}")
     assert line.startswith(
         f"error: http://127.0.0.1:{port}: no Ray cluster answers there (Connection refused)"
     )
@@ -349,16 +365,23 @@ def test_what_the_nodes_cannot_see_or_run_is_refused_here(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_what_every_node_can_see_is_taken(scan_file: Path) -> None:
-    for overrides in (
-        ["out=s3://bucket/runs"],
-        ["out=/mnt/runs", "model=openai-community/gpt2"],
-        [
-            "out=gs://bucket/runs",
-            "input={family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}",
-        ],
-    ):
-        portable_scan(scan_file, overrides)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"out": "s3://bucket/runs"},
+        {"out": "/mnt/runs", "model": "openai-community/gpt2"},
+        {
+            "out": "gs://bucket/runs",
+            "input": "{family = 'pile', files = ['/mnt/a.jsonl', 's3://bucket/*.jsonl']}",
+        },
+    ],
+    ids=lambda overrides: overrides["out"],
+)
+def test_what_every_node_can_see_is_accepted(scan_file: Path, overrides: dict[str, str]) -> None:
+    scan = portable_scan(scan_file, [f"{key}={value}" for key, value in overrides.items()])
+    assert scan.out == overrides["out"]
+    assert scan.model == overrides.get("model", "bundled:gpt2-mini")
+    assert scan.input.family == ("pile" if "input" in overrides else "repeated_random")
 
 
 def test_any_file_name_can_name_a_job(tmp_path: Path) -> None:

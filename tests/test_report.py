@@ -1,6 +1,4 @@
-"""The report, opened from disk in a real browser: what is drawn, what it says, and that it asks for
-nothing.
-"""
+"""The report, opened from disk in a real browser: what it draws and says, without a network."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -28,26 +27,33 @@ from workers.replica import Replica
 from workers.shard import run_shard
 
 EVIL = "</script><b>Pile & co"
+"""A name that would break the page if it were taken for markup."""
+
 LAYERS, HEADS = 3, 5
 
 
 def cells() -> dict[str, Cell]:
-    """All statistics; the residual norms and the coverage do not differ between heads, duplicates
-    are undefined.
+    """A value for every statistic.
+
+    Norms of the residual stream and the coverage do not differ between the heads of a layer.
+    Duplicates are undefined.
     """
 
-    def resid(row: Row) -> float:
+    def resid_norm(row: Row) -> float:
         return 10.0 * (1 + row.layer)
 
     def score(row: Row) -> float:
         return (row.layer * HEADS + row.head) / 16
 
-    special: dict[str, Cell] = {
+    special_cells: dict[str, Cell] = {
         "match_coverage": lambda row: 0.5,
         "duplicate_score": lambda row: None,
         "sink_logit_margin": lambda row: 3.0 if row.head else -1.0,
     }
-    return {name: resid if "resid" in name else special.get(name, score) for name in STATISTICS}
+    return {
+        name: resid_norm if "resid" in name else special_cells.get(name, score)
+        for name in STATISTICS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -85,33 +91,44 @@ def page(browser: webdriver.Chrome, report: Path) -> webdriver.Chrome:
 
 
 def section(page: webdriver.Chrome, index: int) -> WebElement:
+    """One section of the page, after a click on its button."""
     page.find_elements(By.CSS_SELECTOR, "nav button")[index].click()
     return page.find_elements(By.CSS_SELECTOR, "section.run")[index]
 
 
+def text_of(element: WebElement) -> str:
+    """What an element shows. The driver's own `text` takes seconds for a whole section."""
+    return str(element.get_property("innerText"))
+
+
 def card(section: WebElement, title: str) -> WebElement:
+    """The first card with a title."""
     return next(
-        c
-        for c in section.find_elements(By.CSS_SELECTOR, "figure")
-        if title == c.find_element(By.TAG_NAME, "h4").text
+        figure
+        for figure in section.find_elements(By.CSS_SELECTOR, "figure")
+        if title == figure.find_element(By.TAG_NAME, "h4").text
     )
 
 
-def trace(page: webdriver.Chrome, card: WebElement) -> dict[str, Any]:
-    script = "const t = arguments[0].querySelector('.plot'); return JSON.stringify([t.data[0], t.layout])"
-    return dict(zip(("data", "layout"), json.loads(page.execute_script(script, card)), strict=True))
+def plotly_figure(page: webdriver.Chrome, card: WebElement) -> dict[str, Any]:
+    """What Plotly drew in a card: the data of its first trace, and its layout."""
+    script = """
+        const plot = arguments[0].querySelector(".plot");
+        return JSON.stringify({ data: plot.data[0], layout: plot.layout });
+    """
+    return json.loads(page.execute_script(script, card))
 
 
 def test_every_head_statistic_has_a_drawn_heatmap(page: webdriver.Chrome) -> None:
-    shown = section(page, 0)
-    same = {name for name in STATISTICS if "resid" in name and name.endswith("norm")} | {
-        "match_coverage",
-        "duplicate_score",
-    }
-    titles = [heading.text for heading in shown.find_elements(By.CSS_SELECTOR, "figure h4")]
-    assert titles.count("sink_mass") == 2  # by head, and by part of the Pile
-    assert set(titles) == STATISTICS.keys() - same | {"Residual stream", "Residual peak"}
-    pixels = page.execute_script(
+    first_section = section(page, 0)
+    residual_norms = {name for name in STATISTICS if "resid" in name and name.endswith("norm")}
+    without_card = residual_norms | {"match_coverage", "duplicate_score"}
+    headings = first_section.find_elements(By.CSS_SELECTOR, "figure h4")
+    titles = [heading.text for heading in headings]
+    # Once by head, and once by part of the Pile.
+    assert titles.count("sink_mass") == 2
+    assert set(titles) == STATISTICS.keys() - without_card | {"Residual stream", "Residual peak"}
+    colour_counts = page.execute_script(
         """return Promise.all([...arguments[0].querySelectorAll(".hm image")].map(async (image) => {
           const bitmap = await createImageBitmap(await (await fetch(image.href.baseVal)).blob());
           const canvas = new OffscreenCanvas(bitmap.width, bitmap.height);
@@ -120,26 +137,32 @@ def test_every_head_statistic_has_a_drawn_heatmap(page: webdriver.Chrome) -> Non
           const data = context.getImageData(0, 0, bitmap.width, bitmap.height).data;
           return new Set(new Uint32Array(data.buffer)).size;
         }))""",
-        shown,
+        first_section,
     )
-    per_layer = {name for name in STATISTICS if "resid" in name} - same
-    assert len(pixels) == len(STATISTICS) - len(same) - len(per_layer) + 2
-    assert min(pixels) >= 3  # Two colours and the gaps between cells.
-    assert len(shown.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace")) == 6 + len(per_layer)
+    by_layer = {name for name in STATISTICS if "resid" in name} - without_card
+    # Two more heatmaps are by part of the Pile.
+    assert len(colour_counts) == len(STATISTICS) - len(without_card) - len(by_layer) + 2
+    # Two colours and the gaps between cells.
+    assert min(colour_counts) >= 3
+    lines = first_section.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace")
+    # The residual stream has four lines, its peak has two.
+    assert len(lines) == 6 + len(by_layer)
 
 
 def test_a_heatmap_says_which_head_is_which(page: webdriver.Chrome) -> None:
     figure = card(section(page, 0), "induction_score")
-    drawn = trace(page, figure)
+    drawn = plotly_figure(page, figure)
     assert drawn["data"]["z"] == [
-        [(la * HEADS + h) / 16 for h in range(HEADS)] for la in range(LAYERS)
+        [(layer * HEADS + head) / 16 for head in range(HEADS)] for layer in range(LAYERS)
     ]
     assert (drawn["data"]["zmin"], drawn["data"]["zmax"]) == (0, 1)
     assert drawn["data"]["hovertemplate"].startswith("L%{y}H%{x}")
-    labels = [e.text for e in figure.find_elements(By.CSS_SELECTOR, ".xtitle, .ytitle")]
-    assert labels == ["head", "layer"]
-    x, y = drawn["layout"]["xaxis"]["range"], drawn["layout"]["yaxis"]["range"]
-    assert (x, y) == ([-0.5, HEADS - 0.5], [LAYERS - 0.5, -0.5])
+    axis_titles = figure.find_elements(By.CSS_SELECTOR, ".xtitle, .ytitle")
+    assert [title.text for title in axis_titles] == ["head", "layer"]
+    # Layer 0 is at the top.
+    assert drawn["layout"]["xaxis"]["range"] == [-0.5, HEADS - 0.5]
+    assert drawn["layout"]["yaxis"]["range"] == [LAYERS - 0.5, -0.5]
+    # The cells are squares.
     box = figure.find_element(By.CSS_SELECTOR, ".hm image").size
     assert box["width"] / HEADS == pytest.approx(box["height"] / LAYERS, rel=0.02)
     assert "Mean attention to the keys that follow an earlier copy" in figure.text
@@ -150,36 +173,34 @@ def test_hovering_shows_the_head_and_its_value(page: webdriver.Chrome) -> None:
     figure = card(section(page, 0), "sink_mass")
     image = figure.find_element(By.CSS_SELECTOR, ".hm image")
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", image)
-    cell = image.size["width"] / HEADS
-    webdriver.ActionChains(page).move_to_element_with_offset(image, int(cell), 0).pause(
-        0.3
-    ).perform()
+    cell_width = image.size["width"] / HEADS
+    actions = webdriver.ActionChains(page)
+    actions.move_to_element_with_offset(image, int(cell_width), 0).pause(0.3).perform()
     # One cell right of the middle, in the middle row: layer 1, head 3.
     assert figure.find_element(By.CSS_SELECTOR, ".hoverlayer").text == "L1H3  0.5"
 
 
 def test_signed_statistics_diverge_around_zero(page: webdriver.Chrome) -> None:
-    data = trace(page, card(section(page, 0), "sink_logit_margin"))["data"]
+    data = plotly_figure(page, card(section(page, 0), "sink_logit_margin"))["data"]
     assert (data["zmin"], data["zmax"]) == (-3, 3)
 
 
 def test_what_heads_share_is_not_a_heatmap(page: webdriver.Chrome) -> None:
-    shown = section(page, 0)
-    assert trace(page, card(shown, "Residual stream"))["data"]["y"] == [10, 20, 30]
-    assert "duplicate_score\nundefined here" in shown.text
-    assert "match_coverage\n0.5" in shown.text
+    first_section = section(page, 0)
+    residual_stream = plotly_figure(page, card(first_section, "Residual stream"))
+    assert residual_stream["data"]["y"] == [10, 20, 30]
+    assert "duplicate_score\nundefined here" in text_of(first_section)
+    assert "match_coverage\n0.5" in text_of(first_section)
 
 
 def test_it_says_what_was_scanned_and_what_is_missing(page: webdriver.Chrome) -> None:
-    shown = section(page, 0)
-    assert "a <b>model</b> (raw weights)" in shown.text
-    assert "10 in 2 sequences of 5" in shown.text
-    assert (
-        "Incomplete. 1 of 2 shards are done: the numbers below cover 2 of 4 sequences."
-        in shown.text
-    )
-    assert "Incomplete" not in section(page, 1).text
-    assert "No rows yet." in section(page, 3).text
+    first_section = text_of(section(page, 0))
+    assert "a <b>model</b> (raw weights)" in first_section
+    assert "10 in 2 sequences of 5" in first_section
+    warning = "Incomplete. 1 of 2 shards are done: the numbers below cover 2 of 4 sequences."
+    assert warning in first_section
+    assert "Incomplete" not in text_of(section(page, 1))
+    assert "No rows yet." in text_of(section(page, 3))
 
 
 def test_rankings_and_dormant_heads(page: webdriver.Chrome) -> None:
@@ -190,34 +211,29 @@ def test_rankings_and_dormant_heads(page: webdriver.Chrome) -> None:
     assert dormant.find_element(By.CSS_SELECTOR, "tbody tr").text == "L2H4 0.875 0.875 0.875 0.875"
     # Scores are n/16 for n = 0 … 14; sixteen times 0.4 is 6.4, so 7 to 14 are induction heads and
     # sinks.
-    assert (
+    sentence = (
         "8 of the heads pass both thresholds (induction score 0.4, sink mass 0.3), from b-2, d-4 "
-        "and a-1." in page.find_element(By.TAG_NAME, "body").text
+        "and a-1."
     )
+    assert sentence in page.find_element(By.TAG_NAME, "body").text
     assert len(dormant.find_elements(By.CSS_SELECTOR, ".point")) == LAYERS * HEADS
 
 
 def test_names_are_data_and_never_markup(page: webdriver.Chrome, report: Path) -> None:
-    figure = next(
-        f
-        for f in section(page, 0).find_elements(By.CSS_SELECTOR, "figure")
-        if "part of the Pile" in f.text
-    )
+    figures = section(page, 0).find_elements(By.CSS_SELECTOR, "figure")
+    figure = next(figure for figure in figures if "part of the Pile" in figure.text)
     ticks = [tick.text for tick in figure.find_elements(By.CSS_SELECTOR, ".ytick text")]
     assert sorted(ticks) == [f"{EVIL} (1)", "Github (1)"]
     assert EVIL not in report.read_text(encoding="utf-8")
 
 
 def test_every_section_is_drawn_when_it_is_chosen(page: webdriver.Chrome) -> None:
-    for index, button in enumerate(page.find_elements(By.CSS_SELECTOR, "nav button")):
-        shown = section(page, index)
-        places = shown.find_elements(By.CSS_SELECTOR, ".plot")
-        assert all(place.find_elements(By.CSS_SELECTOR, "svg.main-svg") for place in places), (
-            button.text
-        )
-    assert [b.text for b in page.find_elements(By.CSS_SELECTOR, "nav button")] == [
-        "a-1", "b-2 · none", "b-2 · zero_query_bias", "c-3", "d-4"
-    ]  # fmt: skip
+    buttons = page.find_elements(By.CSS_SELECTOR, "nav button")
+    for index, button in enumerate(buttons):
+        for plot in section(page, index).find_elements(By.CSS_SELECTOR, ".plot"):
+            assert plot.find_elements(By.CSS_SELECTOR, "svg.main-svg"), button.text
+    names = ["a-1", "b-2 · none", "b-2 · zero_query_bias", "c-3", "d-4"]
+    assert [button.text for button in buttons] == names
 
 
 def test_it_asks_for_nothing_and_complains_about_nothing(
@@ -226,11 +242,9 @@ def test_it_asks_for_nothing_and_complains_about_nothing(
     for index in range(5):
         section(page, index)
     messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
-    urls = [
-        m["params"]["request"]["url"]
-        for m in messages
-        if m["method"] == "Network.requestWillBeSent"
-    ]
+    requests = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    urls = [request["request"]["url"] for request in requests]
+    # Figures are data inside the page.
     assert [url for url in urls if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
     assert page.get_log("browser") == []
     markup = re.sub(r"<script.*?</script>", "", report.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -245,9 +259,13 @@ def test_a_report_that_cannot_be_written(report: Path) -> None:
 
 def test_the_report_says_which_engine_measured_an_intervention(tmp_path: Path) -> None:
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 5, "sequences": 2, "input": {"family": "uniform_random"},
-        "interventions": ["none", "head_to_first(1,0)"], "out": str(tmp_path),
-    }  # fmt: skip
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 5,
+        "sequences": 2,
+        "input": {"family": "uniform_random"},
+        "interventions": ["none", "head_to_first(1,0)"],
+        "out": str(tmp_path),
+    }
     plan = make_plan(parse_scan(fields), "small")
     prepare_run(plan, "")
     run_shard(Replica(plan.info, plan.scan), plan.run, plan.sequences.shard(0))
@@ -259,42 +277,46 @@ def test_the_report_says_which_engine_measured_an_intervention(tmp_path: Path) -
     ]
 
 
-def test_predictions_are_told_with_their_change_from_the_untouched_model(tmp_path: Path) -> None:
+def test_predictions_have_their_change_from_the_untouched_model(tmp_path: Path) -> None:
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 9, "sequences": 6, "input": {"family": "repeated_random"},
-        "interventions": ["none", "zero_head(1,6)"], "predictions": ["loss", "losses"], "statistics": ["sink_mass"],
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 9,
+        "sequences": 6,
+        "input": {"family": "repeated_random"},
+        "interventions": ["none", "zero_head(1,6)"],
+        "predictions": ["loss", "losses"],
+        "statistics": ["sink_mass"],
         "out": str(tmp_path),
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), "small")
     prepare_run(plan, "")
-    replica, shard = Replica(plan.info, plan.scan), plan.sequences.shard(0)
+    replica = Replica(plan.info, plan.scan)
+    shard = plan.sequences.shard(0)
     run_shard(replica, plan.run, shard)
-    none, zero = (
+    untouched, edited = (
         replica.measure(shard.tokens, intervention).sequences["loss"].astype(float)
         for intervention in plan.scan.interventions
     )
     write_report(open_runs(plan.run.path), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    expected = [
-        [
-            f"{value:.4g}"
-            for values in told
-            for value in (values.mean(), values.std(ddof=1) / 6**0.5)
-        ]
-        for told in ([none], [zero, zero - none])
-    ]
+
+    def mean_and_error(losses: np.ndarray) -> list[str]:
+        return [f"{losses.mean():.4g}", f"{losses.std(ddof=1) / 6**0.5:.4g}"]
+
     rows = re.findall(r"<tr><td title=\"[^\"]+\">loss</td><td>nats</td>(.*?)</tr>", page)
-    assert [re.findall("<td>(.*?)</td>", row) for row in rows] == expected
+    assert [re.findall("<td>(.*?)</td>", row) for row in rows] == [
+        mean_and_error(untouched),
+        mean_and_error(edited) + mean_and_error(edited - untouched),
+    ]
 
 
-def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
+def test_buttons_name_lengths_and_decades_have_whole_numbers(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
-    long = cells() | {
-        name: lambda row: 4.0 * 4**row.layer for name in STATISTICS if "resid" in name
-    }
+    growing_norms = {name: lambda row: 4.0 * 4**row.layer for name in STATISTICS if "resid" in name}
+    # Two runs of one scan that differ in length, and a run of another scan.
     for run, n_ctx in (("s-1", 5), ("s-2", 9)):
-        write_run(tmp_path, run, long, n_ctx=n_ctx, layers=LAYERS, heads=HEADS)
+        write_run(tmp_path, run, cells() | growing_norms, n_ctx=n_ctx, layers=LAYERS, heads=HEADS)
     write_run(tmp_path, "t-3", cells(), n_ctx=7, layers=LAYERS, heads=HEADS)
     write_report(open_runs(tmp_path), tmp_path / "report.html")
     browser.get((tmp_path / "report.html").as_uri())
@@ -306,10 +328,8 @@ def test_runs_of_two_lengths_are_told_apart_and_decades_have_whole_numbers(
     assert sorted((tick.text for tick in ticks), key=float) == ["5", "10", "20", "50"]
 
 
-def broken_content(file: Path) -> str:
-    """Overwrite the data of a Parquet file, and leave its size and its footer as they are; returns
-    its digest.
-    """
+def damage_content(file: Path) -> str:
+    """Overwrite the data of a Parquet file, but keep its size and footer. Returns its digest."""
     content = bytearray(file.read_bytes())
     content[4:200] = bytes(196)
     file.write_bytes(content)
@@ -319,8 +339,8 @@ def broken_content(file: Path) -> str:
 @pytest.mark.parametrize("table", ["heads", "sequences"])
 def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table: str) -> None:
     run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
-    # Committed as it is: otherwise its shard would be left out.
-    digest = broken_content(local(run.data_file(table, "none", 0)))
+    # The commit is changed to the damaged content: otherwise its shard would be left out.
+    digest = damage_content(local(run.data_file(table, "none", 0)))
     commit = json.loads(run.commit_file(0).read_bytes())
     for file in commit["files"]:
         file["digest"] = digest if file["table"] == table else file["digest"]
@@ -334,10 +354,10 @@ def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table
 
 def test_a_report_leaves_out_damaged_shards_and_says_so(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
-    broken_content(local(run.data_file("heads", "none", 0)))
-    heard: list[str] = []
-    write_report(open_runs(tmp_path, tell=heard.append), tmp_path / "report.html")
-    assert heard == [
+    damage_content(local(run.data_file("heads", "none", 0)))
+    warnings: list[str] = []
+    write_report(open_runs(tmp_path, tell=warnings.append), tmp_path / "report.html")
+    assert warnings == [
         "warning: run a-1: shard 0: heads/intervention=none/shard-000000.parquet has other content "
         f"than was committed and is left out of every view. headcount resume {run.path} --verify "
         "measures it anew"

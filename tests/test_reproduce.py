@@ -34,36 +34,47 @@ from workers.model.model_info import find_model
 from workers.replica import Replica
 
 SYSTEMS = systems()
-FEW = ("sequences=40", "sequences_per_shard=40")
-"""Enough to see that a system runs; phenomena need the system's own numbers."""
+FEW_SEQUENCES = ("sequences=40", "sequences_per_shard=40")
+"""Enough to see that a system runs. Phenomena need as many sequences as the system says."""
 
 
 def reproduce(*words: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["reproduce", *words])
-    return done.exit_code, done.output + ("" if done.exception is None else str(done.exception))
+    """Exit code and output of the command, with its error."""
+    result = CliRunner().invoke(app, ["reproduce", *words])
+    error = "" if result.exception is None else str(result.exception)
+    return result.exit_code, result.output + error
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_runs_on_its_miniature_and_shows_its_phenomena(
     name: str, tmp_path: Path
 ) -> None:
-    words = [name, "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json")]
-    code, output = reproduce(*words)
-    found: list[dict[str, Any]] = json.loads((tmp_path / "found.json").read_text())
-    assert [f["name"] for f in found if f["verdict"] == "fail"] == []
-    assert code == 0, output
+    findings_file = tmp_path / "findings.json"
+    words = [name, "--out", str(tmp_path / "runs"), "--json", str(findings_file)]
+    exit_code, output = reproduce(*words)
+    findings: list[dict[str, Any]] = json.loads(findings_file.read_text())
+    assert [finding["name"] for finding in findings if finding["verdict"] == "fail"] == []
+    assert exit_code == 0, output
     system = SYSTEMS[name]
-    figures = [f for f in found if f["published"] != "holds"]
-    assert {f["verdict"] for f in figures} == {"not comparable"}
-    assert sorted(f["name"] for f in figures) == sorted(
-        key for check in system.check for key in check.published
-    )
-    assert len(found) - len(figures) >= len(system.phenomenon)
-    assert all(math.isfinite(f["measured"]) for f in found if f["measured"] is not None)
-    # Run again, nothing is measured twice.
-    before = sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.parquet"))
-    assert reproduce(*words)[0] == 0
-    assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.parquet")) == before
+    # Every published figure is there, and none is compared with a miniature.
+    figures = [finding for finding in findings if finding["published"] != "holds"]
+    published_names = [key for check in system.check for key in check.published]
+    assert {figure["verdict"] for figure in figures} == {"not comparable"}
+    assert sorted(figure["name"] for figure in figures) == sorted(published_names)
+    assert len(findings) - len(figures) >= len(system.phenomenon)
+    measured = [finding["measured"] for finding in findings]
+    assert all(math.isfinite(value) for value in measured if value is not None)
+
+
+def test_a_system_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None:
+    def write_times() -> list[int]:
+        return sorted(file.stat().st_mtime_ns for file in tmp_path.rglob("*.parquet"))
+
+    assert reproduce("previous_token", "--out", str(tmp_path))[0] == 0
+    times_before = write_times()
+    assert times_before
+    assert reproduce("previous_token", "--out", str(tmp_path))[0] == 0
+    assert write_times() == times_before
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -72,63 +83,57 @@ def test_a_system_of_the_published_model_runs_where_its_weights_are(
 ) -> None:
     model = published.weights(SYSTEMS[name].published_model)
     published.work_beside_the_texts(tmp_path, monkeypatch)
-    local = published.LOCAL_TEXTS.get(name, [])
-    code, output = reproduce(name, "--model", model, "--out", "published-runs", *local)
+    text_options = published.LOCAL_TEXTS.get(name, [])
+    words = [name, "--model", model, "--out", "published-runs", *text_options]
+    exit_code, output = reproduce(*words)
     if "no file matches" in output:
         pytest.skip(f"the published texts are not here: {output.splitlines()[-1]}")
-    assert code == 0, output
+    assert exit_code == 0, output
 
 
 def test_a_system_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "sink_rates",
-        "sink_circuit_content",
-        "text_and_code",
-    ):  # One text, as corpus and as source; many files.
+    # One text as a corpus, one text as the source of tokens, and many files.
+    for name in ("sink_rates", "sink_circuit_content", "text_and_code"):
         assert plan_system(SYSTEMS[name], SYSTEMS[name].bundled_model, "runs")
 
 
 def test_an_override_may_be_of_one_scan(tmp_path: Path) -> None:
     system = SYSTEMS["previous_token"]
-    made = plan_system(
+    plans = plan_system(
         system,
         system.bundled_model,
         str(tmp_path),
         ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"],
     )
-    assert [(plan.scan.sequences, plan.scan.seed) for plan in made] == [(8, 129), (8, 7), (8, 129)]
-    assert [plan.scan.input.options for plan in made] == [{"distinct": True}, {}, {}]
+    assert [(plan.scan.sequences, plan.scan.seed) for plan in plans] == [(8, 129), (8, 7), (8, 129)]
+    assert [plan.scan.input.options for plan in plans] == [{"distinct": True}, {}, {}]
 
 
 def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_published(
     tmp_path: Path,
 ) -> None:
     system = SYSTEMS["recency_bias"]
-    (plan,) = [
-        p
-        for p in plan_system(system, system.bundled_model, str(tmp_path), ["sequences=3"])
-        if p.run.run_id.startswith("random-50")
-    ]
+    plans = plan_system(system, system.bundled_model, str(tmp_path), ["sequences=3"])
+    (plan,) = [plan for plan in plans if plan.run.run_id.startswith("random-50")]
     tokens = plan.sequences.shard(0).tokens
     bridge = bridge_of(load_model(plan.info, "raw", "cpu"))
     state = load_file(Path(plan.info.path) / "model.safetensors")
-    shared = state["blocks.0.attn.b_V"] + torch.einsum(
+    # Folding moves the bias of LayerNorm into the bias of the values.
+    value_bias = state["blocks.0.attn.b_V"] + torch.einsum(
         "d,hde->he", state["blocks.0.ln1.b"], state["blocks.0.attn.W_V"]
     )
-    found: list[torch.Tensor] = []
+    is_kept_head = (torch.arange(8) == 1)[:, None]
+    patterns: list[torch.Tensor] = []
     hooks = [
         ("hook_pos_embed", lambda value, hook: value * 0),
-        (
-            "blocks.0.attn.hook_z",
-            lambda value, hook: torch.where((torch.arange(8) == 1)[:, None], value, shared),
-        ),
-        ("blocks.1.attn.hook_pattern", lambda value, hook: found.append(value)),
+        ("blocks.0.attn.hook_z", lambda z, hook: torch.where(is_kept_head, z, value_bias)),
+        ("blocks.1.attn.hook_pattern", lambda pattern, hook: patterns.append(pattern)),
     ]
     with torch.inference_mode():
         bridge.run_with_hooks(torch.from_numpy(tokens).long(), fwd_hooks=hooks)
     measured = Replica(plan.info, plan.scan, "cpu").measure(tokens, plan.scan.interventions[0])
-    expected = found[0][:, :, 1:, 0].mean(-1)
+    expected = patterns[0][:, :, 1:, 0].mean(-1)
     np.testing.assert_allclose(measured.heads["sink_mass"][:, 1], expected.numpy(), rtol=1e-4)
 
 
@@ -144,17 +149,24 @@ def test_the_published_heads_have_the_roles_that_were_published() -> None:
         f"SELECT role FROM ({SYSTEMS['sequence_patching'].view['roles']}) ORDER BY layer, head"
     ).fetchall()
     assert [role for (role,) in roles] == [
-        "other heads of layer 0", "previous-token heads", "induction heads", "other heads of layer 1",
-    ]  # fmt: skip
+        "other heads of layer 0",
+        "previous-token heads",
+        "induction heads",
+        "other heads of layer 1",
+    ]
 
 
 def test_another_formula_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = SYSTEMS["sink_rates"]
-    home = plan_system(system, system.bundled_model, str(tmp_path))[0].scan.out
-    assert plan_system(system, system.bundled_model, str(tmp_path))[0].scan.out == home
+
+    def directory() -> str:
+        return plan_system(system, system.bundled_model, str(tmp_path))[0].scan.out
+
+    first_directory = directory()
+    assert directory() == first_directory
     changed = replace(STATISTICS["sink_alpha"], compute=STATISTICS["sink_mass"].compute)
     monkeypatch.setitem(STATISTICS, "sink_alpha", changed)
-    assert plan_system(system, system.bundled_model, str(tmp_path))[0].scan.out != home
+    assert directory() != first_directory
 
 
 def toy_system(**fields: Any) -> System:
@@ -172,7 +184,7 @@ def toy_system(**fields: Any) -> System:
 
 
 def verdicts(system: System, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """Findings on the published model and on another one; the SQL of the system reads no table."""
+    """Findings on the published model, m, and on another one. The system's SQL reads no table."""
     database = without_runs(duckdb.connect())
     monkeypatch.setattr("reproduce.verdicts.find_model", lambda model: Path(model))
     monkeypatch.setattr(
@@ -197,30 +209,40 @@ def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
         Phenomenon(sql="SELECT 'n = {}', 'x', true WHERE false", models=("m",)),
     ]
     system = toy_system(check=checks, phenomenon=phenomena)
-    found = verdicts(system, monkeypatch)
-    assert [(f.name, f.verdict, f.model) for f in found] == [
-        ("near", "pass", "m"), ("far", "fail", "m"), ("left out", "fail", "m"), ("part", "pass", "m"),
-        ("it is so", "pass", "m"), ("0/0 is no number", "fail", "m"), ("not so", "fail", "m"),
+    findings = verdicts(system, monkeypatch)
+    assert [(finding.name, finding.verdict, finding.model) for finding in findings] == [
+        ("near", "pass", "m"),
+        ("far", "fail", "m"),
+        ("left out", "fail", "m"),
+        ("part", "pass", "m"),
+        ("it is so", "pass", "m"),
+        ("0/0 is no number", "fail", "m"),
+        ("not so", "fail", "m"),
         ("n = {}: no rows", "not comparable", "m"),
-        ("near", "not comparable", "other"), ("far", "not comparable", "other"), ("left out", "not comparable", "other"),
-        ("part", "not comparable", "other"), ("it is so", "pass", "other"), ("0/0 is no number", "fail", "other"),
-    ]  # fmt: skip
-    assert [f.measured for f in found[:7]] == [1.05, 1.2, None, 215.0, 3.0, None, None]
-    assert [f.tolerance for f in found[:5]] == [0.1, 0.1, 0.1, 20.0, None]
+        ("near", "not comparable", "other"),
+        ("far", "not comparable", "other"),
+        ("left out", "not comparable", "other"),
+        ("part", "not comparable", "other"),
+        ("it is so", "pass", "other"),
+        ("0/0 is no number", "fail", "other"),
+    ]
+    measured = [finding.measured for finding in findings[:7]]
+    assert measured == [1.05, 1.2, None, 215.0, 3.0, None, None]
+    assert [finding.tolerance for finding in findings[:5]] == [0.1, 0.1, 0.1, 20.0, None]
 
 
 def test_no_phenomenon_compares_a_quotient_by_a_spread() -> None:
     # 0 / 0 is NaN, and DuckDB holds NaN to be greater than every number.
     quotient = re.compile(r"/ \(?(sqrt|stddev|\S*standard_error)[^,>]*> *\d")
-    assert [
-        name for name, s in SYSTEMS.items() for p in s.phenomenon if quotient.search(p.sql)
-    ] == []
+    for name, system in SYSTEMS.items():
+        for phenomenon in system.phenomenon:
+            assert not quotient.search(phenomenon.sql), name
 
 
-def phenomena(
+def connection_with_views(
     name: str, views: tuple[str, ...], tables: dict[str, str]
 ) -> duckdb.DuckDBPyConnection:
-    """A connection with some of a system's views, over tables that are made up."""
+    """A connection with some of a system's views, over tables given as SQL."""
     connection = duckdb.connect()
     for table, sql in tables.items():
         connection.execute(f"CREATE TABLE {table} AS {sql}")
@@ -229,51 +251,105 @@ def phenomena(
     return connection
 
 
+NO_SINKS = "0.0"
+SINKS_BUT_NOT_ON_RANDOM_OR_LONG = "(scan <> 'random' AND scan <> 'natural-long')::INT"
+
+
 @pytest.mark.parametrize(
     ("alpha", "cosine", "expected"),
     [
-        ("0.0", "NULL", [(0, False), ("rotary", 0, True), (0, False)]),
-        ("0.0", "0.5", [(0, False), ("learned absolute", 0, False), (0, False)]),
-        ("(scan <> 'random' AND scan <> 'natural-long')::INT", "NULL", [(100, True), ("rotary", 100, False), (100, True)]),
-        ("(scan <> 'random' AND scan <> 'natural-long')::INT", "0.5", [(100, True), ("learned absolute", 100, True), (100, True)]),
+        # The cosine is NULL in models with rotary positions.
+        (NO_SINKS, "NULL", [(0, False), ("rotary", 0, True), (0, False)]),
+        (NO_SINKS, "0.5", [(0, False), ("learned absolute", 0, False), (0, False)]),
+        (
+            SINKS_BUT_NOT_ON_RANDOM_OR_LONG,
+            "NULL",
+            [(100, True), ("rotary", 100, False), (100, True)],
+        ),
+        (
+            SINKS_BUT_NOT_ON_RANDOM_OR_LONG,
+            "0.5",
+            [(100, True), ("learned absolute", 100, True), (100, True)],
+        ),
     ],
-)  # fmt: skip
+)
 def test_sink_rates_of_one_token_depend_on_the_kind_of_positions_and_no_sinks_show_nothing(
     alpha: str, cosine: str, expected: list[tuple[Any, ...]]
 ) -> None:
     heads = f"""
-    SELECT *, ({alpha})::FLOAT AS sink_alpha, ({cosine})::FLOAT AS sink_key_cosine
-    FROM (SELECT unnest(['natural', 'random', 'repeated', 'natural-long']) AS scan), range(3) AS s(sequence)"""
-    connection = phenomena("sink_rates", ("sequence_rates", "rates"), {"system_heads": heads})
-    found = [connection.execute(p.sql).fetchall() for p in SYSTEMS["sink_rates"].phenomenon[:3]]
-    (_, text, more), (what, rate, so), (_, longer, less) = (row for [row] in found)
-    assert [(text, more), (what.partition(" positions")[0], rate, so), (longer, less)] == expected
+        SELECT *, ({alpha})::FLOAT AS sink_alpha, ({cosine})::FLOAT AS sink_key_cosine
+        FROM
+            (SELECT unnest(['natural', 'random', 'repeated', 'natural-long']) AS scan),
+            range(3) AS s(sequence)
+    """
+    views = ("sequence_rates", "rates")
+    connection = connection_with_views("sink_rates", views, {"system_heads": heads})
+    text, one_token, length = SYSTEMS["sink_rates"].phenomenon[:3]
+    ((_, text_rate, text_holds),) = connection.execute(text.sql).fetchall()
+    ((claim, token_rate, token_holds),) = connection.execute(one_token.sql).fetchall()
+    ((_, length_rate, length_holds),) = connection.execute(length.sql).fetchall()
+    assert expected == [
+        (text_rate, text_holds),
+        (claim.partition(" positions")[0], token_rate, token_holds),
+        (length_rate, length_holds),
+    ]
 
 
-def test_the_residual_norm_at_bos_is_held_against_the_other_positions() -> None:
-    # Norms 2, 4 and 6: BOS 2, the others 5 on average, all 4.
+def test_the_residual_norm_at_bos_is_compared_with_the_other_positions() -> None:
+    # Norms 2, 4 and 6: at BOS 2, at the others 5 on average, at all 4.
     heads = """
-    SELECT 'task' AS scan, 'none' AS intervention, 0 AS head, 'r' AS run_id,
-           2.0::FLOAT AS sink_resid_post_norm, 4.0::FLOAT AS resid_post_norm, 1.0 AS sink_mass_triggers, 1.0 AS sink_mass_others,
-           1.0 AS previous_token_triggers, 1.0 AS sink_logit_margin"""
+        SELECT
+            'task' AS scan,
+            'none' AS intervention,
+            0 AS head,
+            'r' AS run_id,
+            2.0::FLOAT AS sink_resid_post_norm,
+            4.0::FLOAT AS resid_post_norm,
+            1.0 AS sink_mass_triggers,
+            1.0 AS sink_mass_others,
+            1.0 AS previous_token_triggers,
+            1.0 AS sink_logit_margin
+    """
     tables = {"system_heads": heads, "runs": "SELECT 'r' AS run_id, 3 AS n_ctx"}
-    connection = phenomena("active_dormant_one_layer", ("head",), tables)
+    connection = connection_with_views("active_dormant_one_layer", ("head",), tables)
     assert connection.execute("SELECT resid_ratio FROM head").fetchall() == [(0.4,)]
 
 
 def test_mistakes_in_the_sql_of_a_system_are_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = """title = ""\nsource = ""\nmeasured = ""\npublished_model = "m"\npublished_sizes = { n_layers = 9 }
+    toml = """
+title = ""
+source = ""
+measured = ""
+published_model = "m"
+published_sizes = { n_layers = 9 }
 bundled_model = "bundled:gpt2-mini"
+
 [scan.random]
-n_ctx = 8\nsequences = 2\nstatistics = ["sink_mass"]\ninput = { family = "uniform_random" }
-[[check]]\ntolerance = 1\npublished = {}\nsql = "SELECT 'sink', avg(sink_mass) FROM system_heads"
-[[phenomenon]]\nsql = "SELECT 'sink', avg(sink_mass), true FROM system_heads"
+n_ctx = 8
+sequences = 2
+statistics = ["sink_mass"]
+input = { family = "uniform_random" }
+
+[[check]]
+tolerance = 1
+published = {}
+sql = "SELECT 'sink', avg(sink_mass) FROM system_heads"
+
+[[phenomenon]]
+sql = "SELECT 'sink', avg(sink_mass), true FROM system_heads"
 """
     monkeypatch.setattr("reproduce.system.SYSTEMS", tmp_path)
-    for part, wrong, line in (
-        ("", "", ""),
+
+    def reproduce_own(text: str) -> str:
+        (tmp_path / "own.toml").write_text(text)
+        arguments = ["reproduce", "own", "--out", str(tmp_path / "runs")]
+        result = CliRunner().invoke(app, arguments)
+        return "" if result.exit_code == 0 else str(result.exception)
+
+    assert reproduce_own(toml) == ""
+    for right, wrong, line in (
         (
             "avg(sink_mass) FROM",
             "avg(sink_mas) FROM",
@@ -290,42 +366,29 @@ n_ctx = 8\nsequences = 2\nstatistics = ["sink_mass"]\ninput = { family = "unifor
             "own: expected 2 columns, got 1, in SELECT 'sink' FROM system_heads",
         ),
     ):
-        (tmp_path / "own.toml").write_text(own.replace(part, wrong) if part else own)
-        done = CliRunner().invoke(app, ["reproduce", "own", "--out", str(tmp_path / "runs")])
-        if part:
-            assert str(done.exception).startswith(line)
-        else:
-            assert done.exit_code == 0
+        assert reproduce_own(toml.replace(right, wrong)).startswith(line)
 
 
 def test_an_unknown_system_and_a_wrong_field_are_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, output = reproduce("recency")
-    assert code == 1
+    exit_code, output = reproduce("recency")
+    assert exit_code == 1
     assert "unknown system 'recency': did you mean 'recency_bias'?" in output
     assert "--list names them" in reproduce()[1]
-    listed = reproduce("--list")[1]
-    assert [
-        n
-        for n, s in SYSTEMS.items()
-        if f" {n} " not in listed or s.published_model.split()[0] not in listed
-    ] == []
-    unknown = reproduce(
-        "recency_bias", "--set", "random-49.n_ctx=8", "--out", str(tmp_path / "runs")
-    )[1]
+    _, listing = reproduce("--list")
+    for name, system in SYSTEMS.items():
+        assert f" {name} " in listing
+        assert system.published_model.split()[0] in listing
+    words = ["recency_bias", "--out", str(tmp_path / "runs")]
+    _, output = reproduce(*words, "--set", "random-49.n_ctx=8")
     assert (
         "--set random-49.n_ctx=8: unknown scan or field 'random-49': did you mean 'random-48'? "
-        "Known: abac-10" in unknown
+        "Known: abac-10" in output
     )
-    unwritable = reproduce(
-        "recency_bias",
-        "--json",
-        str(tmp_path / "no" / "found.json"),
-        "--out",
-        str(tmp_path / "runs"),
-    )
-    assert f"found.json: cannot be written ({tmp_path / 'no'} is no directory)" in unwritable[1]
+    _, output = reproduce(*words, "--json", str(tmp_path / "no" / "findings.json"))
+    assert f"findings.json: cannot be written ({tmp_path / 'no'} is no directory)" in output
+    # Both mistakes were found before anything was measured.
     assert not (tmp_path / "runs").exists()
     (tmp_path / "odd.toml").write_text('title = "odd"\nchek = []')
     monkeypatch.setattr("reproduce.system.SYSTEMS", tmp_path)
@@ -334,49 +397,56 @@ def test_an_unknown_system_and_a_wrong_field_are_lines(
 
 
 def test_overrides_reach_every_scan(tmp_path: Path) -> None:
-    sets = [word for few in FEW for word in ("--set", few)]
-    reproduce("previous_token", "--out", str(tmp_path), *sets)
+    options = [word for override in FEW_SEQUENCES for word in ("--set", override)]
+    reproduce("previous_token", "--out", str(tmp_path), *options)
     manifests = [json.loads(file.read_text()) for file in tmp_path.rglob("manifest.json")]
-    assert [m["sequences"] for m in manifests] == [40] * len(SYSTEMS["previous_token"].scan)
+    sequences = [manifest["sequences"] for manifest in manifests]
+    assert sequences == [40] * len(SYSTEMS["previous_token"].scan)
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 @pytest.mark.parametrize("name", ["gpt2-mini", "attn-only-2l-mini"])
-def test_outputs_are_what_the_whole_model_predicts(name: str, engine: str) -> None:
+def test_predictions_are_those_of_the_whole_model(name: str, engine: str) -> None:
     tokens = np.random.default_rng(0).integers(1, 200, size=(5, 21)).astype(np.int32)
     replica = toy.replica(
         find_model(f"bundled:{name}"), predictions=list(PREDICTIONS), engine=engine, batch_size=2
     )
-    found = replica.measure(tokens).sequences
+    measured = replica.measure(tokens).sequences
     with torch.inference_mode():
         logits = bridge_of(replica.model)(
             torch.from_numpy(tokens).long(), return_type="logits"
         ).double()
-    logprobs, ids = logits.log_softmax(-1), torch.from_numpy(tokens).long()
-    losses = -logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    log_probabilities = logits.log_softmax(-1)
+    token_ids = torch.from_numpy(tokens).long()
+    # The prediction at a position is of the next token.
+    losses = -log_probabilities[:, :-1].gather(-1, token_ids[:, 1:, None])[..., 0]
     expected = {
-        "loss": losses.mean(-1), "loss_early": losses[:, :10].mean(-1), "loss_late": losses[:, 10:].mean(-1),
-        "final_probabilities": logprobs[:, -1].exp().gather(-1, ids), "final_logits": logits[:, -1].gather(-1, ids),
-    }  # fmt: skip
+        "loss": losses.mean(-1),
+        "loss_early": losses[:, :10].mean(-1),
+        "loss_late": losses[:, 10:].mean(-1),
+        "final_probabilities": log_probabilities[:, -1].exp().gather(-1, token_ids),
+        "final_logits": logits[:, -1].gather(-1, token_ids),
+    }
     for column, values in expected.items():
-        np.testing.assert_allclose(found[column], values.numpy(), atol=2e-5, rtol=1e-5)
-    assert np.isnan(found["losses"][:, 0]).all()
-    np.testing.assert_allclose(found["losses"][:, 1:], losses.numpy(), atol=2e-5)
+        np.testing.assert_allclose(measured[column], values.numpy(), atol=2e-5, rtol=1e-5)
+    # Nothing predicts the first token.
+    assert np.isnan(measured["losses"][:, 0]).all()
+    np.testing.assert_allclose(measured["losses"][:, 1:], losses.numpy(), atol=2e-5)
 
 
 def test_logits_in_small_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(0).integers(1, 200, size=(3, 9)).astype(np.int32)
     replica = toy.replica(find_model("bundled:gpt2-mini"), predictions=["losses", "final_logits"])
-    whole = replica.measure(tokens).sequences
+    at_once = replica.measure(tokens).sequences
     monkeypatch.setattr("workers.engine.prediction_inputs.CHUNK_BYTES", 1)
-    pieces = replica.measure(tokens).sequences
+    in_pieces = replica.measure(tokens).sequences
     for column in ("losses", "final_logits"):
-        np.testing.assert_allclose(pieces[column], whole[column], atol=1e-5)
+        np.testing.assert_allclose(in_pieces[column], at_once[column], atol=1e-5)
 
 
-def test_no_outputs_leave_the_unembedding_alone() -> None:
+def test_without_predictions_the_unembedding_does_not_run() -> None:
     replica = toy.replica(find_model("bundled:gpt2-mini"))
-    called: list[int] = []
-    replica.model.modules("unembed")[0].register_forward_pre_hook(lambda *_: called.append(1))
+    calls: list[int] = []
+    replica.model.modules("unembed")[0].register_forward_pre_hook(lambda *_: calls.append(1))
     replica.measure(toy.repeating_tokens(9))
-    assert called == []
+    assert calls == []

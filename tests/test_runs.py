@@ -1,4 +1,7 @@
-"""Runs on real Ray, killed at any time: the same rows, no more and no fewer."""
+"""Runs on Ray of this machine, stopped and resumed: the same rows, no more and no fewer.
+
+Drivers that are killed on a cluster are tried in `test_faults.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from jobs.run_loop import tokens_of
 from schemas.errors import RunError
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, load_scan
-from tests.processes import MARK, kill
+from tests.processes import DIES_WITH_ITS_PARENT, MARK, kill
 from tests.toy_runs import local
 from workers.model.text_tokenizer import TextTokenizer
 from workers.replica import Replica
@@ -68,41 +71,38 @@ def run_here(scan: Scan) -> RunDirectory:
 def rows(run: RunDirectory) -> dict[str, pa.Table]:
     """Every committed row of every table and intervention, in the order of its keys."""
     keys = {"heads": ("sequence", "layer", "head"), "sequences": ("sequence",)}
+    files: dict[tuple[str, str], list[Path]] = {}
+    for commit in run.commits():
+        for file in commit.files:
+            path = local(run.path) / file.path
+            files.setdefault((file.table, file.intervention), []).append(path)
     tables: dict[str, pa.Table] = {}
-    for table in keys:
-        for intervention in ("none", "zero_query_bias"):
-            files = [
-                f
-                for c in run.commits()
-                for f in c.files
-                if (f.table, f.intervention) == (table, intervention)
-            ]
-            joined = pa.concat_tables([pq.read_table(local(run.path) / f.path) for f in files])
-            tables[f"{table} {intervention}"] = joined.sort_by(
-                [(key, "ascending") for key in keys[table]]
-            )
+    for (table, intervention), paths in files.items():
+        joined = pa.concat_tables([pq.read_table(path) for path in paths])
+        order = [(key, "ascending") for key in keys[table]]
+        tables[f"{table} {intervention}"] = joined.sort_by(order)
     return tables
 
 
 def assert_same_rows(run: RunDirectory, expected: dict[str, pa.Table]) -> None:
-    found = rows(run)
+    measured = rows(run)
+    assert set(measured) == set(expected)
     for name, table in expected.items():
-        assert found[name].num_rows == table.num_rows, name
+        assert measured[name].num_rows == table.num_rows, name
         for column in table.column_names:
-            a, b = found[name][column].to_pandas(), table[column].to_pandas()
-            if a.dtype == "float32":
-                # Another process may sum in another order: float32 noise, and the same NULLs.
-                assert (a.isna() == b.isna()).all(), f"{name}.{column}"
-                assert ((a - b).abs().fillna(0) <= 1e-5 * (1 + b.abs().fillna(0))).all(), (
-                    f"{name}.{column}"
-                )
-            else:
-                assert a.map(str).tolist() == b.map(str).tolist(), f"{name}.{column}"
+            where = f"{name}.{column}"
+            a, b = measured[name][column].to_pandas(), table[column].to_pandas()
+            if a.dtype != "float32":
+                assert a.map(str).tolist() == b.map(str).tolist(), where
+                continue
+            # Another process may sum in another order: float32 noise, and the same NULLs.
+            assert (a.isna() == b.isna()).all(), where
+            assert ((a - b).abs().fillna(0) <= 1e-5 * (1 + b.abs().fillna(0))).all(), where
 
 
 @pytest.fixture
 def start(scan_file: Path, tmp_path: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
-    """Start `headcount scan` as a process of its own; what it leaves behind is killed afterwards."""
+    """Starts `headcount scan` in a process of its own. What it leaves behind is killed."""
     started: list[subprocess.Popen[str]] = []
     orders = tmp_path / "orders"
     orders.mkdir()
@@ -114,17 +114,16 @@ def start(scan_file: Path, tmp_path: Path) -> Iterator[Callable[[Path], subproce
             "PYTHONPATH": str(FAULTS),
             "FAULTS": str(orders),
         }
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        process = subprocess.Popen(
+            [*DIES_WITH_ITS_PARENT, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        return started[-1]
+        started.append(process)
+        return process
 
     yield begin
     for process in started:
@@ -135,60 +134,66 @@ def start(scan_file: Path, tmp_path: Path) -> Iterator[Callable[[Path], subproce
 
 def wait_for_commits(run: RunDirectory, count: int, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 240
-    while len(done(run)) < count:
+    while len(committed_shards(run)) < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no commits in four minutes"
         time.sleep(0.05)
 
 
-def done(run: RunDirectory) -> list[int]:
+def committed_shards(run: RunDirectory) -> list[int]:
     return run.ledger([])["shard"].to_pylist()
 
 
-def run_of(scan_file: Path, out: Path) -> RunDirectory:
-    return RunDirectory.of(out, load_scan(scan_file).run_id("killed"))
+def halt_after_commits(orders: Path, commits: int) -> None:
+    """Let a driver's replicas commit so many shards, and then wait for ever."""
+    # `pass` comes before `wait`: orders are obeyed in the order of their names.
+    for number in range(commits):
+        (orders / f"pass@commit.{number}").touch()
+    for number in range(SHARDS):
+        (orders / f"wait@commit.{number}").touch()
 
 
-def test_a_driver_killed_and_one_interrupted_then_resumed(
+def leave_behind(run: RunDirectory) -> None:
+    """Write what dead workers and others may leave, which counts for nothing."""
+    heads = local(run.path) / "heads" / "intervention=none"
+    (heads / ".shard-000099.parquet.123.tmp").write_bytes(b"PAR1 half")
+    (heads / "foreign.parquet").write_bytes(b"not parquet")
+    local(run.commit_file(98)).write_text('{"shard":')
+
+
+def test_a_driver_interrupted_then_resumed(
     scan_file: Path,
     undisturbed: dict[str, pa.Table],
     start: Callable[[Path], subprocess.Popen[str]],
     tmp_path: Path,
 ) -> None:
-    run = run_of(scan_file, tmp_path)
-    for commits, fatal in ((2, signal.SIGKILL), (5, signal.SIGINT)):
-        orders = [f"pass@commit.{n}" for n in range(commits - len(done(run)))]
-        orders += [f"wait@commit.{n}" for n in range(SHARDS)]  # No commit follows.
-        for order in orders:
-            (tmp_path / "orders" / order).touch()
-        driver = start(tmp_path)
-        wait_for_commits(run, commits, driver)
-        driver.send_signal(fatal)
-        _, errors = driver.communicate(timeout=60)
-        assert driver.returncode == (130 if fatal is signal.SIGINT else -fatal)
-        assert "Traceback" not in errors
-        assert ("goes on where it stopped with the same command" in errors) == (
-            fatal is signal.SIGINT
-        )
-        kill(str(tmp_path))
-        assert len(done(run)) == commits
-        for order in (tmp_path / "orders").iterdir():
-            order.unlink()
-    # What dead workers and others leave behind does not count.
-    heads = local(run.path) / "heads" / "intervention=none"
-    (heads / ".shard-000099.parquet.123.tmp").write_bytes(b"PAR1 half")
-    (heads / "foreign.parquet").write_bytes(b"not parquet")
-    local(run.commit_file(98)).write_text('{"shard":')
-    before = {c.shard: local(run.commit_file(c.shard)).stat().st_mtime_ns for c in run.commits()}
+    run = RunDirectory.of(tmp_path, load_scan(scan_file).run_id("killed"))
+    orders = tmp_path / "orders"
+    halt_after_commits(orders, 5)
+    interrupted = start(tmp_path)
+    wait_for_commits(run, 5, interrupted)
+    interrupted.send_signal(signal.SIGINT)
+    _, errors = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == 130
+    assert "Traceback" not in errors
+    assert "continues the scan where it stopped" in errors
+    kill(str(tmp_path))
+    assert len(committed_shards(run)) == 5
+
+    for order in orders.iterdir():
+        order.unlink()
+    leave_behind(run)
+    written = {
+        commit.shard: local(run.commit_file(commit.shard)).stat().st_mtime_ns
+        for commit in run.commits()
+    }
     last = start(tmp_path)
     _, errors = last.communicate(timeout=300)
     assert last.returncode == 0, errors
-    assert f"{len(before)} of them done" in errors
-    assert all(
-        local(run.commit_file(shard)).stat().st_mtime_ns == written
-        for shard, written in before.items()
-    )
-    assert [c.shard for c in run.commits()] == list(range(SHARDS))
+    assert f"{len(written)} of them done" in errors
+    for shard, when in written.items():
+        assert local(run.commit_file(shard)).stat().st_mtime_ns == when
+    assert [commit.shard for commit in run.commits()] == list(range(SHARDS))
     assert_same_rows(run, undisturbed)
 
 
@@ -218,7 +223,12 @@ def test_a_poisoned_shard_fails_alone_and_is_retried(tmp_path: Path) -> None:
     # The model has no part in it.
     command = [sys.executable, "-m", "tests.toy_replica", "scan", str(scan_file)]
     ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+        [*DIES_WITH_ITS_PARENT, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr

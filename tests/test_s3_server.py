@@ -1,5 +1,5 @@
-"""The S3 server and the proxy of the tests do what they say, and S3's clients do what this project
-relies on.
+"""The S3 server of the tests has the faults that it is told to have, and S3's clients do what this
+project relies on.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ import http.client
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +20,22 @@ import pytest
 from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow import fs
 
-from tests.s3_server import ROOT, Action, FaultProxy, Rule, S3Server
+from tests.s3_server import ROOT, Action, Rule, S3Server
 
 MB = 1_000_000
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
+def started_server() -> Iterator[S3Server]:
     with S3Server() as server:
         yield server
 
 
-@pytest.fixture(scope="module")
-def shared_proxy(server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(server) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def proxy(shared_proxy: FaultProxy) -> FaultProxy:
-    """The proxy, without rules and with an empty log."""
-    shared_proxy.clear()
-    return shared_proxy
+def server(started_server: S3Server) -> S3Server:
+    """The server, without rules and with an empty log."""
+    started_server.clear()
+    return started_server
 
 
 @pytest.fixture
@@ -52,7 +44,7 @@ def key(request: pytest.FixtureRequest) -> str:
     return f"{request.node.name.replace('[', '-').rstrip(']')}/x"
 
 
-def arrow(server: S3Server | FaultProxy, attempts: int = 1, **options: Any) -> fs.S3FileSystem:
+def arrow(server: S3Server, attempts: int = 1, **options: Any) -> fs.S3FileSystem:
     """Arrow's client."""
     return fs.S3FileSystem(
         access_key="test",
@@ -70,9 +62,9 @@ def put(client: fs.S3FileSystem, key: str, body: bytes) -> None:
         stream.write(body)
 
 
-def methods(proxy: FaultProxy) -> str:
+def methods(server: S3Server) -> str:
     """The methods of the requests so far."""
-    return " ".join(request.method for request in proxy.requests())
+    return " ".join(request.method for request in server.requests())
 
 
 def refuses(port: int) -> bool:
@@ -86,81 +78,40 @@ def refuses(port: int) -> bool:
     return False
 
 
-# The server and the proxy.
+# The server and its faults.
 
 
-def test_processes_end_with_their_block() -> None:
-    with S3Server("first") as server, FaultProxy(server) as proxy:
-        assert server.pid != proxy.pid
-        assert proxy.request("PUT", "/first/x", b"1") == (200, b"")
+def test_the_process_ends_with_its_block() -> None:
+    with S3Server("first") as server:
+        assert server.request("PUT", "/first/x", b"1") == (200, b"")
         assert server.request("GET", "/first/x") == (200, b"1")
     assert refuses(server.port)
-    assert refuses(proxy.port)
 
 
-def test_processes_end_with_whoever_started_them() -> None:
+def test_the_process_ends_with_the_one_that_started_it() -> None:
     script = (
         "import os, tests.s3_server as s\n"
-        "server = s.S3Server().__enter__(); proxy = s.FaultProxy(server).__enter__()\n"
-        "print(server.port, proxy.port, flush=True); os.kill(os.getpid(), 9)"
+        "print(s.S3Server().__enter__().port, flush=True); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == -9
-    assert all(refuses(int(port)) for port in ended.stdout.split())
+    assert refuses(int(ended.stdout))
 
 
-@dataclass
-class Listener:
-    """Where a test listens itself."""
-
-    port: int
-    host: str = "127.0.0.1"
-
-
-def test_the_proxy_passes_bytes_on_as_they_are() -> None:
-    request = (
-        b"PUT /b/k%3D1?x=%20 HTTP/1.1\r\nHoSt: elsewhere:1\r\nX-Odd:  two  spaces \r\n"
-        b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
-        b"5;chunk-signature=0\r\nhello\r\n0\r\nx-trailer: 1\r\n\r\n"
-    )
-    answer = (
-        b"HTTP/1.1 200 OK\r\nX-Odd: y\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
-    )
-    go_on = b"HTTP/1.1 100 Continue\r\n\r\n"
-    arrived: list[bytes] = []
-
-    def receive(connection: socket.socket, size: int) -> bytes:
-        parts = b""
-        while len(parts) < size and (part := connection.recv(size - len(parts))):
-            parts += part
-        return parts
-
-    def serve(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection:
-            for _ in range(2):
-                arrived.append(receive(connection, len(request)))
-                connection.sendall(go_on + answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve, args=[listener])
-        thread.start()
-        with (
-            FaultProxy(Listener(listener.getsockname()[1])) as proxy,
-            socket.create_connection((proxy.host, proxy.port)) as client,
-        ):
-            for _ in range(2):
-                client.sendall(request)
-                assert receive(client, len(go_on + answer)) == go_on + answer
-        thread.join()
-    assert arrived == [request, request]
+def test_a_body_in_chunks_arrives_whole(server: S3Server, key: str) -> None:
+    server.request("PUT", f"/bucket/{key}", iter([b"hel", b"lo"]))
+    assert server.request("GET", f"/bucket/{key}") == (200, b"hello")
+    assert [(*request[:1], *request[2:]) for request in server.requests()] == [
+        ("PUT", 200, ""),
+        ("GET", 200, ""),
+    ]
 
 
-def test_the_proxy_knows_heads_and_ranges(server: S3Server, proxy: FaultProxy, key: str) -> None:
+def test_heads_and_ranges(server: S3Server, key: str) -> None:
     server.request("PUT", f"/bucket/{key}", bytes(range(256)))
-    connection = http.client.HTTPConnection(proxy.host, proxy.port)
+    connection = http.client.HTTPConnection(server.host, server.port)
 
     def ask(method: str, **headers: str) -> tuple[int, str | None, bytes]:
         headers["Authorization"] = (
@@ -174,65 +125,50 @@ def test_the_proxy_knows_heads_and_ranges(server: S3Server, proxy: FaultProxy, k
     assert ask("GET", Range="bytes=10-12") == (206, "3", b"\n\x0b\x0c")
     assert ask("DELETE")[0] == 204
     assert ask("HEAD")[::2] == (404, b"")
-    proxy.set_rules(Rule({"status": 503}, method="HEAD"))
+    server.set_rules(Rule({"status": 503}, method="HEAD"))
     assert ask("HEAD")[::2] == (503, b"")
     assert ask("GET")[0] == 404
     connection.close()
 
 
-def test_the_proxy_is_fast_and_keeps_connections(proxy: FaultProxy) -> None:
-    proxy.set_rules(Rule({"status": 503}, count=None))
-    connection = http.client.HTTPConnection(proxy.host, proxy.port)
-    connection.connect()
-    socket_at_first = connection.sock
-    started = time.monotonic()
-    for _ in range(300):
-        connection.request("GET", "/bucket/x")
-        connection.getresponse().read()
-    assert time.monotonic() - started < 3
-    assert connection.sock is socket_at_first
-    connection.close()
-    assert proxy.spent() == [300]
-
-
 @pytest.mark.parametrize(("status", "code"), [(503, b"SlowDown"), (500, b"InternalError")])
 def test_an_error_never_reaches_the_server(
-    server: S3Server, proxy: FaultProxy, key: str, status: int, code: bytes
+    server: S3Server, key: str, status: int, code: bytes
 ) -> None:
-    proxy.set_rules(Rule({"status": status}))
-    answer, body = proxy.request("PUT", f"/bucket/{key}", b"1" * MB)
+    server.set_rules(Rule({"status": status}))
+    answer, body = server.request("PUT", f"/bucket/{key}", b"1" * MB)
     assert (answer, f"<Code>{code.decode()}</Code>".encode() in body) == (status, True)
-    assert server.request("GET", f"/bucket/{key}")[0] == 404
-    assert proxy.requests() == [("PUT", f"/bucket/{key}", 0, f"status {status}")]
-    assert proxy.request("PUT", f"/bucket/{key}", b"1")[0] == 200
-    assert proxy.spent() == [1]
+    assert server.request("GET", f"/bucket/{key}", past_faults=True)[0] == 404
+    assert server.requests() == [("PUT", f"/bucket/{key}", 0, f"status {status}")]
+    assert server.request("PUT", f"/bucket/{key}", b"1")[0] == 200
+    assert server.spent() == [1]
 
 
 @pytest.mark.parametrize(("cut", "status", "found"), [("before", 0, 404), ("after", 200, 200)])
 def test_a_cut_before_or_after_the_server_did_it(
-    server: S3Server, proxy: FaultProxy, key: str, cut: Any, status: int, found: int
+    server: S3Server, key: str, cut: Any, status: int, found: int
 ) -> None:
-    proxy.set_rules(Rule({"cut": cut}, method="PUT"))
+    server.set_rules(Rule({"cut": cut}, method="PUT"))
     with pytest.raises(http.client.RemoteDisconnected):
-        proxy.request("PUT", f"/bucket/{key}", b"1")
-    assert server.request("GET", f"/bucket/{key}")[0] == found
-    assert proxy.requests() == [("PUT", f"/bucket/{key}", status, f"cut {cut}")]
+        server.request("PUT", f"/bucket/{key}", b"1")
+    assert server.request("GET", f"/bucket/{key}", past_faults=True)[0] == found
+    assert server.requests() == [("PUT", f"/bucket/{key}", status, f"cut {cut}")]
 
 
-def test_a_cut_body(server: S3Server, proxy: FaultProxy, key: str) -> None:
-    server.request("PUT", f"/bucket/{key}", b"12345")
-    proxy.set_rules(Rule({"cut_body": 3}, method="GET"))
+def test_a_cut_body(server: S3Server, key: str) -> None:
+    server.request("PUT", f"/bucket/{key}", b"12345", past_faults=True)
+    server.set_rules(Rule({"cut_body": 3}, method="GET"))
     with pytest.raises(http.client.IncompleteRead) as error:
-        proxy.request("GET", f"/bucket/{key}")
+        server.request("GET", f"/bucket/{key}")
     assert (error.value.partial, error.value.expected) == (b"123", 2)
 
 
-def test_a_delay(proxy: FaultProxy) -> None:
-    proxy.set_rules(Rule({"delay": 0.3}))
+def test_a_delay(server: S3Server) -> None:
+    server.set_rules(Rule({"delay": 0.3}))
     started = time.monotonic()
-    assert proxy.request("GET", "/bucket/none")[0] == 404
+    assert server.request("GET", "/bucket/none")[0] == 404
     assert time.monotonic() - started >= 0.3
-    assert proxy.spent() == [1]
+    assert server.spent() == [1]
 
 
 @pytest.mark.parametrize(
@@ -244,75 +180,78 @@ def test_a_delay(proxy: FaultProxy) -> None:
     ],
 )
 def test_a_command_before_or_after_the_server_did_it(
-    proxy: FaultProxy, key: str, tmp_path: Path, action: Action, runs: bool
+    server: S3Server, key: str, tmp_path: Path, action: Action, runs: bool
 ) -> None:
     trace = tmp_path / "trace"
     touch: Action = {"run": f"touch {trace}"}
-    proxy.set_rules(Rule(touch | action))
+    server.set_rules(Rule(touch | action))
     with pytest.raises(http.client.RemoteDisconnected):
-        proxy.request("PUT", f"/bucket/{key}", b"1")
+        server.request("PUT", f"/bucket/{key}", b"1")
     assert trace.exists() == runs
 
 
 @pytest.mark.parametrize(("when", "status"), [("before", 0), ("after", 200)])
 def test_the_client_itself_is_killed(
-    server: S3Server, proxy: FaultProxy, key: str, tmp_path: Path, when: Any, status: int
+    server: S3Server, key: str, tmp_path: Path, when: Any, status: int
 ) -> None:
-    script = "import sys, urllib.request as u; sys.stdin.read(1); u.urlopen(u.Request(sys.argv[1], b'1', method='PUT'))"
-    command = [sys.executable, "-c", script, f"{proxy.url}/bucket/{key}"]
+    script = (
+        "import sys, urllib.request as u\n"
+        "sys.stdin.read(1); u.urlopen(u.Request(sys.argv[1], b'1', method='PUT'))"
+    )
+    command = [sys.executable, "-c", script, f"{server.url}/bucket/{key}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as client:
         action: Action = {"kill": [client.pid], "when": when}
         if when == "before":
             action["cut"] = "before"
-        proxy.set_rules(Rule(action, method="PUT"))
+        server.set_rules(Rule(action, method="PUT"))
         client.communicate(b"\n")
     assert client.returncode == -9
-    assert [request.status for request in proxy.requests()] == [status]
-    assert server.request("GET", f"/bucket/{key}")[0] == (status or 404)
+    assert [request.status for request in server.requests()] == [status]
+    assert server.request("GET", f"/bucket/{key}", past_faults=True)[0] == (status or 404)
 
 
-def test_rules_choose_requests(proxy: FaultProxy) -> None:
+def test_rules_choose_requests(server: S3Server) -> None:
     def answers(
         *rules: Rule, path: str = "/bucket/k%3D1/none?list-type=2", method: str = "GET"
     ) -> list[int]:
-        proxy.set_rules(*rules)
-        return [proxy.request(method, path)[0] for _ in range(4)]
+        server.set_rules(*rules)
+        return [server.request(method, path)[0] for _ in range(4)]
 
     error: Action = {"status": 500}
     assert answers(Rule(error, skip=1, count=2)) == [404, 500, 500, 404]
-    assert proxy.spent() == [2]
+    assert server.spent() == [2]
     assert answers(Rule(error, "k=1/none[?]list", "GET", count=None)) == [500] * 4
     assert answers(Rule(error, "k%3D1"), Rule(error, method="PUT")) == [404] * 4
-    assert proxy.spent() == [0, 0]
+    assert server.spent() == [0, 0]
     assert answers(Rule(error, count=2), Rule({"status": 503}, skip=1)) == [500, 500, 404, 503]
-    assert proxy.spent() == [2, 1]
+    assert server.spent() == [2, 1]
 
 
-def test_chance_is_drawn_from_a_seed(proxy: FaultProxy) -> None:
+def test_chance_is_drawn_from_a_seed(server: S3Server) -> None:
     def pattern(seed: int) -> list[int]:
-        proxy.set_rules(Rule({"status": 500}, probability=0.5, count=None, seed=seed))
-        return [proxy.request("GET", "/bucket/none")[0] for _ in range(12)]
+        server.set_rules(Rule({"status": 500}, probability=0.5, count=None, seed=seed))
+        return [server.request("GET", "/bucket/none")[0] for _ in range(12)]
 
     assert pattern(1) == pattern(1) != pattern(2)
     assert set(pattern(1)) == {404, 500}
 
 
-def test_a_wrong_rule_is_refused(proxy: FaultProxy) -> None:
+def test_a_wrong_rule_is_refused(server: S3Server) -> None:
     with pytest.raises(RuntimeError, match="400"):
-        proxy.set_rules(Rule({"status": 500}, path="("))
+        server.set_rules(Rule({"status": 500}, path="("))
 
 
 # What Arrow's client does.
 
 
 def test_arrow_finds_the_endpoint_in_the_environment_of_an_address_alone(
-    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in proxy.env().items():
+    for name, value in server.env().items():
         monkeypatch.setenv(name, value)
     client, path = fs.FileSystem.from_uri("s3://bucket/none/x")
     assert client.get_file_info(path).type == fs.FileType.NotFound
-    assert methods(proxy) == "HEAD GET"
+    assert methods(server) == "HEAD GET"
 
 
 @pytest.mark.parametrize(
@@ -323,80 +262,80 @@ def test_arrow_finds_the_endpoint_in_the_environment_of_an_address_alone(
         (20 * MB, True, "POST PUT PUT POST"),
     ],
 )
-def test_arrow_writes(proxy: FaultProxy, key: str, size: int, delayed: bool, requests: str) -> None:
-    client = arrow(proxy, allow_delayed_open=delayed)
+def test_arrow_writes(server: S3Server, key: str, size: int, delayed: bool, requests: str) -> None:
+    client = arrow(server, allow_delayed_open=delayed)
     put(client, key, b"1" * size)
-    assert methods(proxy) == requests
+    assert methods(server) == requests
     assert client.get_file_info(f"bucket/{key}").size == size
 
 
-def test_arrow_reads_lists_and_deletes(proxy: FaultProxy, key: str) -> None:
-    client, path = arrow(proxy), f"bucket/{key}"
+def test_arrow_reads_lists_and_deletes(server: S3Server, key: str) -> None:
+    client, path = arrow(server), f"bucket/{key}"
     put(client, key, b"12345")
 
-    proxy.clear()
+    server.clear()
     with client.open_input_file(path) as stream:
         assert stream.read() == b"12345"
-    assert methods(proxy) == "HEAD GET"
+    assert methods(server) == "HEAD GET"
 
-    proxy.clear()
+    server.clear()
     assert [
         info.path for info in client.get_file_info(fs.FileSelector(path.rpartition("/")[0]))
     ] == [path]
-    assert methods(proxy) == "GET"
+    assert methods(server) == "GET"
 
-    proxy.clear()
+    server.clear()
     client.delete_file(path)
     marker = f"/{path.rpartition('/')[0]}/"
-    assert [request[:2] for request in proxy.requests()] == [
+    assert [request[:2] for request in server.requests()] == [
         ("HEAD", f"/{path}"),
         ("DELETE", f"/{path}"),
         ("PUT", marker),
     ]
 
 
-def test_arrow_survives_as_many_errors_as_it_may(proxy: FaultProxy, key: str) -> None:
-    proxy.set_rules(Rule({"status": 503}, method="PUT", count=2))
-    put(arrow(proxy, attempts=3), key, b"1")
-    assert [request.status for request in proxy.requests()] == [0, 0, 200]
+def test_arrow_survives_as_many_errors_as_it_may(server: S3Server, key: str) -> None:
+    server.set_rules(Rule({"status": 503}, method="PUT", count=2))
+    put(arrow(server, attempts=3), key, b"1")
+    assert [request.status for request in server.requests()] == [0, 0, 200]
 
-    proxy.set_rules(Rule({"status": 503}, method="PUT", count=2))
+    server.set_rules(Rule({"status": 503}, method="PUT", count=2))
     with pytest.raises(OSError, match="SLOW_DOWN"):
-        put(arrow(proxy, attempts=2), key, b"1")
-    assert proxy.spent() == [2]
+        put(arrow(server, attempts=2), key, b"1")
+    assert server.spent() == [2]
 
 
-def test_arrow_writes_again_when_the_answer_is_lost(proxy: FaultProxy, key: str) -> None:
-    proxy.set_rules(Rule({"cut": "after"}, method="PUT"))
-    put(arrow(proxy, attempts=2), key, b"1")
-    assert [request[2:] for request in proxy.requests()] == [(200, "cut after"), (200, "")]
+def test_arrow_writes_again_when_the_answer_is_lost(server: S3Server, key: str) -> None:
+    server.set_rules(Rule({"cut": "after"}, method="PUT"))
+    put(arrow(server, attempts=2), key, b"1")
+    assert [request[2:] for request in server.requests()] == [(200, "cut after"), (200, "")]
 
-    proxy.set_rules(Rule({"cut": "after"}, method="PUT"))
+    server.set_rules(Rule({"cut": "after"}, method="PUT"))
     with pytest.raises(OSError, match="NETWORK_CONNECTION"):
-        put(arrow(proxy), key, b"12")
-    assert arrow(proxy).get_file_info(f"bucket/{key}").size == 2
+        put(arrow(server), key, b"12")
+    assert arrow(server).get_file_info(f"bucket/{key}").size == 2
 
 
-def test_arrow_never_reads_short(server: S3Server, proxy: FaultProxy, key: str) -> None:
-    server.request("PUT", f"/bucket/{key}", b"1" * 1000)
+def test_arrow_never_reads_short(server: S3Server, key: str) -> None:
+    server.request("PUT", f"/bucket/{key}", b"1" * 1000, past_faults=True)
 
     def read(attempts: int) -> bytes:
-        proxy.set_rules(Rule({"cut_body": 10}, key, "GET"))
-        with arrow(proxy, attempts).open_input_file(f"bucket/{key}") as stream:
+        server.set_rules(Rule({"cut_body": 10}, key, "GET"))
+        with arrow(server, attempts).open_input_file(f"bucket/{key}") as stream:
             return stream.read()
 
     assert read(2) == b"1" * 1000
-    assert methods(proxy) == "HEAD GET GET"
+    assert methods(server) == "HEAD GET GET"
     with pytest.raises(OSError, match="990 bytes missing"):
         read(1)
 
 
-def test_arrow_does_not_wait_for_ever(server: S3Server, proxy: FaultProxy, key: str) -> None:
-    server.request("PUT", f"/bucket/{key}", b"1")
-    proxy.set_rules(Rule({"delay": 4}, method="HEAD"))
+def test_arrow_does_not_wait_for_ever(server: S3Server, key: str) -> None:
+    server.request("PUT", f"/bucket/{key}", b"1", past_faults=True)
+    server.set_rules(Rule({"delay": 4}, method="HEAD"))
     started = time.monotonic()
     with pytest.raises(OSError, match="NETWORK_CONNECTION"):
-        arrow(proxy, request_timeout=1).get_file_info(f"bucket/{key}")
+        arrow(server, request_timeout=1).get_file_info(f"bucket/{key}")
     assert 0.9 < time.monotonic() - started < 3.5
 
 
@@ -416,12 +355,12 @@ def test_arrow_publishes_what_a_failed_block_had_written(
     assert client.get_file_info(f"bucket/{key}").size == size
 
 
-def test_a_lost_part_is_never_published(proxy: FaultProxy, key: str) -> None:
-    proxy.set_rules(Rule({"status": 503}, "partNumber=2", "PUT", count=None))
+def test_a_lost_part_is_never_published(server: S3Server, key: str) -> None:
+    server.set_rules(Rule({"status": 503}, "partNumber=2", "PUT", count=None))
     with pytest.raises(OSError, match="SLOW_DOWN"):
-        put(arrow(proxy), key, b"1" * 20 * MB)
-    assert proxy.spent() == [1]
-    assert arrow(proxy).get_file_info(f"bucket/{key}").type == fs.FileType.NotFound
+        put(arrow(server), key, b"1" * 20 * MB)
+    assert server.spent() == [1]
+    assert arrow(server).get_file_info(f"bucket/{key}").type == fs.FileType.NotFound
 
 
 # What DuckDB does with Arrow's client.

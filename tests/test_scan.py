@@ -1,6 +1,4 @@
-"""Scan files: what is read, what is refused and in which words, and what the fingerprint depends
-on.
-"""
+"""Scan files: what they mean, the errors about wrong ones, and what the fingerprint depends on."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ files = ["a.jsonl", "b.jsonl"]
 """
 
 
-def lines_of(fields: dict[str, Any]) -> list[str]:
+def error_lines(fields: dict[str, Any]) -> list[str]:
     with pytest.raises(ScanError) as caught:
         parse_scan(fields)
     return str(caught.value).splitlines()
@@ -103,7 +101,7 @@ def test_a_minimal_scan_has_these_defaults():
 def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
     key: str, value: object, problem: str
 ):
-    assert lines_of(MINIMAL | {key: value}) == [f"{key}: {problem}, got {in_toml(value)}"]
+    assert error_lines(MINIMAL | {key: value}) == [f"{key}: {problem}, got {in_toml(value)}"]
 
 
 @pytest.mark.parametrize(
@@ -142,30 +140,30 @@ def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
     ],
 )
 def test_a_wrong_place_is_named(changes: dict[str, Any], line: str):
-    assert lines_of(MINIMAL | changes) == [line]
+    assert error_lines(MINIMAL | changes) == [line]
 
 
 def test_an_unknown_statistic_is_answered_with_the_nearest_name():
-    (line,) = lines_of(MINIMAL | {"statistics": ["sink_mas"]})
+    (line,) = error_lines(MINIMAL | {"statistics": ["sink_mas"]})
     assert line.startswith(
         "statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: "
     )
 
 
 def test_an_unknown_profile_is_answered_with_the_nearest_name():
-    (line,) = lines_of(MINIMAL | {"profiles": ["attention_by_lags"]})
+    (line,) = error_lines(MINIMAL | {"profiles": ["attention_by_lags"]})
     assert line.startswith(
         "profiles: unknown profile 'attention_by_lags': did you mean 'attention_by_lag'? Known: "
     )
 
 
-def test_no_profiles_are_asked_for_unless_told_and_pairs_up_to_64_tokens():
+def test_profiles_default_to_none_and_pairs_are_allowed_up_to_64_tokens():
     assert parse_scan(MINIMAL | {"profiles": []}).names(PROFILES) == ()
     pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 64})
     assert pairs.names(PROFILES) == ("score_by_pair",)
 
 
-def test_a_scan_without_profiles_is_recorded_as_before_there_were_any():
+def test_a_scan_without_profiles_has_no_profiles_in_its_record():
     assert "profiles" not in parse_scan(MINIMAL).record
     assert parse_scan(MINIMAL | {"profiles": ["attention_by_lag"]}).record["profiles"] == [
         "attention_by_lag"
@@ -182,13 +180,13 @@ def test_a_scan_without_profiles_is_recorded_as_before_there_were_any():
     ],
 )
 def test_a_missing_key_is_named_with_what_it_means(key: str, expected: str):
-    assert lines_of({k: v for k, v in MINIMAL.items() if k != key}) == [
+    assert error_lines({k: v for k, v in MINIMAL.items() if k != key}) == [
         f"{key}: missing; expected {expected}"
     ]
 
 
 def test_several_problems_are_several_lines():
-    assert lines_of({"n_ctx": 0, "input": {"family": "pile"}, "sequences": "al", "mode": 1}) == [
+    assert error_lines({"n_ctx": 0, "input": {"family": "pile"}, "sequences": "al", "mode": 1}) == [
         "model: missing; expected a Hub id, a local directory, or bundled:NAME",
         "n_ctx: expected 1 or more, got 0",
         "sequences: expected an integer or 'all', got 'al'",
@@ -335,14 +333,14 @@ def test_the_fingerprint_does_not_depend_on_how_and_how_much_is_measured(change:
 
 
 def test_an_unknown_precision_is_answered_with_the_nearest():
-    (line,) = lines_of(MINIMAL | {"precision": "float23"})
+    (line,) = error_lines(MINIMAL | {"precision": "float23"})
     assert line.startswith("precision: unknown precision 'float23'")
     assert "float32" in line
 
 
 @pytest.mark.parametrize("bridged", [{"engine": "dense"}, {"weight_processing": "folded"}])
 def test_a_low_precision_needs_the_fused_engine(bridged: dict[str, str]):
-    assert lines_of(MINIMAL | bridged | {"precision": "bfloat16"}) == [
+    assert error_lines(MINIMAL | bridged | {"precision": "bfloat16"}) == [
         "precision: engine = 'dense' and weight_processing = 'folded' compute in float32 or "
         "float64, got 'bfloat16'"
     ]

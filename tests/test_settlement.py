@@ -42,11 +42,11 @@ def test_auto_is_the_fastest_precision_that_every_intervention_can_have(
     llama: Model,
 ) -> None:
     for device, fastest in FASTEST_ACCEPTABLE.items():
-        plain = settled(llama, device, interventions=["none", "zero_first_value"])
-        assert plain.precision == fastest
+        fused_only = settled(llama, device, interventions=["none", "zero_first_value"])
+        assert fused_only.precision == fastest
         bridged = settled(llama, device, interventions=["none", "swap_first_key(5)"])
         assert bridged.precision == "float32"
-        engines = {str(i): s.engine for i, s in bridged.interventions.items()}
+        engines = {str(i): settlement.engine for i, settlement in bridged.interventions.items()}
         assert engines == {"none": "fused", "swap_first_key(5)": "dense"}
         assert settled(llama, device, precision="bfloat16").precision == "bfloat16"
         for changes in ({"engine": "dense"}, {"weight_processing": "folded"}):
@@ -77,14 +77,14 @@ def test_methods_say_engine_precision_attention_and_built_layers(llama_path: Pat
     replica, tokens = toy.replica(llama_path), toy.repeating_tokens(9)
     names = ["none", "swap_first_key(5)", "head_to_first(1,3)", "mask_first_keys"]
     methods = [replica.measure(tokens, name).method for name in names]
-    assert [m.intervention for m in methods] == names
-    assert [(m.engine, m.attention, m.built_layers) for m in methods] == [
+    assert [method.intervention for method in methods] == names
+    assert [(method.engine, method.attention, method.built_layers) for method in methods] == [
         ("fused", "tiles", []),
         ("dense", "matrix", []),
         ("fused", "tiles", [1]),
         ("fused", "tiles", [0, 1]),
     ]
-    assert {m.precision for m in methods} == {"float32"}
+    assert {method.precision for method in methods} == {"float32"}
 
 
 def test_what_the_model_does_not_have_is_refused_when_it_is_settled(llama: Model) -> None:

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.in_process import measure_in_process
-from jobs.plan import Plan, begun_precisions, make_plan, prepare_run
+from jobs.plan import Plan, make_plan, prepare_run
+from jobs.run_identity import begun_precisions
 from jobs.run_loop import missing_shards
 from schemas.errors import RunError
 from schemas.places import write_whole
@@ -30,15 +31,19 @@ from workers.shard import record_failure, run_shard
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A run of two shards of the attention-only model, done."""
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 5, "sequences": 5, "sequences_per_shard": 3,
-        "input": {"family": "uniform_random", "distinct": True}, "out": str(tmp_path_factory.mktemp("runs")),
-    }  # fmt: skip
-    made = make_plan(parse_scan(fields), "small")
-    prepare_run(made, "# as submitted\n")
-    replica = Replica(made.info, made.scan)
+        "model": "bundled:attn-only-2l-mini",
+        "out": str(tmp_path_factory.mktemp("runs")),
+        "n_ctx": 5,
+        "sequences": 5,
+        "sequences_per_shard": 3,
+        "input": {"family": "uniform_random", "distinct": True},
+    }
+    prepared_plan = make_plan(parse_scan(fields), "small")
+    prepare_run(prepared_plan, "# as submitted\n")
+    replica = Replica(prepared_plan.info, prepared_plan.scan)
     for shard in range(2):
-        run_shard(replica, made.run, made.sequences.shard(shard))
-    return made
+        run_shard(replica, prepared_plan.run, prepared_plan.sequences.shard(shard))
+    return prepared_plan
 
 
 def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
@@ -54,9 +59,9 @@ def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
 
 def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
     assert begun_precisions(plan.run) == {"float32"}
-    other = replace(plan, scan=plan.scan.model_copy(update={"precision": "tf32"}))
+    tf32_plan = replace(plan, scan=plan.scan.model_copy(update={"precision": "tf32"}))
     with pytest.raises(RunError, match=r"begun in float32, and precision = 'auto' means tf32"):
-        next(measure_in_process(other, np.array([0]), "cpu"))
+        next(measure_in_process(tf32_plan, np.array([0]), "cpu"))
 
 
 def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
@@ -141,19 +146,21 @@ def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
     assert missing_shards(plan).tolist() == []
     path = local(plan.run.data_file("heads", "none", 1))
     commit = local(plan.run.commit_file(1))
-    whole, committed = path.read_bytes(), commit.read_bytes()
+    content, committed = path.read_bytes(), commit.read_bytes()
     try:
-        for damaged in (whole[:-1], whole[:-4] + b"\0\0\0\0", b"", None):
+        for damaged in (content[:-1], content[:-4] + b"\0\0\0\0", b"", None):
+            # None: the file is gone.
             path.unlink() if damaged is None else path.write_bytes(damaged)
             assert missing_shards(plan).tolist() == [1]
             assert not commit.exists()
             commit.write_bytes(committed)
-        path.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+        # One bit differs: the length says nothing, only the digest does.
+        path.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
         assert missing_shards(plan).tolist() == []
         assert missing_shards(plan, verify=True).tolist() == [1]
         commit.write_bytes(committed)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert missing_shards(plan, verify=True).tolist() == []
 
 

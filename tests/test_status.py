@@ -1,5 +1,6 @@
-"""What is said of a run from its directory alone: how far, how fast, what failed; fast and small
-for a million shards.
+"""The status of a run, read from its directory alone: how far, how fast, what failed.
+
+A run may have a million shards, so reading must be quick and take little memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 from filelock import FileLock
 
 from jobs.status import as_lines, read_status
-from schemas.commits import COMMITS, DROPPED, FOLD
+from schemas.commits import COMMITS, COMMITS_PER_FOLD, DROPPED
 from schemas.errors import RunError
 from schemas.manifest import Manifest
 from schemas.run_directory import RunDirectory
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 SHARDS = 10
 TOKENS = 4 * 8 * 2
+"""Of a shard: sequences, tokens of each, interventions."""
 
 
 def make_run(out: Path, shards: int = SHARDS) -> RunDirectory:
@@ -59,29 +61,41 @@ def make_run(out: Path, shards: int = SHARDS) -> RunDirectory:
 
 def fold_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None:
     """Commit shards in one fold; a column is one value for all of them, or an array."""
-    n = len(shards)
+    count = len(shards)
     values: dict[str, Any] = {
-        "run_id": run.run_id, "shard": shards, "start": shards * 4, "stop": shards * 4 + 4, "rows": 12, "tokens": TOKENS,
-        "seconds": 2.5, "compute_seconds": 1.5, "idle_seconds": 0.5, "finished": NOW - timedelta(seconds=5),
-        "host": "one", "replica": "one-7", "attempt": 1, "code": "c0de", "device": "cpu toy",
-    } | columns  # fmt: skip
-    empty = pa.ListArray.from_arrays(
-        np.zeros(n + 1, np.int32), pa.array([], COMMITS.field("files").type.value_type)
+        "run_id": run.run_id,
+        "shard": shards,
+        "start": shards * 4,
+        "stop": shards * 4 + 4,
+        "rows": 12,
+        "tokens": TOKENS,
+        "seconds": 2.5,
+        "compute_seconds": 1.5,
+        "idle_seconds": 0.5,
+        "finished": NOW - timedelta(seconds=5),
+        "host": "one",
+        "replica": "one-7",
+        "attempt": 1,
+        "code": "c0de",
+        "device": "cpu toy",
+        "versions": [],
+        "methods": [],
+        "bad_rows": [],
+    }
+    values |= columns
+    # A hundred thousand empty lists, without a loop over them.
+    no_files = pa.ListArray.from_arrays(
+        np.zeros(count + 1, np.int32), pa.array([], COMMITS.field("files").type.value_type)
     )
-    arrays = []
+    arrays: list[Any] = []
     for field in COMMITS:
-        value = values.get(field.name)
         if field.name == "files":
-            arrays.append(empty)
-        elif field.name in ("versions", "methods"):
-            arrays.append(pa.array([[]] * n, field.type))
-        elif field.name == "bad_rows":
-            arrays.append(pa.array([value or []] * n, field.type))
+            arrays.append(no_files)
         else:
-            arrays.append(
-                pa.array(value if isinstance(value, np.ndarray) else [value] * n, field.type)
-            )
-    table = pa.table(arrays, schema=COMMITS).append_column(DROPPED, pa.array(np.zeros(n, bool)))
+            value = values[field.name]
+            array = value if isinstance(value, np.ndarray) else [value] * count
+            arrays.append(pa.array(array, field.type))
+    table = pa.table(arrays, schema=COMMITS).append_column(DROPPED, pa.array(np.zeros(count, bool)))
     directory = Path(str(run.commits_directory))
     directory.mkdir(exist_ok=True)
     number = len(list(directory.glob("fold-*")))
@@ -95,6 +109,7 @@ def note_failure(run: RunDirectory, shard: int, error: str) -> None:
 
 
 def headcount(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of headcount to its end."""
     command = [sys.executable, "-m", "headcount", *words]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
@@ -115,7 +130,7 @@ def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
     fold_shards(
         run, np.array([3, 4]), host="two", replica="two-9", compute_seconds=0.5, idle_seconds=0.5
     )
-    # This one left an hour ago, and was slow.
+    # This replica was slow, and left an hour ago: it is not at work.
     fold_shards(
         run,
         np.array([5]),
@@ -124,7 +139,9 @@ def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
         finished=NOW - timedelta(hours=1),
     )
     status = read_status(run, NOW)
-    assert [(p.replica, p.tokens_per_second, p.busy, p.shards) for p in status.replicas] == [
+    assert [
+        (pace.replica, pace.tokens_per_second, pace.busy, pace.shards) for pace in status.replicas
+    ] == [
         ("two-9", 64.0, 0.5, 2),
         ("one-7", 32.0, 0.75, 3),
     ]
@@ -133,14 +150,14 @@ def test_speeds_are_sums_over_the_replicas_at_work(tmp_path: Path) -> None:
     assert "speed     96 tokens/s, 2.7 s left" in as_lines(status)
 
 
-def test_only_the_recent_past_makes_the_speed(tmp_path: Path) -> None:
+def test_a_speed_is_taken_from_recent_commits_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(5), compute_seconds=1000.0, finished=NOW - timedelta(minutes=30))
     fold_shards(run, np.arange(5, 8))
     assert read_status(run, NOW).tokens_per_second == 32.0
 
 
-def test_a_run_that_stands_still_has_no_time_left_but_a_last_commit(tmp_path: Path) -> None:
+def test_a_run_without_recent_commits_has_no_speed_and_no_time_left(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3), finished=NOW - timedelta(hours=3))
     status = read_status(run, NOW)
@@ -153,35 +170,39 @@ def test_a_run_that_stands_still_has_no_time_left_but_a_last_commit(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "wrong", [timedelta(days=400), timedelta(seconds=90), timedelta(0), -timedelta(days=9000)]
+    "clock_error", [timedelta(days=400), timedelta(seconds=90), timedelta(0), -timedelta(days=9000)]
 )
-def test_clocks_that_are_wrong_make_no_absurd_numbers(tmp_path: Path, wrong: timedelta) -> None:
+def test_wrong_clocks_make_no_absurd_numbers(tmp_path: Path, clock_error: timedelta) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3))
-    fold_shards(run, np.arange(3, 6), host="two", replica="two-9", finished=NOW + wrong)
+    fold_shards(run, np.arange(3, 6), host="two", replica="two-9", finished=NOW + clock_error)
     status = read_status(run, NOW)
-    assert status.tokens_per_second == (32.0 if wrong < timedelta(0) else 64.0)
+    assert status.tokens_per_second == (32.0 if clock_error < timedelta(0) else 64.0)
     assert status.seconds_left is not None
     assert 0 <= status.seconds_left < 60
     assert (status.seconds_since or 0) >= 0
-    assert (status.seconds_ahead > 0) == (wrong > timedelta(0))
+    assert (status.seconds_ahead > 0) == (clock_error > timedelta(0))
+    # No negative time is left.
     assert "-" not in next(line for line in as_lines(status) if line.startswith("speed"))
 
 
-@pytest.mark.parametrize("measured", [(0.0, 0.0), (-1.0, -1.0), (float("nan"), 0.0)])
+@pytest.mark.parametrize("seconds_measured", [(0.0, 0.0), (-1.0, -1.0), (float("nan"), 0.0)])
 def test_a_replica_that_measured_no_time_has_no_speed(
-    tmp_path: Path, measured: tuple[float, float]
+    tmp_path: Path, seconds_measured: tuple[float, float]
 ) -> None:
     run = make_run(tmp_path)
-    fold_shards(run, np.arange(3), compute_seconds=measured[0], idle_seconds=measured[1])
+    fold_shards(
+        run, np.arange(3), compute_seconds=seconds_measured[0], idle_seconds=seconds_measured[1]
+    )
     status = read_status(run, NOW)
     assert status.replicas == []
     assert status.seconds_left is None
 
 
-def test_failures_are_those_not_committed_since_and_ten_reasons_are_read(tmp_path: Path) -> None:
+def test_failures_exclude_shards_committed_since_and_ten_errors_are_read(tmp_path: Path) -> None:
     run = make_run(tmp_path, 40)
     fold_shards(run, np.arange(5))
+    # Shards 3 and 4 were committed in spite of a failed attempt.
     for shard in range(3, 20):
         note_failure(run, shard, f"out of\nmemory in {shard}")
     Path(str(run.failure_file(6))).write_text("{")
@@ -195,7 +216,7 @@ def test_failures_are_those_not_committed_since_and_ten_reasons_are_read(tmp_pat
     assert "failed    and 5 more" in lines
 
 
-def test_a_complete_run_says_so_and_a_bad_row_of_two_shards_is_one(tmp_path: Path) -> None:
+def test_a_complete_run_says_so_and_a_bad_row_of_two_shards_counts_once(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(4), bad_rows=["a:1", "a:2"])
     fold_shards(run, np.arange(4, SHARDS))
@@ -216,7 +237,7 @@ def test_a_process_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux tells who holds a lock")
-def test_a_run_that_was_stopped_has_no_speed_and_says_how_it_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_run_has_no_speed_and_names_the_command_that_resumes_it(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3), host=socket.gethostname())
     with FileLock(Path(str(run.path)) / ".lock"):
@@ -225,34 +246,35 @@ def test_a_run_that_was_stopped_has_no_speed_and_says_how_it_goes_on(tmp_path: P
     assert (status.tokens_per_second, status.seconds_left, status.replicas) == (None, None, [])
     assert as_lines(status)[3] == (
         "stopped   no process of this machine is at work on this run; headcount resume "
-        f"{run.path} goes on"
+        f"{run.path} continues it"
     )
-    # Another machine may be at work on the same disk.
+    # A replica of another machine may be at work on the same disk: only its commits tell.
     fold_shards(run, np.array([4]), host="two", replica="two-9")
     assert as_lines(read_status(run, NOW))[3].startswith("speed     ")
 
 
-def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no manifest\.json; expected the directory of a run"):
         read_status(RunDirectory(tmp_path / "run_id=none-1"))
-    done = headcount("status", str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
+    process = headcount("status", str(tmp_path))
+    assert (process.returncode, process.stdout) == (2, "")
     assert (
-        done.stderr == f"error: {tmp_path}: expected the directory of a run, …/run_id=NAME-HASH\n"
+        process.stderr
+        == f"error: {tmp_path}: expected the directory of a run, …/run_id=NAME-HASH\n"
     )
 
 
-def test_the_command_prints_lines_or_one_object_and_exits_with_0_for_a_run_that_is_not_complete(
+def test_the_command_prints_lines_or_json_and_exits_with_0_for_an_incomplete_run(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3))
-    done = headcount("status", os.path.relpath(str(run.path), ROOT))
-    assert done.returncode == 0, done.stderr
-    assert "shards    3 of 10 done, 7 missing, 0 of them failed" in done.stdout
-    done = headcount("status", str(run.path), "--format", "json")
-    found = json.loads(done.stdout)
-    assert (found["complete"], found["done"], found["shards"], found["run_id"]) == (
+    process = headcount("status", os.path.relpath(str(run.path), ROOT))
+    assert process.returncode == 0, process.stderr
+    assert "shards    3 of 10 done, 7 missing, 0 of them failed" in process.stdout
+    process = headcount("status", str(run.path), "--format", "json")
+    record = json.loads(process.stdout)
+    assert (record["complete"], record["done"], record["shards"], record["run_id"]) == (
         False,
         3,
         SHARDS,
@@ -267,13 +289,13 @@ def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
     note_failure(run, 9, "boom")
     (tmp_path / "run_id=broken-1").mkdir()
     (tmp_path / "run_id=broken-1" / "manifest.json").write_text("{}")
-    done = headcount("list", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert [line.split() for line in done.stdout.splitlines()] == [
+    process = headcount("list", str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    assert [line.split() for line in process.stdout.splitlines()] == [
         ["run", "model", "input", "shards", "failed", "tokens", "created", "process"],
         ["toy-1a2b3c4d", "toy", "pile", "3/10", "1", "192/640", "2026-05-01T10:00:00+00:00"],
     ]
-    assert "not a manifest" in done.stderr
+    assert "not a manifest" in process.stderr
 
 
 @pytest.mark.skipif(
@@ -282,9 +304,13 @@ def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
 def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_path: Path) -> None:
     shards = 100_000
     run = make_run(tmp_path, shards + 1)
-    for first in range(0, shards, FOLD):
-        span = np.arange(first, min(first + FOLD, shards))
-        fold_shards(run, span, finished=(NOW - timedelta(seconds=5 + (shards - first) / 1000)))
+    for first_shard in range(0, shards, COMMITS_PER_FOLD):
+        shards_of_fold = np.arange(first_shard, min(first_shard + COMMITS_PER_FOLD, shards))
+        fold_shards(
+            run,
+            shards_of_fold,
+            finished=(NOW - timedelta(seconds=5 + (shards - first_shard) / 1000)),
+        )
     program = (
         "import sys, time\n"
         "from jobs.cluster_commands import status\n"
@@ -293,9 +319,11 @@ def test_a_hundred_thousand_folded_shards_are_read_without_a_loop_over_them(tmp_
         "l.startswith('VmHWM')])"
     )
     command = [sys.executable, "-c", program, str(run.path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    found, measured = done.stdout.splitlines()
-    seconds, kilobytes = map(float, measured.split())
-    assert json.loads(found)["missing"] == 1
+    process = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    record, usage = process.stdout.splitlines()
+    seconds, kilobytes = map(float, usage.split())
+    assert json.loads(record)["missing"] == 1
     assert seconds < 5
     assert kilobytes < 300_000

@@ -1,6 +1,4 @@
-"""Runs and corpora in an object store: the same rows, the same answers, and nothing else within
-reach.
-"""
+"""Runs and corpora in an object store give the same rows and answers as those on a disk."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from schemas.errors import CorpusError, QueryError, RunError, ScanError
 from schemas.places import StorePath, matching, names, place, write_whole
 from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
-from tests.s3_server import FaultProxy, Rule, S3Server
+from tests.s3_server import Rule, S3Server
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -35,11 +33,11 @@ TEXTS = [f"{word} " * 30 for word in ("alpha", "beta", "gamma", "delta", "epsilo
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[FaultProxy]:
-    """A store behind a proxy; this process reaches it as a user's would."""
+def store() -> Iterator[S3Server]:
+    """A store that can falter, in the environment of this process."""
     before = dict(os.environ)
-    with S3Server() as server, FaultProxy(server) as proxy:
-        os.environ |= proxy.env()
+    with S3Server() as server:
+        os.environ |= server.env()
         for number, half in enumerate((TEXTS[:3], TEXTS[3:])):
             lines = "\n".join(
                 json.dumps({"text": t, "meta": {"pile_set_name": "Greek"}}) for t in half
@@ -47,21 +45,25 @@ def store() -> Iterator[FaultProxy]:
             write_whole(
                 place(f"s3://bucket/pile/part-{number}.jsonl.zst"), zstandard.compress(lines)
             )
-        yield proxy
+        yield server
     os.environ.clear()
     os.environ |= before
 
 
 @pytest.fixture(autouse=True)
-def _no_rules(store: FaultProxy) -> None:
+def _no_rules(store: S3Server) -> None:
     store.clear()
 
 
 def plan_of(name: str, out: str, files: str = "s3://bucket/pile/*.jsonl.zst") -> Plan:
     fields = {
-        "model": "bundled:gpt2-mini", "n_ctx": 32, "sequences": 6, "sequences_per_shard": 2, "out": out,
+        "model": "bundled:gpt2-mini",
+        "n_ctx": 32,
+        "sequences": 6,
+        "sequences_per_shard": 2,
+        "out": out,
         "input": {"family": "pile", "files": files},
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), name)
     prepare_run(plan, "# as submitted\n")
     return plan
@@ -74,14 +76,16 @@ def measure(plan: Plan, shards: range = range(3)) -> None:
 
 
 @pytest.fixture(scope="module")
-def done(store: FaultProxy) -> Plan:
+def measured_plan(store: S3Server) -> Plan:
     """A run whose corpus and rows are in the store."""
     plan = plan_of("stored", "s3://bucket/runs")
     measure(plan)
     return plan
 
 
-def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Path) -> None:
+def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(
+    measured_plan: Plan, tmp_path: Path
+) -> None:
     assert place("s3://bucket/pile/part-0.jsonl.zst").is_file()
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
@@ -92,11 +96,12 @@ def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Pa
     question = (
         "SELECT sequence, layer, head, sink_mass, entropy, resid_post_norm FROM heads ORDER BY ALL"
     )
-    here, there = (connect(p.scan.out).execute(question).fetchall() for p in (local, done))
-    assert here == there
-    assert len(here) == 6 * done.info.n_layers * done.info.n_heads
+    on_disk = connect(local.scan.out).execute(question).fetchall()
+    in_store = connect(measured_plan.scan.out).execute(question).fetchall()
+    assert on_disk == in_store
+    assert len(on_disk) == 6 * measured_plan.info.n_layers * measured_plan.info.n_heads
     origin = "SELECT sequence, file, row, pile_set_name FROM sequences ORDER BY ALL"
-    assert connect(done.scan.out).execute(origin).fetchall()[3] == (
+    assert connect(measured_plan.scan.out).execute(origin).fetchall()[3] == (
         3,
         "s3://bucket/pile/part-1.jsonl.zst",
         0,
@@ -104,52 +109,61 @@ def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(done: Plan, tmp_path: Pa
     )
 
 
-def test_the_commit_is_the_last_object_and_each_file_is_one_put(
-    done: Plan, store: FaultProxy
+def test_the_commit_is_written_last_and_each_file_is_one_put(
+    measured_plan: Plan, store: S3Server
 ) -> None:
-    done.run.commit_file(0).unlink()
+    measured_plan.run.commit_file(0).unlink()
     store.clear()
-    measure(done, range(1))
+    measure(measured_plan, range(1))
     written = [r.path for r in store.requests() if r.method in ("PUT", "POST")]
     assert len(written) == 3
     assert "/heads/" in written[0]
     assert "/commits/shard-000000.json" in written[-1]
 
 
-def test_planning_again_finds_the_run_and_its_index(done: Plan) -> None:
-    again = make_plan(done.scan, "stored")
+def test_planning_again_finds_the_run_and_its_index(measured_plan: Plan) -> None:
+    again = make_plan(measured_plan.scan, "stored")
     assert missing_shards(again).tolist() == []
-    assert again.sequences.shard(1).tokens.tolist() == done.sequences.shard(1).tokens.tolist()
-    assert read_status(done.run).complete
+    assert (
+        again.sequences.shard(1).tokens.tolist() == measured_plan.sequences.shard(1).tokens.tolist()
+    )
+    assert read_status(measured_plan.run).complete
 
 
-def test_queries_reach_the_run_and_nothing_else_in_the_store(done: Plan) -> None:
+def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan) -> None:
     write_whole(place("s3://bucket/other/secret.parquet"), b"PAR1")
-    connection = connect(done.scan.out)
-    inside = f"{done.run.path}/heads/intervention=none/shard-000000.parquet"
+    connection = connect(measured_plan.scan.out)
+    inside = f"{measured_plan.run.path}/heads/intervention=none/shard-000000.parquet"
     assert len(list(run_query(connection, f"SELECT DISTINCT sequence FROM '{inside}'").rows())) == 2
     for outside in (
         "s3://bucket/other/secret.parquet",
-        f"{done.run.path}/../../other/secret.parquet",
-        f"{done.run.path}-2/x.parquet",
+        f"{measured_plan.run.path}/../../other/secret.parquet",
+        f"{measured_plan.run.path}-2/x.parquet",
         "/etc/passwd",
     ):
         with pytest.raises(QueryError, match=r"(?i)permission|not allowed|disabled"):
             list(run_query(connection, f"SELECT * FROM read_parquet('{outside}')").rows())
 
 
-def test_the_command_line_takes_addresses(done: Plan, tmp_path: Path) -> None:
+def test_the_command_line_takes_addresses(measured_plan: Plan, tmp_path: Path) -> None:
     runner = CliRunner()
-    asked = runner.invoke(
-        app, ["query", str(done.run.path), "SELECT count(*) AS n FROM sequences", "--format", "csv"]
+    answer = runner.invoke(
+        app,
+        [
+            "query",
+            str(measured_plan.run.path),
+            "SELECT count(*) AS n FROM sequences",
+            "--format",
+            "csv",
+        ],
     )
-    assert asked.output.split() == ["n", "6"]
+    assert answer.output.split() == ["n", "6"]
     report = tmp_path / "report.html"
-    assert runner.invoke(app, ["report", done.scan.out, "-o", str(report)]).exit_code == 0
+    assert runner.invoke(app, ["report", measured_plan.scan.out, "-o", str(report)]).exit_code == 0
     assert "stored" in report.read_text()
 
 
-def test_folding_and_compacting_in_a_store(store: FaultProxy) -> None:
+def test_folding_and_compacting_in_a_store(store: S3Server) -> None:
     plan = plan_of("folded", "s3://bucket/folded")
     measure(plan)
     question = "SELECT sequence, layer, head, sink_mass FROM heads ORDER BY ALL"
@@ -163,7 +177,7 @@ def test_folding_and_compacting_in_a_store(store: FaultProxy) -> None:
     assert missing_shards(plan).tolist() == []
 
 
-def test_damage_in_a_store_is_found_by_size_or_by_reading(store: FaultProxy) -> None:
+def test_damage_in_a_store_is_found_by_size_or_by_reading(store: S3Server) -> None:
     plan = plan_of("damaged", "s3://bucket/damaged")
     measure(plan)
     file = plan.run.data_file("heads", "none", 1)
@@ -185,13 +199,19 @@ def test_damage_in_a_store_is_found_by_size_or_by_reading(store: FaultProxy) -> 
     assert check_run(plan.run).damaged == []
 
 
-def test_names_of_interventions_are_names_of_objects(store: FaultProxy) -> None:
+def test_names_of_interventions_are_names_of_objects(store: S3Server) -> None:
     names = ("none", "scale_query_bias(0.5)+zero_head(1,2)")
     fields = {
-        "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 2, "interventions": names, "out": "s3://bucket/edited",
-        "input": {"family": "uniform_random"}, "statistics": ["sink_mass"], "profiles": ["attention_by_lag"],
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 16,
+        "sequences": 2,
+        "interventions": names,
+        "out": "s3://bucket/edited",
+        "input": {"family": "uniform_random"},
+        "statistics": ["sink_mass"],
+        "profiles": ["attention_by_lag"],
         "predictions": ["losses"],
-    }  # fmt: skip
+    }
     plan = make_plan(parse_scan(fields), "edited")
     prepare_run(plan, "")
     measure(plan, range(1))
@@ -205,7 +225,7 @@ def test_names_of_interventions_are_names_of_objects(store: FaultProxy) -> None:
         assert [name for (name,) in rows] == list(names)
 
 
-def test_a_store_that_falters_loses_nothing(store: FaultProxy) -> None:
+def test_a_store_that_falters_loses_nothing(store: S3Server) -> None:
     plan = plan_of("faltering", "s3://bucket/faltering")
     store.set_rules(
         Rule({"status": 503}, method="PUT", path="/heads/", count=1),
@@ -219,7 +239,7 @@ def test_a_store_that_falters_loses_nothing(store: FaultProxy) -> None:
     assert store.spent() == [1, 1, 1, 1]
 
 
-def test_a_store_that_refuses_is_one_clear_line(store: FaultProxy) -> None:
+def test_a_store_that_refuses_is_one_clear_line(store: S3Server) -> None:
     plan = plan_of("refused", "s3://bucket/refused")
     store.set_rules(Rule({"status": 403}, method="PUT", count=None))
     with pytest.raises(
@@ -235,7 +255,7 @@ def test_a_store_that_refuses_is_one_clear_line(store: FaultProxy) -> None:
         plan_of("other", "s3://bucket/other")
 
 
-def test_what_is_not_there_is_one_clear_line(store: FaultProxy) -> None:
+def test_a_missing_run_or_corpus_is_one_clear_line(store: S3Server) -> None:
     with pytest.raises(RunError, match="no run here"):
         connect("s3://bucket/nothing")
     with pytest.raises(CorpusError, match=r"no object matches 's3://bucket/pile/\*.txt'"):
@@ -252,25 +272,30 @@ def test_what_is_not_there_is_one_clear_line(store: FaultProxy) -> None:
         )
 
 
-def test_globs_in_a_store(store: FaultProxy) -> None:
+def test_globs_in_a_store(store: S3Server) -> None:
     for key in ("g/a.jsonl", "g/b.jsonl", "g/deep/c.jsonl", "g/deep/er/d.jsonl", "g/e.txt"):
         write_whole(StorePath(f"s3://bucket/{key}"), key.encode())
 
-    def found(pattern: str) -> list[str]:
+    def matching_keys(pattern: str) -> list[str]:
         return sorted(
             str(p).removeprefix("s3://bucket/g/")
             for p, _ in matching(StorePath(f"s3://bucket/{pattern}"))
         )
 
-    assert found("g/*.jsonl") == ["a.jsonl", "b.jsonl"]
-    assert found("g/**/*.jsonl") == ["a.jsonl", "b.jsonl", "deep/c.jsonl", "deep/er/d.jsonl"]
-    assert found("g/[a]*") == ["a.jsonl"]
-    assert found("g/e.txt") == ["e.txt"]
-    assert found("g/nothing") == []
+    assert matching_keys("g/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert matching_keys("g/**/*.jsonl") == [
+        "a.jsonl",
+        "b.jsonl",
+        "deep/c.jsonl",
+        "deep/er/d.jsonl",
+    ]
+    assert matching_keys("g/[a]*") == ["a.jsonl"]
+    assert matching_keys("g/e.txt") == ["e.txt"]
+    assert matching_keys("g/nothing") == []
     assert [size for _, size in matching(StorePath("s3://bucket/g/e.txt"))] == [7]
 
 
-def test_a_run_in_a_store_is_deleted_and_its_neighbours_stay(store: FaultProxy) -> None:
+def test_a_run_in_a_store_is_deleted_and_its_neighbours_stay(store: S3Server) -> None:
     plans = [plan_of(name, "s3://bucket/deleted") for name in ("a", "b")]
     for plan in plans:
         measure(plan, range(1))

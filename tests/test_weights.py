@@ -63,27 +63,27 @@ def raw_gpt2(path: Path) -> Raw:
             .reshape(d_model, heads, d_head)
             .swapaxes(0, 1)
         )
-    p, mlp = state["transformer.wpe.weight"], "transformer.h.0.mlp"
-    x = p @ state[f"{mlp}.c_fc.weight"] + state[f"{mlp}.c_fc.bias"]
+    positions, mlp = state["transformer.wpe.weight"], "transformer.h.0.mlp"
+    x = positions @ state[f"{mlp}.c_fc.weight"] + state[f"{mlp}.c_fc.bias"]
     gelu = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    effective = p + gelu @ state[f"{mlp}.c_proj.weight"] + state[f"{mlp}.c_proj.bias"]
-    return {"b_Q": np.stack(b_q), "W_K": np.stack(w_k), "W_pos": p, "EPE": effective}
+    effective = positions + gelu @ state[f"{mlp}.c_proj.weight"] + state[f"{mlp}.c_proj.bias"]
+    return {"b_Q": np.stack(b_q), "W_K": np.stack(w_k), "W_pos": positions, "EPE": effective}
 
 
 def raw_legacy(path: Path) -> Raw:
     """An attention-only model has no MLP, so its effective positions are its positions."""
     state = {name: t.double().numpy() for name, t in load_file(path / "model.safetensors").items()}
-    found = {
+    weights = {
         name: np.stack([state[f"blocks.{la}.attn.{name}"] for la in range(2)])
         for name in ("b_Q", "W_K")
     }
-    return found | {"W_pos": state["pos_embed.W_pos"], "EPE": state["pos_embed.W_pos"]}
+    return weights | {"W_pos": state["pos_embed.W_pos"], "EPE": state["pos_embed.W_pos"]}
 
 
 def expected_of(raw: Raw) -> Raw:
     """Every statistic, by its formula."""
     keys = np.einsum("jd,lhde->lhje", raw["EPE"], raw["W_K"])
-    seen = raw["W_pos"] - raw["W_pos"].mean(-1, keepdims=True)
+    centred = raw["W_pos"] - raw["W_pos"].mean(-1, keepdims=True)
     lengths = np.linalg.norm(keys, axis=-1) * np.linalg.norm(raw["b_Q"], axis=-1)[..., None]
     return {
         "query_bias_norm": np.sqrt((raw["b_Q"] ** 2).sum(-1)),
@@ -93,23 +93,23 @@ def expected_of(raw: Raw) -> Raw:
         "effective_position_norm": np.sqrt((raw["EPE"] ** 2).sum(-1)),
         "first_effective_position": raw["EPE"][0],
         "centred_position_norm": np.sqrt(raw["W_pos"].var(-1) * raw["W_pos"].shape[1]),
-        "position_product_first": seen @ seen[0],
-        "position_product_second": seen @ seen[1],
+        "position_product_first": centred @ centred[0],
+        "position_product_second": centred @ centred[1],
         **{
             f"position_component_{1 + c}": coordinates
-            for c, coordinates in enumerate(components(seen))
+            for c, coordinates in enumerate(components(centred))
         },
     }
 
 
-def components(seen: np.ndarray) -> np.ndarray:
+def components(centred: np.ndarray) -> np.ndarray:
     """Coordinates `[component pos]` along the three largest eigenvectors of the covariance of
     coordinates.
     """
-    rows = seen - seen.mean(0)
+    rows = centred - centred.mean(0)
     _, vectors = np.linalg.eigh(rows.T @ rows)
-    found = (rows @ vectors[:, -3:]).T[::-1]
-    return np.stack([line * np.sign(line[np.abs(line).argmax()]) for line in found])
+    coordinates_of_rows = (rows @ vectors[:, -3:]).T[::-1]
+    return np.stack([line * np.sign(line[np.abs(line).argmax()]) for line in coordinates_of_rows])
 
 
 def table_of(path: Path, **changes: Any) -> pa.Table:
@@ -171,11 +171,11 @@ def test_the_shift_of_a_key_is_its_input_times_the_coupling(gpt2: Path) -> None:
     )
     inputs: list[torch.Tensor] = []
 
-    def note(_module: object, _arguments: object, out: torch.Tensor) -> None:
+    def record_output(_module: object, _arguments: object, out: torch.Tensor) -> None:
         inputs.append(out)
 
     norms = [block.get_submodule("ln_1") for block in replica.model.blocks]
-    hooks = [norm.register_forward_hook(note) for norm in norms]
+    hooks = [norm.register_forward_hook(record_output) for norm in norms]
     measured = replica.measure(tokens).means["profiles"]
     for hook in hooks:
         hook.remove()
@@ -213,8 +213,8 @@ def test_an_mlp_that_is_no_module_leaves_the_effective_positions_undefined(tmp_p
     path = toy.save_model(
         tmp_path / "opt", toy.family("OPTConfig", ffn_dim=48, word_embed_proj_dim=32)
     )
-    found = table_of(path, engine="dense")["weight"].unique().to_pylist()
-    assert set(found) == set(ALL) - {
+    weight_names = table_of(path, engine="dense")["weight"].unique().to_pylist()
+    assert set(weight_names) == set(ALL) - {
         "bias_position_cosine",
         "effective_position_norm",
         "first_effective_position",
@@ -225,8 +225,8 @@ def test_the_cosine_with_a_bias_of_zero_is_null(gpt2: Path, tmp_path: Path) -> N
     def silence(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.h.1.attn.c_attn.bias"][8:16] = 0
 
-    rows = rows_of(table_of(toy.copy_of(gpt2, tmp_path / "a", lambda p: toy.change_weights(p, silence))),
-                   "bias_position_cosine")  # fmt: skip
+    silenced = toy.copy_of(gpt2, tmp_path / "a", lambda path: toy.change_weights(path, silence))
+    rows = rows_of(table_of(silenced), "bias_position_cosine")
     assert {(row["layer"], row["head"]) for row in rows if row["value"] is None} == {(1, 1)}
     assert sum(row["value"] is None for row in rows) == toy.N_CTX
 
@@ -291,13 +291,19 @@ def test_a_weight_statistic_names_weights() -> None:
 
 def begin(out: Path, model: Path, **changes: Any) -> Plan:
     fields = {
-        "model": str(model), "n_ctx": T, "sequences": 5, "sequences_per_shard": 3, "weight_statistics": ALL,
-        "input": {"family": "uniform_random"}, "interventions": ["none", "zero_query_bias"],
-        "statistics": ["sink_alpha"], "out": str(out),
-    }  # fmt: skip
-    made = make_plan(parse_scan(fields | changes), "toy")
-    prepare_run(made, "")
-    return made
+        "model": str(model),
+        "out": str(out),
+        "n_ctx": T,
+        "sequences": 5,
+        "sequences_per_shard": 3,
+        "input": {"family": "uniform_random"},
+        "interventions": ["none", "zero_query_bias"],
+        "statistics": ["sink_alpha"],
+        "weight_statistics": ALL,
+    }
+    plan_of_weights = make_plan(parse_scan(fields | changes), "toy")
+    prepare_run(plan_of_weights, "")
+    return plan_of_weights
 
 
 def measure_shards(plan: Plan) -> Plan:
@@ -336,15 +342,21 @@ def test_a_run_has_them_once_of_the_untouched_model(plan: Plan, gpt2: Path) -> N
 
 def test_a_query_reads_them_and_every_column_is_described(plan: Plan, gpt2: Path) -> None:
     expected = expected_of(raw_gpt2(gpt2))
-    question = "SELECT intervention, value FROM weights WHERE weight = '{}' ORDER BY layer, head, position, dimension"
+    question = (
+        "SELECT intervention, value FROM weights WHERE weight = '{}' "
+        "ORDER BY layer, head, position, dimension"
+    )
     for name, values in expected.items():
         rows = ask(local(plan.run.path), question.format(name))
         assert {row[0] for row in rows} == {"none"}
         np.testing.assert_allclose([row[1] for row in rows], values.ravel(), rtol=1e-11, atol=1e-13)
-    sql = "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'weights' AND schema_name = 'main'"
+    sql = (
+        "SELECT column_name, comment FROM duckdb_columns() "
+        "WHERE table_name = 'weights' AND schema_name = 'main'"
+    )
     described = dict(connect(plan.run.path).execute(sql).fetchall())
     assert [name for name, comment in described.items() if not comment] == []
-    assert described["layer"].endswith("NULL for what a model has once.")
+    assert described["layer"].endswith("NULL for values that a model has only once.")
 
 
 def test_a_scan_that_measures_only_edits_has_them_too(tmp_path: Path, gpt2: Path) -> None:

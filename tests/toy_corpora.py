@@ -28,24 +28,28 @@ Row = tuple[str, str | None]
 
 
 def document(number: int, length: int) -> Row:
-    """A text of `length` bytes, which tells it from all others."""
-    letters = "abcdefghijklmnopqrstuvwxyzä"
-    text = (
-        "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä"
-        if length > 2
-        else "xy"[:length]
-    )
+    """A text of `length` bytes that differs from those of other numbers."""
+    if length <= 2:
+        text = "xy"[:length]
+    else:
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        # The last letter is two bytes long, so bytes and letters are not the same count.
+        text = "".join(letters[(number * 7 + i * i) % 26] for i in range(length - 2)) + "ä"
     return text, [None, "ArXiv", "Pile-CC"][number % 3]
 
 
 def documents(*lengths: int, first: int = 0) -> list[Row]:
+    """Documents of these lengths, numbered from `first` on."""
     return [document(first + i, length) for i, length in enumerate(lengths)]
 
 
 def as_json(rows: Iterable[Row]) -> list[str]:
     return [
-        json.dumps({"text": t} | ({"meta": {"pile_set_name": n}} if n else {}), ensure_ascii=False)
-        for t, n in rows
+        json.dumps(
+            {"text": text} | ({"meta": {"pile_set_name": pile_set_name}} if pile_set_name else {}),
+            ensure_ascii=False,
+        )
+        for text, pile_set_name in rows
     ]
 
 
@@ -65,8 +69,12 @@ def open_corpus(
     """The sequences of LENGTH tokens of some files, indexed; changes of the scan, or options of the
     family.
     """
-    files = [str(f) for f in files] if isinstance(files, list | tuple) else str(files)
-    choice = {p.name: changes.pop(p.name) for p in CHOICE if p.name in changes}
+    files = [str(file) for file in files] if isinstance(files, list | tuple) else str(files)
+    choice = {
+        parameter.name: changes.pop(parameter.name)
+        for parameter in CHOICE
+        if parameter.name in changes
+    }
     options = {"family": family, "files": files, "packing": packing, **choice}
     fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
     sequences = Sequences(toy_scan(**fields), info)
@@ -92,9 +100,7 @@ def problems(sequences: Sequences) -> list[str]:
 
 
 def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> list[list[int]]:
-    """What the sequences must be, said plainly: bytes of documents, or of documents joined by the
-    end of text.
-    """
+    """The expected sequences: bytes of documents, or of documents joined by the end of text."""
     sequences: list[list[int]] = []
     for rows in files:
         texts = [list(text.encode()) for text, _ in rows]
@@ -138,13 +144,13 @@ def write_zst(path: Path, *frames: bytes) -> Path:
 def write_parquet(path: Path, rows: Iterable[Row], meta: str = "struct", **options: Any) -> Path:
     texts, names = zip(*rows, strict=True)
     metas: dict[str, list[Any]] = {
-        "struct": [{"pile_set_name": n} for n in names],
-        "json": [json.dumps({"pile_set_name": n}) for n in names],
+        "struct": [{"pile_set_name": name} for name in names],
+        "json": [json.dumps({"pile_set_name": name}) for name in names],
         "absent": [],
     }
-    columns = {"id": list(range(len(texts))), "text": list(texts)} | (
-        {"meta": metas[meta]} if metas[meta] else {}
-    )
+    columns: dict[str, list[Any]] = {"id": list(range(len(texts))), "text": list(texts)}
+    if metas[meta]:
+        columns["meta"] = metas[meta]
     pq.write_table(pa.table(columns), path, **options)
     return path
 

@@ -61,14 +61,15 @@ def save_model(path: Path, config: Any) -> Path:
         for name, weight in model.named_parameters():
             scale = 0.3 if weight.dim() > 1 else 0.2
             weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+            # The weight of a norm is about 1.
             if weight.dim() == 1 and name.endswith("weight"):
-                weight += 1
+                weight.add_(1)
     model.save_pretrained(path)
     return path
 
 
 def legacy_state(d_mlp: int | None = None) -> dict[str, torch.Tensor]:
-    """Weights of a two-layer model under the names and shapes of old TransformerLens checkpoints."""
+    """Weights of a two-layer model, named and shaped as in old TransformerLens checkpoints."""
     generator = torch.Generator().manual_seed(0)
     heads, d_model, d_head = 4, 32, 8
 
@@ -96,10 +97,19 @@ def legacy_state(d_mlp: int | None = None) -> dict[str, torch.Tensor]:
 
 
 LEGACY_CONFIG = {
-    "n_layers": 2, "n_heads": 4, "d_model": 32, "d_head": 8, "n_ctx": N_CTX, "d_vocab": D_VOCAB, "act_fn": "relu",
-    "attn_only": True, "normalization_type": "LN", "eps": 1e-5, "positional_embedding_type": "standard",
+    "n_layers": 2,
+    "n_heads": 4,
+    "d_model": 32,
+    "d_head": 8,
+    "n_ctx": N_CTX,
+    "d_vocab": D_VOCAB,
+    "act_fn": "relu",
+    "attn_only": True,
+    "normalization_type": "LN",
+    "eps": 1e-5,
+    "positional_embedding_type": "standard",
     "bos_token_id": BOS,
-}  # fmt: skip
+}
 
 
 def save_legacy(path: Path, ending: str, **changes: Any) -> Path:
@@ -200,13 +210,13 @@ def toy_info(**changes: Any) -> ModelInfo:
         "n_ctx": 64,
         "d_vocab": D_VOCAB,
     }
-    rest: dict[str, Any] = {
+    other_fields: dict[str, Any] = {
         "path": "/nowhere/toy",
         "name": "toy",
         "layout": "huggingface",
         "sha256": "0" * 16,
     }
-    return ModelInfo(**sizes | rest | {"bos_token_id": BOS, "eos_token_id": EOS} | changes)  # pyright: ignore
+    return ModelInfo(**sizes | other_fields | {"bos_token_id": BOS, "eos_token_id": EOS} | changes)  # pyright: ignore
 
 
 class TextReplica(Replica):

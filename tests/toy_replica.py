@@ -1,5 +1,6 @@
-"""A replica that computes nothing, for tests of what happens around it;
-`python -m tests.toy_replica` is headcount with it.
+"""Replicas that compute nothing, for tests of what happens around a replica.
+
+`python -m tests.toy_replica` is headcount with such a replica.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from workers.model.model_info import ModelInfo
 from workers.replica import InterventionMeasurements, Replica
 
 PACE = 0.25
-"""Seconds of a shard, so that there is time to disturb a run."""
+"""Seconds for each shard, so that there is time to disturb a run."""
 
 SCALE = np.float32(2**26)
-"""Divides numbers of less than 24 bits into every statistic's range, and loses none of their bits."""
+"""Numbers of less than 24 bits that are divided by this fit every statistic's range, exactly."""
 
 
 class ToyReplica(Replica):
-    """A replica that is there at once; its numbers tell sequences, layers, heads and statistics
-    apart.
-    """
+    """A replica that needs no model. Its numbers differ by sequence, layer, head and statistic."""
 
     def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
-        self.info, self.scan, self.free_since = info, scan, None
+        self.info = info
+        self.scan = scan
+        self.free_since = None
         self.device = "cpu"
         self.settlement = Settlement("float32", {})
 
@@ -44,10 +45,23 @@ class ToyReplica(Replica):
         labels: list[list[str]] | None = None,
         partner: np.ndarray | None = None,
     ) -> InterventionMeasurements:
-        """Numbers made of the tokens, after whatever this replica does first."""
+        """Numbers made of the tokens, after `misbehave`."""
         self.misbehave(int(tokens[0, 1]))
         statistics = self.scan.formulas(KIND)
-        sequence = (tokens * np.arange(1, tokens.shape[1] + 1)).sum(1).astype(np.float32)
+        # Whole numbers below 2**24: float32 holds their sums exactly, wherever they are computed.
+        places = np.arange(1, tokens.shape[1] + 1)
+        of_sequence = (tokens * places).sum(1).astype(np.float32)
+        n_layers, n_heads = self.info.n_layers, self.info.n_heads
+        of_head = np.arange(n_layers * n_heads, dtype=np.float32).reshape(1, n_layers, -1) / 64
+        heads = {
+            statistic.name: (of_sequence[:, None, None] + of_head + number) / SCALE
+            for number, statistic in enumerate(statistics)
+        }
+        chance = {
+            chance_column(statistic.name): of_sequence / SCALE
+            for statistic in statistics
+            if statistic.chance
+        }
         method = Method(
             intervention=str(intervention),
             engine="none",
@@ -55,24 +69,19 @@ class ToyReplica(Replica):
             attention="",
             built_layers=[],
         )
-        head = np.arange(self.info.n_layers * self.info.n_heads, dtype=np.float32).reshape(
-            1, self.info.n_layers, -1
+        every_head = MeasuredHeads.every(n_layers, n_heads)
+        return InterventionMeasurements(
+            {"heads": heads, "sequences": chance}, {}, every_head, method
         )
-        heads = {
-            s.name: (sequence[:, None, None] + head / 64 + i) / SCALE
-            for i, s in enumerate(statistics)
-        }
-        chance = {chance_column(s.name): sequence / SCALE for s in statistics if s.chance}
-        every = MeasuredHeads.every(self.info.n_layers, self.info.n_heads)
-        return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, every, method)
 
     def misbehave(self, token: int) -> None:
-        """Nothing; `token` tells the shards apart."""
+        """What goes wrong with a shard, here nothing. `token` tells the shards apart."""
 
 
 class SteadyReplica(ToyReplica):
-    """Takes its time for every shard, and never measures one that begins with the token in a file
-    `poison` beside the runs.
+    """Takes its time for every shard.
+
+    It never measures a shard that begins with the token in a file `poison` beside the runs.
     """
 
     def misbehave(self, token: int) -> None:
@@ -86,7 +95,9 @@ class SteadyReplica(ToyReplica):
 if __name__ == "__main__":
     import jobs.run_loop
     from headcount import main
-    from tests import toy_replica
+    from tests import toy_replica  # Ray's workers find the class by this name, not in __main__.
 
-    jobs.run_loop.run_to_end = partial(jobs.run_loop.run_to_end, replica=toy_replica.SteadyReplica)
+    jobs.run_loop.run_to_end = partial(
+        jobs.run_loop.run_to_end, replica_class=toy_replica.SteadyReplica
+    )
     main()

@@ -1,12 +1,11 @@
-"""Small run directories with the real layout and schemas, and numbers that are easy to check by
-hand.
-"""
+"""Small runs with the real layout and schemas, and numbers that are easy to check by hand."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ class Row(NamedTuple):
 
 
 def local(where: Place) -> Path:
-    """A place that is known to be on this disk."""
+    """A place on this disk, as a path."""
     assert isinstance(where, Path)
     return where
 
@@ -69,36 +68,33 @@ def write_run(
     profiles: Callable[[int], list[Entry]] | None = None,
     weights: Sequence[Entry] = (),
 ) -> RunDirectory:
-    """Write a run; `columns` gives each statistic's value per row, `commit` the shards to write
-    (all unless told).
+    """Write a run.
 
-    `profiles` gives the rows of `profiles` of each shard, `weights` those of `weights`, which lie
-    with shard 0.
+    `columns` gives the value of each statistic for each row. `commit` names the shards to write,
+    by default all of them. `profiles` gives the rows of `profiles` of a shard, `weights` those of
+    `weights`, which are written with shard 0.
     """
     statistics = KIND.select(list(columns))
-    directory = RunDirectory.of(out, name)
-    local(directory.path).mkdir(parents=True)
+    run = RunDirectory.of(out, name)
+    local(run.path).mkdir(parents=True)
     shards = -(-sequences // per_shard)
-    every = [
-        Row(i, s, la, h)
-        for i in interventions
-        for s in range(sequences)
-        for la in range(layers)
-        for h in range(heads)
-    ]
+    every_row = _rows(interventions, range(sequences), layers, heads)
     kinds = {
         "statistics": {
-            s.name: s.record
-            | _range(s, map(columns[s.name], every))
-            | _fingerprint(s.name, fingerprints)
-            for s in statistics
+            statistic.name: statistic.record
+            | _range(statistic, map(columns[statistic.name], every_row))
+            | _fingerprint(statistic.name, fingerprints)
+            for statistic in statistics
         }
     }
     if profiles:
-        kinds["profiles"] = {p: PROFILES[p].record for p in {r["profile"] for r in profiles(0)}}
+        profile_names = {entry["profile"] for entry in profiles(0)}
+        kinds["profiles"] = {profile: PROFILES[profile].record for profile in profile_names}
     if weights:
-        names = {row["weight"] for row in weights}
-        kinds["weight_statistics"] = {name: WEIGHT_STATISTICS[name].record for name in names}
+        weight_names = {entry["weight"] for entry in weights}
+        kinds["weight_statistics"] = {
+            weight: WEIGHT_STATISTICS[weight].record for weight in weight_names
+        }
     manifest = Manifest(
         run_id=name,
         created="2026-01-02T03:04:05Z",
@@ -116,7 +112,7 @@ def write_run(
                 "seed": 7,
             },
             "model": {"fingerprint": f"weights of {model}"},
-            "statistics": {s.name: s.fingerprint for s in statistics},
+            "statistics": {statistic.name: statistic.fingerprint for statistic in statistics},
         },
         shards=shards,
         sequences=sequences,
@@ -133,37 +129,41 @@ def write_run(
         code="c0de",
         versions={},
     )
-    local(directory.manifest_file).write_text(manifest.model_dump_json())
+    local(run.manifest_file).write_text(manifest.model_dump_json())
     for shard in range(shards) if commit is None else commit:
         span = range(shard * per_shard, min((shard + 1) * per_shard, sequences))
-        files = []
+        files: list[DataFile] = []
         for intervention in interventions:
-            rows = [
-                Row(intervention, s, la, h)
-                for s in span
-                for la in range(layers)
-                for h in range(heads)
-            ]
-            table = _heads(rows, columns, statistics, family, shard)
-            files.append(_write(directory, "heads", intervention, shard, table))
-            origins = [pile_sets[s % len(pile_sets)] for s in span]
-            table = _sequences(span, statistics, family, shard, n_ctx, origins, chance)
-            files.append(_write(directory, "sequences", intervention, shard, table))
+            rows = _rows([intervention], span, layers, heads)
+            tables = {"heads": _heads(rows, columns, statistics, family, shard)}
+            origins = [pile_sets[sequence % len(pile_sets)] for sequence in span]
+            tables["sequences"] = _sequences(
+                span, statistics, family, shard, n_ctx, origins, chance
+            )
             if profiles:
-                content = [{**entry, "shard": shard} for entry in profiles(shard)]
-                table = pa.Table.from_pylist(content, schema=PROFILES_TABLE.schema())
-                files.append(_write(directory, "profiles", intervention, shard, table))
+                entries = [{**entry, "shard": shard} for entry in profiles(shard)]
+                tables["profiles"] = pa.Table.from_pylist(entries, schema=PROFILES_TABLE.schema())
+            for table, content in tables.items():
+                files.append(_write(run, table, intervention, shard, content))
         if weights and shard == 0:
-            table = pa.Table.from_pylist(list(weights), schema=WEIGHTS.schema())
-            files.append(_write(directory, "weights", "none", shard, table))
-        write_commit(directory, shard, span, files, n_ctx * len(interventions))
-    return directory
+            content = pa.Table.from_pylist(list(weights), schema=WEIGHTS.schema())
+            files.append(_write(run, "weights", "none", shard, content))
+        write_commit(run, shard, span, files, n_ctx * len(interventions))
+    return run
+
+
+def _rows(interventions: Sequence[str], sequences: range, layers: int, heads: int) -> list[Row]:
+    """The rows of some sequences, in the order of a file."""
+    return list(starmap(Row, product(interventions, sequences, range(layers), range(heads))))
 
 
 def write_commit(
     directory: RunDirectory, shard: int, span: range, files: list[DataFile], tokens: int
 ) -> None:
-    """Write the record that makes a shard done; `tokens` per sequence, over all interventions."""
+    """Write the record that makes a shard done.
+
+    `tokens` are those of one sequence under all interventions.
+    """
     commit = Commit(
         run_id=directory.run_id,
         shard=shard,
@@ -224,9 +224,14 @@ def _heads(
 
 
 def _sequences(
-    span: range, statistics: tuple[Statistic, ...], family: str, shard: int, n_ctx: int,
-    origins: list[str | None], chance: float,
-) -> pa.Table:  # fmt: skip
+    span: range,
+    statistics: tuple[Statistic, ...],
+    family: str,
+    shard: int,
+    n_ctx: int,
+    origins: list[str | None],
+    chance: float,
+) -> pa.Table:
     n = len(span)
     content: dict[str, list[Any]] = {
         "input_family": [family] * n,
@@ -240,19 +245,21 @@ def _sequences(
         "tokens": [list(range(n_ctx))] * n,
         "labels": [None] * n,
     }
-    content |= {chance_column(s.name): [chance] * n for s in statistics if s.chance}
+    for statistic in statistics:
+        if statistic.chance:
+            content[chance_column(statistic.name)] = [chance] * n
     return pa.table(content, schema=table_schema(SEQUENCES, {KIND.field: statistics}))
 
 
 def _write(
-    directory: RunDirectory, table: str, intervention: str, shard: int, content: pa.Table
+    run: RunDirectory, table: str, intervention: str, shard: int, content: pa.Table
 ) -> DataFile:
-    path = local(directory.data_file(table, intervention, shard))
+    path = local(run.data_file(table, intervention, shard))
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"run_id": directory.run_id, "intervention": intervention}
+    metadata = {"run_id": run.run_id, "intervention": intervention}
     file = parquet_bytes(content.replace_schema_metadata(metadata))
     path.write_bytes(file)
-    relative = str(path.relative_to(local(directory.path)))
+    relative = str(path.relative_to(local(run.path)))
     return DataFile(
         table=table,
         intervention=intervention,
@@ -264,19 +271,18 @@ def _write(
 
 
 def _range(statistic: Statistic, values: Iterable[float | None]) -> dict[str, list[float | None]]:
-    """A statistic's range, which holds toy numbers too: they need only be easy to check by hand."""
+    """A statistic's range, widened to hold the toy numbers."""
     low, high = statistic.facts["range"]
-    known = [value for value in values if value is not None]
-    return {
-        "range": [
-            None if low is None else min([low, *known]),
-            None if high is None else max([high, *known]),
-        ]
-    }
+    defined = [value for value in values if value is not None]
+    # None is a range without an end.
+    lowest = None if low is None else min([low, *defined])
+    highest = None if high is None else max([high, *defined])
+    return {"range": [lowest, highest]}
 
 
-def _fingerprint(name: str, given: Mapping[str, str] | None) -> dict[str, str]:
-    return {"fingerprint": given[name]} if given and name in given else {}
+def _fingerprint(name: str, fingerprints: Mapping[str, str] | None) -> dict[str, str]:
+    """The fingerprint that a statistic has instead of its own, if there is one."""
+    return {"fingerprint": fingerprints[name]} if fingerprints and name in fingerprints else {}
 
 
 def read_manifest(directory: RunDirectory) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Memory, cores and GPUs of this machine, in bytes and whole ones, whatever the system.
+"""Memory in bytes, cores and GPUs of this machine, the same on every system.
 
-The operating system's own counters are not used: `ru_maxrss` is in KiB on Linux and in bytes on
-macOS, and begins with the peak of the process that started this one.
+The operating system's own peak is not used. `ru_maxrss` is in KiB on Linux and in bytes on macOS,
+and it begins with the peak of the process that started this one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 import psutil
 import torch
 
-INTERVAL = 0.005
+SECONDS_BETWEEN_LOOKS = 0.005
 """Seconds between two looks at the memory in use; a forward pass holds its tensors for longer."""
 
 
@@ -23,7 +23,7 @@ def total_memory() -> int:
 
 
 def available_cores() -> int:
-    """Cores that this process may use; where the system does not say, all of them."""
+    """Cores that this process may use; all of them if the system does not say."""
     process = psutil.Process()
     # macOS cannot bind a process to cores.
     if hasattr(process, "cpu_affinity"):
@@ -46,11 +46,13 @@ class PeakMemory:
         self.gpu = 0
         """Of the GPU's, by tensors; 0 on a CPU."""
         self._process = psutil.Process()
-        self._ended = threading.Event()
+        self._has_ended = threading.Event()
+        # A daemon, so that an error in the block never keeps the process alive.
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> PeakMemory:
         """Begin to watch."""
+        # PyTorch itself keeps the peak of the GPU, which starts anew here.
         if self.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         self._watcher.start()
@@ -63,14 +65,14 @@ class PeakMemory:
         trace: TracebackType | None,
     ) -> None:
         """End watching."""
-        self._ended.set()
+        self._has_ended.set()
         self._watcher.join()
-        self._look()
+        self._look()  # A block may be shorter than the time between two looks.
         if self.device != "cpu":
             self.gpu = torch.cuda.max_memory_allocated()
 
     def _watch(self) -> None:
-        while not self._ended.wait(INTERVAL):
+        while not self._has_ended.wait(SECONDS_BETWEEN_LOOKS):
             self._look()
 
     def _look(self) -> None:

@@ -7,48 +7,59 @@ import ctypes
 import logging
 import sys
 
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
-"""Numbers of glibc's options (malloc.h)."""
+TRIM_THRESHOLD = -1
+"""Number of glibc's option for how much free memory at the end of the heap it keeps (malloc.h)."""
 
-LARGEST = 32 << 20
+MMAP_THRESHOLD = -3
+"""Number of its option for the size from which memory is mapped, outside the heap."""
+
+LARGEST_ON_HEAP = 32 << 20
 """Bytes up to which memory comes from the heap: the most that glibc takes for `MMAP_THRESHOLD`."""
 
-CSV_FIELD = 1 << 30
+LARGEST_INT = (1 << 31) - 1
+"""The largest number that `mallopt` takes."""
+
+CSV_FIELD_CHARACTERS = 1 << 30
 """Characters of a field of a CSV file: a text may be longer than the 128 KiB that Python allows."""
 
 
 def prepare_process(threads: int | None = None) -> None:
     """Set up a process that describes, loads or runs models; nothing else in the house does.
 
-    `threads` is how many its products take, by default one for each core. PyTorch counts them for
-    the thread that calls this.
+    `threads` is how many of them a matrix product takes, by default one for each core.
     """
     if threads is not None:
         import torch
 
+        # PyTorch counts them for the thread that calls this, so call it where the model will run.
         torch.set_num_threads(threads)
-    csv.field_size_limit(CSV_FIELD)
+    csv.field_size_limit(CSV_FIELD_CHARACTERS)
     keep_freed_memory()
     quieten_libraries()
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed: given back to the kernel, every batch's tensors are zeroed and
-    mapped page by page anew.
+    """Have glibc keep what is freed.
+
+    Otherwise it gives every batch's tensors back to the kernel, which zeroes and maps them page by
+    page anew for the next batch.
     """
-    if sys.platform.startswith("linux"):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none.
-        if mallopt is not None:
-            mallopt(MMAP_THRESHOLD, LARGEST)
-            mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl does not have it.
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGEST_ON_HEAP)
+        mallopt(TRIM_THRESHOLD, LARGEST_INT)
 
 
 def quieten_libraries() -> None:
-    """Keep the libraries' bars and notices off the terminal; what matters is checked here and
-    raised.
-    """
-    from transformers.utils import logging as messages
+    """Keep the libraries' progress bars and notices off the terminal.
 
-    messages.set_verbosity_error()
-    messages.disable_progress_bar()
+    What matters in them is checked here and raised.
+    """
+    # Imported here, because it takes seconds and not every command loads a model.
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     logging.getLogger("transformer_lens").setLevel(logging.ERROR)

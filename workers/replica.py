@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,8 +24,9 @@ from workers.engine.patching import with_partner
 from workers.engine.prediction_inputs import check_unembedding
 from workers.interventions import edited_weights
 from workers.interventions.settlement import Settled, check_bridge_precision, settle, settle_one
-from workers.measurements.batch import Measurements, PendingBatch, Requested, collect, launch
+from workers.measurements.batch import Measurements, PendingBatch, collect, launch
 from workers.measurements.batch_size import BatchSize
+from workers.measurements.requested import Requested
 from workers.measurements.weight_tables import tables_of_weights
 from workers.model.loading import load_model
 from workers.model.model_info import ModelInfo
@@ -44,21 +45,21 @@ class Replica:
     def __init__(self, info: ModelInfo, scan: Scan, device: str = "auto") -> None:
         self.device = resolve_device(device)
         self.scan = scan
+        # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load_model(info, scan.weight_processing, self.device, dtype)
         self.settlement = settle(self.model, scan, self.device)
         self.depth = scan.depth(self.model.info)
         """How many layers a forward pass goes through."""
-        self.requested = Requested.by(scan, self.model)
-        if self.requested.after_the_pass:
+        self.requested = Requested.of_scan(scan, self.model)
+        if self.requested.has_predictions:
             check_unembedding(self.model)
         self.free_since: float | None = None
-        """When the last shard was measured, for knowing how long the replica waited for the next.
-        """
+        """When the last shard was measured. It tells how long the replica waited for the next."""
         self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx)
         # Folding happens in the bridge alone, so folded weights are measured there.
-        fused = scan.engine == "fused" and scan.weight_processing == "raw"
-        self.engine: Engine = self._fused_engine() if fused else DenseEngine(self.model)
+        is_fused = scan.engine == "fused" and scan.weight_processing == "raw"
+        self.engine: Engine = self._fused_engine() if is_fused else DenseEngine(self.model)
 
     def _fused_engine(self) -> FusedEngine:
         """The fused engine, with the GPU's kernel if it agrees with the tiles here."""
@@ -72,19 +73,21 @@ class Replica:
         labels: list[list[str]] | None = None,
         partner: np.ndarray | None = None,
     ) -> InterventionMeasurements:
-        """Measure tokens `[sequence pos]`, labelled or not; a batch that does not fit the device's
-        memory is halved.
+        """Measure tokens `[sequence pos]`; a batch that does not fit the device's memory is halved.
 
-        `partner` sequences are run first where the intervention takes something from them.
+        `labels` has a label or an empty text for each token. `partner` sequences are run first if
+        the intervention takes something from them.
         """
-        if not self._settled(intervention).bound.needs_partner:
-            partner = None
-        with self.engine_under(intervention, partner) as engine:
-            masks = _masks(labels) if labels and self.requested.reads("labels") else {}
+        needs_partner = self._settled(intervention).bound.needs_partner
+        needed_partner = partner if needs_partner else None
+        masks = _masks(labels) if labels and self.requested.reads("labels") else {}
+        sequences = _Sequences(tokens, masks, needed_partner)
+        with self.engine_under(intervention, needed_partner) as engine:
             try:
-                measured = Measurements.of(self._batches(engine, tokens, masks, partner))
+                measured = Measurements.of_batches(self._batches(engine, sequences))
             except MeasureError as error:
-                if (problem := self.model.weight_problem) is None:
+                problem = self.model.weight_problem
+                if problem is None:
                     raise
                 raise MeasureError(f"{error}: {problem}") from None
         method = engine.method(str(intervention), self.depth)
@@ -102,9 +105,11 @@ class Replica:
                 f"{intervention}: takes something from the run on partner sequences, and none are "
                 "given"
             )
+        # The engine edits activations. Weights are edited in the model itself, and restored when
+        # the block ends.
         edits = bound.edits(self.model)
-        fused = settled.engine == "fused"
-        engine = self.engine.edited(edits) if fused else DenseEngine(self.model, edits)
+        is_fused = settled.engine == "fused"
+        engine = self.engine.edited(edits) if is_fused else DenseEngine(self.model, edits)
         with torch.inference_mode(), edited_weights(self.model, bound):
             yield engine
 
@@ -125,81 +130,104 @@ class Replica:
         """What the scan asks of the weights of the untouched model, by table."""
         return tables_of_weights(self.model, self.scan)
 
-    def _batches(
-        self,
-        engine: Engine,
-        tokens: np.ndarray,
-        masks: dict[str, np.ndarray],
-        partner: np.ndarray | None,
-    ) -> Iterator[Measurements]:
-        """What each batch found, in order; a GPU computes the next batch while one is being
-        fetched.
+    def _batches(self, engine: Engine, sequences: _Sequences) -> Iterator[Measurements]:
+        """What each batch found, in order.
+
+        A GPU computes the next batch while the results of this one are fetched and checked.
         """
         start = 0
-        waiting: PendingBatch | None = None
-        while start < len(tokens):
+        pending: PendingBatch | None = None
+        while start < len(sequences.tokens):
             began = time.perf_counter()
+            batch = sequences.part(start, start + self.batch.size)
             try:
-                some = slice(start, start + self.batch.size)
-                batch = self._to_device(torch.from_numpy(tokens[some]).long())
-                labels = {
-                    name: self._to_device(torch.from_numpy(mask[some]))
-                    for name, mask in masks.items()
-                }
-                others = (
-                    None
-                    if partner is None
-                    else self._to_device(torch.from_numpy(partner[some]).long())
-                )
-                patched = with_partner(engine, others, self.depth)
-                launched = launch(patched, self.requested, batch, start, labels)
+                launched = self._launch(engine, batch, start)
             except RuntimeError as error:
-                if not _out_of_memory(error):
+                if not _is_out_of_memory(error):
                     raise
                 if self.batch.size == 1:
+                    n_ctx = sequences.tokens.shape[1]
                     raise ModelError(
-                        f"one sequence of {counted(tokens.shape[1], 'token')} does not fit the memory; lower "
-                        "n_ctx"
+                        f"one sequence of {counted(n_ctx, 'token')} does not fit the memory; "
+                        "lower n_ctx"
                     ) from None
                 self.batch.halve()
-                continue
-            if waiting is not None:
-                yield collect(waiting)
-            waiting = launched
+                continue  # The same sequences again, fewer at a time.
+            if pending is not None:
+                yield collect(pending)
+            pending = launched
             if self.batch.searching:
+                # Sizes are compared by time, and a time means something only if the pass is over.
                 yield collect(launched)
-                waiting = None
-                self.batch.note(len(batch), time.perf_counter() - began)
-            start += len(batch)
-        if waiting is not None:
-            yield collect(waiting)
+                pending = None
+                self.batch.note(len(batch.tokens), time.perf_counter() - began)
+            start += len(batch.tokens)
+        if pending is not None:
+            yield collect(pending)
 
-    def _to_device(self, batch: Tensor) -> Tensor:
-        return (
-            batch if self.device == "cpu" else batch.pin_memory().to(self.device, non_blocking=True)
+    def _launch(self, engine: Engine, batch: _Sequences, first: int) -> PendingBatch:
+        """Start the pass over a batch, after the pass over its partners if there are any."""
+        tokens = self._tokens_on_device(batch.tokens)
+        labels = {
+            name: self._on_device(torch.from_numpy(mask)) for name, mask in batch.masks.items()
+        }
+        partner = None if batch.partner is None else self._tokens_on_device(batch.partner)
+        patched_engine = with_partner(engine, partner, self.depth)
+        return launch(patched_engine, self.requested, tokens, first, labels)
+
+    def _tokens_on_device(self, tokens: np.ndarray) -> Tensor:
+        return self._on_device(torch.from_numpy(tokens).long())
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        if self.device == "cpu":
+            return tensor
+        # From pinned memory the copy is asynchronous: the device need not finish its work first.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Sequences to measure, with what belongs to each."""
+
+    tokens: np.ndarray
+    """`[sequence pos]`."""
+    masks: Mapping[str, np.ndarray]
+    """Where each label stands: `[sequence pos]` by label."""
+    partner: np.ndarray | None
+    """The partner of each sequence `[sequence pos]`, if the intervention needs it."""
+
+    def part(self, start: int, stop: int) -> _Sequences:
+        """Some of them."""
+        some = slice(start, stop)
+        return _Sequences(
+            self.tokens[some],
+            {name: mask[some] for name, mask in self.masks.items()},
+            None if self.partner is None else self.partner[some],
         )
 
 
 def resolve_device(device: str) -> str:
     """What `auto` means on this machine: its GPU, if it has one."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def broken(error: Exception) -> bool:
-    """Whether a device has failed in a way that only a new process mends: after one such error
-    every call raises it.
+def is_device_failure(error: Exception) -> bool:
+    """Whether a device has failed so that only a new process mends it.
+
+    After one such error every call raises it. Too little memory is not such an error.
     """
-    return isinstance(error, torch.AcceleratorError) and not isinstance(
-        error, torch.OutOfMemoryError
-    )
+    is_device_error = isinstance(error, torch.AcceleratorError)
+    return is_device_error and not isinstance(error, torch.OutOfMemoryError)
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed; on a CPU that has no type of its own."""
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed; on a CPU that error has no type of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _masks(labels: list[list[str]]) -> dict[str, np.ndarray]:
     """Where each label stands: `[sequence pos]` by label."""
-    every = np.array(labels)
-    return {str(name): every == name for name in np.unique(every) if name}
+    label_of_token = np.array(labels)
+    return {str(name): label_of_token == name for name in np.unique(label_of_token) if name}

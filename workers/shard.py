@@ -1,5 +1,7 @@
-"""One shard, from tokens to a commit. Data files become visible whole, and the commit is written
-last.
+"""One shard, from tokens to a commit.
+
+Data files become visible whole, and the commit is written last. So a shard is done if and only if
+its commit exists, whenever this process dies.
 """
 
 from __future__ import annotations
@@ -37,16 +39,17 @@ from workers.replica import InterventionMeasurements, Replica
 
 @dataclass(frozen=True)
 class MeasuredShard:
-    """A shard's statistics by intervention, and the time they took."""
+    """A shard's measurements by intervention, and the time they took."""
 
     input: ShardInput
     measured: dict[str, InterventionMeasurements]
+    """By intervention, in the order of the scan."""
     seconds: float
     idle_seconds: float
     """How long the replica had waited for this shard."""
     device: str
     """What it was computed on."""
-    once: dict[str, pa.Table]
+    tables_of_run: dict[str, pa.Table]
     """Rows of the tables that are written once in a run, with shard 0."""
 
 
@@ -58,59 +61,54 @@ def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput, attempt: i
 def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
     """Measure a shard under every intervention of the scan."""
     began = time.perf_counter()
-    idle = 0.0 if replica.free_since is None else began - replica.free_since
+    idle_seconds = 0.0 if replica.free_since is None else began - replica.free_since
     measured = {
         str(intervention): replica.measure(shard.tokens, intervention, shard.labels, shard.partner)
         for intervention in replica.scan.interventions
     }
-    asks_weights = replica.scan.kinds("from the weights")
-    once = replica.weights() if shard.shard == 0 and asks_weights else {}
+    # Weights are the same in every shard, so they are written once.
+    writes_weights = shard.shard == 0 and replica.scan.kinds("from the weights")
+    tables_of_run = replica.weights() if writes_weights else {}
     replica.free_since = time.perf_counter()
-    return MeasuredShard(
-        shard, measured, replica.free_since - began, idle, device_name(replica.device), once
-    )
+    seconds = replica.free_since - began
+    device = device_name(replica.device)
+    return MeasuredShard(shard, measured, seconds, idle_seconds, device, tables_of_run)
 
 
-def commit_shard(scan: Scan, run: RunDirectory, done: MeasuredShard, attempt: int) -> Commit:
+def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt: int) -> Commit:
     """Write a measured shard's tables, then its commit; a shard that is committed is left as it is.
 
-    Every attempt writes the same names, and two that measure at once may differ in the last bit: a
-    late one would leave files that the commit of the other does not describe.
+    Every attempt writes files of the same names, and two attempts may differ in the last bit. A
+    late one must not write: it would leave files that the commit of the other does not describe.
     """
     began = time.perf_counter()
-    shard = done.input
-    if (committed := _committed_meanwhile(scan, run, shard)) is not None:
+    shard = measured.input
+    committed = _committed_meanwhile(scan, run, shard)
+    if committed is not None:
         return committed
-    files: list[DataFile] = []
-    for intervention, measured in done.measured.items():
-        files += [
-            _write_table(run, name, intervention, shard.shard, rows)
-            for name, rows in intervention_tables(scan, shard, measured).items()
-        ]
-    files += [
-        _write_table(run, name, "none", shard.shard, rows) for name, rows in done.once.items()
-    ]
+    files = _write_tables(scan, run, measured)
     commit = Commit(
         run_id=run.run_id,
         shard=shard.shard,
         start=shard.start,
         stop=shard.start + len(shard.tokens),
-        rows=sum(f.rows for f in files if f.table == "heads"),
+        rows=sum(file.rows for file in files if file.table == "heads"),
         tokens=shard.tokens.size * len(scan.interventions),
-        seconds=round(done.seconds + time.perf_counter() - began, 4),
-        compute_seconds=round(done.seconds, 4),
-        idle_seconds=round(done.idle_seconds, 4),
+        seconds=round(measured.seconds + time.perf_counter() - began, 4),
+        compute_seconds=round(measured.seconds, 4),
+        idle_seconds=round(measured.idle_seconds, 4),
         finished=datetime.now(UTC),
         host=socket.gethostname(),
         replica=f"{socket.gethostname()}-{os.getpid()}",
         attempt=attempt,
         code=code_fingerprint(),
-        device=done.device,
+        device=measured.device,
         versions=list(measuring_versions()),
-        methods=[measured.method for measured in done.measured.values()],
+        methods=[measurements.method for measurements in measured.measured.values()],
         bad_rows=shard.bad_rows,
         files=files,
     )
+    # Last of all, because readers follow commits: until now nobody sees the files.
     write_whole(run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode())
     return commit
 
@@ -121,15 +119,32 @@ def _committed_meanwhile(scan: Scan, run: RunDirectory, shard: ShardInput) -> Co
     A replica that outlived its driver may have the last shard of a run that has grown since.
     """
     stop = shard.start + len(shard.tokens)
+    # Only the last shard of a run can be short, and only a short one can grow.
     if len(shard.tokens) < scan.sequences_per_shard:
-        expected = int(run.manifest().stops(shard.shard))
-        if stop != expected:
+        expected_stop = int(run.manifest().stops(shard.shard))
+        if stop != expected_stop:
             raise RunError(
                 f"{run.run_id}: the run has grown since this attempt began, and shard "
-                f"{shard.shard} goes to sequence {expected}, not {stop}"
+                f"{shard.shard} goes to sequence {expected_stop}, not {stop}"
             )
     commit = run.loose_commit(shard.shard)
     return commit if commit is not None and commit.stop >= stop else None
+
+
+def _write_tables(scan: Scan, run: RunDirectory, measured: MeasuredShard) -> list[DataFile]:
+    """Write every table of a shard; the untouched weights are filed under `none`."""
+    number = measured.input.shard
+    files: list[DataFile] = []
+    for intervention, measurements in measured.measured.items():
+        tables = intervention_tables(scan, measured.input, measurements)
+        files += [
+            _write_table(run, name, intervention, number, rows) for name, rows in tables.items()
+        ]
+    files += [
+        _write_table(run, name, "none", number, rows)
+        for name, rows in measured.tables_of_run.items()
+    ]
+    return files
 
 
 def _write_table(
@@ -138,11 +153,10 @@ def _write_table(
     content = parquet_bytes(with_partitions(rows, run.run_id, intervention))
     file = run.data_file(table, intervention, shard)
     write_whole(file, content)
-    path = data_path(table, intervention, file.name)
     return DataFile(
         table=table,
         intervention=intervention,
-        path=path,
+        path=data_path(table, intervention, file.name),
         rows=rows.num_rows,
         bytes=len(content),
         digest=digest_of(content),
@@ -155,81 +169,86 @@ def intervention_tables(
     """The rows of a shard under one intervention, by table."""
     tables: dict[str, pa.Table] = {}
     for name, table in TABLES.items():
-        asked = [kind for kind in kinds_of(table) if kind in scan.kinds()]
-        means = [(kind, m) for kind in asked if (m := measured.means.get(kind.field))]
-        if means:
-            heads = measured.measured_heads
-            rows = [means_table(kind, shard.shard, of_kind, heads) for kind, of_kind in means]
+        requested_kinds = [kind for kind in kinds_of(table) if kind in scan.kinds()]
+        averaged_kinds = [kind for kind in requested_kinds if measured.means.get(kind.field)]
+        if averaged_kinds:
+            rows = [
+                means_table(kind, shard.shard, measured.means[kind.field], measured.measured_heads)
+                for kind in averaged_kinds
+            ]
             tables[name] = pa.concat_tables(rows)
-        elif table.has("sequence") and (asked or table.written == "every shard"):
+        # `heads` and `sequences` are in every shard, other tables if the scan fills them.
+        elif table.has("sequence") and (requested_kinds or table.written == "every shard"):
             tables[name] = sequence_rows(table, scan, shard, measured)
     return tables
 
 
 def sequence_rows(table: Table, scan: Scan, shard: ShardInput, measured: Measurements) -> pa.Table:
-    """One row per sequence, or per sequence × layer, or per sequence × layer × head: in the order
-    layer, sequence, head, so that row groups prune by layer.
+    """One row per sequence, or per sequence × layer, or per sequence × layer × head.
+
+    They are in the order layer, sequence, head, so that row groups prune by layer.
     """
-    sequences, layers, heads = next(iter(measured.heads.values())).shape
-    sizes = {"layer": layers, "sequence": sequences, "head": heads}
+    n_sequences, n_layers, n_heads = next(iter(measured.heads.values())).shape
+    sizes = {"layer": n_layers, "sequence": n_sequences, "head": n_heads}
     axes = [axis for axis in sizes if table.has(axis)]
     shape = [sizes[axis] for axis in axes]
-    indices, kept = numbered(axes, shape, measured.measured_heads)
+    indices, existing = numbered(axes, shape, measured.measured_heads)
     columns: dict[str, Any] = {**indices, **_keys(scan, shard, indices["sequence"])}
     for name, values in measured.tables.get(table.name, {}).items():
-        ordered = values.swapaxes(0, 1) if "layer" in axes else values
-        columns[name] = ordered.reshape(math.prod(shape), *values.shape[len(axes) :])[kept]
+        # Values are `[sequence layer …]`, rows are in the order of the layers.
+        in_row_order = values.swapaxes(0, 1) if "layer" in axes else values
+        entry_shape = values.shape[len(axes) :]
+        columns[name] = in_row_order.reshape(math.prod(shape), *entry_shape)[existing]
     if table is SEQUENCES:
         columns |= _origin(shard)
     formulas = {kind.field: scan.formulas(kind) for kind in scan.kinds()}
-    carried: list[str] = scan.input.options.get("columns") or []
-    return table_of(columns, table_schema(table, formulas, carried))
+    carried_fields: list[str] = scan.input.options.get("columns") or []
+    return table_of(columns, table_schema(table, formulas, carried_fields))
 
 
 def _origin(shard: ShardInput) -> dict[str, Any]:
     """Where sequences came from, and what they are."""
-    sequences, n_ctx = shard.tokens.shape
-    columns = {"n_tokens": np.full(sequences, n_ctx), "tokens": shard.tokens, **shard.origin}
+    n_sequences, n_ctx = shard.tokens.shape
+    columns = {"n_tokens": np.full(n_sequences, n_ctx), "tokens": shard.tokens, **shard.origin}
     return columns if shard.labels is None else columns | {"labels": shard.labels}
+
+
+def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:
+    """The columns that say of which sequence a row is; `sequence` counts within the shard."""
+    # One text taken many times: a list of as many Python texts would be slow.
+    one_family = pa.array([scan.input.family]).dictionary_encode()
+    family = one_family.take(pa.array(np.zeros(len(sequence), np.int32)))
+    return {
+        "input_family": family.cast(pa.string()),
+        "shard": np.full(len(sequence), shard.shard),
+        "sequence": shard.start + sequence,
+    }
 
 
 def record_failure(run: RunDirectory, shard: int, attempt: int, error: str) -> None:
     """Note that an attempt at a shard failed, and why; the shard stays undone."""
-    write_whole(
-        run.failure_file(shard),
-        json.dumps({"attempts": attempt, "error": error}, indent=1).encode(),
-    )
+    record = {"attempts": attempt, "error": error}
+    write_whole(run.failure_file(shard), json.dumps(record, indent=1).encode())
 
 
-def failed(shard: int, error: Exception) -> Failure:
-    """A shard's failure in one line: what one of our errors says, or what another says and where it
-    came from.
+def failure_of(shard: int, error: Exception) -> Failure:
+    """A shard's failure in one line.
+
+    An error of ours says enough. For another one, the line adds its type and where it came from.
     """
     if isinstance(error, HeadcountError):
         return Failure(shard, str(error))
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return Failure(shard, f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})")
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    return Failure(shard, f"{type(error).__name__}: {error} ({origin.name}, line {origin.lineno})")
 
 
-def noted(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
-    """Leave a note of a failure for `headcount status`; returns it, with what went wrong with the
-    note.
+def note_failure(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
+    """Record a failure for `headcount status`, and return it.
+
+    If it cannot be recorded, the failure that is returned says so too.
     """
     try:
         record_failure(run, failure.shard, attempt, failure.error)
     except HeadcountError as error:
         return Failure(failure.shard, f"{failure.error}; {error}")
     return failure
-
-
-def _keys(scan: Scan, shard: ShardInput, sequence: np.ndarray) -> dict[str, Any]:
-    family = (
-        pa.array([scan.input.family])
-        .dictionary_encode()
-        .take(pa.array(np.zeros(len(sequence), np.int32)))
-    )
-    return {
-        "input_family": family.cast(pa.string()),
-        "shard": np.full(len(sequence), shard.shard),
-        "sequence": shard.start + sequence,
-    }

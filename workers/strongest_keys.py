@@ -19,7 +19,7 @@ class StrongestKeys:
     """Where the attention of a head goes, for every query of a sequence."""
 
     key: np.ndarray
-    """The key with most attention, the first of several; -1 where the query sees no key."""
+    """The key with most attention, the first of several; -1 if the query sees no key."""
     mass: np.ndarray
     """Attention to it."""
     first: np.ndarray
@@ -34,33 +34,35 @@ def strongest_keys(
     intervention: Intervention,
     partner: np.ndarray | None = None,
 ) -> StrongestKeys:
-    """Run one sequence `[pos]` and read the pattern of one head; `partner` likewise, where the
-    intervention takes something from it.
+    """Run one sequence `[pos]` and read the pattern of one head.
+
+    `partner` is a sequence too, if the intervention takes something from it.
     """
-    batch = _batch(replica, tokens)
     rows: list[Tensor] = []
 
-    def read(at: int, activations: Activations) -> None:
+    def read_pattern(shown_layer: int, activations: Activations) -> None:
         # The fused engine shows a layer twice.
-        if at == layer and not rows:
+        if shown_layer == layer and not rows:
             pattern = activations["pattern"]
             # A row at a time: the pattern of a long sequence does not fit the memory.
-            rows.extend(_strongest(pattern.row(q)[0, head]) for q in range(len(tokens)))
+            rows.extend(_strongest_key(pattern.row(q)[0, head]) for q in range(len(tokens)))
 
-    others = None if partner is None else _batch(replica, partner)
+    batch = _as_batch(replica, tokens)
+    partner_batch = None if partner is None else _as_batch(replica, partner)
     with replica.engine_under(intervention, partner) as engine:
-        with_partner(engine, others, layer + 1).run(batch, {}, read, (), layers=[layer])
-    found = torch.stack(rows).cpu().numpy()
-    key = np.where(found[:, 1] > 0, found[:, 0], -1).astype(int)
-    return StrongestKeys(key, found[:, 1], found[:, 2])
+        patched_engine = with_partner(engine, partner_batch, depth=layer + 1)
+        patched_engine.run(batch, {}, read_pattern, (), layers=[layer])
+    key, mass, first = torch.stack(rows).cpu().numpy().T
+    # An edit can leave a query no attention at all, and then the largest is that of any key.
+    return StrongestKeys(np.where(mass > 0, key, -1).astype(int), mass, first)
 
 
-def _batch(replica: Replica, tokens: np.ndarray) -> Tensor:
-    """One sequence as the model takes it."""
+def _as_batch(replica: Replica, tokens: np.ndarray) -> Tensor:
+    """One sequence as the model takes it: `[1 pos]`."""
     return torch.from_numpy(tokens[None]).long().to(replica.device)
 
 
-def _strongest(attention: Tensor) -> Tensor:
-    """Key, its attention, and attention to key 0, of one query."""
+def _strongest_key(attention: Tensor) -> Tensor:
+    """Key, its attention, and attention to key 0, of one query; float64 holds any key exactly."""
     mass, key = attention.double().max(dim=-1)
     return torch.stack([key.double(), mass, attention[0].double()])

@@ -5,6 +5,7 @@ python models/gpt2-mini/train.py --seed 0 --out models/gpt2-mini --corpus 'pile-
 
 import glob
 import io
+import itertools
 import json
 import math
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 import zstandard
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -39,7 +41,9 @@ CONFIG = GPT2Config(
 PLAN = recipe.Plan(steps=3400, lr=4e-3, weight_decay=0.1, cosine=False, cooldown=0.4)
 REPEATS = recipe.Repeats(copied=0.6, whole=0.4, recent=0.5)
 TEXT_REPEATED = recipe.Repeats(copied=0.0, whole=1.0, recent=0.0)
-UNIFORM, PRINTABLE = (0, 256), (32, 127)
+UNIFORM = (0, 256)
+PRINTABLE = (32, 127)
+"""Ranges of bytes that are drawn uniformly."""
 
 
 # Text
@@ -54,22 +58,26 @@ def read_documents(path: str) -> list[str]:
 
 def read_corpus(patterns: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Bytes to train on and bytes held out: the last 5 % of the last file's documents."""
-    paths = sorted(path for pattern in patterns for path in glob.glob(pattern))
+    paths: list[str] = []
+    for pattern in patterns:
+        paths += glob.glob(pattern)
     if not paths:
         raise SystemExit(f"No file matches {' '.join(patterns)}.")
-    *others, last = [read_documents(path) for path in paths]
-    cut = len(last) - len(last) // 20
-    return as_bytes([text for texts in others for text in texts] + last[:cut]), as_bytes(last[cut:])
+    *other_files, last_file = [read_documents(path) for path in sorted(paths)]
+    cut = len(last_file) - len(last_file) // 20
+    documents = [*itertools.chain.from_iterable(other_files), *last_file[:cut]]
+    return as_bytes(documents), as_bytes(last_file[cut:])
 
 
 def as_bytes(documents: list[str]) -> np.ndarray:
-    """Documents in one row of bytes, a blank line between them."""
+    """The bytes of documents, with a blank line between them."""
     return np.frombuffer("\n\n".join(documents).encode(), dtype=np.uint8)
 
 
 def windows(text: np.ndarray, rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
     """BOS and bytes from random places of the text, as tokens [batch pos]."""
     starts = rng.integers(0, len(text) - length, batch)
+    # Each window begins one byte early; BOS takes the place of that byte.
     tokens = text[starts[:, None] + np.arange(-1, length - 1)].astype(np.int64)
     tokens[:, 0] = BOS
     return tokens
@@ -79,27 +87,29 @@ def repeated_windows(
     text: np.ndarray, rng: np.random.Generator, batch: int, length: int
 ) -> np.ndarray:
     """Windows of text that repeat one of their segments until the end."""
-    plain = windows(text, rng, batch, length)
+    plain_tokens = windows(text, rng, batch, length)
     lags = recipe.copy_lags(rng, batch, length, TEXT_REPEATED)
-    return recipe.compose(rng, lambda _, __, pos: plain[:, pos], lags, BOS)
+    return recipe.compose(rng, lambda _rng, _tokens, pos: plain_tokens[:, pos], lags, BOS)
 
 
 # Tokenizer
 
 
 def byte_characters() -> dict[str, int]:
-    """GPT-2's stand-in character for every byte: itself where printable, else the next one from 256
-    on.
+    """The byte of every character that stands for a byte in GPT-2's vocabulary.
+
+    A printable byte is its own character; the others take the characters from 256 on, in order.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
+    characters = {chr(byte): byte for byte in printable}
+    characters |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    return characters
 
 
 def write_tokenizer(out: Path) -> None:
     """Write a tokenizer whose ids are the bytes of the text, and BOS."""
+    # BPE without merges leaves every byte a token of its own.
     tokenizer = Tokenizer(BPE(vocab=byte_characters(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,56 +149,62 @@ def fit(out: Path, seed: int, text: np.ndarray) -> None:
 
 @torch.inference_mode()
 def bits_per_byte(model: GPT2LMHeadModel, text: np.ndarray) -> float:
-    """Mean cross-entropy in bits of every byte of the text, read in windows of BOS and 255 bytes."""
+    """Mean cross-entropy of a byte of the text in bits, in windows of BOS and 255 bytes."""
     width = CONFIG.n_positions - 1
-    rows = text[: len(text) // width * width].reshape(-1, width).astype(np.int64)
-    tokens = torch.from_numpy(np.pad(rows, ((0, 0), (1, 0)), constant_values=BOS))
-    nats = [
-        F.cross_entropy(
-            model(part).logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
-        )
-        for part in tokens.split(64)
-    ]
-    return torch.stack(nats).sum().item() / rows.size / math.log(2)
+    whole_windows = len(text) // width
+    windows_of_text = text[: whole_windows * width].reshape(-1, width).astype(np.int64)
+    tokens = evaluation.with_bos(windows_of_text, BOS)
+    nats: list[Tensor] = []
+    for batch in tokens.split(64):
+        logits = model(batch).logits[:, :-1].flatten(0, 1)
+        nats.append(F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum"))
+    return torch.stack(nats).sum().item() / windows_of_text.size / math.log(2)
 
 
 def score(directory: Path, held_out: np.ndarray) -> evaluation.Scores:
-    """Measure resting induction heads and the previous-token head on fresh bytes, and the loss on
+    """Scores of resting induction heads and the previous-token head on fresh bytes, and the loss on
     held-out text.
     """
     model = GPT2LMHeadModel.from_pretrained(directory, attn_implementation="eager")
+    # The order of these draws is fixed: another order would give the card other scores.
     rng = np.random.default_rng(evaluation.EVALUATION_SEED)
-    rest = evaluation.observe(model, evaluation.distinct(rng, 256, *UNIFORM, BOS))
-    tokens = evaluation.twice(rng, 256, *UNIFORM, BOS)
-    repeated = evaluation.observe(model, tokens)
-    printable_rest = evaluation.observe(model, evaluation.distinct(rng, 256, *PRINTABLE, BOS))
-    printable = evaluation.observe(model, evaluation.twice(rng, 256, *PRINTABLE, BOS))
-    text = evaluation.observe(model, torch.from_numpy(windows(held_out, rng, 64, 256)))
-    heads = {
-        "attention to q-1, 50 distinct": evaluation.previous_token(rest.pattern),
-        "attention to BOS, 50 distinct": evaluation.bos_attention(rest.pattern),
-        "induction, 25 twice": evaluation.induction(repeated.pattern),
-        "attention to BOS, 50 distinct printable": evaluation.bos_attention(printable_rest.pattern),
-        "induction, 25 printable twice": evaluation.induction(printable.pattern),
-        "attention to BOS, text": evaluation.bos_attention(text.pattern),
-        "norm of v at BOS / others, text": evaluation.value_drain(text.v),
+    on_distinct = evaluation.observe(model, evaluation.distinct(rng, 256, *UNIFORM, BOS))
+    repeated_tokens = evaluation.twice(rng, 256, *UNIFORM, BOS)
+    on_repeats = evaluation.observe(model, repeated_tokens)
+    printable_distinct = evaluation.observe(model, evaluation.distinct(rng, 256, *PRINTABLE, BOS))
+    printable_repeats = evaluation.observe(model, evaluation.twice(rng, 256, *PRINTABLE, BOS))
+    on_text = evaluation.observe(model, torch.from_numpy(windows(held_out, rng, 64, 256)))
+
+    to_previous = evaluation.previous_token(on_distinct.pattern)
+    to_bos = evaluation.bos_attention(on_distinct.pattern)
+    induction = evaluation.induction(on_repeats.pattern)
+    peaks = {
+        f"norm of resid_post at BOS / others, text, layer {layer}": peak
+        for layer, peak in enumerate(evaluation.residual_peak(on_text.resid_post))
     }
-    previous, resting, copying, *_ = heads.values()
-    peaks = enumerate(evaluation.residual_peak(text.resid_post))
     return evaluation.Scores(
-        heads=heads,
+        heads={
+            "attention to q-1, 50 distinct": to_previous,
+            "attention to BOS, 50 distinct": to_bos,
+            "induction, 25 twice": induction,
+            "attention to BOS, 50 distinct printable": evaluation.bos_attention(
+                printable_distinct.pattern
+            ),
+            "induction, 25 printable twice": evaluation.induction(printable_repeats.pattern),
+            "attention to BOS, text": evaluation.bos_attention(on_text.pattern),
+            "norm of v at BOS / others, text": evaluation.value_drain(on_text.v),
+        },
         roles={
-            "previous-token": previous > 0.9,
-            "induction": copying > 0.6,
-            "resting": resting > 0.9,
+            "previous-token": to_previous > 0.9,
+            "induction": induction > 0.6,
+            "resting": to_bos > 0.9,
         },
         model={
             "bits per byte, held-out text": bits_per_byte(model, held_out),
-            "accuracy, second copy of 25": evaluation.copy_accuracy(repeated.logits, tokens),
-            **{
-                f"norm of resid_post at BOS / others, text, layer {layer}": peak
-                for layer, peak in peaks
-            },
+            "accuracy, second copy of 25": evaluation.copy_accuracy(
+                on_repeats.logits, repeated_tokens
+            ),
+            **peaks,
         },
     )
 

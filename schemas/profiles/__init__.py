@@ -17,6 +17,13 @@ from schemas.profiles.profile_registry import (
 )
 
 __all__ = [
-    "KIND", "PROFILES", "Profile", "attention", "norms_by_position", "profile", "score_shifts",
-    "scores_by_key", "tail_attention",
-]  # fmt: skip
+    "KIND",
+    "PROFILES",
+    "Profile",
+    "attention",
+    "norms_by_position",
+    "profile",
+    "score_shifts",
+    "scores_by_key",
+    "tail_attention",
+]

@@ -55,8 +55,8 @@ def query_norm_by_query(q: Tensor) -> Tensor:
 
 @profile(axis="query", unit="euclidean norm", source="Farrell 2023, recency bias in attn-only-2l")
 def head_output_norm_by_query(z: Tensor) -> Tensor:
-    """Length of the head's output before W_O; it falls as 1/√(q+1) where the head mixes all values
-    alike.
+    """Length of the head's output before W_O; it falls as 1/√(q+1) if the head weights all values
+    equally.
 
     ‖z[q]‖₂, z[q] = Σ_k A[q,k] v[k]
 

@@ -1,16 +1,17 @@
-"""What a profile is: one function whose name is the value of column `profile` and whose parameters
-are activations.
+"""What a profile is: a function with a value for each place on an axis, such as each key.
+
+Its name is a value of column `profile`. Its parameters are activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 from schemas import tables
 from schemas.errors import ScanError
-from schemas.formulas import Along, checked_axis, described
+from schemas.formulas import Along, checked_axis, read_definition
 from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
 from schemas.statistics.statistic_registry import LAYER_VALUES
@@ -19,7 +20,7 @@ Axis = Literal["key", "query", "lag", "pair"]
 """What a profile runs over: keys, queries, lags d = q-k, or pairs of a query and a key k ≤ q."""
 
 MOST_PAIRED = 64
-"""Longest sequences whose pairs are kept: 64 · 65 / 2 = 2,080 of them in every head."""
+"""Longest sequences whose pairs are stored: 64 · 65 / 2 = 2,080 pairs in every head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,23 +30,25 @@ class Profile(Along):
 
 PROFILES: dict[str, Profile] = {}
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+P = ParamSpec("P")
 
 
 def profile(
     *, axis: Axis, unit: str, source: str, defined: Callable[..., bool] | None = None
-) -> Callable[[F], F]:
-    """Register a function as a profile of the `profiles` table.
+) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
+    """Register a function as a profile of the table `profiles`.
 
-    It returns `[batch head index]`, or `[batch index]` where all heads of a layer share the values;
-    along axis "pair", `[batch head query key]`, of which the keys k ≤ q are kept. Every entry of
-    every sequence must be a number: what has no value (a query with no such lag) is no entry.
-    `defined` takes `rotary` and says whether a model has the profile at all.
+    It returns `[batch head index]`, or `[batch index]` if all heads of a layer share the values.
+    Along axis "pair" it returns `[batch head query key]`, of which the pairs k ≤ q are stored.
+
+    Every entry of every sequence must be a number. An entry that would have no value (a query with
+    no such lag) must not be in the array. `defined` is a rule that takes `rotary` and says whether
+    a model has the profile at all.
     """
 
-    def register(function: F) -> F:
+    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
         name = function.__name__
-        fields = described(function, "profile", PROFILES, "activation", LAYER_VALUES)
+        fields = read_definition(function, "profile", PROFILES, "activation", LAYER_VALUES)
         fields["axis"] = checked_axis(axis, get_args(Axis), f"profile {name!r}")
         PROFILES[name] = Profile(**fields, unit=unit, source=source, defined=defined)
         return function
@@ -54,12 +57,12 @@ def profile(
 
 
 def _refuse_long_pairs(profiles: Iterable[Profile], scan: ScanFacts) -> None:
-    """Pairs of a query and a key are too many numbers where sequences are long."""
-    for p in profiles:
-        if p.axis == "pair" and scan.n_ctx > MOST_PAIRED:
+    """Long sequences have too many pairs of a query and a key to store."""
+    for pair_profile in profiles:
+        if pair_profile.axis == "pair" and scan.n_ctx > MOST_PAIRED:
             raise ScanError(
-                f"profiles: {p.name} keeps every pair of a query and a key, so it expects "
-                f"n_ctx <= {MOST_PAIRED}, got {scan.n_ctx}; lower n_ctx or leave it out"
+                f"profiles: {pair_profile.name} keeps every pair of a query and a key, so it "
+                f"expects n_ctx <= {MOST_PAIRED}, got {scan.n_ctx}; lower n_ctx or leave it out"
             )
 
 
@@ -78,9 +81,10 @@ KIND = Kind(
     introduction="""\
 # Profiles
 
-Numbers along an axis, named in a scan's `profiles` and `curves`. The table `profiles` keeps their mean and spread over the
-sequences of a shard, one row per layer × head × entry; the view `profile_means` merges shards. The table `curves` keeps them of
-every sequence, as lists. Symbols are those of [statistics.md](statistics.md). This page is generated from the functions in
+Numbers along an axis, named in a scan's `profiles` and `curves`. The table `profiles` has their
+mean and spread over the sequences of a shard, one row per layer × head × entry. The view
+`profile_means` merges shards. The table `curves` has the numbers of every sequence, as lists. The
+symbols are those of [statistics.md](statistics.md). This page is generated from the functions in
 `schemas/profiles/` by `make docs`.
 """,
 )

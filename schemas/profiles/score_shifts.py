@@ -1,5 +1,6 @@
-"""What the query bias adds to the score of each key: Δ[k] = b_Q·(k[k] - b_K), before the division
-by √d_head.
+"""What the query bias adds to the score of each key, before the division by √d_head.
+
+Δ[k] = b_Q·(k[k] - b_K)
 """
 
 from schemas.pattern import Tensor
@@ -11,7 +12,7 @@ RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
 
 @profile(axis="key", unit="logits times √d_head", source=RAN_MILO, defined=has_fixed_positions)
 def score_shift_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """What the query bias adds to the score of a key, whatever the query.
+    """What the query bias adds to the score of a key, the same for every query.
 
     Δ[k] = b_Q·(k[k] - b_K)
 
@@ -23,11 +24,12 @@ def score_shift_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
 
 @profile(axis="key", unit="logits times √d_head", source=RAN_MILO, defined=has_fixed_positions)
 def score_shift_lead_by_key(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """Lead of a key over the key of the same sequence to whose score the query bias adds least.
+    """How much more the query bias adds to the score of a key than to the lowest in the sequence.
 
     Δ[k] - min_j Δ[j], Δ[k] = b_Q·(k[k] - b_K)
 
-    >>> score_shift_lead_by_key(head([2, 0]), vectors([3, 9], [1, 9], [2, 9]), head([1, 4])).tolist()
+    >>> k = vectors([3, 9], [1, 9], [2, 9])
+    >>> score_shift_lead_by_key(head([2, 0]), k, head([1, 4])).tolist()
     [[[4.0, 0.0, 2.0]]]
     """
     shift = shifts(b_Q, k, b_K).swapaxes(1, 2)

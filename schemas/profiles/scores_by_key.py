@@ -1,5 +1,6 @@
-"""Pre-softmax scores, scaled; the mean pattern is not the softmax of the mean score, so both are
-kept.
+"""Scores before the softmax, after scaling.
+
+The mean pattern is not the softmax of the mean scores, so both can be stored.
 """
 
 from schemas.pattern import Pattern, Tensor

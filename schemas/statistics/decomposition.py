@@ -1,8 +1,9 @@
 """What the query bias adds to the scores: Δ[k] = b_Q·(k[k] - b_K), before the division by √d_head.
 
-A score falls into four parts, q·k = T1 + T2 + T3 + T4. T3 = Δ[k] is the same for every query, T1 is
-the content of the query times the content of the key; T2 and T4 do not depend on the key, and the
-softmax cancels them. Weights should be raw: folding moves a part of T1 into b_Q.
+With the content of a query, q[q] - b_Q, and of a key, k[k] - b_K, a score is a sum of four parts,
+q·k = T1 + T2 + T3 + T4. T1 is the content of the query times the content of the key. T3 = Δ[k] is
+the same for every query. T2 and T4 do not depend on the key, so the softmax cancels them. Weights
+should be raw: folding moves a part of T1 into b_Q.
 """
 
 import math
@@ -26,14 +27,17 @@ def has_fixed_positions_and_two(rotary: bool, pattern: Pattern) -> bool:
 
 def shifts(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     """Δ of every key, `[batch key head]`."""
+    # b_Q·(k - b_K) without a copy of k: b_K is taken away after the product.
     return (k * b_Q).sum(-1) - (b_Q * b_K).sum(-1)
 
 
 @statistic(
-    unit="logits times √d_head", range=(-math.inf, math.inf), source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    unit="logits times √d_head",
+    range=(-math.inf, math.inf),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722",
     defined=has_fixed_positions,
     standard=False,
-)  # fmt: skip
+)
 def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     """Mean over the keys of what the query bias adds to the score of a key.
 
@@ -46,10 +50,12 @@ def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="logits times √d_head", range=(-math.inf, math.inf), source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    unit="logits times √d_head",
+    range=(-math.inf, math.inf),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722",
     defined=has_fixed_positions,
     standard=False,
-)  # fmt: skip
+)
 def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     """What the query bias adds to the score of key 0.
 
@@ -62,11 +68,13 @@ def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="logits times √d_head", source="Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions,
+    unit="logits times √d_head",
+    source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_fixed_positions,
     standard=False,
-)  # fmt: skip
+)
 def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """Lead of key 0 over the key to whose score the query bias adds least.
+    """How much more the query bias adds to the score of key 0 than to the lowest of all keys.
 
     Δ[0] - min_k Δ[k], Δ[k] = b_Q·(k[k] - b_K)
 
@@ -78,13 +86,15 @@ def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="logits times √d_head", range=(-math.inf, math.inf), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    unit="logits times √d_head",
+    range=(-math.inf, math.inf),
+    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
     defined=has_fixed_positions,
     standard=False,
-)  # fmt: skip
+)
 def sink_shift_advantage(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """Mean lead of key 0 over the mean key in what the query bias adds, over the second half of the
-    queries.
+    """How much more the query bias adds to the score of key 0 than to the mean key, mean over the
+    second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} (Δ[0] - 1/(q+1) Σ_{k≤q} Δ[k]), Δ[k] = b_Q·(k[k] - b_K)
 
@@ -95,23 +105,27 @@ def sink_shift_advantage(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     2.0
     """
     shift = shifts(b_Q, k, b_K)
+    # The cumulative sum of ones is q+1.
     lead = shift[:, :1] - shift.cumsum(1) / (shift * 0 + 1).cumsum(1)
     return lead[:, shift.shape[1] // 2 :].mean(1)
 
 
 @statistic(
-    unit="logits times √d_head", range=(-math.inf, math.inf), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    unit="logits times √d_head",
+    range=(-math.inf, math.inf),
+    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
     defined=has_fixed_positions,
     standard=False,
-)  # fmt: skip
+)
 def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
-    """Mean lead of key 0 over the mean key in q·k, over the second half of the queries.
+    """How much q·k of key 0 exceeds that of the mean key, mean over the second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} q[q]·(k[0] - 1/(q+1) Σ_{k≤q} k[k])
 
     >>> sink_score_advantage(scores([[0, 0], [0, 0]]), vectors([7], [2]), vectors([3], [1])).item()
     2.0
     """
+    # Σ_{k≤q} q·k[k] = q·Σ_{k≤q} k[k]: cumulative sums of keys replace the matrix of scores.
     half = pattern.n_ctx // 2
     q, k = q.transpose(1, 2)[:, :, half:], k.transpose(1, 2)
     sums = k[:, :, half:].cumsum(2) + k[:, :, :half].sum(2, keepdim=True)
@@ -120,13 +134,15 @@ def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    unit="probability",
+    range=(0, 1),
+    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
     defined=has_fixed_positions_and_two,
     standard=False,
-)  # fmt: skip
+)
 def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
-    """Mean attention to key 0 over the second half of the queries, were scores only what the query
-    bias adds.
+    """Mean attention to key 0 over the second half of the queries, if scores were only what the
+    query bias adds.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(sΔ[0]) / Σ_{k≤q} exp(sΔ[k]), Δ[k] = b_Q·(k[k] - b_K), s = 1/√d_head,
     or the model's own scale
@@ -136,18 +152,20 @@ def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
     0.75
     """
     scores = shifts(b_Q, k, b_K) * pattern.scale
+    # Scores are the same for every query, so query q's softmax sums the first q+1 of them.
     mass = (scores[:, :1] - scores.logcumsumexp(1)).exp()
     return mass[:, k.shape[1] // 2 :].mean(1)
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    unit="probability",
+    range=(0, 1),
+    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
     defined=has_fixed_positions_and_two,
     standard=False,
-)  # fmt: skip
+)
 def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Tensor:
-    """Mean attention to key 0 over the second half of the queries, were scores what queries without
-    their bias make.
+    """Mean attention to key 0 over the second half of the queries, if queries had no bias.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} exp(c[q,0]) / Σ_{k≤q} exp(c[q,k]), c[q,k] = s (q[q] - b_Q)·k[k], s =
     1/√d_head, or the model's own scale
@@ -174,12 +192,15 @@ def has_two_effective_positions(effective: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="cosine", range=(-1, 1), source="Mahmood's reproduction of Ran-Milo et al. 2026",
+    unit="cosine",
+    range=(-1, 1),
+    source="Mahmood's reproduction of Ran-Milo et al. 2026",
     defined=has_effective_positions,
-    of_directions=True, standard=False,
-)  # fmt: skip
+    of_directions=True,
+    standard=False,
+)
 def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
-    """Mean cosine of what a query is without its bias and the key of effective position 0, over the
+    """Mean cosine of queries without their bias and the key of effective position 0, over the
     second half of the queries.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} cos(q[q] - b_Q, EPE[0] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
@@ -192,13 +213,16 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
 
 
 @statistic(
-    unit="cosine", range=(-1, 1), source="Mahmood's reproduction of Ran-Milo et al. 2026",
+    unit="cosine",
+    range=(-1, 1),
+    source="Mahmood's reproduction of Ran-Milo et al. 2026",
     defined=has_two_effective_positions,
-    of_directions=True, standard=False,
-)  # fmt: skip
+    of_directions=True,
+    standard=False,
+)
 def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
-    """Mean cosine of what a query is without its bias and the keys of the other effective
-    positions, likewise.
+    """Mean cosine of queries without their bias and the keys of the other effective positions, over
+    the second half of the queries.
 
     1/((T-⌊T/2⌋)(T-1)) Σ_{q≥⌊T/2⌋} Σ_{j≥1} cos(q[q] - b_Q, EPE[j] W_K), EPE[j] = W_pos[j] +
     MLP_0(W_pos[j])
@@ -211,13 +235,12 @@ def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor
 
 
 def content_cosine(q: Tensor, b_Q: Tensor, keys: Tensor) -> Tensor:
-    """Mean cosine of the late queries, without their bias, and keys `[head key d_head]`: the
-    product of mean directions.
-    """
+    """Mean cosine of the late queries, without their bias, and keys `[head key d_head]`."""
+    # The mean over all pairs of u·v is (mean u)·(mean v).
     content = q[:, q.shape[1] // 2 :] - b_Q
     return (directions(content).mean(1) * directions(keys).mean(1)).sum(-1)
 
 
 def directions(x: Tensor) -> Tensor:
-    """Vectors of length 1; a vector of zeros has no direction, and 0/0 makes it NaN."""
+    """Vectors scaled to length 1; a vector of zeros has no direction and becomes NaN (0/0)."""
     return x / x.norm(dim=-1, keepdim=True)

@@ -1,5 +1,6 @@
-"""Attention along fixed diagonals, on a block of ⌊T/2⌋ tokens that is repeated, with or without a
-first token before it.
+"""Attention along fixed diagonals, on a repeated block of ⌊T/2⌋ tokens.
+
+A single token may stand before the block.
 """
 
 from schemas.pattern import Pattern, Tensor
@@ -9,8 +10,10 @@ from schemas.statistics.statistic_registry import statistic
 def has_repeated_half(tokens: Tensor) -> Tensor:
     """the last ⌊T/2⌋ tokens repeat the ⌊T/2⌋ tokens before them, and these are at least two."""
     n_ctx = tokens.shape[1]
-    n = n_ctx // 2
-    return (tokens[:, n_ctx - n :] == tokens[:, n_ctx - 2 * n : n_ctx - n]).all(-1) & (n >= 2)
+    period = n_ctx // 2
+    second_copy = tokens[:, n_ctx - period :]
+    first_copy = tokens[:, n_ctx - 2 * period : n_ctx - period]
+    return (second_copy == first_copy).all(-1) & (period >= 2)
 
 
 def after_copy(pattern: Pattern) -> Tensor:
@@ -27,8 +30,8 @@ def after_copy(pattern: Pattern) -> Tensor:
     standard=False,
 )
 def induction_diagonal(pattern: Pattern) -> Tensor:
-    """Mean attention along the whole induction diagonal of a repeated block, as the TransformerLens
-    demos compute it.
+    """Mean attention along the whole induction diagonal of a repeated block, as in the
+    TransformerLens demos.
 
     1/(T-N+1) Σ_{q≥N-1} A[q,q-N+1], N = ⌊T/2⌋
 
@@ -80,5 +83,5 @@ def duplicate_diagonal(pattern: Pattern) -> Tensor:
     >>> duplicate_diagonal(pattern(rows)).item()
     0.5
     """
-    n = pattern.n_ctx // 2
-    return pattern.lag(n)[..., -n:].mean(-1)
+    period = pattern.n_ctx // 2
+    return pattern.lag(period)[..., -period:].mean(-1)

@@ -5,9 +5,9 @@ from schemas.statistics.statistic_registry import statistic
 
 
 def result_norms(x: Tensor, W_O: Tensor) -> Tensor:
-    """‖x W_O‖₂ of every `x [batch pos head d_head]`, by way of W_O W_Oᵀ, which is smaller:
-    `[batch head pos]`.
-    """
+    """‖x W_O‖₂ of every `x [batch pos head d_head]`: `[batch head pos]`."""
+    # ‖x W_O‖² = x (W_O W_Oᵀ) xᵀ. The product in parentheses is d_head × d_head, far smaller than
+    # vectors of d_model. Rounding may leave a tiny negative number, which has no root.
     x = x.transpose(1, 2)
     return ((x @ (W_O @ W_O.mT)) * x).sum(-1).clamp(min=0).sqrt()
 

@@ -1,4 +1,4 @@
-"""Attention of the queries that an input family labels "trigger", and of the others."""
+"""Attention of the queries that an input family labels "trigger", and of all other queries."""
 
 import math
 
@@ -7,7 +7,7 @@ from schemas.statistics.statistic_registry import statistic
 
 
 def has_triggers(pattern: Pattern, labels: Labels) -> Tensor | bool:
-    """some query is labelled "trigger", and some other than the first is not."""
+    """some query from 1 on is labelled "trigger", and some is not."""
     if "trigger" not in labels:
         return False
     queries = labels["trigger"][:, 1:]
@@ -15,20 +15,26 @@ def has_triggers(pattern: Pattern, labels: Labels) -> Tensor | bool:
 
 
 def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tensor:
-    """Mean of `mass [batch head query-1]` over the triggers among the queries from 1 on, or over
-    the others.
+    """Mean of `mass [batch head query-1]` over the triggers among the queries from 1 on.
+
+    With `others`, the mean over the queries that are not triggers.
     """
     if "trigger" not in labels:
+        # Undefined, but of the right shape.
         return mass.sum(-1) * math.nan
-    at = labels["trigger"][:, None, 1:]
-    at = ~at if others else at
-    return (mass * at).sum(-1) / at.sum(-1)
+    triggers = labels["trigger"][:, None, 1:]
+    selected = ~triggers if others else triggers
+    return (mass * selected).sum(-1) / selected.sum(-1)
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835", chance=True, defined=has_triggers,
+    unit="probability",
+    range=(0, 1),
+    source="Guo et al. 2024, arXiv 2410.13835",
+    chance=True,
+    defined=has_triggers,
     standard=False,
-)  # fmt: skip
+)
 def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Tensor:
     """Mean attention to key 0 of the queries that are labelled "trigger".
 
@@ -42,13 +48,17 @@ def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835", chance=True, defined=has_triggers,
+    unit="probability",
+    range=(0, 1),
+    source="Guo et al. 2024, arXiv 2410.13835",
+    chance=True,
+    defined=has_triggers,
     standard=False,
-)  # fmt: skip
+)
 def sink_mass_others(pattern: Pattern, labels: Labels) -> Tensor:
     """Mean attention to key 0 of the queries that are not labelled "trigger".
 
-    1/|Q| Σ_{q∈Q} A[q,0], Q = queries from 1 on that are no triggers
+    1/|Q| Σ_{q∈Q} A[q,0], Q = queries from 1 on that are not triggers
 
     >>> a = pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])
     >>> sink_mass_others(a, triggers([0, 0, 1])).item()
@@ -58,11 +68,15 @@ def sink_mass_others(pattern: Pattern, labels: Labels) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835", chance=True, defined=has_triggers,
+    unit="probability",
+    range=(0, 1),
+    source="Guo et al. 2024, arXiv 2410.13835",
+    chance=True,
+    defined=has_triggers,
     standard=False,
-)  # fmt: skip
+)
 def previous_token_triggers(pattern: Pattern, labels: Labels) -> Tensor:
-    """Mean attention to the token just before of the queries that are labelled "trigger".
+    """Mean attention of the queries that are labelled "trigger" to the token just before them.
 
     1/|Q| Σ_{q∈Q} A[q,q-1], Q = triggers from query 1 on
 

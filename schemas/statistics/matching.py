@@ -1,4 +1,4 @@
-"""Attention to places picked out by distance or by equal tokens."""
+"""Attention to keys at a fixed distance, and to keys chosen by equal tokens."""
 
 from schemas.pattern import Pairs, Pattern, Tensor
 from schemas.statistics.sink import has_two_positions
@@ -16,7 +16,7 @@ def has_copies(copies: Pairs) -> Tensor:
 
 
 def mean_over_matched(mass: Tensor, pairs: Pairs) -> Tensor:
-    """Mean of `mass [batch head query]` over the queries that have pairs."""
+    """Mean of `mass [batch head query]` over the queries that have at least one pair."""
     matched = pairs.count > 0
     return (mass * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
 
@@ -47,7 +47,7 @@ def previous_token_score(pattern: Pattern) -> Tensor:
     defined=has_three_positions,
 )
 def lookback_two_score(pattern: Pattern) -> Tensor:
-    """Mean attention to the token before the one just before.
+    """Mean attention to the token two positions back.
 
     1/(T-2) Σ_{q≥2} A[q,q-2]
 

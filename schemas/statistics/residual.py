@@ -9,17 +9,20 @@ def sink_resid_post_massive(resid_post: Tensor) -> Tensor:
     """Number of massive dimensions of the residual stream after the layer at position 0; the same
     for all heads of a layer.
 
-    #{d : |resid_post[0,d]| > 100 and |resid_post[0,d]| > 1000 m}, m = median over d and k of |resid_post[16 k,d]|
+    #{d : |resid_post[0,d]| > 100 and |resid_post[0,d]| > 1000 m}, m = median over d and k of
+    |resid_post[16 k,d]|
 
-    The median of the whole stream is a fifth of a layer's time on a CPU; every sixteenth position
-    gives the same.
+    The median of the whole stream would take a fifth of a layer's time on a CPU. Every sixteenth
+    position gives the same numbers.
 
     >>> sink_resid_post_massive(stream([500, -101, 99, 0, 0, 0])).item()
     2.0
     """
     sizes = resid_post[:, ::16].abs().flatten(1)
+    # The first d_model sizes are those of position 0.
     first = sizes[:, : resid_post.shape[-1]]
-    return ((first > 100) & (first > 1000 * sizes.median(-1, keepdim=True).values)).sum(-1).float()
+    median = sizes.median(-1, keepdim=True).values
+    return ((first > 100) & (first > 1000 * median)).sum(-1).float()
 
 
 @statistic(

@@ -10,11 +10,13 @@ from schemas.statistics.statistic_registry import statistic
 
 
 @statistic(
-    unit="logits", range=(-math.inf, math.inf), source="Guo et al. 2024, arXiv 2410.13835",
+    unit="logits",
+    range=(-math.inf, math.inf),
+    source="Guo et al. 2024, arXiv 2410.13835",
     defined=has_three_positions,
-)  # fmt: skip
+)
 def sink_logit_margin(pattern: Pattern) -> Tensor:
-    """Mean lead of the score of key 0 over the mean score of the other earlier keys.
+    """How much the score of key 0 exceeds the mean score of the other earlier keys, on average.
 
     1/(T-2) Σ_{q≥2} (S[q,0] - 1/(q-1) Σ_{1≤k<q} S[q,k])
 
@@ -52,9 +54,13 @@ def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
 
 
 @statistic(
-    unit="cosine", range=(-1, 1), source="Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions,
-    of_directions=True, standard=False,
-)  # fmt: skip
+    unit="cosine",
+    range=(-1, 1),
+    source="Gu et al. 2024, arXiv 2410.10781",
+    defined=has_fixed_positions,
+    of_directions=True,
+    standard=False,
+)
 def sink_key_cosine(q: Tensor, k: Tensor) -> Tensor:
     """Mean cosine of the angle between the queries and key 0.
 
@@ -67,17 +73,23 @@ def sink_key_cosine(q: Tensor, k: Tensor) -> Tensor:
 
 
 @statistic(
-    unit="cosine", range=(-1, 1), source="Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions_and_three,
-    of_directions=True, standard=False,
-)  # fmt: skip
+    unit="cosine",
+    range=(-1, 1),
+    source="Gu et al. 2024, arXiv 2410.10781",
+    defined=has_fixed_positions_and_three,
+    of_directions=True,
+    standard=False,
+)
 def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     """Mean cosine of the angle between the queries and the earlier keys other than key 0.
 
     1/(T-2) Σ_{q≥2} 1/(q-1) Σ_{1≤k<q} q[q]·k[k] / (‖q[q]‖₂ ‖k[k]‖₂)
 
-    >>> earlier_key_cosine(pattern([[1, 0, 0]] * 3), vectors([9], [9], [2]), vectors([1], [-3], [1])).item()
+    >>> q, k = vectors([9], [9], [2]), vectors([1], [-3], [1])
+    >>> earlier_key_cosine(pattern([[1, 0, 0]] * 3), q, k).item()
     -1.0
     """
-    q, k = q.transpose(1, 2)[:, :, 2:], k.transpose(1, 2)[:, :, 1:-1]
-    sums = directions(k).cumsum(2)
-    return ((directions(q) * sums).sum(-1) / pattern.positions()[1:-1]).mean(-1)
+    # The sum of cosines with many keys is the product with the sum of their directions.
+    late_q, earlier_k = q.transpose(1, 2)[:, :, 2:], k.transpose(1, 2)[:, :, 1:-1]
+    sums = directions(earlier_k).cumsum(2)
+    return ((directions(late_q) * sums).sum(-1) / pattern.positions()[1:-1]).mean(-1)

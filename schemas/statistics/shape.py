@@ -25,27 +25,35 @@ def entropy(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="share of the maximum", range=(0, 1), source="Guo et al. 2024, arXiv 2410.13835",
-    chance=True, defined=has_two_positions,
-)  # fmt: skip
+    unit="share of the maximum",
+    range=(0, 1),
+    source="Guo et al. 2024, arXiv 2410.13835",
+    chance=True,
+    defined=has_two_positions,
+)
 def entropy_normalised(pattern: Pattern) -> Tensor:
-    """Mean entropy of the attention rows, each as a share of what uniform attention would have.
+    """Mean entropy of the attention rows, each divided by the entropy of uniform attention.
 
     1/(T-1) Σ_{q≥1} H[q] / ln(q+1)
 
     >>> entropy_normalised(pattern([[1, 0], [0.5, 0.5]])).item()
     1.0
     """
+    # Query q sees q+1 keys. Uniform attention over them has entropy ln(q+1); for query 0 it is 0.
     return (pattern.entropy()[..., 1:] / (pattern.positions()[1:] + 1).log()).mean(-1)
 
 
 @statistic(
-    unit="share of the maximum", range=(0, 1), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
-    chance=True, defined=has_two_positions, standard=False,
-)  # fmt: skip
+    unit="share of the maximum",
+    range=(0, 1),
+    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    chance=True,
+    defined=has_two_positions,
+    standard=False,
+)
 def entropy_normalised_late(pattern: Pattern) -> Tensor:
-    """Mean entropy of the attention rows of the second half of the queries, each as a share of its
-    maximum.
+    """Mean entropy of the attention rows of the second half of the queries, each divided by the
+    entropy of uniform attention.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} H[q] / ln(q+1)
 
@@ -62,7 +70,8 @@ def mean_distance(pattern: Pattern) -> Tensor:
 
     1/T Σ_q Σ_k A[q,k] (q-k)
 
-    >>> mean_distance(pattern([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0]])).item()
+    >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0]]
+    >>> mean_distance(pattern(rows)).item()
     0.75
     """
     return pattern.distance().mean(-1)

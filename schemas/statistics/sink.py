@@ -62,12 +62,15 @@ def sink_mass_first4(pattern: Pattern) -> Tensor:
     >>> sink_mass_first4(pattern([[1, 0], [0.25, 0.75]])).item()
     1.0
     """
-    first: Tensor = sum(pattern.key(k) for k in range(min(4, pattern.n_ctx)))
-    return first[..., pattern.n_ctx // 2 :].mean(-1)
+    # Key 0 exists in every sequence. The others may not.
+    others = (pattern.key(k) for k in range(1, min(4, pattern.n_ctx)))
+    first4 = sum(others, start=pattern.key(0))
+    return first4[..., pattern.n_ctx // 2 :].mean(-1)
 
 
 def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     """Mean attention to the keys `first .. last` together, over the second half of the queries."""
+    # Zeros of the right shape: the sequence may have no token in that range.
     total = 0 * pattern.key(0)
     for k in range(first, min(last + 1, pattern.n_ctx)):
         total = total + pattern.key(k)
@@ -93,10 +96,13 @@ def sink_mass_first8(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="after Ran-Milo et al. 2026, arXiv 2604.14722",
-    chance=True, defined=has_two_positions,
+    unit="probability",
+    range=(0, 1),
+    source="after Ran-Milo et al. 2026, arXiv 2604.14722",
+    chance=True,
+    defined=has_two_positions,
     standard=False,
-)  # fmt: skip
+)
 def next4_mass_late(pattern: Pattern) -> Tensor:
     """Mean attention to the keys 1 to 4 together, over the second half of the queries.
 
@@ -109,12 +115,15 @@ def next4_mass_late(pattern: Pattern) -> Tensor:
 
 
 @statistic(
-    unit="probability", range=(0, 1), source="Ran-Milo et al. 2026, arXiv 2604.14722",
-    chance=True, defined=has_two_positions,
+    unit="probability",
+    range=(0, 1),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    chance=True,
+    defined=has_two_positions,
     standard=False,
-)  # fmt: skip
+)
 def second_key_mass_late(pattern: Pattern) -> Tensor:
-    """Mean attention to key 1 over the second half of the queries: where the sink goes when
+    """Mean attention to key 1 over the second half of the queries: the sink's new place if
     positions 0 and 1 are swapped.
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} A[q,1]

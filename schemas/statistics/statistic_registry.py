@@ -1,32 +1,31 @@
-"""What a statistic is: one function whose name is the column and whose parameters are the
-activations it reads.
-"""
+"""What a statistic is: a function, named like its column, whose parameters are activations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
-from schemas.formulas import Ranged, described
+from schemas.formulas import Ranged, read_definition
 from schemas.kind import Kind
 from schemas.pattern import Tensor
 from schemas.tables import HEADS
 
 LAYER_VALUES: dict[str, str] = {
-    "pattern": "attention pattern, asked by question (schemas.pattern)",
+    "pattern": "attention pattern, which answers questions (schemas.pattern)",
     "q": "queries [batch pos head d_head], after any rotation",
     "k": "keys [batch pos head d_head], repeated where query heads share them",
-    "v": "values [batch pos head d_head], likewise",
+    "v": "values [batch pos head d_head], repeated where query heads share them",
     "z": "Σ_k A[q,k] v[k], before W_O [batch pos head d_head]",
     "resid_pre": "residual stream before the layer [batch pos d_model]",
     "resid_post": "residual stream after the layer [batch pos d_model]",
-    "b_Q": "query bias [head d_head], zero where the model has none",
-    "b_K": "key bias [head d_head], likewise, repeated where query heads share it",
-    "W_K": "key projection [head d_model d_head], likewise",
+    "b_Q": "query bias [head d_head], zero if the model has none",
+    "b_K": "key bias [head d_head], zero if the model has none, repeated where query heads share "
+    "it",
+    "W_K": "key projection [head d_model d_head], repeated where query heads share it",
     "W_O": "output projection [head d_head d_model]",
-    "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]) [pos d_model], NaN where "
+    "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]) [pos d_model], NaN if "
     "they are not known",
     "rotary": "whether the model rotates q and k by their positions",
     "tokens": "token ids [batch pos]",
@@ -42,41 +41,45 @@ class Statistic(Ranged):
     """A registered statistic: a column of `heads`."""
 
     chance: bool
+    """Whether the table `sequences` also stores what uniform attention would score."""
     standard: bool
-    """Whether a scan measures it unless told otherwise."""
+    """Whether a scan that does not name statistics measures it."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What columns, comments and manifests say of it."""
+        """What columns, comments and manifests say about it."""
         return super().facts | {"chance": self.chance}
 
 
 STATISTICS: dict[str, Statistic] = {}
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+P = ParamSpec("P")
 
 
 def statistic(
     *,
     unit: str,
-    range: tuple[float, float] = (0.0, math.inf),
+    range: tuple[float, float] = (0.0, math.inf),  # noqa: A002
     source: str,
     chance: bool = False,
-    defined: Callable[..., Tensor] | None = None,
+    defined: Callable[..., Tensor | bool] | None = None,
     of_directions: bool = False,
     standard: bool = True,
-) -> Callable[[F], F]:
-    """Register a function as a statistic of the `heads` table.
+) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
+    """Register a function as a statistic of the table `heads`.
 
-    It returns `[batch head]`, or `[batch]` where all heads of a layer share the value. `chance`
-    also records what uniform attention would score (table `sequences`, column `chance_<name>`).
-    `defined` takes activations too and says, per sequence, where the statistic has a value;
-    elsewhere the column is NULL. What is `of_directions`, as a mean of cosines, is NULL too if one
-    of its vectors is zero. What few scans need is not `standard`.
+    It returns `[batch head]`, or `[batch]` if all heads of a layer share the value.
+
+    chance: also record what uniform attention would score, as column `chance_NAME` of `sequences`.
+    defined: a rule that takes activations too and says, per sequence, where the statistic has a
+    value. Elsewhere the column is NULL.
+    of_directions: it reads only directions, as a mean of cosines does. Then it is NULL too if one
+    of its vectors is zero.
+    standard: measured by scans that do not name statistics.
     """
 
-    def register(function: F) -> F:
-        fields = described(function, "statistic", STATISTICS, "activation", LAYER_VALUES)
+    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
+        fields = read_definition(function, "statistic", STATISTICS, "activation", LAYER_VALUES)
         fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
         fields["of_directions"] = of_directions
         STATISTICS[function.__name__] = Statistic(**fields, chance=chance, standard=standard)
@@ -98,15 +101,17 @@ KIND = Kind(
     introduction="""\
 # Statistics
 
-One float32 column each in the table `heads`, which has one row per sequence × layer × head. This page is generated from
-the functions in `schemas/statistics/` by `make docs`; the same words ride in the Parquet field metadata, the SQL comments
-and the report.
+One float32 column each in the table `heads`, which has one row per sequence × layer × head. This
+page is generated from the functions in `schemas/statistics/` by `make docs`. The same words are in
+the Parquet field metadata, the SQL comments and the report.
 
-`A[q,k]` is the attention pattern (causal, k ≤ q), `S[q,k]` the score before the softmax, after scaling. T = `n_ctx`, q and k
-count from 0, `t[q]` is a token. Everything is measured in float32; what is not defined is NULL, never 0. Where a statistic
-has a *chance level*, the table `sequences` holds what uniform attention (`A[q,k] = 1/(q+1)`) would have scored on the same
-sequence, as `chance_NAME`.
+`A[q,k]` is the attention pattern (causal, k ≤ q). `S[q,k]` is the score before the softmax, after
+scaling. T = `n_ctx`, q and k count from 0, `t[q]` is a token. Everything is measured in float32. A
+value that is not defined is NULL, never 0. If a statistic has a *chance level*, the column
+`chance_NAME` of the table `sequences` holds what uniform attention (`A[q,k] = 1/(q+1)`) would have
+scored on the same sequence.
 
-Quantities of the literature that are no column of their own, and those left out with the reason: [catalogue.md](catalogue.md).
+Quantities of the literature without a column of their own are in [catalogue.md](catalogue.md), and
+so are those that are left out, with the reason.
 """,
 )

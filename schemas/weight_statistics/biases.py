@@ -1,6 +1,4 @@
-"""The query bias: which coordinates of the stream, and which positions, it makes every query look
-for.
-"""
+"""The query bias: the coordinates and the positions that it makes every query look for."""
 
 from schemas.pattern import Tensor
 from schemas.statistics.decomposition import has_fixed_positions
@@ -20,17 +18,19 @@ def query_bias_norm(b_Q: Tensor) -> Tensor:
 
 
 @weight(
-    axis="dimension", unit="logits times √d_head", source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 4",
+    axis="dimension",
+    unit="logits times √d_head",
+    source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 4",
     defined=has_fixed_positions,
-)  # fmt: skip
+)
 def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> Tensor:
-    """What a coordinate of the attention's input at a key adds, per unit, to the score of that key
+    """How much one unit of a coordinate of the attention's input at a key adds to that key's score,
     for every query.
 
     γ[d] = Σ_e b_Q[e] W_K[d,e]
 
-    With x[k] the attention's input, norm, gain and bias included, Σ_d x[k,d] γ[d] = Δ[k] of
-    `score_shift_by_key`.
+    If x[k] is the attention's input, after the norm with its gain and bias, then Σ_d x[k,d] γ[d] is
+    Δ[k] of `score_shift_by_key`.
 
     >>> bias_key_coupling(head([1, 2]), head([[3, 4], [5, -1]])).tolist()
     [[11.0, 3.0]]
@@ -39,15 +39,19 @@ def bias_key_coupling(b_Q: Tensor, W_K: Tensor) -> Tensor:
 
 
 @weight(
-    axis="position", unit="cosine", source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 2",
-    defined=has_fixed_positions, of_directions=True,
-)  # fmt: skip
+    axis="position",
+    unit="cosine",
+    source="Ran-Milo et al. 2026, arXiv 2604.14722, figure 2",
+    defined=has_fixed_positions,
+    of_directions=True,
+)
 def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
-    """Alignment of the query bias with the key that an effective position makes.
+    """Cosine of the query bias and the key that an effective position makes.
 
     cos(b_Q, EPE[j] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
 
-    >>> bias_position_cosine(head([3, 4]), head([[1, 0], [0, 1]]), stream([6, 8], [-4, 3])[0]).tolist()
+    >>> W_K, effective = head([[1, 0], [0, 1]]), stream([6, 8], [-4, 3])[0]
+    >>> bias_position_cosine(head([3, 4]), W_K, effective).tolist()
     [[1.0, 0.0]]
     """
     keys = effective @ W_K

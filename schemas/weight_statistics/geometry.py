@@ -1,7 +1,7 @@
-"""How the embeddings of positions lie to each other.
+"""How the embeddings of positions lie relative to each other.
 
-w[j] is `W_pos[j]` less the mean of its coordinates: what a LayerNorm sees of it, and what
-TransformerLens's default loading leaves, with which these figures were published.
+w[j] is `W_pos[j]` less the mean of its coordinates. This is the part that a LayerNorm sees. It is
+also what TransformerLens's default loading leaves, with which these figures were published.
 """
 
 from schemas.pattern import Tensor
@@ -36,8 +36,8 @@ def position_product_first(W_pos: Tensor) -> Tensor:
     >>> position_product_first(stream([1, 3], [5, 1])[0]).tolist()
     [2.0, -4.0]
     """
-    seen = centred(W_pos)
-    return seen @ seen[0]
+    positions = centred(W_pos)
+    return positions @ positions[0]
 
 
 @weight(axis="position", unit="dot product", source=SOURCE)
@@ -49,8 +49,8 @@ def position_product_second(W_pos: Tensor) -> Tensor:
     >>> position_product_second(stream([1, 3], [5, 1])[0]).tolist()
     [-4.0, 8.0]
     """
-    seen = centred(W_pos)
-    return seen @ seen[1]
+    positions = centred(W_pos)
+    return positions @ positions[1]
 
 
 @weight(axis="position", unit="coordinate", source=SOURCE)
@@ -68,7 +68,7 @@ def position_component_1(components: Tensor) -> Tensor:
 
 @weight(axis="position", unit="coordinate", source=SOURCE)
 def position_component_2(components: Tensor) -> Tensor:
-    """The same along the second principal component.
+    """Coordinate of the embedding of a position along the second principal component.
 
     (w[j] - 1/T Σ_i w[i])·u₂, the largest coordinate being positive, w[j,d] = W_pos[j,d] - 1/D Σ_e
     W_pos[j,e]
@@ -81,7 +81,7 @@ def position_component_2(components: Tensor) -> Tensor:
 
 @weight(axis="position", unit="coordinate", source=SOURCE)
 def position_component_3(components: Tensor) -> Tensor:
-    """The same along the third principal component.
+    """Coordinate of the embedding of a position along the third principal component.
 
     (w[j] - 1/T Σ_i w[i])·u₃, the largest coordinate being positive, w[j,d] = W_pos[j,d] - 1/D Σ_e
     W_pos[j,e]

@@ -1,15 +1,16 @@
-"""What a weight statistic is: one function whose name is the value of column `weight` and whose
-parameters are weights.
+"""What a weight statistic is: a function of the weights alone.
+
+Its name is a value of column `weight`. Its parameters are weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 from schemas.errors import ScanError
-from schemas.formulas import Along, checked_axis, described
+from schemas.formulas import Along, checked_axis, read_definition
 from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
 from schemas.tables import WEIGHTS
@@ -23,7 +24,7 @@ LAYER_WEIGHTS: dict[str, str] = {
     "b_Q": "query bias [head d_head]",
     "b_K": "key bias [head d_head], repeated where query heads share it",
 }
-"""Weights that every layer has its own of."""
+"""Weights that each layer has."""
 
 MODEL_WEIGHTS: dict[str, str] = {
     "W_pos": "position embeddings [pos d_model]",
@@ -32,8 +33,7 @@ MODEL_WEIGHTS: dict[str, str] = {
     "effective": "effective positions EPE[j] = W_pos[j] + MLP_0(W_pos[j]), without a norm [pos "
     "d_model]",
 }
-"""Weights that a model has once. What a model has not makes the statistics that read it undefined.
-"""
+"""Weights that a model has once. A statistic is undefined if the model lacks a weight it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class WeightStatistic(Along):
 
 WEIGHT_STATISTICS: dict[str, WeightStatistic] = {}
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+P = ParamSpec("P")
 
 
 def weight(
@@ -58,19 +58,22 @@ def weight(
     source: str,
     defined: Callable[..., bool] | None = None,
     of_directions: bool = False,
-) -> Callable[[F], F]:
-    """Register a function as a statistic of the `weights` table.
+) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
+    """Register a function as a statistic of the table `weights`.
 
     Its parameters are names of `LAYER_WEIGHTS` and `MODEL_WEIGHTS`, in float64. It returns
-    `[head index]`, or `[head]` along axis "none", and without the axis of heads where heads share
-    the values. `defined` takes `rotary` and says whether a model has the statistic; one that reads
-    a weight that the model does not have is undefined too. What is `of_directions`, as a cosine, is
-    NULL if one of its vectors is zero.
+    `[head index]`, or `[head]` along axis "none". If heads share the values, the axis of heads is
+    left out.
+
+    defined: a rule that takes `rotary` and says whether a model has the statistic. A statistic is
+    also undefined if the model lacks a weight that it reads.
+    of_directions: it reads only directions, as a cosine does. Then it is NULL too if one of its
+    vectors is zero.
     """
 
-    def register(function: F) -> F:
+    def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
         name = function.__name__
-        fields = described(
+        fields = read_definition(
             function, "weight statistic", WEIGHT_STATISTICS, "weight", LAYER_WEIGHTS | MODEL_WEIGHTS
         )
         fields["axis"] = checked_axis(axis, get_args(Axis), f"weight statistic {name!r}")
@@ -83,7 +86,7 @@ def weight(
 
 
 def _refuse_processed_weights(_: Iterable[WeightStatistic], scan: ScanFacts) -> None:
-    """Folded weights are not the weights that were trained."""
+    """Weight statistics describe trained weights, and folded weights are not the trained ones."""
     if scan.weight_processing != "raw":
         raise ScanError(
             "weight_statistics: these are of the weights as trained, so they expect "
@@ -106,7 +109,8 @@ KIND = Kind(
     introduction="""\
 # Weight statistics
 
-What the untouched weights say without any input, named in a scan's `weight_statistics`: rows of the table `weights`, in float64,
-written once per run. This page is generated from the functions in `schemas/weight_statistics/` by `make docs`.
+What the untouched weights say without any input, named in a scan's `weight_statistics`. They are
+rows of the table `weights`, in float64, written once per run. This page is generated from the
+functions in `schemas/weight_statistics/` by `make docs`.
 """,
 )

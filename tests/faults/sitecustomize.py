@@ -1,10 +1,10 @@
-"""Faults at exact moments, for processes that have this folder on PYTHONPATH and a folder of orders
-in FAULTS.
+"""Faults at exact moments, in every process that has this folder on PYTHONPATH and a folder of
+orders in FAULTS. Python imports a module of this name when it starts.
 
-An order is a file `ACTION@POINT.NUMBER`; the first process that comes to the point takes the first
-of them away and obeys. Points: `data` and `commit`, just before such a file appears under its name.
-Actions: `kill` (SIGKILL to itself), `full` (no space left on device), `pass` (nothing), `wait`
-(until it is killed).
+An order is a file `ACTION@POINT.NUMBER`. The first process that comes to the point takes away the
+first order for it, by name, and obeys. Points: `data` and `commit`, just before such a file appears
+under its name. Actions: `kill` (SIGKILL to itself), `full` (no space left on device), `pass`
+(nothing), `wait` (until it is killed).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 _replace = os.replace
 
 
-def _obey(order: str) -> None:
-    match order:
+def _obey(action: str) -> None:
+    match action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "wait":
@@ -28,25 +28,35 @@ def _obey(order: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _point_of(path: str) -> str | None:
+    """The point that a process has come to that renames a file to this path."""
+    # Merged commits are Parquet too, and are no data.
+    if path.endswith(".parquet") and "fold-" not in path:
+        return "data"
+    return "commit" if "/commits/" in path else None
+
+
+def _take_order(point: str) -> str | None:
+    """Take away the first order for a point; returns its action."""
+    folder = os.environ["FAULTS"]
+    for order in sorted(os.listdir(folder)):
+        action, _, ordered_point = order.partition(".")[0].partition("@")
+        if ordered_point != point:
+            continue
+        try:
+            os.unlink(os.path.join(folder, order))
+        except FileNotFoundError:
+            continue  # Another process was faster.
+        return action
+    return None
+
+
 def replace(source: Any, target: Any, **options: Any) -> None:
-    """os.replace, unless there is an order for it."""
-    name = str(target)
-    point = (
-        "data"
-        if name.endswith(".parquet") and "fold-" not in name
-        else "commit"
-        if "/commits/" in name
-        else ""
-    )
-    orders = os.environ["FAULTS"]
-    for order in sorted(os.listdir(orders)) if point else ():
-        if order.partition(".")[0].endswith(f"@{point}"):
-            try:
-                os.unlink(os.path.join(orders, order))
-            except FileNotFoundError:
-                continue
-            _obey(order.partition("@")[0])
-            break
+    """os.replace, unless there is an order for it: every file appears by a rename."""
+    point = _point_of(str(target))
+    action = _take_order(point) if point is not None else None
+    if action is not None:
+        _obey(action)
     _replace(source, target, **options)
 
 

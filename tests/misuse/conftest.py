@@ -48,9 +48,12 @@ def plan_error(
 
     def plan(*overrides: str, **changes: Any) -> list[str]:
         fields = {
-            "model": str(model), "n_ctx": 8, "sequences": 2, "out": str(tmp_path / "runs"),
+            "model": str(model),
+            "n_ctx": 8,
+            "sequences": 2,
+            "out": str(tmp_path / "runs"),
             "input": {"family": "uniform_random"},
-        }  # fmt: skip
+        }
         lines = [
             f"{key} = {in_toml(value)}"
             for key, value in (fields | changes).items()

@@ -245,16 +245,14 @@ def test_text_without_a_tokenizer_is_refused(
 ):
     path = toy.copy_of(model, tmp_path / "m", lambda p: (p / "tokenizer.json").unlink())
     (tmp_path / "a.txt").write_text("To be, or not to be")
-    (line,) = plan_error(
+    assert plan_error(
         model=str(path), input={"family": "text", "files": str(tmp_path / "a.txt")}
-    )
-    assert (
-        line
-        == "TMP/m: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
-    )
+    ) == [
+        "TMP/m: no tokenizer files; text needs one (tokenizer.json, or vocab.json and merges.txt)"
+    ]
 
 
-def test_numbers_that_are_none_are_named(
+def test_a_weight_that_is_nan_is_named(
     plan_error: Callable[..., list[str]], tmp_path: Path, model: Path
 ):
     def spoil(path: Path) -> None:
@@ -282,7 +280,7 @@ def test_numbers_that_are_none_are_named(
     ],
 )
 @pytest.mark.parametrize("name", ["plan", "scan"])
-def test_a_file_that_is_no_scan_is_refused(
+def test_a_file_that_is_not_a_scan_is_refused(
     command: Callable[..., tuple[int, list[str]]],
     tmp_path: Path,
     name: str,
@@ -296,7 +294,10 @@ def test_a_file_that_is_no_scan_is_refused(
 
 
 def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(tmp_path: Path):
-    good = 'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\n[input]\nfamily = "uniform_random"\n'
+    good = (
+        'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\n'
+        '[input]\nfamily = "uniform_random"\n'
+    )
     (tmp_path / "good.toml").write_text(good)
     (tmp_path / "wrong.toml").write_text(good.replace("n_ctx = 8", "n_ctx = 0"))
     code = (
@@ -314,12 +315,13 @@ def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(tmp_pat
         assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_is_not_there_cannot_be_gone_on_with(
+def test_a_missing_run_cannot_be_continued(
     command: Callable[..., tuple[int, list[str]]], tmp_path: Path, model: Path
 ):
     path = tmp_path / "toy.toml"
     path.write_text(
-        f'model = "{model}"\nn_ctx = 8\nsequences = 2\nout = "{tmp_path}"\ninput.family = "uniform_random"\n'
+        f'model = "{model}"\nn_ctx = 8\nsequences = 2\nout = "{tmp_path}"\ninput.family = '
+        '"uniform_random"\n'
     )
     expected = (
         f"error: {tmp_path}/run_id=absent: no such run to go on with; headcount scan {path} starts "
@@ -337,16 +339,16 @@ def test_of_several_scans_the_one_that_is_wrong_is_named(
         )
         (tmp_path / f"{name}.toml").write_text(text)
     long, short = tmp_path / "long.toml", tmp_path / "short.toml"
-    told = "n_ctx: 65 is beyond the 64 positions of bytes"
-    assert command("scan", long, short, "--replicas", "0") == (2, [f"error: {long}: {told}"])
-    assert command("scan", long, "--replicas", "0") == (2, [f"error: {told}"])
+    problem = "n_ctx: 65 is beyond the 64 positions of bytes"
+    assert command("scan", long, short, "--replicas", "0") == (2, [f"error: {long}: {problem}"])
+    assert command("scan", long, "--replicas", "0") == (2, [f"error: {problem}"])
 
 
 @pytest.mark.parametrize(
     "arguments",
     [["plan"], ["scan", "--replicas", "-1", "x.toml"], ["scam"], ["plan", "x.toml", "--bogus"]],
 )
-def test_a_command_that_is_none_has_exit_code_2(
+def test_a_wrong_command_line_has_exit_code_2(
     command: Callable[..., tuple[int, list[str]]], arguments: list[str]
 ):
     code, lines = command(*arguments)

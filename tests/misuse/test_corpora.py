@@ -17,7 +17,10 @@ GOOD = (
 )
 BAD = b"{\n"
 BOOK = b'{"id": 1, "body": "To be, or not to be"}\n'
-ENDINGS = "expected a file that ends in .jsonl, .json, .parquet; those of text may also be packed (.zst, .gz)"
+ENDINGS = (
+    "expected a file that ends in .jsonl, .json, .parquet; those of text may also be "
+    "packed (.zst, .gz)"
+)
 
 CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
     (
@@ -25,7 +28,8 @@ CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
         {"a.jsonl": BOOK * 3},
         {},
         "input: 3 of 3 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 1 (has no "
-        "field text; found id, body; set input.text_field), TMP/a.jsonl, line 2 (has no field text; "
+        "field text; found id, body; set input.text_field), TMP/a.jsonl, line 2 (has no "
+        "field text; "
         "found id, body; set input.text_field), TMP/a.jsonl, line 3 (has no field text; found id, "
         "body; set input.text_field); mend or remove them, or leave them out: --set bad_rows=1",
     ),
@@ -47,7 +51,8 @@ CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
         "a share of bad rows",
         {"a.jsonl": GOOD * 30 + BAD + GOOD * 30},
         {},
-        "input: 1 of 61 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 31 (invalid "
+        "input: 1 of 61 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 31 "
+        "(invalid "
         "JSON); mend or remove them, or leave them out: --set bad_rows=0.017",
     ),
     (
@@ -132,7 +137,8 @@ CASES: list[tuple[str, dict[str, bytes], dict[str, Any], str]] = [
         {"a.json": b"[3, 4]"},
         {},
         "input: 2 of 2 documents are bad, more than bad_rows = 0.01: TMP/a.json, row 1 (expected a "
-        "JSON object, got int), TMP/a.json, row 2 (expected a JSON object, got int); mend or remove "
+        "JSON object, got int), TMP/a.json, row 2 (expected a JSON object, got int); mend "
+        "or remove "
         "them, or leave them out: --set bad_rows=1",
     ),
     (
@@ -170,9 +176,11 @@ def test_a_corpus_is_refused_in_one_line(
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    given = {"family": "pile", "files": str(tmp_path / next(iter(files))), **options}
-    given["files"] = given["files"].replace("TMP", str(tmp_path))
-    assert [found.removeprefix("TMP/toy.toml: ") for found in plan_error(input=given)] == [line]
+    input_table = {"family": "pile", "files": str(tmp_path / next(iter(files))), **options}
+    input_table["files"] = input_table["files"].replace("TMP", str(tmp_path))
+    assert [
+        problem.removeprefix("TMP/toy.toml: ") for problem in plan_error(input=input_table)
+    ] == [line]
 
 
 @pytest.mark.parametrize(
@@ -214,11 +222,11 @@ def test_what_is_left_out_is_said(
     console = Console(width=200)
     console.print(_documents_table(plan.sequences.fates))
     _print_bad_rows(console, plan.bad_rows)
-    said = [
+    report_lines = [
         " ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()
     ]
-    assert "a\\x1b[31m 4 4 0 0 0" in said
-    assert "of no part 3 0 1 1 1" in said
-    assert "all 7 4 1 1 1" in said
-    assert f"1 bad row left out: {tmp_path}/a.jsonl, line 5 (invalid JSON)" in said
-    assert "Lines and rows are counted from 1 here, and from 0 in sequences.row." in said
+    assert "a\\x1b[31m 4 4 0 0 0" in report_lines
+    assert "of no part 3 0 1 1 1" in report_lines
+    assert "all 7 4 1 1 1" in report_lines
+    assert f"1 bad row left out: {tmp_path}/a.jsonl, line 5 (invalid JSON)" in report_lines
+    assert "Lines and rows are counted from 1 here, and from 0 in sequences.row." in report_lines

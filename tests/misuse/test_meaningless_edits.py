@@ -22,15 +22,26 @@ N_CTX = 16
 
 REFUSED = [
     # Parts that say nothing.
-    ("none+none", "none is the untouched model and stands alone; leave it out, or name it as an "
-     "intervention of its own"),
-    ("none+zero_first_value", "none is the untouched model and stands alone; leave it out, or name "
-     "it as an intervention of its own"),
-    ("zero_first_value+none", "none is the untouched model and stands alone; leave it out, or name "
-     "it as an intervention of its own"),
+    (
+        "none+none",
+        "none is the untouched model and stands alone; leave it out, or name it as an "
+        "intervention of its own",
+    ),
+    (
+        "none+zero_first_value",
+        "none is the untouched model and stands alone; leave it out, or name "
+        "it as an intervention of its own",
+    ),
+    (
+        "zero_first_value+none",
+        "none is the untouched model and stands alone; leave it out, or name "
+        "it as an intervention of its own",
+    ),
     ("zero_query_bias+zero_query_bias", "expected each edit once, got zero_query_bias 2 times"),
-    ("swap_first_key(3)+zero_mlps+swap_first_key(3)", "expected each edit once, got "
-     "swap_first_key(3) 2 times"),
+    (
+        "swap_first_key(3)+zero_mlps+swap_first_key(3)",
+        "expected each edit once, got swap_first_key(3) 2 times",
+    ),
     # Masks that hide nothing, everything, or less than they say.
     ("mask_first_keys(0)", "count: expected 1 or more, got 0"),
     ("mask_first_keys(-1)", "count: expected 1 or more, got -1"),
@@ -58,8 +69,10 @@ REFUSED = [
     ("blend_position(3,1e999)", "alpha: expected a finite number, got inf"),
     ("random_query_bias(-1)", "draw: expected 0 or more, got -1"),
     ("random_query_bias(0.5)", "draw: expected an integer, got 0.5"),
-    ("random_query_bias(9223372036854775808)", "draw: expected at most 9,223,372,036,854,775,807, got "
-     "9223372036854775808"),
+    (
+        "random_query_bias(9223372036854775808)",
+        "draw: expected at most 9,223,372,036,854,775,807, got 9223372036854775808",
+    ),
     ("scale_massive_keys(0,0)", "count: expected 1 or more, got 0"),
     ("scale_massive_keys(0,33)", "count: expected at most 32 (d_model), got 33"),
     ("scale_random_keys(-1)", "draw: expected 0 or more, got -1"),
@@ -83,14 +96,16 @@ REFUSED = [
     ("zero_head(0,4)", "head 4 of toy, which has 4"),
     ("zero_head(0,-1)", "head: expected 0 or more, got -1"),
     ("zero_head(0.5,0)", "layer: expected an integer, got 0.5"),
-    ("zero_head(9999999999999999999999,0)", "layer: expected at most 2,147,483,647, got "
-     "9999999999999999999999"),
+    (
+        "zero_head(9999999999999999999999,0)",
+        "layer: expected at most 2,147,483,647, got 9999999999999999999999",
+    ),
     ("zero_mlp(3)", "layer 3 of toy, which has 3"),
     ("zero_token(16)", "position 16 of a sequence, which has 16"),
     ("swap_first_key(0)", "position: expected 1 or more, got 0"),
     ("swap_first_value(0)", "position: expected 1 or more, got 0"),
     ("swap_first_value(16)", "position 16 of a sequence, which has 16"),
-]  # fmt: skip
+]
 
 
 def refusal(text: str, n_ctx: int = N_CTX) -> str:
@@ -132,7 +147,8 @@ OPTIONS = [
 def test_every_option_refuses_what_is_no_number_of_its_range(name: str, number: int, text: str):
     options = INTERVENTIONS[name].options
     good = [
-        str(names[0]) if (names := INTERVENTIONS[name].names.get(key)) else "1" for key in options
+        str(names[0]) if (names := INTERVENTIONS[name].allowed_names.get(key)) else "1"
+        for key in options
     ]
     key = list(options)[number]
     bad = f"{name}({','.join([*good[:number], text, *good[number + 1 :]])})"
@@ -163,13 +179,19 @@ def test_what_means_something_is_taken(text: str):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("mask_first_keys", "n_ctx = 1 leaves nothing to hide (count is at most n_ctx - 1); raise n_ctx"),
-        ("mask_random_keys", "n_ctx = 1 leaves nothing to hide (count is at most half of n_ctx); raise n_ctx"),
+        (
+            "mask_first_keys",
+            "n_ctx = 1 leaves nothing to hide (count is at most n_ctx - 1); raise n_ctx",
+        ),
+        (
+            "mask_random_keys",
+            "n_ctx = 1 leaves nothing to hide (count is at most half of n_ctx); raise n_ctx",
+        ),
         ("swap_effective_positions", "positions 0 and 1 of a sequence, which has 1; raise n_ctx"),
         ("swap_raw_positions", "positions 0 and 1 of a sequence, which has 1; raise n_ctx"),
         ("swap_first_key(1)", "position 1 of a sequence, which has 1"),
     ],
-)  # fmt: skip
+)
 def test_a_sequence_of_one_token_has_nothing_to_exchange_or_hide(text: str, problem: str):
     assert refusal(text, n_ctx=1) == f"interventions: '{text}': {problem}"
 
@@ -180,33 +202,50 @@ LAYERS = "+".join(f"zero_head(0,{head})" for head in range(30))
 @pytest.mark.parametrize(
     ("interventions", "line"),
     [
-        (["mask_first_keys(0)"], "interventions: 'mask_first_keys(0)': count: expected 1 or more, got 0"),
+        (
+            ["mask_first_keys(0)"],
+            "interventions: 'mask_first_keys(0)': count: expected 1 or more, got 0",
+        ),
         (
             ["none", "zero_inactive_heads(entropy,nan)"],
-            "interventions: 'zero_inactive_heads(entropy,nan)': threshold: expected a number, got 'nan'",
+            (
+                "interventions: 'zero_inactive_heads(entropy,nan)': threshold: expected a "
+                "number, got 'nan'"
+            ),
         ),
-        (["mask_last_keys"], "interventions: 'mask_last_keys': count: expected at most 3 (n_ctx - 1), got 4"),
+        (
+            ["mask_last_keys"],
+            "interventions: 'mask_last_keys': count: expected at most 3 (n_ctx - 1), got 4",
+        ),
         (
             ["mask_last_keys(3)+mask_first_keys(3)"],
             "interventions: an edit hides every key from query 1; leave each query a key",
         ),
         (
             [LAYERS],
-            f"TMP/toy.toml: interventions: expected at most 240 characters, for it names a directory, got "
+            "TMP/toy.toml: interventions: expected at most 240 characters, for it names a "
+            "directory, got "
             f"{len(LAYERS)}: {LAYERS[:60]}…",
         ),
         (
             ["zero_head(0,0)", "zero_head( 0 , 0.0 )"],
-            "TMP/toy.toml: interventions: expected at least one name, each once, got ['zero_head(0,0)', "
+            "TMP/toy.toml: interventions: expected at least one name, each once, got "
+            "['zero_head(0,0)', "
             "'zero_head(0,0)']",
         ),
         ([""], "TMP/toy.toml: interventions.0: expected NAME, NAME(1,0.5) or A+B, got ''"),
-        (["none\n"], "TMP/toy.toml: interventions.0: expected text without control characters, got 'none\\n'"),
+        (
+            ["none\n"],
+            (
+                "TMP/toy.toml: interventions.0: expected text without control characters, got "
+                "'none\\n'"
+            ),
+        ),
         ([["none"]], "TMP/toy.toml: interventions.0: expected a string, got ['none']"),
         ([], "TMP/toy.toml: interventions: expected at least one name, each once, got []"),
         ("none", "TMP/toy.toml: interventions: expected an array, got 'none'"),
     ],
-)  # fmt: skip
+)
 def test_a_plan_refuses_it(plan_error: Callable[..., list[str]], interventions: Any, line: str):
     assert plan_error(n_ctx=4, interventions=interventions) == [line]
 

@@ -1,6 +1,4 @@
-"""Files of any name, and directories of any name: each run is found, gone on with and read as what
-it is.
-"""
+"""Scan files and directories with odd names: each run is found, continued and read as itself."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "safe"), NAMES)
-def test_a_run_is_named_in_characters_that_everything_takes(name: str, safe: str):
+def test_a_run_has_a_name_that_every_system_takes(name: str, safe: str):
     run_id = parse_scan(FIELDS).run_id(name)
     assert run_id.rpartition("-")[0] == safe == safe_name(safe)
     assert SAFE_NAME.fullmatch(run_id)
@@ -61,8 +59,11 @@ def test_a_run_is_named_in_characters_that_everything_takes(name: str, safe: str
 
 
 FIELDS: dict[str, Any] = {
-    "model": "bundled:gpt2-mini", "n_ctx": 8, "sequences": 2, "input": {"family": "uniform_random"},
-}  # fmt: skip
+    "model": "bundled:gpt2-mini",
+    "n_ctx": 8,
+    "sequences": 2,
+    "input": {"family": "uniform_random"},
+}
 TEXT = 'model = "bundled:gpt2-mini"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
 
 
@@ -75,7 +76,18 @@ def test_a_file_of_any_name_is_a_scan_here_and_on_a_cluster(tmp_path: Path, name
     assert here.startswith(f"{safe_name(name)}-")
 
 
-ODD = ["a=b-1", "a?b-1", "a%20b-1", "a b-1", "a*b-1", "a[b]-1", "it's-1", "a\\b-1", "ä-1", 'a"b-1']
+ODD_NAMES = [
+    "a=b-1",
+    "a?b-1",
+    "a%20b-1",
+    "a b-1",
+    "a*b-1",
+    "a[b]-1",
+    "it's-1",
+    "a\\b-1",
+    "ä-1",
+    'a"b-1',
+]
 """Runs of an older version, which took the names of scans as they are."""
 
 
@@ -86,39 +98,40 @@ def write_run(out: Path, name: str) -> Path:
     return toy_runs.local(run.path)
 
 
-def counts(path: Path, names: list[str]) -> dict[str, int]:
+def row_counts(path: Path, names: list[str]) -> dict[str, int]:
     """Rows of `heads` by run."""
     sql = "SELECT run_id, intervention, count(*) FROM heads GROUP BY ALL"
     rows = connect(path).execute(sql).fetchall()
     assert {intervention for _, intervention, _ in rows} == {
-        "none", "scale_query_bias(0.5)+zero_mlps"
-    }  # fmt: skip
+        "none",
+        "scale_query_bias(0.5)+zero_mlps",
+    }
     assert len(rows) == 2 * len(names)
     return {run: count for run, _, count in rows}
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ODD_NAMES)
 def test_a_run_with_an_odd_name_is_read_as_itself(tmp_path: Path, name: str):
     run = write_run(tmp_path / "runs", name)
-    assert counts(run, [name]).keys() == {name}
+    assert row_counts(run, [name]).keys() == {name}
 
 
 def test_runs_with_odd_names_are_read_together_and_none_twice(tmp_path: Path):
-    for name in (*ODD, "plain-1"):
+    for name in (*ODD_NAMES, "plain-1"):
         write_run(tmp_path / "runs", name)
-    found = counts(tmp_path / "runs", [*ODD, "plain-1"])
-    assert found.keys() == {*ODD, "plain-1"}
-    assert len(set(found.values())) == 1
+    rows_by_run = row_counts(tmp_path / "runs", [*ODD_NAMES, "plain-1"])
+    assert rows_by_run.keys() == {*ODD_NAMES, "plain-1"}
+    assert len(set(rows_by_run.values())) == 1
 
 
 @pytest.mark.parametrize("out", ["lr=0.1", "a?b", "a*", "[ab]", "a%20b", "it's", "x=1/y=2", "a b"])
-def test_a_directory_of_any_name_holds_its_own_runs_alone(tmp_path: Path, out: str):
+def test_a_directory_of_any_name_holds_only_its_own_runs(tmp_path: Path, out: str):
     for name, directory in (("one-1", out), ("two-1", "a_b"), ("two-2", "axb"), ("two-3", "b")):
         write_run(tmp_path / directory, name)
-    assert counts(tmp_path / out, ["one-1"]).keys() == {"one-1"}
+    assert row_counts(tmp_path / out, ["one-1"]).keys() == {"one-1"}
 
 
-def test_a_seed_of_an_older_version_closes_no_directory(tmp_path: Path):
+def test_a_large_seed_of_an_older_version_is_read_as_null(tmp_path: Path):
     for name, seed in (("old-1", 2**64), ("new-1", 2**63 - 1)):
         file = write_run(tmp_path, name) / "manifest.json"
         manifest = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Misuse of `query` and `text`: each is one line that says what was expected and what goes on."""
+"""Misuse of `query` and `text`: each gets one line that says what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import pytest
 
 from tests.toy_runs import Row, write_run
 
+# A question that DuckDB would answer after years.
 ENDLESS = (
     "SELECT count(*) FROM range(100000000000) a, range(10000) b WHERE a.range % 7 = b.range % 3"
 )
+# One value that does not fit into 100 MB.
 LARGE = "SELECT list(i ORDER BY hash(i)) FROM range(50000000) t(i)"
-EMPTY = (
+EMPTY_QUESTION = (
     "the question is empty: expected the name of a view, or SQL; without a question, "
     "headcount query RUNS lists the views"
 )
 
 REFUSED: list[tuple[list[str], str]] = [
-    (["query", "RUNS", ""], EMPTY),
-    (["query", "RUNS", " \n\t"], EMPTY),
+    # Questions and files of questions.
+    (["query", "RUNS", ""], EMPTY_QUESTION),
+    (["query", "RUNS", " \n\t"], EMPTY_QUESTION),
     (["query", "RUNS", "EMPTY.sql"], "EMPTY.sql: is empty; expected one SQL statement"),
     (["query", "RUNS", "none.sql"], "none.sql: cannot be read (No such file or directory)"),
     (["query", "RUNS", "@RUNS"], "RUNS: cannot be read (Is a directory)"),
@@ -29,6 +32,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["query", "RUNS", "heads", "-f", "EMPTY.sql"],
         "expected one question, got 'heads' and --file EMPTY.sql",
     ),
+    # Formats and output files.
     (
         ["query", "RUNS", "heads", "-o", "a.csv", "--format", "json"],
         "--format json contradicts the name a.csv: leave out --format, or name the file ….json",
@@ -58,6 +62,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["query", "RUNS", "heads", "-o", "/dev/full", "--format", "csv"],
         "/dev/full: cannot be written (No space left on device)",
     ),
+    # Time and memory.
     (
         ["query", "RUNS", ENDLESS, "--timeout", "0.5"],
         "stopped after 0.5 s without an answer; --timeout SECONDS waits longer, --timeout 0 as "
@@ -84,6 +89,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["query", "RUNS", "heads", "--memory", "1KB"],
         "--memory 1KB: is less than the runs themselves need; try 1GB",
     ),
+    # What the runs did not measure.
     (
         ["query", "RUNS", "SELECT value_norm FROM heads"],
         "column 'value_norm' was not measured in these runs; add 'value_norm' to statistics in a "
@@ -104,6 +110,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["query", "RUNS", "SELECT ('x' || chr(27))::INT"],
         "Conversion Error: Could not convert string 'x\\x1b' to INT32",
     ),
+    # Text of tokens.
     (
         ["query", "RUNS", "heads", "--text"],
         "--text writes the column tokens as text, and the answer has none; select it, for "
@@ -140,44 +147,45 @@ EMPTY_VIEWS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("questions")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, and files that are no questions."""
+    folder = tmp_path_factory.mktemp("questions")
 
-    def sink(row: Row) -> float:
+    def sink_mass(row: Row) -> float:
         return 0.5
 
-    write_run(path / "RUNS", "a-1", {"sink_mass": sink})
-    write_run(path / "RUNS", "b-2", {"sink_mass": sink}, n_ctx=6)
-    (path / "EMPTY.sql").write_text("\n")
-    (path / "LATIN.sql").write_bytes("SELECT 'é'".encode("latin-1"))
-    (path / "FOLDER.csv").mkdir()
-    return path
+    write_run(folder / "RUNS", "a-1", {"sink_mass": sink_mass})
+    write_run(folder / "RUNS", "b-2", {"sink_mass": sink_mass}, n_ctx=6)
+    (folder / "EMPTY.sql").write_text("\n")
+    (folder / "LATIN.sql").write_bytes("SELECT 'é'".encode("latin-1"))
+    (folder / "FOLDER.csv").mkdir()
+    return folder
 
 
 @pytest.mark.parametrize(("arguments", "line"), REFUSED, ids=lambda value: str(value)[:60])
 def test_a_question_is_refused_in_one_line(
-    place: Path,
+    folder: Path,
     command: Callable[..., tuple[int, list[str]]],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     line: str,
 ) -> None:
-    monkeypatch.chdir(place)
-    before = sorted(place.rglob("*"))
+    monkeypatch.chdir(folder)
+    files_before = sorted(folder.rglob("*"))
     assert command(*arguments) == (2, [f"error: {line}"])
-    assert sorted(place.rglob("*")) == before
+    # No half-written file is left.
+    assert sorted(folder.rglob("*")) == files_before
 
 
 @pytest.mark.parametrize("view", EMPTY_VIEWS)
 def test_an_empty_view_says_what_fills_it(
-    place: Path,
+    folder: Path,
     command: Callable[..., tuple[int, list[str]]],
     monkeypatch: pytest.MonkeyPatch,
     view: str,
 ) -> None:
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(folder)
     note = f"note: {view} has no rows in these runs; it needs {EMPTY_VIEWS[view]}"
-    assert command("query", "RUNS", f"SELECT count(*) FROM {view} HAVING count(*) > 0") == (
-        0,
-        [note],
-    )
+    # Without HAVING the answer would have a row, which is 0.
+    question = f"SELECT count(*) FROM {view} HAVING count(*) > 0"
+    assert command("query", "RUNS", question) == (0, [note])

@@ -1,4 +1,4 @@
-"""Scan files and overrides that mean nothing, or something else than they say."""
+"""Scan files and overrides that have no meaning, or another meaning than their text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ FIELDS = [
     ({"input": {}}, "input.family: missing; expected the name of an input family"),
     ({"interventions": "none"}, "interventions: expected an array, got 'none'"),
     ({"interventions": {"none": 1}}, "interventions: expected an array, got {none = 1}"),
-    ({"statistics": "entropy"}, "statistics: expected 'standard' or 'all', or an array, got 'entropy'"),
+    (
+        {"statistics": "entropy"},
+        "statistics: expected 'standard' or 'all', or an array, got 'entropy'",
+    ),
     ({"statistics": [1.5]}, "statistics.0: expected a string, got 1.5"),
     ({"profiles": "all"}, "profiles: expected an array, got 'all'"),
     ({"n_ctx": 0}, "n_ctx: expected 1 or more, got 0"),
@@ -66,7 +69,10 @@ FIELDS = [
         "sequences_per_shard (1) or lower sequences",
     ),
     ({"sequences_per_shard": 0}, "sequences_per_shard: expected 1 or more, got 0"),
-    ({"sequences_per_shard": 10**9}, "sequences_per_shard: expected at most 1,000,000, got 1000000000"),
+    (
+        {"sequences_per_shard": 10**9},
+        "sequences_per_shard: expected at most 1,000,000, got 1000000000",
+    ),
     ({"batch_size": 0}, "batch_size: expected 1 or more, or 'auto', got 0"),
     ({"batch_size": "large"}, "batch_size: expected an integer or 'auto', got 'large'"),
     ({"seed": -1}, "seed: expected 0 or more, got -1"),
@@ -74,23 +80,28 @@ FIELDS = [
     ({"seed": 1.0}, "seed: expected an integer, got 1.0"),
     ({"out": ""}, "out: expected a string that is not empty, got ''"),
     ({"out": " "}, "out: expected a directory that can be written, got ' '"),
-    ({"out": "bundled:LICENSE"}, "out: expected a directory that can be written, got 'bundled:LICENSE'"),
+    (
+        {"out": "bundled:LICENSE"},
+        "out: expected a directory that can be written, got 'bundled:LICENSE'",
+    ),
     ({"out": "x/" + "ä" * 128}, f"out: expected names of at most 255 bytes, got '{'ä' * 58}…"),
     ({"out": "a\nb"}, r"out: expected text without control characters, got 'a\nb'"),
     ({"out": "abfs://a/b"}, "abfs://a/b: expected a path, file://, s3:// or gs://"),
     (
         {"out": "runs/run_id=a-12345678"},
-        "out: expected a directory that holds runs, got 'runs/run_id=a-12345678'; a name that begins "
+        "out: expected a directory that holds runs, got 'runs/run_id=a-12345678'; a name that "
+        "begins "
         "like run_id= is one of a run",
     ),
     (
         {"out": "intervention=none/runs"},
-        "out: expected a directory that holds runs, got 'intervention=none/runs'; a name that begins "
+        "out: expected a directory that holds runs, got 'intervention=none/runs'; a name that "
+        "begins "
         "like intervention= is one of a run",
     ),
     ({"file": "a"}, f"unknown key 'file': did you mean 'profiles'? Known: {KNOWN}"),
     ({"family": "pile"}, "family: stands outside of [input]; move it below"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "line"), FIELDS)
@@ -102,10 +113,18 @@ def test_a_field_that_means_nothing_is_refused(
 
 INPUTS = [
     ("uniform_random", {"low": -3}, "input.low: expected 0 or more, got -3"),
-    ("uniform_random", {"low": 257}, "input.low: expected 0 to 256, the token ids of bytes, got 257"),
+    (
+        "uniform_random",
+        {"low": 257},
+        "input.low: expected 0 to 256, the token ids of bytes, got 257",
+    ),
     ("uniform_random", {"high": -1}, "input.high: expected 1 or more, got -1"),
     ("uniform_random", {"high": 0}, "input.high: expected 1 or more, got 0"),
-    ("uniform_random", {"high": 100_000}, "input.high: expected 1 to 257, the tokens of bytes, got 100000"),
+    (
+        "uniform_random",
+        {"high": 100_000},
+        "input.high: expected 1 to 257, the tokens of bytes, got 100000",
+    ),
     ("uniform_random", {"low": 5, "high": 5}, "input.low: expected less than high = 5, got 5"),
     ("uniform_random", {"low": 9, "high": 5}, "input.low: expected less than high = 5, got 9"),
     ("uniform_random", {"low": 1.0}, "input.low: expected an integer, got 1.0"),
@@ -113,44 +132,76 @@ INPUTS = [
     ("uniform_random", {"low": True}, "input.low: expected an integer, got true"),
     ("uniform_random", {"distinct": "yes"}, "input.distinct: expected true or false, got 'yes'"),
     (
-        "uniform_random", {"low": 256},
-        "input: ordinary token ids from low = 256 on: expected 1 or more, got 0; widen low and high",
+        "uniform_random",
+        {"low": 256},
+        "input: ordinary token ids from low = 256 on: expected 1 or more, got 0; widen low and "
+        "high",
     ),
-    ("uniform_random", {"seed": 3}, "input.seed: seed is a field of the scan; move it above [input]"),
-    ("uniform_random", {"n_ctx": 3}, "input.n_ctx: n_ctx is a field of the scan; move it above [input]"),
     (
-        "uniform_random", {"file": "a"},
+        "uniform_random",
+        {"seed": 3},
+        "input.seed: seed is a field of the scan; move it above [input]",
+    ),
+    (
+        "uniform_random",
+        {"n_ctx": 3},
+        "input.n_ctx: n_ctx is a field of the scan; move it above [input]",
+    ),
+    (
+        "uniform_random",
+        {"file": "a"},
         "input.file: unknown option of uniform_random 'file': Known: distinct, high, low",
     ),
-    ("repeated_random", {"period": 0}, "input.period: expected 1 to 7, the tokens in a sequence, got 0"),
-    ("repeated_random", {"period": 99}, "input.period: expected 1 to 7, the tokens in a sequence, got 99"),
+    (
+        "repeated_random",
+        {"period": 0},
+        "input.period: expected 1 to 7, the tokens in a sequence, got 0",
+    ),
+    (
+        "repeated_random",
+        {"period": 99},
+        "input.period: expected 1 to 7, the tokens in a sequence, got 99",
+    ),
     ("corrupted_repeat", {}, "input.rate: missing; the family corrupted_repeat needs it"),
     ("corrupted_repeat", {"rate": -0.1}, "input.rate: expected a probability, 0 to 1, got -0.1"),
     ("corrupted_repeat", {"rate": 2}, "input.rate: expected a probability, 0 to 1, got 2.0"),
     ("corrupted_repeat", {"rate": float("nan")}, "input.rate: expected a finite number, got nan"),
     (
-        "corrupted_repeat", {"rate": 0.5, "replacement": -1},
+        "corrupted_repeat",
+        {"rate": 0.5, "replacement": -1},
         "input.replacement: expected an ordinary token id of the model (0 to 255), got -1",
     ),
     (
-        "single_token_repeat", {"token": 256},
+        "single_token_repeat",
+        {"token": 256},
         "input.token: expected an ordinary token id of the model (0 to 255), got 256",
     ),
     (
-        "single_token_repeat", {"token": 3, "low": 5},
+        "single_token_repeat",
+        {"token": 3, "low": 5},
         "input: single_token_repeat takes token, or low and high, got both; leave out one",
     ),
     ("unigram_random", {"exponent": -1e9}, "input.exponent: expected 0 or more, got -1000000000.0"),
     ("unigram_random", {"exponent": 1e9}, "input.exponent: expected at most 10, got 1000000000.0"),
-    ("unigram_random", {"exponent": float("inf")}, "input.exponent: expected a finite number, got inf"),
+    (
+        "unigram_random",
+        {"exponent": float("inf")},
+        "input.exponent: expected a finite number, got inf",
+    ),
     ("unigram_random", {"text": ""}, "input.text: expected a string that is not empty, got ''"),
     (
-        "unigram_random", {"text": "bundled:../../etc/passwd"},
-        "input.text: bundled:../../etc/passwd is no file of headcount; expected bundled:LICENSE, or one in "
+        "unigram_random",
+        {"text": "bundled:../../etc/passwd"},
+        "input.text: bundled:../../etc/passwd is no file of headcount; expected bundled:LICENSE, "
+        "or one in "
         "bundled:models/",
     ),
-    ("abac", {"second": 3}, "input.second: expected 4 to 5, so that the second A and its C stand between "
-     "the first and the last; got 3"),
+    (
+        "abac",
+        {"second": 3},
+        "input.second: expected 4 to 5, so that the second A and its C stand between "
+        "the first and the last; got 3",
+    ),
     ("ngram_overlap", {"n": 1}, "input.n: expected 2 or more, the tokens of a sub-sequence, got 1"),
     ("ngram_overlap", {"n": 10**9}, "input.n: expected at most 10,000, got 1000000000"),
     ("text", {"files": ""}, "input.files: expected a string that is not empty or an array, got ''"),
@@ -158,31 +209,52 @@ INPUTS = [
     ("text", {"files": ["a", ""]}, "input.files.1: expected a string that is not empty, got ''"),
     ("text", {"files": {"a": 1}}, "input.files: expected a string or an array, got {a = 1}"),
     (
-        "text", {"files": "bundled:../.."},
-        "input.files: bundled:../.. is no file of headcount; expected bundled:LICENSE, or one in bundled:models/",
-    ),
-    (
-        "text", {"files": ["bundled:LICENSE", "bundled:models/../pyproject.toml"]},
-        "input.files: bundled:models/../pyproject.toml is no file of headcount; expected bundled:LICENSE, or one "
+        "text",
+        {"files": "bundled:../.."},
+        "input.files: bundled:../.. is no file of headcount; expected bundled:LICENSE, or one "
         "in bundled:models/",
     ),
     (
-        "text", {"files": "bundled:/etc/passwd"},
-        "input.files: bundled:/etc/passwd is no file of headcount; expected bundled:LICENSE, or one in "
+        "text",
+        {"files": ["bundled:LICENSE", "bundled:models/../pyproject.toml"]},
+        "input.files: bundled:models/../pyproject.toml is no file of headcount; expected "
+        "bundled:LICENSE, or one "
+        "in bundled:models/",
+    ),
+    (
+        "text",
+        {"files": "bundled:/etc/passwd"},
+        "input.files: bundled:/etc/passwd is no file of headcount; expected bundled:LICENSE, or "
+        "one in "
         "bundled:models/",
     ),
-    ("text", {"files": "bundled:LICENSE", "packing": "all"}, "input.packing: expected 'document' or "
-     "'concat', got 'all'"),
-    ("repeated_text", {"files": "bundled:LICENSE", "chunk": 0}, "input.chunk: expected 1 or more tokens, got 0"),
     (
-        "repeated_text", {"files": "bundled:LICENSE", "chunk": 8},
+        "text",
+        {"files": "bundled:LICENSE", "packing": "all"},
+        "input.packing: expected 'document' or 'concat', got 'all'",
+    ),
+    (
+        "repeated_text",
+        {"files": "bundled:LICENSE", "chunk": 0},
+        "input.chunk: expected 1 or more tokens, got 0",
+    ),
+    (
+        "repeated_text",
+        {"files": "bundled:LICENSE", "chunk": 8},
         "input.chunk: expected 1 to 7, the tokens in a sequence, got 8",
     ),
-    ("pile", {"files": "bundled:LICENSE", "split": "test"}, "input.split: expected with a dataset only, got "
-     "files; leave it out"),
-    ("backcopy", {"text": "bundled:LICENSE", "mix": 0.5}, "input.mix: expected with variant = 'interpolate' "
-     "only, got mix = 0.5 and variant = 'backcopy'"),
-]  # fmt: skip
+    (
+        "pile",
+        {"files": "bundled:LICENSE", "split": "test"},
+        "input.split: expected with a dataset only, got files; leave it out",
+    ),
+    (
+        "backcopy",
+        {"text": "bundled:LICENSE", "mix": 0.5},
+        "input.mix: expected with variant = 'interpolate' "
+        "only, got mix = 0.5 and variant = 'backcopy'",
+    ),
+]
 
 
 @pytest.mark.parametrize(("family", "options", "line"), INPUTS)
@@ -235,9 +307,12 @@ OVERRIDES = [
     ),
     ("input.n_ctx=8", "input.n_ctx: n_ctx is a field of the scan; move it above [input]"),
     ("n_ctxt=8", f"TMP/toy.toml: unknown key 'n_ctxt': did you mean 'n_ctx'? Known: {KNOWN}"),
-    ("input.lo=8", "input.lo: unknown option of uniform_random 'lo': did you mean 'low'? Known: "
-     "distinct, high, low"),
-]  # fmt: skip
+    (
+        "input.lo=8",
+        "input.lo: unknown option of uniform_random 'lo': did you mean 'low'? Known: "
+        "distinct, high, low",
+    ),
+]
 
 
 @pytest.mark.parametrize(("override", "line"), OVERRIDES)
@@ -311,13 +386,15 @@ MODELS = [
     (
         "bundled, with a revision",
         {"model": "bundled:gpt2-mini", "revision": "main"},
-        "revision: expected with a model of the Hub only, and bundled:gpt2-mini is a model of headcount, "
+        "revision: expected with a model of the Hub only, and bundled:gpt2-mini is a model of "
+        "headcount, "
         "got 'main'; leave it out",
     ),
     (
         "a directory, with a revision",
         {"revision": "v1"},
-        "revision: expected with a model of the Hub only, and MODEL is a directory of this machine, got "
+        "revision: expected with a model of the Hub only, and MODEL is a directory of this "
+        "machine, got "
         "'v1'; leave it out",
     ),
     (
@@ -344,28 +421,52 @@ def change(**fields: Any) -> Callable[[Path], object]:
 
 def llama(**fields: Any) -> Callable[[Path], object]:
     sizes = {
-        "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32,
-        "intermediate_size": 48, "max_position_embeddings": 64, "vocab_size": 257,
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "vocab_size": 257,
+    }
     return lambda path: (path / "config.json").write_text(json.dumps(sizes | fields))
 
 
 CONFIGS = [
-    (change(bos_token_id=999), "m: bos_token_id is 999 in its config.json, expected 0 to 256, so it has "
-     "no beginning-of-sequence token; set bos = false"),
-    (change(bos_token_id=-1), "m: bos_token_id is -1 in its config.json, expected 0 to 256, so it has no "
-     "beginning-of-sequence token; set bos = false"),
+    (
+        change(bos_token_id=999),
+        "m: bos_token_id is 999 in its config.json, expected 0 to 256, so it has "
+        "no beginning-of-sequence token; set bos = false",
+    ),
+    (
+        change(bos_token_id=-1),
+        "m: bos_token_id is -1 in its config.json, expected 0 to 256, so it has no "
+        "beginning-of-sequence token; set bos = false",
+    ),
     (change(bos_token_id=None), "m names no beginning-of-sequence token; set bos = false"),
-    (llama(num_key_value_heads=3), "TMP/m/config.json: num_key_value_heads is 3, expected a divisor of "
-     "num_attention_heads = 4"),
-    (llama(num_key_value_heads=8), "TMP/m/config.json: num_key_value_heads is 8, expected a divisor of "
-     "num_attention_heads = 4"),
-    (llama(num_key_value_heads=-1), "TMP/m/config.json: num_key_value_heads is -1, expected a divisor of "
-     "num_attention_heads = 4"),
+    (
+        llama(num_key_value_heads=3),
+        "TMP/m/config.json: num_key_value_heads is 3, expected a divisor of "
+        "num_attention_heads = 4",
+    ),
+    (
+        llama(num_key_value_heads=8),
+        "TMP/m/config.json: num_key_value_heads is 8, expected a divisor of "
+        "num_attention_heads = 4",
+    ),
+    (
+        llama(num_key_value_heads=-1),
+        "TMP/m/config.json: num_key_value_heads is -1, expected a divisor of "
+        "num_attention_heads = 4",
+    ),
     (llama(head_dim=-8), "TMP/m/config.json: head_dim is -8, expected a positive integer"),
-    (lambda p: (p / "config.json").write_text('{"model_type": "bloom"}'), "TMP/m/config.json: a bloom model "
-     "names no max_position_embeddings, which a scan needs; add what is missing to it, or choose another model"),
-]  # fmt: skip
+    (
+        lambda p: (p / "config.json").write_text('{"model_type": "bloom"}'),
+        "TMP/m/config.json: a bloom model "
+        "names no max_position_embeddings, which a scan needs; add what is missing to it, or "
+        "choose another model",
+    ),
+]
 
 
 @pytest.mark.parametrize(("edit", "line"), CONFIGS)
@@ -397,8 +498,10 @@ WEIGHT = "transformer.h.0.attn.c_attn.weight"
         (
             float("nan"),
             None,
-            "layer 0, head 0: sink_mass is not finite for sequence 0 of the shard; expected a finite "
-            f"number: look at the model's weights and precision: {WEIGHT} holds numbers that are NaN or "
+            "layer 0, head 0: sink_mass is not finite for sequence 0 of the shard; expected a "
+            "finite "
+            f"number: look at the model's weights and precision: {WEIGHT} holds numbers that are "
+            "NaN or "
             "infinite",
         ),
         (

@@ -1,4 +1,4 @@
-"""What is refused of a scan's `layers` and `heads`, by `headcount plan` and before a model is loaded."""
+"""Refused `layers` and `heads` of a scan, by `headcount plan` and before a model is loaded."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_a_system_is_of_the_heads_that_its_scans_name(
     assert (code, err) == (
         2,
         [
-            f"error: --set {override}: a system's figures are of the heads that its own scans name; "
+            f"error: --set {override}: a system's figures are of the heads that its own "
+            "scans name; "
             "leave it out, or measure some heads with headcount scan"
         ],
     )

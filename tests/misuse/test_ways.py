@@ -1,4 +1,4 @@
-"""What a run is, and which command goes on where it cannot be gone on with."""
+"""What a run is, and which command is advised if a run cannot be continued."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.toy_runs import local, write_run
 from workers.model.text_tokenizer import TextTokenizer, _check_size
 
 Command = Callable[..., tuple[int, list[str]]]
-HERE = ("--replicas", "0", "--device", "cpu")
+IN_PROCESS = ("--replicas", "0", "--device", "cpu")
 
 
 @pytest.fixture
@@ -57,28 +57,28 @@ def write_scan(file: Path, **changes: Any) -> Path:
     return file
 
 
-def scanned(command: Command, *words: str) -> Path:
-    """The run that was made or gone on with last, after `headcount scan toy.toml …`."""
-    code, err = command("scan", "toy.toml", *words, *HERE)
-    assert code == 0, err
+def scan_here(command: Command, *words: str) -> Path:
+    """Run `headcount scan toy.toml …`; returns the run that it made or continued."""
+    code, lines = command("scan", "toy.toml", *words, *IN_PROCESS)
+    assert code == 0, lines
     commits = Path.cwd().glob("runs/*/commits/*.json")
     return max(commits, key=lambda file: file.stat().st_mtime_ns).parent.parent
 
 
-def unfinished(run: Path) -> Path:
-    """A run whose last shard is not done."""
+def without_last_commit(run: Path) -> Path:
+    """Delete the last commit of a run, so that one of its shards is not done."""
     (run / "commits" / "shard-000001.json").unlink()
     return run
 
 
 def rows(run: Path) -> list[Any]:
-    """What a run measured, of which tokens."""
+    """What a run measured, and of which tokens."""
     columns = "sequence, layer, head, entropy, tokens, file"
     sql = f"SELECT {columns} FROM heads JOIN sequences USING (sequence) ORDER BY ALL"
     return connect(run).execute(sql).fetchall()
 
 
-def edit(file: Path, change: Callable[[Any], object]) -> None:
+def edit_json(file: Path, change: Callable[[Any], object]) -> None:
     """Change a JSON file."""
     content = json.loads(file.read_text())
     change(content)
@@ -93,7 +93,7 @@ def exchange_two_ids(home: Path) -> None:
         vocabulary = tokenizer["model"]["vocab"]
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
-    edit(home / "bytes" / "tokenizer.json", exchange)
+    edit_json(home / "bytes" / "tokenizer.json", exchange)
 
 
 def change_weights(home: Path) -> None:
@@ -107,8 +107,10 @@ def change_configuration(home: Path) -> None:
 
 def change_code(home: Path) -> None:
     (manifest,) = home.glob("runs/*/manifest.json")
-    known = {"fingerprint": "0123456789ab"}
-    edit(manifest, lambda fields: fields["kinds"]["statistics"]["entropy"].update(known))
+    other_record = {"fingerprint": "0123456789ab"}
+    edit_json(
+        manifest, lambda fields: fields["kinds"]["statistics"]["entropy"].update(other_record)
+    )
 
 
 CHANGES = [
@@ -119,62 +121,64 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "told"), CHANGES)
-def test_what_changed_is_named_and_the_command_that_goes_on(
-    home: Path, command: Command, change: Callable[[Path], None], told: str
+@pytest.mark.parametrize(("change", "phrase"), CHANGES)
+def test_a_change_is_named_and_the_command_that_starts_another_run(
+    home: Path, command: Command, change: Callable[[Path], None], phrase: str
 ) -> None:
-    run = unfinished(scanned(command, "--set", "seed=3"))
+    run = without_last_commit(scan_here(command, "--set", "seed=3"))
     change(home)
     expected = (
-        f"this run measured something else: {told}; headcount scan toy.toml --set seed=3 --new "
+        f"this run measured something else: {phrase}; headcount scan toy.toml --set seed=3 --new "
         "starts another run"
     )
     for words in (("scan", "toy.toml", "--set", "seed=3"), ("resume", run)):
-        code, (line,) = command(*words, *HERE)
+        code, (line,) = command(*words, *IN_PROCESS)
         assert code == 2
         assert re.sub(r"\b[0-9a-f]{12,16}\b", "X", line).endswith(f"{run.name}: {expected}")
-    other = scanned(command, "--set", "seed=3", "--new")
-    assert other.name == f"{run.name}-2"
-    # The same command goes on with the one that fits.
-    unfinished(other)
-    assert scanned(command, "--set", "seed=3") == other
-    assert connect(other).execute("SELECT name FROM runs").fetchall() == [("toy",)]
+    second_run = scan_here(command, "--set", "seed=3", "--new")
+    assert second_run.name == f"{run.name}-2"
+    # The same command continues the run that fits.
+    without_last_commit(second_run)
+    assert scan_here(command, "--set", "seed=3") == second_run
+    assert connect(second_run).execute("SELECT name FROM runs").fetchall() == [("toy",)]
     tokenizer = TextTokenizer(home / "bytes", 257).fingerprint
-    assert connect(other).execute("SELECT tokenizer FROM runs").fetchall() == [(tokenizer,)]
+    assert connect(second_run).execute("SELECT tokenizer FROM runs").fetchall() == [(tokenizer,)]
 
 
 def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command) -> None:
     write_scan(home / "toy.toml", **{"input.family": "uniform_random"})
     text = (home / "toy.toml").read_text().replace('input.files = "*.jsonl"\n', "")
     (home / "toy.toml").write_text(text)
-    run = unfinished(scanned(command))
+    run = without_last_commit(scan_here(command))
     exchange_two_ids(home)
-    assert scanned(command) == run
+    assert scan_here(command) == run
     assert connect(run).execute("SELECT tokenizer FROM runs").fetchall() == [(None,)]
     text += "input.text = 'bundled:LICENSE'\n"
     (home / "toy.toml").write_text(text.replace("uniform_random", "unigram_random"))
-    run = unfinished(scanned(command))
+    run = without_last_commit(scan_here(command))
     exchange_two_ids(home)
-    code, (line,) = command("scan", "toy.toml", *HERE)
+    code, (line,) = command("scan", "toy.toml", *IN_PROCESS)
     assert code == 2
     assert "something else: the tokenizer (" in line
 
 
-def test_other_libraries_are_said_before_anything_is_measured(home: Path, command: Command) -> None:
-    run = unfinished(scanned(command))
-    known = {"tokenizers": "0.1", "gone": "2.0"}
-    edit(run / "manifest.json", lambda fields: fields["versions"].update(known))
-    code, lines = command("resume", run, *HERE)
+def test_other_libraries_are_named_before_anything_is_measured(
+    home: Path, command: Command
+) -> None:
+    run = without_last_commit(scan_here(command))
+    old_versions = {"tokenizers": "0.1", "gone": "2.0"}
+    edit_json(run / "manifest.json", lambda fields: fields["versions"].update(old_versions))
+    code, lines = command("resume", run, *IN_PROCESS)
     assert code == 0
     assert lines[0].startswith(
         f'{run.name[7:]}: begun with other libraries: tokenizers ("0.1", now'
     )
 
 
-def test_a_tokenizer_is_the_same_however_its_file_is_laid_out(home: Path) -> None:
+def test_the_layout_of_its_file_does_not_change_a_tokenizer(home: Path) -> None:
     path = home / "bytes" / "tokenizer.json"
     before = TextTokenizer(home / "bytes", 257).fingerprint
-    edit(path, lambda tokenizer: tokenizer.update(truncation=None))
+    edit_json(path, lambda tokenizer: tokenizer.update(truncation=None))
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3, sort_keys=True))
     assert TextTokenizer(home / "bytes", 257).fingerprint == before
 
@@ -194,56 +198,56 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("size", "d_vocab", "told"), SIZES)
-def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, told: str | None) -> None:
+@pytest.mark.parametrize(("size", "d_vocab", "phrase"), SIZES)
+def test_a_tokenizer_fits_its_model(size: int, d_vocab: int, phrase: str | None) -> None:
     vocabulary = {str(token): token for token in range(size)}
-    if told is None:
+    if phrase is None:
         _check_size(Path("model"), vocabulary, d_vocab)
         return
     reason = (
         ", because models are padded by 255 tokens or 10% at most; tokenizer files are missing or "
         "another model's"
     )
-    with pytest.raises(ModelError, match=re.escape(f"model: its tokenizer has {told}{reason}")):
+    with pytest.raises(ModelError, match=re.escape(f"model: its tokenizer has {phrase}{reason}")):
         _check_size(Path("model"), vocabulary, d_vocab)
 
 
 # Numbered runs
 
 
-def test_new_runs_have_numbers_and_the_newest_that_fits_goes_on(
+def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(
     home: Path, command: Command
 ) -> None:
-    first = scanned(command)
+    first = scan_here(command)
     names = [first.name, f"{first.name}-2", f"{first.name}-3"]
-    assert [scanned(command, "--new").name for _ in range(2)] == names[1:]
+    assert [scan_here(command, "--new").name for _ in range(2)] == names[1:]
     (home / "runs" / f"{first.name}-x").mkdir()
-    (home / "runs" / f"{first.name}-9").mkdir()  # Half deleted.
+    (home / "runs" / f"{first.name}-9").mkdir()  # A half deleted run.
     directory = RunDirectory(first)
     assert [run.path.name for run in runs_of(directory)] == names[::-1]
     assert next_run(directory).path.name == f"{first.name}-10"
     assert next_run(directory, [f"{first.name[7:]}-12"]).path.name == f"{first.name}-13"
     assert last_run(directory, []).path.name == names[2]
     assert last_run(directory, [f"{first.name[7:]}-10"]).path.name == f"{first.name}-10"
-    # A manifest that is broken does not close the others.
+    # A broken manifest does not block the other runs.
     (home / "runs" / names[2] / "manifest.json").write_text("{")
-    unfinished(home / "runs" / names[1])
-    assert scanned(command).name == names[1]
+    without_last_commit(home / "runs" / names[1])
+    assert scan_here(command).name == names[1]
     for name in names:
         (home / "runs" / name / "manifest.json").write_text("{")
-    told = "deletes it; headcount scan toy.toml --new starts"
-    code, (line,) = command("scan", "toy.toml", *HERE)
-    assert (code, told in line) == (2, True)
+    phrase = "deletes it; headcount scan toy.toml --new starts"
+    code, (line,) = command("scan", "toy.toml", *IN_PROCESS)
+    assert (code, phrase in line) == (2, True)
     assert command("scan", "toy.toml", "--new", "--run", "x") == (
         2,
-        ["error: --new starts a run, --run x goes on with one; leave out one"],
+        ["error: --new starts a run, --run x continues one; leave out one"],
     )
 
 
-def test_what_is_left_of_a_run_is_not_taken_for_one(home: Path, command: Command) -> None:
-    run = scanned(command)
+def test_the_remains_of_a_run_are_not_continued(home: Path, command: Command) -> None:
+    run = scan_here(command)
     (run / "manifest.json").unlink()
-    code, (line,) = command("scan", "toy.toml", *HERE)
+    code, (line,) = command("scan", "toy.toml", *IN_PROCESS)
     assert code == 2
     assert line.endswith(
         f"{run.name}: holds commits and no manifest.json, so nothing says what they measured; "
@@ -251,40 +255,40 @@ def test_what_is_left_of_a_run_is_not_taken_for_one(home: Path, command: Command
     )
 
 
-# Runs are gone on with from anywhere
+# Runs are continued from any directory
 
 
-def test_a_run_goes_on_from_any_directory(
+def test_a_run_continues_from_any_directory(
     home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = rows(scanned(command))
-    run = unfinished(scanned(command, "--new"))
+    expected = rows(scan_here(command))
+    run = without_last_commit(scan_here(command, "--new"))
     elsewhere = home.parent / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    assert command("resume", run, *HERE)[0] == 0
+    assert command("resume", run, *IN_PROCESS)[0] == 0
     assert Path.cwd() == elsewhere
     assert rows(run) == expected
-    # By the same relative names from another directory, by content.
+    # The scan continues elsewhere: its relative names mean other places with the same content.
     for name in ("bytes", "a.jsonl", "toy.toml"):
         shutil.move(home / name, elsewhere / name)
-    unfinished(run)
-    code, err = command("scan", "toy.toml", "--set", f"out={home}/runs", *HERE)
-    assert code == 0, err
+    without_last_commit(run)
+    code, lines = command("scan", "toy.toml", "--set", f"out={home}/runs", *IN_PROCESS)
+    assert code == 0, lines
     assert len(list((run / "commits").iterdir())) == 2
     assert rows(run) == expected
-    # From then on they are meant from there.
-    unfinished(run)
+    # From now on the names are meant from there.
+    without_last_commit(run)
     monkeypatch.chdir("/")
-    assert command("resume", run, *HERE)[0] == 0
+    assert command("resume", run, *IN_PROCESS)[0] == 0
     assert rows(run) == expected
 
 
-def test_what_has_moved_is_set(
+def test_a_moved_model_and_moved_files_are_set(
     home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = rows(scanned(command))
-    run = unfinished(scanned(command, "--new"))
+    expected = rows(scan_here(command))
+    run = without_last_commit(scan_here(command, "--new"))
     (home / "new place").mkdir()
     shutil.move("bytes", "new place/moved")
     monkeypatch.chdir(home / "new place")
@@ -292,68 +296,67 @@ def test_what_has_moved_is_set(
         f"error: {run}: not there, seen from {home}: model = 'bytes'; resume the run from where "
         f"that lies, or say where: headcount resume {run} --set model=PATH"
     )
-    assert command("resume", run, *HERE) == (2, [line])
+    assert command("resume", run, *IN_PROCESS) == (2, [line])
     (home / "texts").mkdir()
     shutil.move("../a.jsonl", "../texts/a.jsonl")
-    code, err = command("resume", run, "--set", "model=moved", *HERE)
+    code, lines = command("resume", run, "--set", "model=moved", *IN_PROCESS)
     assert code == 2
-    assert err[0].startswith(
+    assert lines[0].startswith(
         f"error: {run}: not there, seen from {home}: input.files = '*.jsonl'; "
     )
     shutil.move("../texts/a.jsonl", "../a.jsonl")
-    assert command("resume", run, "--set", "model=moved", *HERE)[0] == 0
+    assert command("resume", run, "--set", "model=moved", *IN_PROCESS)[0] == 0
     assert rows(run) == expected
-    unfinished(run)
+    without_last_commit(run)
     shutil.move("../a.jsonl", "../texts/a.jsonl")
     places = ("--set", "model=moved", "--set", "input.files=../texts/*")
-    code, err = command("resume", run, *places, *HERE)
-    assert code == 0, err
+    code, lines = command("resume", run, *places, *IN_PROCESS)
+    assert code == 0, lines
     assert [row[:5] for row in rows(run)] == [row[:5] for row in expected]
-    # It is remembered.
-    unfinished(run)
+    # The run remembers the new places.
+    without_last_commit(run)
     monkeypatch.chdir("/")
-    assert command("resume", run, *HERE)[0] == 0
-    # Another model under the name is another model.
+    assert command("resume", run, *IN_PROCESS)[0] == 0
+    # A model counts by its content, not by its name.
     toy.change_config(home / "new place" / "moved", layer_norm_epsilon=1e-3)
-    unfinished(run)
-    code, (line,) = command("resume", run, *HERE)
+    without_last_commit(run)
+    code, (line,) = command("resume", run, *IN_PROCESS)
     assert code == 2
     assert "the model's configuration (config.json: " in line
     assert line.endswith(f"cd {home} && headcount scan toy.toml --new starts another run")
 
 
-def test_a_run_whose_home_is_gone_says_so_and_goes_on_where_things_lie(
+def test_a_run_whose_directory_is_gone_says_so_and_continues_beside_its_files(
     home: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scanned(command)
+    scan_here(command)
     monkeypatch.chdir(home.parent)
     shutil.move(home, home.parent / "moved")
     (run,) = (home.parent / "moved" / "runs").glob("run_id=*")
-    unfinished(run)
+    without_last_commit(run)
     line = (
         f"error: {run}: not there, seen from {home.parent} ({home}, where it was begun, is gone): "
         "model = 'bytes', input.files = '*.jsonl'; resume the run from where that lies, or say "
         f"where: headcount resume {run} --set model=PATH --set input.files=PATH"
     )
-    assert command("resume", run, *HERE) == (2, [line])
+    assert command("resume", run, *IN_PROCESS) == (2, [line])
     monkeypatch.chdir(home.parent / "moved")
-    assert command("resume", run, *HERE)[0] == 0
-    unfinished(run)
+    assert command("resume", run, *IN_PROCESS)[0] == 0
+    without_last_commit(run)
     monkeypatch.chdir("/")
-    assert command("resume", run, *HERE)[0] == 0
+    assert command("resume", run, *IN_PROCESS)[0] == 0
 
 
-def test_the_rest_cannot_be_set(home: Path, command: Command) -> None:
-    run = scanned(command, "--set", "seed=1")
+def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command) -> None:
+    run = scan_here(command, "--set", "seed=1")
     for setting in ("n_ctx=16", "input.packing=concat", "out=elsewhere"):
-        assert command("resume", run, "--set", setting, *HERE) == (
+        assert command("resume", run, "--set", setting, *IN_PROCESS) == (
             2,
             [
-                f"error: --set {setting}: {run.name[7:]} goes on with another batch_size, "
-                "sequences, bad_rows, bad_rows_in_a_row, model, input.files or input.text, which "
-                "change no row of it, and with "
-                f"nothing else; headcount scan toy.toml --set seed=1 --set {setting} makes a run "
-                "of its own"
+                f"error: --set {setting}: when {run.name[7:]} continues, only batch_size, "
+                "sequences, bad_rows, bad_rows_in_a_row, model, input.files or input.text can "
+                "change, because they change no row of it; "
+                f"headcount scan toy.toml --set seed=1 --set {setting} makes a run of its own"
             ],
         )
 
@@ -362,13 +365,13 @@ def test_the_rest_cannot_be_set(home: Path, command: Command) -> None:
 
 
 def test_a_run_is_deleted(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = scanned(command)
-    other = scanned(command, "--new")
-    refused = f"headcount rm {run} --yes does not ask"
+    run = scan_here(command)
+    second_run = scan_here(command, "--new")
+    advice = f"headcount rm {run} --yes does not ask"
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert command("rm", run) == (
         2,
-        [f"error: nobody can be asked here whether to delete; {refused}"],
+        [f"error: headcount rm asks before it deletes, and stdin is no terminal; {advice}"],
     )
     (run / "manifest.json").write_text("{")
     with FileLock(run / ".lock"):
@@ -376,9 +379,9 @@ def test_a_run_is_deleted(home: Path, command: Command, monkeypatch: pytest.Monk
         assert code == 2
         assert "another process is at work on this run" in line
     assert (run / "manifest.json").exists()
-    assert command("rm", run, f"runs/{other.name}", "--yes") == (
+    assert command("rm", run, f"runs/{second_run.name}", "--yes") == (
         0,
-        [f"deleted {run}", f"deleted {other}"],
+        [f"deleted {run}", f"deleted {second_run}"],
     )
     assert list((home / "runs").iterdir()) == []
 
@@ -393,20 +396,24 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("path", "told"), REFUSED)
-def test_what_is_no_run_is_not_deleted(home: Path, command: Command, path: str, told: str) -> None:
+@pytest.mark.parametrize(("path", "phrase"), REFUSED)
+def test_a_directory_that_is_no_run_is_not_deleted(
+    home: Path, command: Command, path: str, phrase: str
+) -> None:
     write_run(home / "runs", "kept", {"entropy": lambda _: 1.0})
     (home / "page").mkdir()
     (home / "page" / "manifest.json").write_text('{"name": "a page"}')
     (home / "run_id=link").symlink_to(home / "bytes")
     before = sorted(home.rglob("*"))
-    line = f"error: {home}/{told.format(home=home)}"
-    # One that is none: the others are kept, too.
+    line = f"error: {home}/{phrase.format(home=home)}"
+    # If one of them is no run, the others are kept too.
     assert command("rm", "runs/run_id=kept", path, "--yes") == (2, [line])
     assert sorted(home.rglob("*")) == before
 
 
-def test_whoever_is_killed_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_is_cut_short_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(tmp_path, "toy", {"entropy": lambda _: 1.0})
 
     def die(path: Path) -> None:
@@ -424,21 +431,22 @@ def test_whoever_is_killed_leaves_no_run(tmp_path: Path, monkeypatch: pytest.Mon
 # A plan
 
 
-def test_a_plan_shows_what_the_scan_sets_and_all_when_asked(
+def test_a_plan_shows_the_fields_that_the_scan_sets_and_with_all_the_others(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    shown: list[str] = []
+    outputs: list[str] = []
     for words in ([], ["--all"]):
         result = CliRunner().invoke(app, ["plan", "toy.toml", "--set", "seed=2", *words])
         assert result.exit_code == 0, result.output
-        shown.append(result.stdout)
-    fields = [re.findall(r"^│ ([\w.]+) +│", text, re.MULTILINE) for text in shown]
+        outputs.append(result.stdout)
+    fields = [re.findall(r"^│ ([\w.]+) +│", text, re.MULTILINE) for text in outputs]
     values = {"model", "n_ctx", "statistics", "sequences", "sequences_per_shard", "seed"}
     values |= {"input.family", "input.files"}
     tables = {"device", "batches", "shards", "tokens", "corpus", "memory", "none", "heads", "all"}
     assert set(fields[0]) - tables == values
     assert set(Scan.model_fields) - {"input"} | {"input.packing"} <= set(fields[1])
-    hidden = len(fields[1]) - len(fields[0])  # A table has the name of a field: heads.
-    assert f"{hidden} more fields with the default; --all shows them" in shown[0]
-    assert "--all" not in shown[1]
+    # Both count the table `heads`, which has the name of a field.
+    hidden = len(fields[1]) - len(fields[0])
+    assert f"{hidden} more fields with the default; --all shows them" in outputs[0]
+    assert "--all" not in outputs[1]

@@ -709,7 +709,10 @@ def recompute(
     labels: Sequence[Sequence[str]] | None = None,
     chance: Iterable[str] = (),
 ) -> Reference:
-    """Everything, on tokens `[sequence pos]`; `chance` names statistics that have a chance level."""
+    """Everything, on tokens `[sequence pos]`.
+
+    `chance` names statistics that have a chance level.
+    """
     sequences = tokens.tolist()
     partners = sequences if partner is None else partner.tolist()
     triggers = [

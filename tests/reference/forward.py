@@ -11,10 +11,11 @@ from tests.reference.weights import Array, Weights
 
 
 @dataclass
-class Seen:
-    """One layer of one sequence, as edited; vectors are `[head pos d_head]`, matrices `[head query key]`.
+class LayerActivations:
+    """One layer of one sequence, as edits leave it.
 
-    Keys and values that query heads share are repeated.
+    Vectors are `[head pos d_head]`, matrices `[head query key]`. Keys and values that query heads
+    share are repeated.
     """
 
     resid_pre: Array
@@ -38,7 +39,7 @@ class Run:
     weights: Weights
     """As they are under the intervention."""
     tokens: list[int]
-    layers: list[Seen]
+    layers: list[LayerActivations]
     logits: Array
     """`[pos d_vocab]`."""
     values_before_edit: dict[tuple[int, int], Array] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Place:
     tokens: list[int]
     layer: int
     known: Mapping[str, Array]
-    """What the layer has made before, by its name in `Seen`."""
+    """What the layer has made before, by its name in `LayerActivations`."""
     partner: Array | None
     """The same value in the run on the partner sequence."""
 
@@ -83,74 +84,117 @@ def forward(
 
     Without a partner, edits that patch do nothing: that is how the partner itself is run.
     """
-    run = Run(weights, list(tokens), [], np.zeros(0))
+    forward_pass = _ForwardPass(weights, list(tokens), edits, partner)
+    stream = forward_pass.embedded()
+    for number in range(len(weights.layers[:layers])):
+        stream = forward_pass.after_layer(number, stream)
+    if layers is None:
+        forward_pass.run.logits = weights.final_norm(stream) @ weights.W_U + weights.b_U
+    return forward_pass.run
 
-    def edited(target: str, layer: int, value: Array, known: Mapping[str, Array]) -> Array:
-        for i, edit in enumerate(edits):
+
+class _ForwardPass:
+    """One pass over one sequence, and the edits that are made on the way."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        tokens: list[int],
+        edits: Sequence[ActivationEdit],
+        partner: Run | None,
+    ) -> None:
+        self.weights = weights
+        self.edits = edits
+        self.partner = partner
+        self.run = Run(weights, tokens, [], np.zeros(0))
+        self.known: dict[str, Array] = {}
+        """What edits may read of the present layer."""
+
+    def edited(self, target: str, layer: int, value: Array) -> Array:
+        """An activation as edits leave it."""
+        for number, edit in enumerate(self.edits):
             if edit.target != target or edit.layer not in (None, layer):
                 continue
-            run.values_before_edit[i, layer] = value
-            if edit.patches and partner is None:
+            self.run.values_before_edit[number, layer] = value
+            if edit.patches and self.partner is None:
                 continue
-            from_partner = (
-                partner.values_before_edit[i, layer] if edit.patches and partner else None
-            )
-            value = edit.function(value.copy(), Place(run.tokens, layer, known, from_partner))
+            from_partner = None
+            if edit.patches and self.partner is not None:
+                from_partner = self.partner.values_before_edit[number, layer]
+            place = Place(self.run.tokens, layer, self.known, from_partner)
+            value = edit.function(value.copy(), place)
         return value
 
-    n_ctx = len(run.tokens)
-    stream = edited("embed", EMBEDDINGS, weights.W_E[run.tokens], {})
-    if weights.W_pos is not None:
-        stream = stream + edited("pos_embed", EMBEDDINGS, weights.W_pos[:n_ctx], {})
-    if weights.norm_of_embeddings:
-        stream = weights.norm_of_embeddings(stream)
-    future = np.triu(np.ones((n_ctx, n_ctx), dtype=bool), 1)
-    for number, layer in enumerate(weights.layers[:layers]):
-        known: dict[str, Array] = {}
-        resid_pre = edited("resid_pre", number, stream, known)
-        known["resid_pre"] = resid_pre
+    def embedded(self) -> Array:
+        """The stream before the first layer `[pos d_model]`."""
+        weights, tokens = self.weights, self.run.tokens
+        stream = self.edited("embed", EMBEDDINGS, weights.W_E[tokens])
+        if weights.W_pos is not None:
+            positions = weights.W_pos[: len(tokens)]
+            stream = stream + self.edited("pos_embed", EMBEDDINGS, positions)
+        if weights.norm_of_embeddings:
+            stream = weights.norm_of_embeddings(stream)
+        return stream
+
+    def after_layer(self, number: int, stream: Array) -> Array:
+        """The stream after a layer; its activations are added to the run."""
+        layer = self.weights.layers[number]
+        self.known = {}
+        resid_pre = self.edited("resid_pre", number, stream)
+        self.known["resid_pre"] = resid_pre
+        activations = self.attention(number, resid_pre)
+        attn_out = np.einsum("hqe,hed->qd", activations.z, layer.W_O)
+        if layer.b_O is not None:
+            attn_out = attn_out + layer.b_O
+        if layer.norm_after_attention:
+            attn_out = layer.norm_after_attention(attn_out)
+        resid_mid = resid_pre + self.edited("attn_out", number, attn_out)
+        resid_post = resid_mid + self.mlp_out(number, resid_pre, resid_mid)
+        activations.resid_post = self.edited("resid_post", number, resid_post)
+        self.run.layers.append(activations)
+        return activations.resid_post
+
+    def attention(self, number: int, resid_pre: Array) -> LayerActivations:
+        """Everything up to z; `resid_post` is still that of the layer before."""
+        weights, layer = self.weights, self.weights.layers[number]
+        n_ctx = len(self.run.tokens)
         x = layer.norm_before_attention(resid_pre)
         q = projected(x, layer.W_Q, layer.b_Q)
         k = projected(x, layer.W_K, layer.b_K)
         v = projected(x, layer.W_V, layer.b_V)
         q = layer.q_norm(q) if layer.q_norm else q
         k = layer.k_norm(k) if layer.k_norm else k
-        q = edited("q", number, q, known)
-        k = weights.shared(edited("k", number, k, known))
-        v = weights.shared(edited("v", number, v, known))
-        known |= {"q": q, "k": k, "v": v}
+        # All three are made at once, so an edit of one does not see the others.
+        q = self.edited("q", number, q)
+        k = weights.shared(self.edited("k", number, k))
+        v = weights.shared(self.edited("v", number, v))
+        self.known |= {"q": q, "k": k, "v": v}
         q_rotated = rotated(q, weights.rotated, weights.rotary_base)
         k_rotated = rotated(k, weights.rotated, weights.rotary_base)
         scores = q_rotated @ k_rotated.transpose(0, 2, 1) * layer.scale
         if layer.key_slopes is not None:
             scores = scores + layer.key_slopes[:, None, None] * np.arange(n_ctx)
-        scores = edited("attn_scores", number, scores, known)
+        scores = self.edited("attn_scores", number, scores)
+        future = np.triu(np.ones((n_ctx, n_ctx), dtype=bool), 1)
         scores = np.where(future, -np.inf, scores)
-        pattern = edited("pattern", number, softmax(scores), known)
-        known["pattern"] = pattern
-        z = edited("z", number, pattern @ v, known)
-        attn_out = np.einsum("hqe,hed->qd", z, layer.W_O)
-        if layer.b_O is not None:
-            attn_out = attn_out + layer.b_O
-        if layer.norm_after_attention:
-            attn_out = layer.norm_after_attention(attn_out)
-        attn_out = edited("attn_out", number, attn_out, known)
-        resid_mid = resid_pre + attn_out
-        if layer.mlp is not None and layer.norm_before_mlp is not None:
-            mlp_input = resid_pre if weights.parallel else resid_mid
-            mlp_out = layer.mlp(layer.norm_before_mlp(mlp_input))
-            if layer.norm_after_mlp:
-                mlp_out = layer.norm_after_mlp(mlp_out)
-            stream = resid_mid + edited("mlp_out", number, mlp_out, known)
-        else:
-            stream = resid_mid
-        stream = edited("resid_post", number, stream, known)
-        run.layers.append(
-            Seen(resid_pre, q, k, v, q_rotated, k_rotated, scores, pattern, z, stream)
+        pattern = self.edited("pattern", number, softmax(scores))
+        self.known["pattern"] = pattern
+        z = self.edited("z", number, pattern @ v)
+        return LayerActivations(
+            resid_pre, q, k, v, q_rotated, k_rotated, scores, pattern, z, resid_pre
         )
-    if layers is None:
-        run.logits = weights.final_norm(stream) @ weights.W_U + weights.b_U
-    return run
+
+    def mlp_out(self, number: int, resid_pre: Array, resid_mid: Array) -> Array | float:
+        """What the MLP adds to the stream; 0 if the layer does not have one."""
+        layer = self.weights.layers[number]
+        if layer.mlp is None or layer.norm_before_mlp is None:
+            return 0.0
+        # In a parallel layer the MLP reads what the attention read.
+        mlp_input = resid_pre if self.weights.parallel else resid_mid
+        mlp_out = layer.mlp(layer.norm_before_mlp(mlp_input))
+        if layer.norm_after_mlp:
+            mlp_out = layer.norm_after_mlp(mlp_out)
+        return self.edited("mlp_out", number, mlp_out)
 
 
 def projected(x: Array, W: Array, b: Array | None) -> Array:

@@ -130,19 +130,19 @@ def zero_query_bias(edited: Weights, untouched: Weights) -> None:
 @of_weights
 def scale_query_bias(edited: Weights, untouched: Weights, alpha: float) -> None:
     for bias in query_biases(edited):
-        bias *= alpha
+        bias[:] = bias * alpha
 
 
 @of_weights
 def random_query_bias(
     edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
 ) -> None:
-    """Where b goes to alpha · b, this control moves b as far, (1 - alpha) ‖b‖, in a random direction."""
+    """The control of a scaled bias: it moves b as far, (1 - alpha) ‖b‖, in a random direction."""
     for bias in query_biases(edited):
         directions = random_directions(bias.shape, draw)
         for head in range(len(bias)):
-            far = (1 - alpha) * math.sqrt((bias[head] ** 2).sum())
-            bias[head] += far * directions[head]
+            distance = (1 - alpha) * math.sqrt((bias[head] ** 2).sum())
+            bias[head] += distance * directions[head]
 
 
 def random_directions(shape: tuple[int, ...], draw: int) -> Array:
@@ -174,7 +174,10 @@ def scale_massive_keys(
 def scale_random_keys(
     edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0, count: int = 3
 ) -> None:
-    """Python's randint, seeded with the draw, layer after layer; no massive and no drawn one again."""
+    """Python's randint, seeded with the draw, layer after layer.
+
+    A massive coordinate is not drawn, and none is drawn twice in a layer.
+    """
     massive = massive_coordinates(untouched, count)
     d_model = untouched.W_E.shape[1]
     generator = random.Random(draw)
@@ -213,8 +216,8 @@ def random_first_position(
     edited: Weights, untouched: Weights, draw: int = 0, alpha: float = 0.0
 ) -> None:
     W_pos = positions(edited)
-    far = (1 - alpha) * math.sqrt(((W_pos[1] - W_pos[0]) ** 2).sum())
-    W_pos[0] += far * random_directions(W_pos[0].shape, draw)
+    distance = (1 - alpha) * math.sqrt(((W_pos[1] - W_pos[0]) ** 2).sum())
+    W_pos[0] += distance * random_directions(W_pos[0].shape, draw)
 
 
 @of_weights
@@ -419,7 +422,10 @@ def entropy_sinks_to_first(
 
 
 def is_entropy_sink(pattern: Array, row: float, column: float) -> bool:
-    """By row entropies in parts of ln(q+1), and entropies of what a key receives in parts of ln(T-k)."""
+    """Whether rows are sharp and some column is flat.
+
+    The entropy of a row is divided by ln(q+1), that of what a key receives by ln(T-k).
+    """
     n_ctx = len(pattern)
     rows = [entropy_of(pattern[q, : q + 1]) / math.log(q + 1) for q in range(1, n_ctx)]
     columns = [0.0]

@@ -88,8 +88,9 @@ def position_product_second(weights: Weights) -> Rows:
 
 
 def component(weights: Weights, number: int) -> Rows:
-    """Coordinates along a principal component of all positions of the model: an eigenvector of their
-    covariance, with the largest eigenvalues first.
+    """Coordinates along a principal component of all positions of the model.
+
+    It is an eigenvector of their covariance; number 1 has the largest eigenvalue.
     """
     w = np.array(centred(weights))
     if not len(w):

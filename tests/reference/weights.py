@@ -177,7 +177,7 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 
 def read_safetensors(file: Path) -> dict[str, Array]:
-    """The format itself: the length of a JSON header, the header, and the numbers one after another."""
+    """The tensors of a file: the length of a JSON header, the header, then the numbers."""
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -209,86 +209,86 @@ def from_heads(matrix: Array, d_head: int) -> Array:
     return matrix.reshape(-1, d_head, matrix.shape[-1])
 
 
-def unembedding(t: dict[str, Array], W_E: Array, name: str = "lm_head.weight") -> Array:
+def unembedding(tensors: dict[str, Array], W_E: Array, name: str = "lm_head.weight") -> Array:
     """The unembedding, which may be the embedding itself."""
-    return t.get(name, W_E).T
+    return tensors.get(name, W_E).T
 
 
-def read_gpt2(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_gpt2(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     n_heads, d_model = config["n_head"], config["n_embd"]
     d_head = d_model // n_heads
     eps = config["layer_norm_epsilon"]
     layers: list[Layer] = []
     for number in range(config["n_layer"]):
-        at = f"transformer.h.{number}"
-        W = np.split(t[f"{at}.attn.c_attn.weight"], 3, axis=1)
-        b = np.split(t[f"{at}.attn.c_attn.bias"], 3)
+        prefix = f"transformer.h.{number}"
+        W = np.split(tensors[f"{prefix}.attn.c_attn.weight"], 3, axis=1)
+        b = np.split(tensors[f"{prefix}.attn.c_attn.bias"], 3)
         scale = 1 / math.sqrt(d_head)
         if config["scale_attn_by_inverse_layer_idx"]:
             scale /= number + 1
         layers.append(
             Layer(
-                Norm(t[f"{at}.ln_1.weight"], t[f"{at}.ln_1.bias"], eps, True),
+                Norm(tensors[f"{prefix}.ln_1.weight"], tensors[f"{prefix}.ln_1.bias"], eps, True),
                 *three(by_head(part, d_head) for part in W),
-                from_heads(t[f"{at}.attn.c_proj.weight"], d_head),
+                from_heads(tensors[f"{prefix}.attn.c_proj.weight"], d_head),
                 *three(part.reshape(n_heads, d_head) for part in b),
-                t[f"{at}.attn.c_proj.bias"],
+                tensors[f"{prefix}.attn.c_proj.bias"],
                 scale,
-                Norm(t[f"{at}.ln_2.weight"], t[f"{at}.ln_2.bias"], eps, True),
+                Norm(tensors[f"{prefix}.ln_2.weight"], tensors[f"{prefix}.ln_2.bias"], eps, True),
                 plain_mlp(
-                    t[f"{at}.mlp.c_fc.weight"],
-                    t[f"{at}.mlp.c_fc.bias"],
-                    t[f"{at}.mlp.c_proj.weight"],
-                    t[f"{at}.mlp.c_proj.bias"],
+                    tensors[f"{prefix}.mlp.c_fc.weight"],
+                    tensors[f"{prefix}.mlp.c_fc.bias"],
+                    tensors[f"{prefix}.mlp.c_proj.weight"],
+                    tensors[f"{prefix}.mlp.c_proj.bias"],
                     config["activation_function"],
                 ),
             )
         )
-    W_E = t["transformer.wte.weight"]
-    final = Norm(t["transformer.ln_f.weight"], t["transformer.ln_f.bias"], eps, True)
-    W_U = unembedding(t, W_E)
+    W_E = tensors["transformer.wte.weight"]
+    final = Norm(tensors["transformer.ln_f.weight"], tensors["transformer.ln_f.bias"], eps, True)
+    W_U = unembedding(tensors, W_E)
     return Weights(
-        name, W_E, t["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
+        name, W_E, tensors["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
     )
 
 
-def read_gpt_neo(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_gpt_neo(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     """GPT-Neo: scores are not scaled, and queries, keys and values have no biases."""
     d_head = config["hidden_size"] // config["num_heads"]
     eps = config["layer_norm_epsilon"]
     layers: list[Layer] = []
     for number in range(config["num_layers"]):
-        at = f"transformer.h.{number}"
-        attention = f"{at}.attn.attention"
+        prefix = f"transformer.h.{number}"
+        attention = f"{prefix}.attn.attention"
         layers.append(
             Layer(
-                Norm(t[f"{at}.ln_1.weight"], t[f"{at}.ln_1.bias"], eps, True),
-                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(t[f"{attention}.out_proj.weight"].T, d_head),
+                Norm(tensors[f"{prefix}.ln_1.weight"], tensors[f"{prefix}.ln_1.bias"], eps, True),
+                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                from_heads(tensors[f"{attention}.out_proj.weight"].T, d_head),
                 None,
                 None,
                 None,
-                t[f"{attention}.out_proj.bias"],
+                tensors[f"{attention}.out_proj.bias"],
                 1.0,
-                Norm(t[f"{at}.ln_2.weight"], t[f"{at}.ln_2.bias"], eps, True),
+                Norm(tensors[f"{prefix}.ln_2.weight"], tensors[f"{prefix}.ln_2.bias"], eps, True),
                 plain_mlp(
-                    t[f"{at}.mlp.c_fc.weight"].T,
-                    t[f"{at}.mlp.c_fc.bias"],
-                    t[f"{at}.mlp.c_proj.weight"].T,
-                    t[f"{at}.mlp.c_proj.bias"],
+                    tensors[f"{prefix}.mlp.c_fc.weight"].T,
+                    tensors[f"{prefix}.mlp.c_fc.bias"],
+                    tensors[f"{prefix}.mlp.c_proj.weight"].T,
+                    tensors[f"{prefix}.mlp.c_proj.bias"],
                     config["activation_function"],
                 ),
             )
         )
-    W_E = t["transformer.wte.weight"]
-    final = Norm(t["transformer.ln_f.weight"], t["transformer.ln_f.bias"], eps, True)
-    W_U = unembedding(t, W_E)
+    W_E = tensors["transformer.wte.weight"]
+    final = Norm(tensors["transformer.ln_f.weight"], tensors["transformer.ln_f.bias"], eps, True)
+    W_U = unembedding(tensors, W_E)
     return Weights(
-        name, W_E, t["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
+        name, W_E, tensors["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
     )
 
 
-def read_llama(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_llama(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     """Llama, Qwen2 (biases of queries, keys and values) and Qwen3 (norms of queries and keys)."""
     d_head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     eps = config["rms_norm_eps"]
@@ -298,75 +298,83 @@ def read_llama(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weight
 
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
-        at = f"model.layers.{number}"
-        attention = f"{at}.self_attn"
-        biases = [t.get(f"{attention}.{x}_proj.bias") for x in "qkv"]
+        prefix = f"model.layers.{number}"
+        attention = f"{prefix}.self_attn"
+        biases = [tensors.get(f"{attention}.{x}_proj.bias") for x in "qkv"]
         layers.append(
             Layer(
-                Norm(t[f"{at}.input_layernorm.weight"], None, eps, False),
-                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(t[f"{attention}.o_proj.weight"].T, d_head),
+                Norm(tensors[f"{prefix}.input_layernorm.weight"], None, eps, False),
+                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                from_heads(tensors[f"{attention}.o_proj.weight"].T, d_head),
                 *three(None if bias is None else bias.reshape(-1, d_head) for bias in biases),
                 None,
                 1 / math.sqrt(d_head),
-                Norm(t[f"{at}.post_attention_layernorm.weight"], None, eps, False),
+                Norm(tensors[f"{prefix}.post_attention_layernorm.weight"], None, eps, False),
                 gated_mlp(
-                    t[f"{at}.mlp.gate_proj.weight"].T,
-                    t[f"{at}.mlp.up_proj.weight"].T,
-                    t[f"{at}.mlp.down_proj.weight"].T,
+                    tensors[f"{prefix}.mlp.gate_proj.weight"].T,
+                    tensors[f"{prefix}.mlp.up_proj.weight"].T,
+                    tensors[f"{prefix}.mlp.down_proj.weight"].T,
                     config["hidden_act"],
                 ),
-                norm(t.get(f"{attention}.q_norm.weight")),
-                norm(t.get(f"{attention}.k_norm.weight")),
+                norm(tensors.get(f"{attention}.q_norm.weight")),
+                norm(tensors.get(f"{attention}.k_norm.weight")),
             )
         )
-    W_E = t["model.embed_tokens.weight"]
-    W_U = unembedding(t, W_E)
-    final = Norm(t["model.norm.weight"], None, eps, False)
+    W_E = tensors["model.embed_tokens.weight"]
+    W_U = unembedding(tensors, W_E)
+    final = Norm(tensors["model.norm.weight"], None, eps, False)
     base = config["rope_parameters"]["rope_theta"]
     b_U = np.zeros(W_U.shape[1])
     return Weights(name, W_E, None, layers, final, W_U, b_U, rotated=d_head, rotary_base=base)
 
 
-def read_neox(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
-    """GPT-NeoX: a part of each query and key is rotated; attention and MLP may stand side by side."""
+def read_neox(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
+    """GPT-NeoX: a part of each query and key is rotated; attention and MLP may be parallel."""
     n_heads = config["num_attention_heads"]
     d_head = config["hidden_size"] // n_heads
     eps = config["layer_norm_eps"]
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
-        at = f"gpt_neox.layers.{number}"
+        prefix = f"gpt_neox.layers.{number}"
         # The rows lie as head, then query, key and value, then d_head.
-        W = t[f"{at}.attention.query_key_value.weight"].reshape(n_heads, 3, d_head, -1)
-        b = t[f"{at}.attention.query_key_value.bias"].reshape(n_heads, 3, d_head)
+        W = tensors[f"{prefix}.attention.query_key_value.weight"].reshape(n_heads, 3, d_head, -1)
+        b = tensors[f"{prefix}.attention.query_key_value.bias"].reshape(n_heads, 3, d_head)
         layers.append(
             Layer(
-                Norm(t[f"{at}.input_layernorm.weight"], t[f"{at}.input_layernorm.bias"], eps, True),
+                Norm(
+                    tensors[f"{prefix}.input_layernorm.weight"],
+                    tensors[f"{prefix}.input_layernorm.bias"],
+                    eps,
+                    True,
+                ),
                 *three(W[:, part].transpose(0, 2, 1) for part in range(3)),
-                from_heads(t[f"{at}.attention.dense.weight"].T, d_head),
+                from_heads(tensors[f"{prefix}.attention.dense.weight"].T, d_head),
                 *three(b[:, part] for part in range(3)),
-                t[f"{at}.attention.dense.bias"],
+                tensors[f"{prefix}.attention.dense.bias"],
                 1 / math.sqrt(d_head),
                 Norm(
-                    t[f"{at}.post_attention_layernorm.weight"],
-                    t[f"{at}.post_attention_layernorm.bias"],
+                    tensors[f"{prefix}.post_attention_layernorm.weight"],
+                    tensors[f"{prefix}.post_attention_layernorm.bias"],
                     eps,
                     True,
                 ),
                 plain_mlp(
-                    t[f"{at}.mlp.dense_h_to_4h.weight"].T,
-                    t[f"{at}.mlp.dense_h_to_4h.bias"],
-                    t[f"{at}.mlp.dense_4h_to_h.weight"].T,
-                    t[f"{at}.mlp.dense_4h_to_h.bias"],
+                    tensors[f"{prefix}.mlp.dense_h_to_4h.weight"].T,
+                    tensors[f"{prefix}.mlp.dense_h_to_4h.bias"],
+                    tensors[f"{prefix}.mlp.dense_4h_to_h.weight"].T,
+                    tensors[f"{prefix}.mlp.dense_4h_to_h.bias"],
                     config["hidden_act"],
                 ),
             )
         )
-    W_E = t["gpt_neox.embed_in.weight"]
+    W_E = tensors["gpt_neox.embed_in.weight"]
     final = Norm(
-        t["gpt_neox.final_layer_norm.weight"], t["gpt_neox.final_layer_norm.bias"], eps, True
+        tensors["gpt_neox.final_layer_norm.weight"],
+        tensors["gpt_neox.final_layer_norm.bias"],
+        eps,
+        True,
     )
-    W_U = t["embed_out.weight"].T
+    W_U = tensors["embed_out.weight"].T
     rope = config["rope_parameters"]
     return Weights(
         name,
@@ -382,90 +390,95 @@ def read_neox(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights
     )
 
 
-def read_opt(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_opt(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     """OPT: the table of positions begins with two rows that no position uses."""
     n_heads = config["num_attention_heads"]
     d_head = config["hidden_size"] // n_heads
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
-        at = f"model.decoder.layers.{number}"
-        attention = f"{at}.self_attn"
+        prefix = f"model.decoder.layers.{number}"
+        attention = f"{prefix}.self_attn"
         layers.append(
             Layer(
                 Norm(
-                    t[f"{at}.self_attn_layer_norm.weight"],
-                    t[f"{at}.self_attn_layer_norm.bias"],
+                    tensors[f"{prefix}.self_attn_layer_norm.weight"],
+                    tensors[f"{prefix}.self_attn_layer_norm.bias"],
                     1e-5,
                     True,
                 ),
-                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(t[f"{attention}.out_proj.weight"].T, d_head),
-                *three(t[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"),
-                t[f"{attention}.out_proj.bias"],
+                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                from_heads(tensors[f"{attention}.out_proj.weight"].T, d_head),
+                *three(
+                    tensors[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"
+                ),
+                tensors[f"{attention}.out_proj.bias"],
                 1 / math.sqrt(d_head),
                 Norm(
-                    t[f"{at}.final_layer_norm.weight"], t[f"{at}.final_layer_norm.bias"], 1e-5, True
+                    tensors[f"{prefix}.final_layer_norm.weight"],
+                    tensors[f"{prefix}.final_layer_norm.bias"],
+                    1e-5,
+                    True,
                 ),
                 plain_mlp(
-                    t[f"{at}.fc1.weight"].T,
-                    t[f"{at}.fc1.bias"],
-                    t[f"{at}.fc2.weight"].T,
-                    t[f"{at}.fc2.bias"],
+                    tensors[f"{prefix}.fc1.weight"].T,
+                    tensors[f"{prefix}.fc1.bias"],
+                    tensors[f"{prefix}.fc2.weight"].T,
+                    tensors[f"{prefix}.fc2.bias"],
                     config["activation_function"],
                 ),
             )
         )
-    W_E = t["model.decoder.embed_tokens.weight"]
+    W_E = tensors["model.decoder.embed_tokens.weight"]
     final = Norm(
-        t["model.decoder.final_layer_norm.weight"],
-        t["model.decoder.final_layer_norm.bias"],
+        tensors["model.decoder.final_layer_norm.weight"],
+        tensors["model.decoder.final_layer_norm.bias"],
         1e-5,
         True,
     )
-    W_U = unembedding(t, W_E)
-    W_pos = t["model.decoder.embed_positions.weight"][2:]
+    W_U = unembedding(tensors, W_E)
+    W_pos = tensors["model.decoder.embed_positions.weight"][2:]
     b_U = np.zeros(W_U.shape[1])
     return Weights(name, W_E, W_pos, layers, final, W_U, b_U, mlp_is_a_module=False)
 
 
-def read_bigcode(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_bigcode(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     """GPT-BigCode: learned positions, and one key and one value for all query heads."""
     n_heads, d_model = config["n_head"], config["n_embd"]
     d_head = d_model // n_heads
     eps = config["layer_norm_epsilon"]
     layers: list[Layer] = []
     for number in range(config["n_layer"]):
-        at = f"transformer.h.{number}"
+        prefix = f"transformer.h.{number}"
         places = [d_model, d_model + d_head]
-        W = np.split(t[f"{at}.attn.c_attn.weight"].T, places, axis=1)
-        b = np.split(t[f"{at}.attn.c_attn.bias"], places)
+        W = np.split(tensors[f"{prefix}.attn.c_attn.weight"].T, places, axis=1)
+        b = np.split(tensors[f"{prefix}.attn.c_attn.bias"], places)
         layers.append(
             Layer(
-                Norm(t[f"{at}.ln_1.weight"], t[f"{at}.ln_1.bias"], eps, True),
+                Norm(tensors[f"{prefix}.ln_1.weight"], tensors[f"{prefix}.ln_1.bias"], eps, True),
                 *three(by_head(part, d_head) for part in W),
-                from_heads(t[f"{at}.attn.c_proj.weight"].T, d_head),
+                from_heads(tensors[f"{prefix}.attn.c_proj.weight"].T, d_head),
                 *three(part.reshape(-1, d_head) for part in b),
-                t[f"{at}.attn.c_proj.bias"],
+                tensors[f"{prefix}.attn.c_proj.bias"],
                 1 / math.sqrt(d_head),
-                Norm(t[f"{at}.ln_2.weight"], t[f"{at}.ln_2.bias"], eps, True),
+                Norm(tensors[f"{prefix}.ln_2.weight"], tensors[f"{prefix}.ln_2.bias"], eps, True),
                 plain_mlp(
-                    t[f"{at}.mlp.c_fc.weight"].T,
-                    t[f"{at}.mlp.c_fc.bias"],
-                    t[f"{at}.mlp.c_proj.weight"].T,
-                    t[f"{at}.mlp.c_proj.bias"],
+                    tensors[f"{prefix}.mlp.c_fc.weight"].T,
+                    tensors[f"{prefix}.mlp.c_fc.bias"],
+                    tensors[f"{prefix}.mlp.c_proj.weight"].T,
+                    tensors[f"{prefix}.mlp.c_proj.bias"],
                     config["activation_function"],
                 ),
             )
         )
-    W_E = t["transformer.wte.weight"]
-    final = Norm(t["transformer.ln_f.weight"], t["transformer.ln_f.bias"], eps, True)
-    W_U = unembedding(t, W_E)
+    W_E = tensors["transformer.wte.weight"]
+    final = Norm(tensors["transformer.ln_f.weight"], tensors["transformer.ln_f.bias"], eps, True)
+    W_U = unembedding(tensors, W_E)
     return Weights(
-        name, W_E, t["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
+        name, W_E, tensors["transformer.wpe.weight"], layers, final, W_U, np.zeros(W_U.shape[1])
     )
 
 
-def read_bloom(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_bloom(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     """BLOOM: no positions are embedded; scores rise with the position of the key (ALiBi)."""
     n_heads = config["n_head"]
     assert n_heads & (n_heads - 1) == 0, "slopes are written for a power of two"
@@ -473,35 +486,37 @@ def read_bloom(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weight
     eps = config["layer_norm_epsilon"]
     slopes = np.array([2 ** (-8 * (head + 1) / n_heads) for head in range(n_heads)])
 
-    def norm(at: str) -> Norm:
-        return Norm(t[f"{at}.weight"], t[f"{at}.bias"], eps, True)
+    def norm(prefix: str) -> Norm:
+        return Norm(tensors[f"{prefix}.weight"], tensors[f"{prefix}.bias"], eps, True)
 
     layers: list[Layer] = []
     for number in range(config["n_layer"]):
-        at = f"transformer.h.{number}"
-        W = t[f"{at}.self_attention.query_key_value.weight"].reshape(n_heads, 3, d_head, -1)
-        b = t[f"{at}.self_attention.query_key_value.bias"].reshape(n_heads, 3, d_head)
+        prefix = f"transformer.h.{number}"
+        W = tensors[f"{prefix}.self_attention.query_key_value.weight"].reshape(
+            n_heads, 3, d_head, -1
+        )
+        b = tensors[f"{prefix}.self_attention.query_key_value.bias"].reshape(n_heads, 3, d_head)
         layers.append(
             Layer(
-                norm(f"{at}.input_layernorm"),
+                norm(f"{prefix}.input_layernorm"),
                 *three(W[:, part].transpose(0, 2, 1) for part in range(3)),
-                from_heads(t[f"{at}.self_attention.dense.weight"].T, d_head),
+                from_heads(tensors[f"{prefix}.self_attention.dense.weight"].T, d_head),
                 *three(b[:, part] for part in range(3)),
-                t[f"{at}.self_attention.dense.bias"],
+                tensors[f"{prefix}.self_attention.dense.bias"],
                 1 / math.sqrt(d_head),
-                norm(f"{at}.post_attention_layernorm"),
+                norm(f"{prefix}.post_attention_layernorm"),
                 plain_mlp(
-                    t[f"{at}.mlp.dense_h_to_4h.weight"].T,
-                    t[f"{at}.mlp.dense_h_to_4h.bias"],
-                    t[f"{at}.mlp.dense_4h_to_h.weight"].T,
-                    t[f"{at}.mlp.dense_4h_to_h.bias"],
+                    tensors[f"{prefix}.mlp.dense_h_to_4h.weight"].T,
+                    tensors[f"{prefix}.mlp.dense_h_to_4h.bias"],
+                    tensors[f"{prefix}.mlp.dense_4h_to_h.weight"].T,
+                    tensors[f"{prefix}.mlp.dense_4h_to_h.bias"],
                     "gelu_new",
                 ),
                 key_slopes=slopes,
             )
         )
-    W_E = t["transformer.word_embeddings.weight"]
-    W_U = unembedding(t, W_E)
+    W_E = tensors["transformer.word_embeddings.weight"]
+    W_U = unembedding(tensors, W_E)
     return Weights(
         name,
         W_E,
@@ -514,40 +529,40 @@ def read_bloom(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weight
     )
 
 
-def read_gemma2(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_gemma2(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     """Gemma 2 without capped scores: norms of 1 + weight, also after attention and MLP."""
     assert config["attn_logit_softcapping"] is None
     d_head, eps = config["head_dim"], config["rms_norm_eps"]
 
-    def norm(at: str) -> Norm:
-        return Norm(1 + t[f"{at}.weight"], None, eps, False)
+    def norm(prefix: str) -> Norm:
+        return Norm(1 + tensors[f"{prefix}.weight"], None, eps, False)
 
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
-        at = f"model.layers.{number}"
-        attention = f"{at}.self_attn"
+        prefix = f"model.layers.{number}"
+        attention = f"{prefix}.self_attn"
         layers.append(
             Layer(
-                norm(f"{at}.input_layernorm"),
-                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(t[f"{attention}.o_proj.weight"].T, d_head),
+                norm(f"{prefix}.input_layernorm"),
+                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                from_heads(tensors[f"{attention}.o_proj.weight"].T, d_head),
                 None,
                 None,
                 None,
                 None,
                 1 / math.sqrt(config["query_pre_attn_scalar"]),
-                norm(f"{at}.pre_feedforward_layernorm"),
+                norm(f"{prefix}.pre_feedforward_layernorm"),
                 gated_mlp(
-                    t[f"{at}.mlp.gate_proj.weight"].T,
-                    t[f"{at}.mlp.up_proj.weight"].T,
-                    t[f"{at}.mlp.down_proj.weight"].T,
+                    tensors[f"{prefix}.mlp.gate_proj.weight"].T,
+                    tensors[f"{prefix}.mlp.up_proj.weight"].T,
+                    tensors[f"{prefix}.mlp.down_proj.weight"].T,
                     config["hidden_activation"],
                 ),
-                norm_after_attention=norm(f"{at}.post_attention_layernorm"),
-                norm_after_mlp=norm(f"{at}.post_feedforward_layernorm"),
+                norm_after_attention=norm(f"{prefix}.post_attention_layernorm"),
+                norm_after_mlp=norm(f"{prefix}.post_feedforward_layernorm"),
             )
         )
-    W_U = t["model.embed_tokens.weight"].T
+    W_U = tensors["model.embed_tokens.weight"].T
     W_E = W_U.T * math.sqrt(config["hidden_size"])
     base = config["rope_parameters"]["rope_theta"]
     b_U = np.zeros(W_U.shape[1])
@@ -556,30 +571,37 @@ def read_gemma2(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weigh
     )
 
 
-def read_phi(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_phi(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     """Phi: attention and MLP side by side behind one norm; a part of q and k is rotated."""
     n_heads = config["num_attention_heads"]
     d_head = config["hidden_size"] // n_heads
     eps = config["layer_norm_eps"]
     layers: list[Layer] = []
     for number in range(config["num_hidden_layers"]):
-        at = f"model.layers.{number}"
-        attention = f"{at}.self_attn"
-        norm = Norm(t[f"{at}.input_layernorm.weight"], t[f"{at}.input_layernorm.bias"], eps, True)
+        prefix = f"model.layers.{number}"
+        attention = f"{prefix}.self_attn"
+        norm = Norm(
+            tensors[f"{prefix}.input_layernorm.weight"],
+            tensors[f"{prefix}.input_layernorm.bias"],
+            eps,
+            True,
+        )
         layers.append(
             Layer(
                 norm,
-                *three(by_head(t[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
-                from_heads(t[f"{attention}.dense.weight"].T, d_head),
-                *three(t[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"),
-                t[f"{attention}.dense.bias"],
+                *three(by_head(tensors[f"{attention}.{x}_proj.weight"].T, d_head) for x in "qkv"),
+                from_heads(tensors[f"{attention}.dense.weight"].T, d_head),
+                *three(
+                    tensors[f"{attention}.{x}_proj.bias"].reshape(n_heads, d_head) for x in "qkv"
+                ),
+                tensors[f"{attention}.dense.bias"],
                 1 / math.sqrt(d_head),
                 norm,
                 plain_mlp(
-                    t[f"{at}.mlp.fc1.weight"].T,
-                    t[f"{at}.mlp.fc1.bias"],
-                    t[f"{at}.mlp.fc2.weight"].T,
-                    t[f"{at}.mlp.fc2.bias"],
+                    tensors[f"{prefix}.mlp.fc1.weight"].T,
+                    tensors[f"{prefix}.mlp.fc1.bias"],
+                    tensors[f"{prefix}.mlp.fc2.weight"].T,
+                    tensors[f"{prefix}.mlp.fc2.bias"],
                     config["hidden_act"],
                 ),
             )
@@ -587,41 +609,46 @@ def read_phi(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
     rope = config["rope_parameters"]
     return Weights(
         name,
-        t["model.embed_tokens.weight"],
+        tensors["model.embed_tokens.weight"],
         None,
         layers,
-        Norm(t["model.final_layernorm.weight"], t["model.final_layernorm.bias"], eps, True),
-        t["lm_head.weight"].T,
-        t["lm_head.bias"],
+        Norm(
+            tensors["model.final_layernorm.weight"],
+            tensors["model.final_layernorm.bias"],
+            eps,
+            True,
+        ),
+        tensors["lm_head.weight"].T,
+        tensors["lm_head.bias"],
         parallel=True,
         rotated=int(d_head * rope["partial_rotary_factor"]),
         rotary_base=rope["rope_theta"],
     )
 
 
-def read_legacy(name: str, config: dict[str, Any], t: dict[str, Array]) -> Weights:
+def read_legacy(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> Weights:
     """The files of old TransformerLens, which already have its names and shapes."""
     assert config["normalization_type"] == "LN", config["normalization_type"]
     assert config["attn_only"], "an old file with MLPs"
     eps = config["eps"]
     layers: list[Layer] = []
     for number in range(config["n_layers"]):
-        at = f"blocks.{number}"
+        prefix = f"blocks.{number}"
         layers.append(
             Layer(
-                Norm(t[f"{at}.ln1.w"], t[f"{at}.ln1.b"], eps, True),
-                t[f"{at}.attn.W_Q"],
-                t[f"{at}.attn.W_K"],
-                t[f"{at}.attn.W_V"],
-                t[f"{at}.attn.W_O"],
-                t[f"{at}.attn.b_Q"],
-                t[f"{at}.attn.b_K"],
-                t[f"{at}.attn.b_V"],
-                t[f"{at}.attn.b_O"],
+                Norm(tensors[f"{prefix}.ln1.w"], tensors[f"{prefix}.ln1.b"], eps, True),
+                tensors[f"{prefix}.attn.W_Q"],
+                tensors[f"{prefix}.attn.W_K"],
+                tensors[f"{prefix}.attn.W_V"],
+                tensors[f"{prefix}.attn.W_O"],
+                tensors[f"{prefix}.attn.b_Q"],
+                tensors[f"{prefix}.attn.b_K"],
+                tensors[f"{prefix}.attn.b_V"],
+                tensors[f"{prefix}.attn.b_O"],
                 1 / math.sqrt(config["d_head"]),
             )
         )
-    W_U = t["unembed.W_U"]
-    b_U = t.get("unembed.b_U", np.zeros(W_U.shape[1]))
-    final = Norm(t["ln_final.w"], t["ln_final.b"], eps, True)
-    return Weights(name, t["embed.W_E"], t["pos_embed.W_pos"], layers, final, W_U, b_U)
+    W_U = tensors["unembed.W_U"]
+    b_U = tensors.get("unembed.b_U", np.zeros(W_U.shape[1]))
+    final = Norm(tensors["ln_final.w"], tensors["ln_final.b"], eps, True)
+    return Weights(name, tensors["embed.W_E"], tensors["pos_embed.W_pos"], layers, final, W_U, b_U)

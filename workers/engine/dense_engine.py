@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,28 +14,30 @@ from schemas.errors import ModelError
 from schemas.statistics import LAYER_VALUES
 from workers.engine.dense_pattern import MASKED, DensePattern
 from workers.engine.edits import EMBEDDINGS, WHOLE_PATTERN, Edits, hidden_keys
-from workers.engine.engine import Activations, Done, OnFinal, OnLayer
+from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.token_pairs import TokenPairs
 from workers.model.attention_layers import causal_softmax
-from workers.model.model import Hook, Model, wide
+from workers.model.model import Hook, Model, at_least_float32
 
 Tensors = dict[str, Tensor]
-"""What hooks have shown of a layer, as edits leave it; `unedited …` and `hidden` say what an edit
-changed.
+"""Activations of one layer as edits leave them. Beside them are the pattern and the scores before
+edits, under `unedited …`, and the keys that an edit hides, under `hidden`.
 """
 
 
 class DenseEngine:
-    """Runs the bridge with hooks and reads the whole pattern: the reference, and the way to edit
-    activations.
+    """Runs the bridge with hooks and reads the whole pattern.
+
+    It is the reference, and the way to edit what only TransformerLens shows.
     """
 
     name: Literal["dense"] = "dense"
     attention: Literal["matrix"] = "matrix"
 
     def __init__(self, model: Model, edits: Edits | None = None) -> None:
-        self.model, self.edits = model, edits or Edits()
-        self._checked: set[tuple[int, int]] = set()
+        self.model = model
+        self.edits = edits or Edits()
+        self._checked_patterns: set[tuple[int, int]] = set()
         """Layers and lengths whose pattern has been held against its scores."""
 
     def edited(self, edits: Edits) -> DenseEngine:
@@ -57,109 +59,35 @@ class DenseEngine:
         tokens: Tensor,
         matches: Mapping[str, TokenPairs],
         on_layer: OnLayer,
-        keep: Container[str] = LAYER_VALUES,
+        read_late: Container[str] = LAYER_VALUES,
         on_final: OnFinal | None = None,
         layers: Collection[int] | None = None,
     ) -> None:
-        """One forward pass over tokens `[batch pos]` that shows some layers, or all of them; it
-        ends with the last of these, or before the unembedding if `on_final`.
+        """One forward pass over tokens `[batch pos]` that shows some layers, by default all.
+
+        It ends with the last of these layers. If there is `on_final`, it goes through all layers
+        and ends before the unembedding.
         """
-        model, info = self.model, self.model.info
-        shown_layers = range(info.n_layers) if layers is None else layers
-        last = max(shown_layers)
-        seen: Tensors = {}
-
-        def known(layer: int) -> Activations:
-            """What statistics and edits are shown of a layer: the pattern by question, shared keys
-            and values repeated.
-            """
-            tensors = dict(seen)
-            for name in {"k", "v"} & seen.keys():
-                tensors[name] = seen[name].repeat_interleave(info.n_heads // seen[name].shape[2], 2)
-            shown = {name: x for name, x in tensors.items() if name in LAYER_VALUES}
-            if {"pattern", "attn_scores"} <= seen.keys():
-                return cast(Activations, {**shown, "pattern": self._pattern(layer, tensors)})
-            if "pattern" in self.edits.reads and {"q", "k"} <= seen.keys():
-                # Some bridges show pattern and scores when z is gone; the layer's end tells whether
-                # q and k make them.
-                early = DensePattern.of(*_factors(tensors), model.scale(layer))
-                if "pattern" in seen:
-                    early.pattern = seen["pattern"]
-                return cast(Activations, {**shown, "pattern": early})
-            return cast(Activations, shown)
-
-        def change(name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
-            if not self.edits.touch(name, layer):
-                return None
-            edited = self.edits.apply(
-                name, layer, value, {**({} if layer is None else known(layer)), "tokens": tokens}
-            )
-            return None if edited is value else edited
-
-        def note(name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
-            edited = change(name, layer, value, hook)
-            seen[name] = wide(value if edited is None else edited)
-            if name in WHOLE_PATTERN:
-                seen[f"unedited {name}"] = wide(value)
-            if name == "attn_scores" and edited is not None:
-                seen["hidden"] = hidden_keys(edited)
-            return edited
-
-        def rotated(name: str, value: Tensor, hook: object) -> None:
-            seen[name] = wide(value)
-
-        def end_layer(layer: int, value: Tensor, hook: object) -> Tensor | None:
-            edited = note("resid_post", layer, value, hook)
-            if layer in shown_layers:
-                on_layer(layer, cast(Activations, {**known(layer), **matches}))
-            seen.clear()
-            model.forget_pattern(layer)
-            if layer == last and on_final is None:
-                raise Done
-            return edited
-
-        def predict(value: Tensor, hook: object) -> None:
-            if on_final is not None:
-                on_final(wide(value))
-            raise Done
-
-        hooks: list[tuple[str, Hook]] = [
-            (model.hook_name(name), partial(change, name, None))
-            for name in EMBEDDINGS
-            if self.edits.touch(name)
-        ]
-        for layer in range(info.n_layers):
-            hooks.append((model.hook_name("resid_post", layer), partial(end_layer, layer)))
-            if layer not in shown_layers and not self.edits.touch_layer(layer):
-                continue  # Nobody reads what it shows.
-            for name in ("attn_out", "mlp_out"):
-                if self.edits.touch(name, layer):
-                    hooks.append((model.hook_name(name, layer), partial(change, name, layer)))
-            hooks.append((model.hook_name("resid_pre", layer), partial(note, "resid_pre", layer)))
-            for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
-                hooks.append((model.hook_name(name, layer), partial(note, name, layer)))
-            for name in ("q", "k"):
-                if model.has_hook(place := model.hook_name(f"rot_{name}", layer)):
-                    hooks.append((place, partial(rotated, name)))
-        if on_final is not None:
-            hooks.append((model.hook_name("unembed_in"), predict))
+        shown_layers = range(self.model.info.n_layers) if layers is None else layers
+        dense_pass = _DensePass(self, tokens, matches, on_layer, on_final, shown_layers)
         try:
-            model.run_with_hooks(tokens, hooks)
+            self.model.run_with_hooks(tokens, list(dense_pass.hooks()))
         except UserWarning as warning:
+            # TransformerLens warns where it has no way to apply what a hook returns, and
+            # `run_with_hooks` makes the warning an error.
+            targets = ", ".join(edit.target for edit in self.edits.edits)
             raise ModelError(
-                f"{info.name}: {', '.join(e.target for e in self.edits.edits)} cannot be edited "
+                f"{self.model.info.name}: {targets} cannot be edited "
                 f"in this architecture ({warning})"
             ) from None
-        except Done:
+        except StopPass:
             pass
 
-    def _pattern(self, layer: int, tensors: Tensors) -> DensePattern:
-        """A layer's pattern, with the scores behind it: as the bridge shows them, or else
-        scale·q·k.
-        """
+    def pattern_of(self, layer: int, tensors: Tensors) -> DensePattern:
+        """A layer's pattern with the scores behind it, from what its hooks have shown."""
         model = self.model
         scale = model.scale(layer)
-        q, k = _factors(tensors)
+        q, k = _queries_and_keys(tensors)
         if model.shows_scores(layer):
             scores = tensors["attn_scores"]
         elif self.edits.touch("attn_scores", layer):
@@ -169,39 +97,162 @@ class DenseEngine:
             )
         else:
             scores = q @ k.mT * scale
-        if (layer, scores.shape[-1]) not in self._checked:
-            self._check(layer, scores, tensors)
-            self._checked.add((layer, scores.shape[-1]))
+        # The comparison costs a softmax over T², and its outcome depends on the layer and T alone.
+        n_ctx = scores.shape[-1]
+        if (layer, n_ctx) not in self._checked_patterns:
+            self._check_pattern(layer, scores, tensors)
+            self._checked_patterns.add((layer, n_ctx))
         return DensePattern(tensors["pattern"], scores, q, k, scale, tensors.get("hidden"))
 
-    def _check(self, layer: int, scores: Tensor, tensors: Tensors) -> None:
-        """Refuse a pattern that its scores do not make: the layer looks back less far, or an edit
-        of the scores has no effect.
+    def _check_pattern(self, layer: int, scores: Tensor, tensors: Tensors) -> None:
+        """Refuse a pattern that its scores do not make.
+
+        Either the layer looks back less far than T, or an edit of the scores has no effect.
         """
         name = self.model.info.name
-        shown = tensors["unedited pattern"]
-        problem = self.model.weight_problem if shown.isnan().any() else None
-        beyond = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
-        if problem is not None:
-            beyond = f"{name}: layer {layer} has no attention pattern: {problem}"
-        if self.model.shows_scores(layer):
-            if (tensors["unedited attn_scores"].tril() <= MASKED).any():
-                raise ModelError(beyond)
-            if not _makes(scores, shown):
-                raise ModelError(
-                    f"{name}: the bridge does not show the scores behind the pattern of "
-                    f"layer {layer}"
-                )
-        elif not _makes(scores, shown):
-            raise ModelError(beyond)
+        pattern = tensors["unedited pattern"]
+        too_long = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
+        if pattern.isnan().any() and (problem := self.model.weight_problem) is not None:
+            too_long = f"{name}: layer {layer} has no attention pattern: {problem}"
+        is_the_softmax = _is_causal_softmax(pattern, scores)
+        if not self.model.shows_scores(layer):
+            if not is_the_softmax:
+                raise ModelError(too_long)
+            return
+        # A window masks scores in the past: what is masked below the diagonal was out of reach.
+        if (tensors["unedited attn_scores"].tril() <= MASKED).any():
+            raise ModelError(too_long)
+        if not is_the_softmax:
+            raise ModelError(
+                f"{name}: the bridge does not show the scores behind the pattern of layer {layer}"
+            )
 
 
-def _factors(tensors: Tensors) -> tuple[Tensor, Tensor]:
+class _DensePass:
+    """One forward pass through the bridge: its hooks, and what they have shown of the layer."""
+
+    def __init__(
+        self,
+        engine: DenseEngine,
+        tokens: Tensor,
+        matches: Mapping[str, TokenPairs],
+        on_layer: OnLayer,
+        on_final: OnFinal | None,
+        shown_layers: Collection[int],
+    ) -> None:
+        self.engine = engine
+        self.model = engine.model
+        self.edits = engine.edits
+        self.tokens = tokens
+        self.matches = matches
+        self.on_layer = on_layer
+        self.on_final = on_final
+        self.shown_layers = shown_layers
+        self.last_layer = max(shown_layers)
+        self.tensors: Tensors = {}
+
+    def hooks(self) -> Iterator[tuple[str, Hook]]:
+        """Where this pass hooks in, and with what."""
+        for name in EMBEDDINGS:
+            if self.edits.touch(name):
+                yield self.model.hook_name(name), partial(self._edit, name, None)
+        for layer in range(self.model.info.n_layers):
+            yield self.model.hook_name("resid_post", layer), partial(self._end_layer, layer)
+            # Hooks cost time, so a layer that nobody reads or edits has only that of its end.
+            if layer in self.shown_layers or self.edits.touch_layer(layer):
+                yield from self._hooks_inside(layer)
+        if self.on_final is not None:
+            yield self.model.hook_name("unembed_in"), self._end_pass
+
+    def _hooks_inside(self, layer: int) -> Iterator[tuple[str, Hook]]:
+        """The hooks of a layer that is shown or edited, all but that of its end."""
+        for name in ("attn_out", "mlp_out"):
+            if self.edits.touch(name, layer):
+                yield self.model.hook_name(name, layer), partial(self._edit, name, layer)
+        for name in ("resid_pre", "q", "k", "v", "attn_scores", "pattern", "z"):
+            yield self.model.hook_name(name, layer), partial(self._edit_and_record, name, layer)
+        for name in ("q", "k"):
+            place = self.model.hook_name(f"rot_{name}", layer)
+            if self.model.has_hook(place):
+                yield place, partial(self._record_rotated, name)
+
+    # TransformerLens calls hooks as `hook(value, hook=place)`. It puts what they return in the
+    # place of the activation, and leaves the activation as it is if they return None.
+
+    def _edit(self, name: str, layer: int | None, value: Tensor, hook: object) -> Tensor | None:
+        """The activation as edits leave it; None if they leave it as it is."""
+        if not self.edits.touch(name, layer):
+            return None
+        readable_values: dict[str, Any] = {} if layer is None else {**self._activations(layer)}
+        edited = self.edits.apply(name, layer, value, {**readable_values, "tokens": self.tokens})
+        return None if edited is value else edited
+
+    def _edit_and_record(self, name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
+        """Edit an activation, and remember what came of it."""
+        edited = self._edit(name, layer, value, hook)
+        self.tensors[name] = at_least_float32(value if edited is None else edited)
+        if name in WHOLE_PATTERN:
+            # Whether scores make the pattern is checked on what the model itself made.
+            self.tensors[f"unedited {name}"] = at_least_float32(value)
+        if name == "attn_scores" and edited is not None:
+            self.tensors["hidden"] = hidden_keys(edited)
+        return edited
+
+    def _record_rotated(self, name: str, value: Tensor, hook: object) -> None:
+        """Remember q or k as it is multiplied, in the place of what it was before its rotation."""
+        self.tensors[name] = at_least_float32(value)
+
+    def _end_layer(self, layer: int, value: Tensor, hook: object) -> Tensor | None:
+        """Hand over what is known of the layer, and forget it."""
+        edited = self._edit_and_record("resid_post", layer, value, hook)
+        if layer in self.shown_layers:
+            self.on_layer(layer, cast(Activations, {**self._activations(layer), **self.matches}))
+        # A matrix of T² for each head: only one layer's fits the memory.
+        self.tensors.clear()
+        self.model.forget_pattern(layer)
+        if layer == self.last_layer and self.on_final is None:
+            raise StopPass
+        return edited
+
+    def _end_pass(self, value: Tensor, hook: object) -> None:
+        """Hand over the stream before the unembedding."""
+        if self.on_final is not None:
+            self.on_final(at_least_float32(value))
+        raise StopPass
+
+    def _activations(self, layer: int) -> Activations:
+        """What statistics and edits are shown of a layer so far: keys and values repeated, and a
+        pattern that answers questions.
+        """
+        tensors = dict(self.tensors)
+        n_heads = self.model.info.n_heads
+        for name in {"k", "v"} & tensors.keys():
+            kv_heads = tensors[name].shape[2]
+            tensors[name] = tensors[name].repeat_interleave(n_heads // kv_heads, 2)
+        activations: dict[str, Any] = {
+            name: tensor for name, tensor in tensors.items() if name in LAYER_VALUES
+        }
+        if {"pattern", "attn_scores"} <= tensors.keys():
+            activations["pattern"] = self.engine.pattern_of(layer, tensors)
+        elif "pattern" in self.edits.reads and {"q", "k"} <= tensors.keys():
+            # Some bridges show the pattern and the scores only after z. An edit that reads the
+            # pattern before gets one of q and k. Whether these make the layer's pattern is checked
+            # at the end of the layer.
+            early_pattern = DensePattern.of(*_queries_and_keys(tensors), self.model.scale(layer))
+            if "pattern" in tensors:
+                early_pattern.pattern = tensors["pattern"]
+            activations["pattern"] = early_pattern
+        return cast(Activations, activations)
+
+
+def _queries_and_keys(tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Queries and keys `[batch head pos d_head]`."""
     return tensors["q"].transpose(1, 2), tensors["k"].transpose(1, 2)
 
 
-def _makes(scores: Tensor, pattern: Tensor) -> bool:
-    """Whether a pattern is the causal softmax of scores; broken weights are left to measuring."""
+def _is_causal_softmax(pattern: Tensor, scores: Tensor) -> bool:
+    """Whether a pattern is the causal softmax of scores; NaN of broken weights is left to
+    measuring.
+    """
     implied = causal_softmax(scores)
     return torch.allclose(implied.tril(), pattern.tril(), atol=1e-4, equal_nan=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -28,40 +29,56 @@ EDITABLE_ACTIVATIONS: dict[str, str] = {
     "mlp_out": "what the MLP adds to the stream [batch pos d_model]",
     "resid_post": "residual stream after the layer [batch pos d_model]",
 }
-"""Every activation that can be edited, with its TransformerLens axes."""
+"""Every activation that can be edited, with its TransformerLens axes, in the order in which a pass
+makes them.
+"""
 
 EMBEDDINGS = ("embed", "pos_embed")
 """Activations before the first layer."""
 
-WHOLE_PATTERN = ("attn_scores", "pattern")
-"""Activations that exist only where a pattern is built."""
+PROJECTIONS = ("q", "k", "v")
+"""Activations that a layer makes at the same time, so an edit of one cannot read the others."""
 
-SEEN = ("resid_pre", "q", "k", "v", "pattern", "z")
-"""Activations that an edit of a later one may read, as statistics see them: the pattern is asked by
-question.
+WHOLE_PATTERN = ("attn_scores", "pattern")
+"""Activations that exist only where a pattern is built, both from the same q and k."""
+
+READABLE_ACTIVATIONS = ("resid_pre", "q", "k", "v", "pattern", "z")
+"""Activations that an edit of a later one may read, in the form in which statistics see them.
+
+So the pattern is one that answers questions.
 """
 
 PARTNER = "partner"
-"""Read by an edit that wants its own target from the run on the partner sequences."""
+"""Read by an edit that wants its own target from the run on the partner sequence."""
+
+Index = int | slice | EllipsisType | Tensor | list[int]
+"""What selects places along an axis of a tensor."""
 
 
 def readable(target: str) -> tuple[str, ...]:
-    """What an edit may read besides its target; queries, keys and values are made together.
+    """What an edit may read besides its target.
 
-    >>> readable("v"), readable("pattern")
-    (('tokens', 'layer', 'partner', 'resid_pre'), ('tokens', 'layer', 'partner', 'resid_pre', 'q', 'k', 'v'))
+    >>> readable("v")
+    ('tokens', 'layer', 'partner', 'resid_pre')
+    >>> readable("pattern")
+    ('tokens', 'layer', 'partner', 'resid_pre', 'q', 'k', 'v')
     """
     order = list(EDITABLE_ACTIVATIONS)
-    until = order.index(
-        "q" if target in ("q", "k", "v") else "attn_scores" if target in WHOLE_PATTERN else target
-    )
-    return ("tokens", "layer", PARTNER, *(name for name in SEEN if order.index(name) < until))
+    # What is made at the same time as the target does not exist yet when the edit is made.
+    made_at = target
+    if target in PROJECTIONS:
+        made_at = PROJECTIONS[0]
+    elif target in WHOLE_PATTERN:
+        made_at = WHOLE_PATTERN[0]
+    earlier = order[: order.index(made_at)]
+    return ("tokens", "layer", PARTNER, *(name for name in READABLE_ACTIVATIONS if name in earlier))
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A function of one activation and of what it reads by name, which returns another and leaves
-    its arguments alone.
+    """A function of one activation and of what it reads by name.
+
+    It returns another tensor and leaves its arguments as they are.
     """
 
     target: str
@@ -71,7 +88,7 @@ class Edit:
     reads: frozenset[str] = frozenset()
 
     def touches(self, name: str, layer: int | None) -> bool:
-        """Whether it edits an activation, in a layer where it has one."""
+        """Whether it edits an activation, in a layer if the activation belongs to one."""
         return self.target == name and (layer is None or self.layer in (None, layer))
 
 
@@ -80,24 +97,28 @@ class Edits:
 
     def __init__(self, edits: Iterable[Edit] = ()) -> None:
         self.edits = tuple(edits)
-        self.reads = frozenset[str]().union(*(e.reads for e in self.edits))
+        self.reads = frozenset[str]().union(*(edit.reads for edit in self.edits))
 
     def touch(self, name: str, layer: int | None = None) -> bool:
-        """Whether an activation is edited, in a layer where it has one."""
-        return any(e.touches(name, layer) for e in self.edits)
+        """Whether an activation is edited, in a layer if the activation belongs to one."""
+        return any(edit.touches(name, layer) for edit in self.edits)
 
     def touch_layer(self, layer: int) -> bool:
         """Whether anything is edited in a layer."""
-        return any(e.layer in (None, layer) and e.target not in EMBEDDINGS for e in self.edits)
+        return any(
+            edit.layer in (None, layer) and edit.target not in EMBEDDINGS for edit in self.edits
+        )
 
     def apply(
-        self, name: str, layer: int | None, value: Tensor, known: Mapping[str, Any]
+        self, name: str, layer: int | None, value: Tensor, readable_values: Mapping[str, Any]
     ) -> Tensor:
-        """An activation as edited; `known` is what edits may read in this layer."""
+        """An activation as edits leave it; the same tensor if nothing edits it."""
+        edited = value
         for edit in self.edits:
             if edit.touches(name, layer):
-                value = edit.function(value, {**known, "layer": layer})
-        return value
+                # Each edit gets what the one before it left.
+                edited = edit.function(edited, {**readable_values, "layer": layer})
+        return edited
 
     def dense_layers(self, n_layers: int) -> list[int]:
         """Layers whose pattern has to be built."""
@@ -109,7 +130,7 @@ class Edits:
 
 
 def hide(scores: Tensor, hidden: Tensor) -> Tensor:
-    """Scores of which some keys are hidden from some queries: minus infinity, so no attention.
+    """Scores with minus infinity where a key is hidden from a query, so it gets no attention.
 
     >>> import torch
     >>> hide(torch.zeros(2, 2), torch.tensor([[False, False], [True, False]])).tolist()
@@ -121,20 +142,20 @@ def hide(scores: Tensor, hidden: Tensor) -> Tensor:
 def hidden_keys(scores: Tensor) -> Tensor:
     """Which keys edited scores `[batch head query key]` hide, of those that a query can see.
 
-    A query from which everything is hidden would attend to nothing, so that is refused.
+    A query from which every key is hidden would attend to nothing, so that is refused.
     """
-    hidden = scores.isneginf().tril()
-    visible = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
-    blind = (hidden.sum(-1) == visible).flatten(0, -2).any(0)
-    if blind.any():
+    hidden = scores.isneginf().tril()  # Without the future, which nobody can see.
+    visible_keys = torch.arange(1, scores.shape[-1] + 1, device=scores.device)  # [query]
+    sees_nothing = (hidden.sum(-1) == visible_keys).flatten(0, -2).any(0)  # [query]
+    if sees_nothing.any():
         raise ScanError(
-            f"interventions: an edit hides every key from query {int(blind.nonzero()[0])}; "
+            f"interventions: an edit hides every key from query {int(sees_nothing.nonzero()[0])}; "
             "leave each query a key"
         )
     return hidden
 
 
-def replaced(x: Tensor, where: Any, value: Tensor | float) -> Tensor:
+def replaced(x: Tensor, where: Index | tuple[Index, ...], value: Tensor | float) -> Tensor:
     """A copy of a tensor with other values in some places.
 
     >>> import torch

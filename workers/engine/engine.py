@@ -17,8 +17,9 @@ from workers.model.model import Model
 
 
 class Activations(TypedDict):
-    """What is known of a layer at its end, by the names of `schemas.statistics.LAYER_VALUES`, in
-    float32 at least. Earlier, what comes later is missing.
+    """What is known of a layer at its end, by the names of `schemas.statistics.LAYER_VALUES`.
+
+    Numbers are float32 at least. Before the end of the layer, what comes later is missing.
     """
 
     resid_pre: Tensor
@@ -35,43 +36,52 @@ class Activations(TypedDict):
     resid_post: Tensor
     """`[batch pos d_model]`."""
     copies: NotRequired[TokenPairs]
-    """What the tokens alone say, where the caller of `run` has asked for it."""
+    """Earlier copies of each token, if the caller of `run` passed them as `matches`."""
     successors: NotRequired[TokenPairs]
-    """The same."""
+    """What follows them, likewise."""
 
 
 OnLayer = Callable[[int, Activations], None]
 """Called as `on_layer(layer, activations)`, layer by layer.
 
-The dense engine calls it once a layer, the fused one after the attention and again, with
-`resid_post`, at the end of the layer. What `keep` does not name is forgotten in between, and
-nothing outlives its layer.
+The dense engine calls it once a layer. The fused engine calls it after the attention, while q, k
+and v are in the cache, and again at the end of the layer, with `resid_post`. In between it forgets
+what `read_late` does not name. Nothing outlives its layer.
 """
 
 OnFinal = Callable[[Tensor], None]
-"""Called with the stream after the last norm `[batch pos d_model]`, where somebody wants to know
-what is predicted.
+"""Called with the stream after the last norm `[batch pos d_model]`, from which predictions are
+made.
 """
 
 Attention = Literal["tiles", "kernel", "matrix"]
 """What computes a pattern: tiles of scores, the GPU's kernel, or the whole matrix."""
 
 
-class Done(Exception):
-    """Raised after the last layer: what follows (final norm, unembedding) is not needed."""
+class StopPass(Exception):
+    """Ends a forward pass where nothing that follows is needed, as the final norm and unembedding.
+
+    Hooks cannot return from the model's code, so they raise. Every engine catches it.
+    """
 
 
 class Engine(Protocol):
     """Runs a model under edits of activations."""
 
     @property
-    def name(self) -> Literal["fused", "dense"]: ...
+    def name(self) -> Literal["fused", "dense"]:
+        """The engine's name in scans and commits."""
+        ...
 
     @property
-    def model(self) -> Model: ...
+    def model(self) -> Model:
+        """The model that it runs."""
+        ...
 
     @property
-    def edits(self) -> Edits: ...
+    def edits(self) -> Edits:
+        """The edits of activations that every pass makes."""
+        ...
 
     @property
     def attention(self) -> Attention:
@@ -83,12 +93,14 @@ class Engine(Protocol):
         tokens: Tensor,
         matches: Mapping[str, TokenPairs],
         on_layer: OnLayer,
-        keep: Container[str] = LAYER_VALUES,
+        read_late: Container[str] = LAYER_VALUES,
         on_final: OnFinal | None = None,
         layers: Collection[int] | None = None,
     ) -> None:
-        """One forward pass over tokens `[batch pos]` that shows some layers, or all of them; it
-        ends with the last of these, or before the unembedding if `on_final`.
+        """One forward pass over tokens `[batch pos]` that shows some layers, by default all.
+
+        It ends with the last of these layers. If there is `on_final`, it goes through all layers
+        and ends before the unembedding.
         """
         ...
 
@@ -97,7 +109,8 @@ class Engine(Protocol):
         ...
 
     def method(self, intervention: str, depth: int) -> Method:
-        """How this engine measures under its edits, which are those of the intervention, in a pass
-        through so many layers.
+        """How this engine measures under its edits, in a pass through the first `depth` layers.
+
+        The edits are those of the intervention.
         """
         ...

@@ -19,176 +19,27 @@ from schemas.statistics import LAYER_VALUES
 from workers.engine.dense_engine import DenseEngine
 from workers.engine.dense_pattern import MASKED, DensePattern
 from workers.engine.edits import Edits, hidden_keys
-from workers.engine.engine import Activations, Done, OnFinal, OnLayer
+from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import linears_in
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
-from workers.model.model import Model, wide
+from workers.model.model import Model, at_least_float32
 
-Output = Tensor | tuple[Any, ...]
-"""What a module puts out: a tensor, or one and what belongs to it."""
+ModuleOutput = Tensor | tuple[Any, ...]
+"""What a module returns: a tensor, or a tuple that begins with it."""
 
+CHECK_TOKENS = 16
+"""Tokens on which the fused engine is compared with the bridge."""
 
-class _Forward:
-    """What is known of one fused forward pass while it runs."""
-
-    def __init__(
-        self,
-        engine: FusedEngine,
-        tokens: Tensor,
-        matches: Mapping[str, TokenPairs],
-        on_layer: OnLayer,
-        keep: Container[str],
-        on_final: OnFinal | None,
-        layers: Collection[int] | None,
-    ) -> None:
-        self.engine, self.model, self.edits = engine, engine.model, engine.edits
-        self.tokens, self.matches = tokens, matches
-        self.on_layer, self.keep, self.on_final = on_layer, keep, on_final
-        self.shown_layers = range(len(self.model.blocks)) if layers is None else layers
-        self.layer, self.last = 0, max(self.shown_layers)
-        self.dense_layers = self.edits.dense_layers(len(self.model.blocks))
-        self.attended = False
-        self.activations: dict[str, Tensor | FusedPattern | DensePattern] = {}
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention over `[batch head pos d_head]`; returns z `[batch pos head d_head]` and notes
-        what was seen.
-        """
-        groups = q.shape[1] // k.shape[1]
-        dtype = v.dtype
-        q, k, v = (self._edited(name, wide(x)) for name, x in (("q", q), ("k", k), ("v", v)))
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        self.activations["q"] = q.transpose(1, 2)
-        self.activations["k"] = k.transpose(1, 2)
-        self.activations["v"] = v.transpose(1, 2)
-        if self.layer in self.dense_layers:
-            pattern = self._built(q, k, scale)
-            z = (pattern.pattern @ v).transpose(1, 2)
-        else:
-            engine = self.engine
-            questioned = self.layer in self.shown_layers or "pattern" in self.edits.reads
-            asked = engine.asked if questioned else set[str]()
-            pattern = FusedPattern(
-                q, k, v, scale, self.matches, asked, engine.formats.scores, engine.sweep
-            )
-            z = pattern.z.transpose(1, 2)
-        self.activations["pattern"] = pattern
-        self.activations["z"] = z = self.edit("z", z)
-        self.attended = True
-        self.show()
-        if self.layer == self.last and "resid_post" not in self.keep and self.on_final is None:
-            raise Done  # Nobody reads what comes after.
-        read = self.edits.reads
-        self.activations = {
-            name: value
-            for name, value in self.activations.items()
-            if name in self.keep or name in read
-        }
-        return z.to(dtype)
-
-    def _edited(self, name: str, x: Tensor) -> Tensor:
-        """Queries, keys or values `[batch head pos d_head]`, as edits leave them, whose axes are
-        `[batch pos head d_head]`.
-        """
-        edited = self.edit(name, y := x.transpose(1, 2))
-        return x if edited is y else edited.transpose(1, 2)
-
-    def edit(self, name: str, value: Tensor) -> Tensor:
-        """An activation of the layer as edits leave it; itself where nothing edits it."""
-        if not self.edits.touch(name, self.layer):
-            return value
-        return self.edits.apply(
-            name, self.layer, value, {**self.activations, "tokens": self.tokens}
-        )
-
-    def _built(self, q: Tensor, k: Tensor, scale: float) -> DensePattern:
-        """The pattern of a layer whose scores or pattern are edited."""
-        future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.mT * scale).masked_fill_(future, MASKED)
-        hidden = None
-        if self.edits.touch("attn_scores", self.layer):
-            scores = self.edit("attn_scores", scores)
-            hidden = hidden_keys(scores)
-            scores = scores.masked_fill(future, MASKED)
-        pattern = self.edit("pattern", scores.softmax(-1))
-        return DensePattern(pattern, scores, q, k, scale, hidden)
-
-    def show(self) -> None:
-        """Hand over what is known of the layer, if somebody wants to know."""
-        if self.layer in self.shown_layers:
-            self.on_layer(self.layer, cast(Activations, {**self.activations, **self.matches}))
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Within it, the model's modules tell this pass where it is, and take what edits return."""
-        hooks: list[RemovableHandle] = []
-        for layer, block in enumerate(self.model.blocks):
-            before = partial(self._before, layer)
-            hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.append(block.register_forward_hook(partial(self._after, layer)))
-        for name in ("embed", "pos_embed", "attn_out", "mlp_out"):
-            for layer, module in enumerate(self.model.modules(name)):
-                if self.edits.touch(name, layer):
-                    edited = partial(self._edit_output, name, layer)
-                    hooks.append(module.register_forward_hook(edited))
-        if self.on_final is not None:
-            for module in self.model.modules("unembed"):
-                hooks.append(module.register_forward_pre_hook(self._before_unembedding))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _edit_output(
-        self, name: str, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: Output
-    ) -> Output:
-        if isinstance(output, tuple):
-            return (self.edit(name, output[0]), *output[1:])
-        return self.edit(name, output)
-
-    def _before(
-        self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self.layer, self.attended = layer, False
-        before: Tensor = args[0] if args else kwargs["hidden_states"]
-        stream = self.edit("resid_pre", before)
-        self.activations = {"resid_pre": wide(stream)}
-        if stream is before:
-            return None
-        return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
-
-    def _after(
-        self, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: Output
-    ) -> Output | None:
-        if not self.attended:
-            raise ModelError(
-                f"{self.model.info.name}: layer {layer} has no attention that can be seen; "
-                "use engine = 'dense'"
-            )
-        after = output[0] if isinstance(output, tuple) else output
-        stream = self.edit("resid_post", after)
-        self.activations["resid_post"] = wide(stream)
-        self.show()
-        self.activations = {}
-        if layer == self.last and self.on_final is None:
-            raise Done
-        if stream is after:
-            return None
-        return (stream, *output[1:]) if isinstance(output, tuple) else stream
-
-    def _before_unembedding(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.on_final is not None:
-            self.on_final(wide(args[0]))
-            raise Done
+LARGEST_DIFFERENCE = 1e-3
+"""Relative difference from the bridge that is still taken for rounding."""
 
 
 class FusedEngine:
-    """Runs the bare modules with attention replaced by `FusedPattern`; measures at about the price
-    of a forward pass.
+    """Runs the bare modules with attention replaced by `FusedPattern`.
+
+    It measures at about the price of a forward pass.
     """
 
     name: Literal["fused"] = "fused"
@@ -197,9 +48,11 @@ class FusedEngine:
         self, model: Model, precision: str = "float32", sweep: Sweep | None = None
     ) -> None:
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
-        self.model, self.precision, self.edits = model, precision, Edits()
-        self.asked: set[str] = set()
-        """Questions that every sweep answers on its way."""
+        self.model = model
+        self.precision = precision
+        self.edits = Edits()
+        self.questions: set[str] = set()
+        """Questions that every sweep answers on its way; patterns add what they are asked."""
         # The check is about the model's attention, so it runs in the format of the bridge.
         self.formats = PRECISIONS["float64" if precision == "float64" else "float32"]
         self.sweep: Sweep | None = None
@@ -227,55 +80,271 @@ class FusedEngine:
         tokens: Tensor,
         matches: Mapping[str, TokenPairs],
         on_layer: OnLayer,
-        keep: Container[str] = LAYER_VALUES,
+        read_late: Container[str] = LAYER_VALUES,
         on_final: OnFinal | None = None,
         layers: Collection[int] | None = None,
     ) -> None:
-        """One forward pass over tokens `[batch pos]` that shows some layers, or all of them; it
-        ends with the last of these, or before the unembedding if `on_final`.
+        """One forward pass over tokens `[batch pos]` that shows some layers, by default all.
+
+        It ends with the last of these layers. If there is `on_final`, it goes through all layers
+        and ends before the unembedding.
         """
-        forward = _Forward(self, tokens, matches, on_layer, keep, on_final, layers)
+        shown_layers = range(len(self.model.blocks)) if layers is None else layers
+        fused_pass = _FusedPass(self, tokens, matches, on_layer, read_late, on_final, shown_layers)
         try:
-            with forward.hooked(), linears_in(self.formats.linears, tokens.device.type):
-                self.model.run_bare(tokens, forward.attend)
-        except Done:
+            with fused_pass.hooked(), linears_in(self.formats.linears, tokens.device.type):
+                self.model.run_bare(tokens, fused_pass.attend)
+        except StopPass:
             pass
 
     def edited(self, edits: Edits) -> FusedEngine:
         """The same engine with edits of activations."""
-        other = copy.copy(self)
-        other.edits = edits
-        return other
+        engine = copy.copy(self)  # It shares `questions`: what one learns, the other knows.
+        engine.edits = edits
+        return engine
 
     def _check_against_bridge(self) -> None:
-        """Refuse a model whose attention is not the plain causal softmax: the bridge must see the
-        same activations.
+        """Refuse a model whose attention is not the plain causal softmax.
+
+        Both engines must see the same activations in the last layer.
         """
         info = self.model.info
         tokens = torch.randint(
-            info.d_vocab, (1, min(info.n_ctx, 16)), generator=torch.Generator().manual_seed(0)
+            info.d_vocab,
+            (1, min(info.n_ctx, CHECK_TOKENS)),
+            generator=torch.Generator().manual_seed(0),
         )
         tokens = tokens.to(self.model.device)
-        fused: list[Activations] = []
-        dense: list[Activations] = []
+        fused_layers: list[Activations] = []
+        dense_layers: list[Activations] = []
+
+        def add_whole_layer(_layer: int, activations: Activations) -> None:
+            if "resid_post" in activations:  # The fused engine shows each layer twice.
+                fused_layers.append(activations)
+
         with torch.inference_mode():
-            self.run(
-                tokens, {}, lambda _, seen: fused.append(seen) if "resid_post" in seen else None
+            self.run(tokens, {}, add_whole_layer)
+            DenseEngine(self.model).run(
+                tokens, {}, lambda _, activations: dense_layers.append(activations)
             )
-            DenseEngine(self.model).run(tokens, {}, lambda _, seen: dense.append(seen))
-        if not len(fused) == len(dense) == info.n_layers:
+        if not len(fused_layers) == len(dense_layers) == info.n_layers:
             raise ModelError(
-                f"{info.name}: {info.n_layers} layers expected, {len(fused)} seen; "
+                f"{info.name}: {info.n_layers} layers expected, {len(fused_layers)} seen; "
                 "use engine = 'dense'"
             )
         for name in ("q", "k", "resid_post"):
-            # Lengths, because not every bridge shows q and k after their rotation, which keeps
-            # lengths.
-            a, b = (seen[-1][name].norm(dim=-1) for seen in (fused, dense))
-            # Weights that are not numbers agree with nothing; measuring will name the layer.
-            if (error := ((a - b).norm() / b.norm()).item()) >= 1e-3:
+            # Not every bridge shows q and k after their rotation. A rotation keeps lengths, so
+            # lengths are compared.
+            fused_length = fused_layers[-1][name].norm(dim=-1)
+            dense_length = dense_layers[-1][name].norm(dim=-1)
+            difference = (fused_length - dense_length).norm() / dense_length.norm()
+            # Weights that are not numbers make NaN here, which passes: measuring names the layer.
+            if difference.item() >= LARGEST_DIFFERENCE:
                 raise ModelError(
                     f"{info.name}: the fused engine does not reproduce this model (the length of "
-                    f"{name} in the last layer differs by {error:.2g}, expected < 1e-3): its "
-                    "attention has something the engine lacks; use engine = 'dense'"
+                    f"{name} in the last layer differs by {difference.item():.2g}, expected < "
+                    "1e-3): its attention has something the engine lacks; use engine = 'dense'"
                 )
+
+
+class _FusedPass:
+    """One forward pass through the bare modules: where it is, and what it knows of the layer."""
+
+    def __init__(
+        self,
+        engine: FusedEngine,
+        tokens: Tensor,
+        matches: Mapping[str, TokenPairs],
+        on_layer: OnLayer,
+        read_late: Container[str],
+        on_final: OnFinal | None,
+        shown_layers: Collection[int],
+    ) -> None:
+        self.engine = engine
+        self.model = engine.model
+        self.edits = engine.edits
+        self.tokens = tokens
+        self.matches = matches
+        self.on_layer = on_layer
+        self.read_late = read_late
+        self.on_final = on_final
+        self.shown_layers = shown_layers
+        self.last_layer = max(shown_layers)
+        self.dense_layers = self.edits.dense_layers(len(self.model.blocks))
+        self.layer = 0
+        self.has_attended = False
+        """Whether the attention of the layer has asked this pass."""
+        self.activations: dict[str, Tensor | FusedPattern | DensePattern] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Within it, the model's modules tell this pass where it is, and take what edits return."""
+        hooks: list[RemovableHandle] = []
+        for layer, block in enumerate(self.model.blocks):
+            begin_layer = partial(self._begin_layer, layer)
+            hooks.append(block.register_forward_pre_hook(begin_layer, with_kwargs=True))
+            hooks.append(block.register_forward_hook(partial(self._end_layer, layer)))
+        for name in ("embed", "pos_embed", "attn_out", "mlp_out"):
+            for layer, module in enumerate(self.model.modules(name)):
+                if self.edits.touch(name, layer):
+                    edit_output = partial(self._edit_output, name)
+                    hooks.append(module.register_forward_hook(edit_output))
+        if self.on_final is not None:
+            hooks += [
+                module.register_forward_pre_hook(self._end_pass)
+                for module in self.model.modules("unembed")
+            ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin_layer(
+        self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Note where the pass is; returns the block's arguments if an edit changes its input."""
+        self.layer = layer
+        self.has_attended = False
+        # Libraries pass the stream as the first argument or by this name.
+        resid_pre: Tensor = args[0] if args else kwargs["hidden_states"]
+        edited = self.edit("resid_pre", resid_pre)
+        self.activations = {"resid_pre": at_least_float32(edited)}
+        if edited is resid_pre:
+            return None
+        if args:
+            return (edited, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": edited}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The attention of a layer, over `[batch head pos d_head]`; returns z
+        `[batch pos head d_head]`.
+
+        The model's attention calls this in the place of its own softmax. It remembers the layer's
+        activations and shows them.
+        """
+        dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
+        query_heads_per_key = q.shape[1] // k.shape[1]
+        q = self._edited_projection("q", at_least_float32(q))
+        k = self._edited_projection("k", at_least_float32(k))
+        v = self._edited_projection("v", at_least_float32(v))
+        # Edits see each shared key and value once. From here on every query head has its own.
+        if query_heads_per_key > 1:
+            k = k.repeat_interleave(query_heads_per_key, 1)
+            v = v.repeat_interleave(query_heads_per_key, 1)
+        self.activations["q"] = q.transpose(1, 2)
+        self.activations["k"] = k.transpose(1, 2)
+        self.activations["v"] = v.transpose(1, 2)
+        if self.layer in self.dense_layers:
+            pattern = self._built_pattern(q, k, scale)
+            z = (pattern.pattern @ v).transpose(1, 2)
+        else:
+            pattern = self._fused_pattern(q, k, v, scale)
+            z = pattern.z.transpose(1, 2)
+        self.activations["pattern"] = pattern
+        edited_z = self.edit("z", z)
+        self.activations["z"] = edited_z
+        self.has_attended = True
+        self._show_layer()
+        # If nobody reads what comes after the attention of the last layer, the pass is done.
+        if (
+            self.layer == self.last_layer
+            and "resid_post" not in self.read_late
+            and self.on_final is None
+        ):
+            raise StopPass
+        self._forget_what_nobody_reads()
+        return edited_z.to(dtype)
+
+    def _fused_pattern(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> FusedPattern:
+        """The pattern of a layer that no edit needs built."""
+        # In a layer that nobody looks at, the sweep is asked for z alone.
+        is_questioned = self.layer in self.shown_layers or "pattern" in self.edits.reads
+        return FusedPattern(
+            q,
+            k,
+            v,
+            scale,
+            self.matches,
+            self.engine.questions if is_questioned else set[str](),
+            self.engine.formats.scores,
+            self.engine.sweep,
+        )
+
+    def _built_pattern(self, q: Tensor, k: Tensor, scale: float) -> DensePattern:
+        """The pattern of a layer whose scores or pattern are edited."""
+        n_ctx = q.shape[2]
+        future = torch.ones(n_ctx, n_ctx, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ k.mT * scale).masked_fill_(future, MASKED)
+        hidden = None
+        if self.edits.touch("attn_scores", self.layer):
+            edited_scores = self.edit("attn_scores", scores)
+            hidden = hidden_keys(edited_scores)
+            # An edit may have given scores to keys of the future.
+            scores = edited_scores.masked_fill(future, MASKED)
+        pattern = self.edit("pattern", scores.softmax(-1))
+        return DensePattern(pattern, scores, q, k, scale, hidden)
+
+    def _edited_projection(self, name: str, projection: Tensor) -> Tensor:
+        """Queries, keys or values `[batch head pos d_head]` as edits leave them.
+
+        Edits see the axes `[batch pos head d_head]`.
+        """
+        by_position = projection.transpose(1, 2)
+        edited = self.edit(name, by_position)
+        return projection if edited is by_position else edited.transpose(1, 2)
+
+    def edit(self, name: str, value: Tensor) -> Tensor:
+        """An activation of the layer as edits leave it; the same tensor if nothing edits it."""
+        if not self.edits.touch(name, self.layer):
+            return value
+        readable_values = {**self.activations, "tokens": self.tokens}
+        return self.edits.apply(name, self.layer, value, readable_values)
+
+    def _edit_output(
+        self, name: str, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
+    ) -> ModuleOutput:
+        if isinstance(output, tuple):
+            return (self.edit(name, output[0]), *output[1:])
+        return self.edit(name, output)
+
+    def _show_layer(self) -> None:
+        """Hand over what is known of the layer, if somebody wants to know."""
+        if self.layer in self.shown_layers:
+            self.on_layer(self.layer, cast(Activations, {**self.activations, **self.matches}))
+
+    def _forget_what_nobody_reads(self) -> None:
+        """Free the layer's tensors that neither formulas nor edits read after the attention, before
+        the MLP takes its memory.
+        """
+        self.activations = {
+            name: activation
+            for name, activation in self.activations.items()
+            if name in self.read_late or name in self.edits.reads
+        }
+
+    def _end_layer(
+        self, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
+    ) -> ModuleOutput | None:
+        """Show the layer with its output; returns the block's output if an edit changes it."""
+        if not self.has_attended:
+            raise ModelError(
+                f"{self.model.info.name}: layer {layer} has no attention that can be seen; "
+                "use engine = 'dense'"
+            )
+        resid_post = output[0] if isinstance(output, tuple) else output
+        edited = self.edit("resid_post", resid_post)
+        self.activations["resid_post"] = at_least_float32(edited)
+        self._show_layer()
+        self.activations = {}
+        if layer == self.last_layer and self.on_final is None:
+            raise StopPass
+        if edited is resid_post:
+            return None
+        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+
+    def _end_pass(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Hand over the stream before the unembedding."""
+        if self.on_final is not None:
+            self.on_final(at_least_float32(args[0]))
+            raise StopPass

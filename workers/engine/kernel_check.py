@@ -1,7 +1,7 @@
-"""First contact with a GPU: the kernel is held against the tiles before it measures anything.
+"""First contact with a GPU: the kernel is compared with the tiles before it measures anything.
 
-Both get the same q, k and v, in the kernel's format; the tiles multiply them in float32. What may
-differ is therefore the rounding of products alone.
+Both get the same q, k and v, in the kernel's format, and the tiles multiply them in float32. So
+only the rounding of products may differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schemas.precision import PRECISIONS
 from workers.engine import sweep_kernel
 from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import HALVES, rounded
-from workers.engine.sweep_kernel import Sweep
+from workers.engine.sweep_kernel import PairLabels, Sweep
 from workers.engine.token_pairs import TokenPairs, find_matches
 from workers.model.model_info import ModelInfo
 
@@ -33,7 +33,7 @@ bfloat16, each with room for a few terms.
 """
 
 MOST_TOKENS = 1024
-"""A replica compares sequences of its scan's length, or of this one: later tiles are all alike."""
+"""Tokens of the compared sequences, at most: every later tile is computed in the same way."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Comparison:
     error: str
     """Why it did not compile or run; empty if it did."""
     difference: float
-    """The largest from the tiles; infinite where an answer is not finite, or there is none."""
+    """The largest from the tiles; infinite if an answer is not finite, or if there is none."""
 
     @property
     def allowed(self) -> float:
@@ -81,34 +81,56 @@ class Comparison:
         return f"differs from the tiles by {self.difference:.2g} (allowed {self.allowed:g})"
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Random factors of attention and random tokens, the same for the kernel and the tiles."""
+
+    q: Tensor
+    """`[batch head pos d_head]`; k and v have `kv_heads` of these heads."""
+    k: Tensor
+    v: Tensor
+    tokens: Tensor
+    """`[batch pos]`, few different ones, so that many pairs match."""
+
+    @property
+    def scale(self) -> float:
+        """1/√d_head."""
+        return self.q.shape[3] ** -0.5
+
+
 def compare(sweep: Sweep, shape: Shape, factors: str, device: torch.device) -> Comparison:
-    """Ask a kernel everything and then next to nothing, and hold its answers against the tiles'."""
-    q, k, v, tokens = _drawn(shape, factors, device)
-    matches = find_matches(tokens)
+    """Ask a kernel every question and then none, and compare its answers with those of the tiles.
+
+    The questions change how a kernel is compiled, so both extremes are tried.
+    """
+    drawn = _drawn(shape, factors, device)
+    matches = find_matches(drawn.tokens)
+    every_question = {"entropy", *matches}
     try:
-        largest = max(
-            _difference(sweep, (q, k, v), factors, matches, asked)
-            for asked in ({"entropy", *matches}, set[str]())
+        difference = max(
+            _difference(sweep, drawn, factors, matches, questions)
+            for questions in (every_question, set[str]())
         )
     except torch.AcceleratorError:
         raise  # The device has failed for good; only a new process mends that.
-    except Exception as error:
+    except Exception as error:  # Compilers raise all kinds of errors; all mean "use the tiles".
         lines = str(error).strip().splitlines() or [""]
         return Comparison(shape, factors, f"{type(error).__name__}: {lines[0]}", math.inf)
-    return Comparison(shape, factors, "", largest)
+    return Comparison(shape, factors, "", difference)
 
 
 def proven_sweep(info: ModelInfo, n_ctx: int, precision: str, device: str) -> Sweep | None:
-    """The kernel, if the device can run it and it agrees with the tiles on a model's shapes and
-    precision; None means tiles.
+    """The kernel, if the device can run it and it agrees with the tiles; None means tiles.
+
+    It is tried with the model's heads and the precision of the scan.
     """
     factors = PRECISIONS[precision].scores
-    place = torch.device(device)
-    if factors == "float64" or not sweep_kernel.available(place):
+    torch_device = torch.device(device)
+    if factors == "float64" or not sweep_kernel.available(torch_device):
         return None
-    # The engine repeats keys and values before it asks.
+    # The engine repeats keys and values before it asks, so all heads have their own.
     shape = Shape(info.n_heads, info.n_heads, min(n_ctx, MOST_TOKENS), info.d_head)
-    comparison = compare(sweep_kernel.sweep, shape, factors, place)
+    comparison = compare(sweep_kernel.sweep, shape, factors, torch_device)
     if comparison.agrees:
         return sweep_kernel.sweep
     log.warning(
@@ -120,56 +142,57 @@ def proven_sweep(info: ModelInfo, n_ctx: int, precision: str, device: str) -> Sw
     return None
 
 
-def _drawn(
-    shape: Shape, factors: str, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v `[batch head pos d_head]` as a projection leaves them, rounded to the format, and
-    tokens of which many come again.
-    """
+def _drawn(shape: Shape, factors: str, device: torch.device) -> Drawn:
+    """q, k and v as a projection leaves them, rounded to the format, and tokens."""
     generator = torch.Generator().manual_seed(shape.n_ctx)
     heads = [shape.heads, shape.kv_heads, shape.kv_heads]
+    # A model projects to q, k and v at once, so these are slices with large strides.
     projected = torch.randn(2, shape.n_ctx, sum(heads), shape.d_head, generator=generator)
     tokens = torch.randint(7, (2, shape.n_ctx), generator=generator).to(device)
     q, k, v = projected.to(device).transpose(1, 2).split(heads, 1)
     if factors in HALVES:
-        q, k, v = (rounded(x, factors) for x in (q, k, v))
-    return q, k, v, tokens
+        # Rounded before, so that what differs is the rounding of products alone.
+        q, k, v = rounded(q, factors), rounded(k, factors), rounded(v, factors)
+    return Drawn(q, k, v, tokens)
 
 
 def _difference(
     sweep: Sweep,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    drawn: Drawn,
     factors: str,
     matches: dict[str, TokenPairs],
-    asked: set[str],
+    questions: set[str],
 ) -> float:
     """The largest difference between a kernel's answers to some questions and the tiles'."""
-    q, k, v = qkv
-    groups = q.shape[1] // k.shape[1]
-    every = (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
-    tiles = FusedPattern(*every, q.shape[3] ** -0.5, matches, set(asked))
-    labels = [(p.query_label, p.key_label, p.lag) for p in matches.values() if p.name in asked]
+    requested_pairs = [pairs for name, pairs in matches.items() if name in questions]
     dtype = HALVES.get(factors, torch.float32)
     swept = sweep(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        q.shape[3] ** -0.5,
-        labels,
-        entropy="entropy" in asked,
-        scores=factors,
+        drawn.q.to(dtype),
+        drawn.k.to(dtype),
+        drawn.v.to(dtype),
+        drawn.scale,
+        [PairLabels(pairs.query_label, pairs.key_label, pairs.lag) for pairs in requested_pairs],
+        entropy="entropy" in questions,
+        number_format=factors,
     )
-    pairs = [(swept.z, tiles.z), (swept.lse, tiles.lse), (swept.distance, tiles.distance())]
+    # The tiles want as many keys as queries, and multiply in float32.
+    query_heads_per_key = drawn.q.shape[1] // drawn.k.shape[1]
+    k = drawn.k.repeat_interleave(query_heads_per_key, 1)
+    v = drawn.v.repeat_interleave(query_heads_per_key, 1)
+    tiles = FusedPattern(drawn.q, k, v, drawn.scale, matches, set(questions))
+    answers = [(swept.z, tiles.z), (swept.lse, tiles.lse), (swept.distance, tiles.distance())]
     if swept.entropy is not None:
-        pairs.append((swept.entropy, tiles.entropy()))
-    masses = [tiles.mass(p) for p in matches.values() if p.name in asked]
-    pairs += zip(swept.masses, masses, strict=True)
-    if len(pairs) != 3 + len(asked):
-        raise ModelError(f"the kernel gave {len(pairs)} answers, expected {3 + len(asked)}")
-    return max(_farthest(*pair) for pair in pairs)
+        answers.append((swept.entropy, tiles.entropy()))
+    tile_masses = [tiles.mass(pairs) for pairs in requested_pairs]
+    answers += zip(swept.masses, tile_masses, strict=True)
+    expected_count = 3 + len(questions)
+    if len(answers) != expected_count:
+        raise ModelError(f"the kernel gave {len(answers)} answers, expected {expected_count}")
+    return max(_largest_difference(*pair) for pair in answers)
 
 
-def _farthest(answer: Tensor, reference: Tensor) -> float:
+def _largest_difference(answer: Tensor, reference: Tensor) -> float:
+    """In proportion where the reference is above 1; infinite if the answer is not finite."""
     if answer.shape != reference.shape:
         raise ModelError(f"an answer is {list(answer.shape)}, expected {list(reference.shape)}")
     difference = (answer - reference).abs() / reference.abs().clamp(min=1)
@@ -177,19 +200,20 @@ def _farthest(answer: Tensor, reference: Tensor) -> float:
 
 
 D_HEADS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-GROUPS = (1, 2, 4)
+QUERY_HEADS_PER_KEY = (1, 2, 4)
 LENGTHS = (1, 37, 257, 1024)
 
 
 def every_shape() -> list[Shape]:
-    """What `headcount doctor` compares: every size of heads, and for two of them GQA groups and
-    sequences that fill no tile.
+    """What `headcount doctor` compares.
+
+    Every size of heads, and for two of them grouped queries and sequences that fill no tile.
     """
     shapes = [Shape(4, 4, 257, d_head) for d_head in D_HEADS]
     shapes += [
-        Shape(4, 4 // group, n_ctx, d_head)
+        Shape(4, 4 // query_heads, n_ctx, d_head)
         for d_head in (64, 128)
-        for group in GROUPS
+        for query_heads in QUERY_HEADS_PER_KEY
         for n_ctx in LENGTHS
     ]
-    return list(dict.fromkeys(shapes))
+    return list(dict.fromkeys(shapes))  # Some shapes are in both lists.

@@ -7,7 +7,7 @@ no gain in speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,106 +19,144 @@ from torch.overrides import TorchFunctionMode
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-TWO = "float16x2"
+FLOAT16X2 = "float16x2"
 """Activations in float16, each weight as the sum of two float16 numbers."""
 
-TF32_DROPPED = 13
+TF32_DROPPED_BITS = 13
 """Bits of a float32's mantissa that TF32 does not have."""
 
 
-def rounded(x: Tensor, factors: str) -> Tensor:
-    """x as a factor of a product in the format `factors`, held in float32 (or float64)."""
-    if factors in HALVES:
-        return x.to(HALVES[factors]).float()
-    if factors == "tf32":
-        bits = x.float().view(torch.int32)
-        half = (1 << TF32_DROPPED - 1) - 1 + (bits >> TF32_DROPPED & 1)  # To nearest, ties to even.
-        return (bits + half >> TF32_DROPPED << TF32_DROPPED).view(torch.float32)
-    return x.double() if factors == "float64" else x.float()
+def rounded(x: Tensor, number_format: str) -> Tensor:
+    """x as a factor of a product in a format, held in float32, or in float64 for that format.
+
+    x itself if there is nothing to round.
+    """
+    if number_format in HALVES:
+        return x.to(HALVES[number_format]).float()
+    if number_format == "tf32":
+        return _rounded_to_tf32(x.float())
+    return x.double() if number_format == "float64" else x.float()
 
 
-class Products(TorchFunctionMode):
-    """While it is on, linear layers multiply in another way than PyTorch would by itself."""
+def _rounded_to_tf32(x: Tensor) -> Tensor:
+    """To the nearest number of TF32, and to the even one of two that are equally near.
+
+    The bits of a float's magnitude count upwards with it, so rounding is integer arithmetic: add a
+    little less than half of the last bit that stays, and one more if that bit is set. Then cut.
+    """
+    bits = x.view(torch.int32)
+    last_bit = bits >> TF32_DROPPED_BITS & 1
+    below_half = (1 << TF32_DROPPED_BITS - 1) - 1
+    bits = bits + (below_half + last_bit)
+    return (bits >> TF32_DROPPED_BITS << TF32_DROPPED_BITS).view(torch.float32)
+
+
+class LinearProducts(TorchFunctionMode):
+    """While it is on, linear layers multiply in another way than PyTorch would by itself.
+
+    It changes the call and not the module: a second set of weights, cast to the format, would not
+    see edits of the first.
+    """
 
     def __init__(self, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-        """`linear(x, weight, bias)` stands for `x @ weight.T + bias`."""
+        """`linear(x, weight, bias)` is called instead of `x @ weight.T + bias`."""
         super().__init__()
         self.linear = linear
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         if not kwargs and func is F.linear:
-            return self.linear(args[0], args[1], args[2] if len(args) > 2 else None)
+            x, weight = args[:2]
+            return self.linear(x, weight, args[2] if len(args) > 2 else None)
         if not kwargs and func is torch.addmm:  # Hugging Face's Conv1D, with the bias first.
             bias, x, weight = args
             return self.linear(x, weight.T, bias)
         return func(*args, **(kwargs or {}))
 
 
-def linears_in(factors: str, device: str) -> AbstractContextManager[Any]:
-    """Within it, linear layers multiply factors of the format `factors`."""
-    if factors in HALVES or factors == TWO:
-        return Products(partial(_half if _has(factors, device) else _imitated, factors=factors))
-    if factors == "tf32":
-        return _Tf32() if _has(factors, device) else Products(partial(_imitated, factors=factors))
-    if factors == "float32" and device == "cpu" and _has_onednn():
-        return Products(_onednn)
+def linears_in(number_format: str, device: str) -> AbstractContextManager[object]:
+    """Within it, linear layers multiply factors in a format; `""` leaves them to PyTorch."""
+    if number_format in HALVES or number_format == FLOAT16X2:
+        product = _half_product if _has_format(number_format, device) else _imitated_product
+        return LinearProducts(partial(product, number_format=number_format))
+    if number_format == "tf32":
+        if _has_format(number_format, device):
+            return _Tf32()
+        return LinearProducts(partial(_imitated_product, number_format=number_format))
+    # PyTorch's own float32 product on a CPU is MKL's, which is slower on AMD.
+    if number_format == "float32" and device == "cpu" and _has_onednn():
+        return LinearProducts(_onednn_product)
     return nullcontext()
 
 
-def _has(factors: str, device: str) -> bool:
+def _has_format(number_format: str, device: str) -> bool:
     """Whether the device multiplies in that format at speed."""
     if device == "cuda":
         return True
-    return factors == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return number_format == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _half(x: Tensor, weight: Tensor, bias: Tensor | None, factors: str) -> Tensor:
-    if x.device.type == "cpu":  # It rounds its results too.
-        x, weight = x.to(HALVES[factors]), weight.to(HALVES[factors])
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    if factors == TWO:  # One product, twice as deep.
-        high, low = _two(weight)
-        x, weight = x.half().repeat(*(1 for _ in x.shape[:-1]), 2), torch.cat([high, low], dim=-1)
+def _half_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
+    """A product of factors with 16 bits on a device that has one."""
+    if x.device.type == "cpu":  # It rounds its results to 16 bits too.
+        dtype = HALVES[number_format]
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if number_format == FLOAT16X2:
+        # x·(high + low) = [x | x]·[high | low]: one product that is twice as deep.
+        high, low = _two_halves(weight)
+        once_for_each_axis = (1,) * (x.dim() - 1)
+        x = x.half().repeat(*once_for_each_axis, 2)
+        weight = torch.cat([high, low], dim=-1)
     else:
-        x, weight = x.to(HALVES[factors]), weight.to(HALVES[factors])
-    out = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)
-    return out if bias is None else out.add_(bias)
+        x = x.to(HALVES[number_format])
+        weight = weight.to(HALVES[number_format])
+    rows = x.flatten(0, -2)
+    product = torch.mm(rows, weight.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)
+    return product if bias is None else product.add_(bias)
 
 
-def _imitated(x: Tensor, weight: Tensor, bias: Tensor | None, factors: str) -> Tensor:
-    if factors == TWO:
-        high, low = _two(weight)
+def _imitated_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
+    """The product of rounded factors, in float32."""
+    if number_format == FLOAT16X2:
+        # float32 holds the sum of the two halves exactly.
+        high, low = _two_halves(weight)
         return F.linear(rounded(x, "float16"), high.float() + low.float(), bias)
-    return F.linear(rounded(x, factors), rounded(weight, factors), bias)
+    return F.linear(rounded(x, number_format), rounded(weight, number_format), bias)
 
 
-def _two(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 number as a float16 one and the float16 remainder: 21 bits where neither is
-    subnormal.
+def _two_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 number as a float16 one and the float16 remainder.
+
+    Together they have 21 bits if neither is subnormal.
     """
     high = weight.half()
     return high, (weight - high).half()
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _has_onednn() -> bool:
-    """Whether PyTorch can be asked for oneDNN's float32 product, 1.2 to 1.4 times as fast as its
-    own on AMD's CPUs.
+    """Whether PyTorch can be asked for oneDNN's float32 product.
+
+    On AMD's CPUs it is 1.2 to 1.4 times as fast as PyTorch's own. The operator is private, so a
+    version of PyTorch may lack it.
     """
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class _Tf32:
-    """TF32 tensor cores for float32 products."""
+    """Within it, float32 products use TF32 tensor cores."""
 
     def __enter__(self) -> None:
-        self.before = torch.backends.cuda.matmul.fp32_precision
+        self.precision_before = torch.backends.cuda.matmul.fp32_precision
         torch.backends.cuda.matmul.fp32_precision = "tf32"
 
     def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.fp32_precision = self.before
+        torch.backends.cuda.matmul.fp32_precision = self.precision_before

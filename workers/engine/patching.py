@@ -1,53 +1,74 @@
-"""Activation patching: a run on other sequences, from which edits take what they read as `partner`."""
+"""Activation patching: a run on partner sequences, from which edits take their own target.
+
+An edit that reads `partner` patches. The run on the partner is the same pass, in which every such
+edit is replaced by one that changes nothing and records what it is given. So neither engine knows
+of patching.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from workers.engine.edits import PARTNER, Edit, Edits
-from workers.engine.engine import Activations, Done, Engine
+from workers.engine.engine import Activations, Engine, StopPass
+
+Recorded = dict[tuple[int, int | None], Tensor]
+"""Activations of the partner run, by the number of the edit that wants them and by layer."""
 
 
 def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
-    """The engine whose edits know the run on partner sequences `[batch pos]`, in which all other
-    edits are made too; passes go through so many layers.
+    """The engine whose edits know the run on partner sequences `[batch pos]`.
+
+    All other edits are made in that run too. Passes go through the first `depth` layers.
     """
+    edits = engine.edits.edits
     if tokens is None or PARTNER not in engine.edits.reads:
         return engine
-    noted: dict[tuple[int, int | None], Tensor] = {}
-    places = list(enumerate(engine.edits.edits))
-    noting = [_noting(noted, i, edit) if PARTNER in edit.reads else edit for i, edit in places]
-    wanted = sum(
-        depth if edit.layer is None else 1 for edit in engine.edits.edits if PARTNER in edit.reads
+    recorded: Recorded = {}
+    recording = Edits(
+        _recording(recorded, number, edit) if PARTNER in edit.reads else edit
+        for number, edit in enumerate(edits)
     )
+    patches = [edit for edit in edits if PARTNER in edit.reads]
+    # A patch of all layers is recorded once in each of them.
+    expected_count = sum(depth if patch.layer is None else 1 for patch in patches)
 
-    def stop(layer: int, seen: Activations) -> None:
-        if len(noted) == wanted:
-            raise Done
+    def stop_after_last_patch(_layer: int, _activations: Activations) -> None:
+        if len(recorded) == expected_count:
+            raise StopPass
 
-    engine.edited(Edits(noting)).run(tokens, {}, stop, ("resid_post",), layers=range(depth))
+    # With `resid_post` a pass goes to the end of its last layer, and a patch may be of its MLP.
+    engine.edited(recording).run(
+        tokens, {}, stop_after_last_patch, ("resid_post",), layers=range(depth)
+    )
     return engine.edited(
-        Edits(_given(noted, i, edit) if PARTNER in edit.reads else edit for i, edit in places)
+        Edits(
+            _patching(recorded, number, edit) if PARTNER in edit.reads else edit
+            for number, edit in enumerate(edits)
+        )
     )
 
 
-def _noting(noted: dict[tuple[int, int | None], Tensor], i: int, edit: Edit) -> Edit:
-    """Changes nothing, and notes what the edit would be made of."""
+def _recording(recorded: Recorded, number: int, edit: Edit) -> Edit:
+    """An edit that changes nothing, and records what the patch would be made of."""
 
-    def note(value: Tensor, known: Mapping[str, Any]) -> Tensor:
-        noted[i, known["layer"]] = value
+    def record(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
+        recorded[number, readable_values["layer"]] = value
         return value
 
-    return replace(edit, function=note, reads=frozenset[str]())
+    # It reads nothing: the run on the partner has no partner of its own.
+    return replace(edit, function=record, reads=frozenset[str]())
 
 
-def _given(noted: Mapping[tuple[int, int | None], Tensor], i: int, edit: Edit) -> Edit:
-    function: Callable[[Tensor, Mapping[str, Any]], Tensor] = edit.function
-    return replace(
-        edit,
-        function=lambda value, known: function(value, {**known, PARTNER: noted[i, known["layer"]]}),
-    )
+def _patching(recorded: Recorded, number: int, edit: Edit) -> Edit:
+    """The edit, which reads as `partner` what was recorded for it."""
+
+    def patch(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
+        partner = recorded[number, readable_values["layer"]]
+        return edit.function(value, {**readable_values, PARTNER: partner})
+
+    return replace(edit, function=patch)

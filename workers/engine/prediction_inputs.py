@@ -1,4 +1,4 @@
-"""What predictions read, without ever holding all logits, and what the first layer makes of
+"""What predictions read, without ever holding all logits; and what the first layer makes of
 positions.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from schemas.errors import ModelError
 from workers.engine.dense_engine import DenseEngine
 from workers.engine.edits import Edit, Edits
-from workers.engine.engine import Activations, Done
+from workers.engine.engine import Activations, StopPass
 from workers.model.model import Model
 
 CHUNK_BYTES = 64 << 20
@@ -21,22 +21,26 @@ CHUNK_BYTES = 64 << 20
 
 
 class PredictionInputs(dict[str, Tensor]):
-    """What `schemas.predictions.PREDICTION_INPUTS` names, each computed when it is first asked for.
+    """What `schemas.predictions.PREDICTION_INPUTS` names, computed when it is first asked for.
 
     `hidden` is the stream after the last norm `[batch pos d_model]`.
     """
 
     def __init__(self, model: Model, hidden: Tensor, tokens: Tensor) -> None:
         super().__init__()
-        self.model, self.hidden, self.tokens = model, hidden, tokens
+        self.model = model
+        self.hidden = hidden
+        self.tokens = tokens
 
     def __missing__(self, name: str) -> Tensor:
+        # One computation may give several inputs, so all of them are stored.
         self.update(COMPUTED_BY[name](self))
         return self[name]
 
-    def rows(self, stream: Tensor) -> list[Tensor]:
-        """A stream in pieces whose logits may be held."""
-        return list(stream.split(max(1, CHUNK_BYTES // (4 * self.model.info.d_vocab))))
+    def chunks(self, rows: Tensor) -> list[Tensor]:
+        """Rows of a stream, or what belongs to them, in pieces whose logits may be held."""
+        bytes_of_row = 4 * self.model.info.d_vocab
+        return list(rows.split(max(1, CHUNK_BYTES // bytes_of_row)))
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits of a part of the stream."""
@@ -54,75 +58,88 @@ def check_unembedding(model: Model) -> None:
         raise ModelError(f"{model.info.name}: no unembedding was found; leave predictions out")
 
 
-def _token_losses(p: PredictionInputs) -> dict[str, Tensor]:
-    before, target = p.hidden[:, :-1].flatten(0, 1), p.tokens[:, 1:].flatten()
-    losses = [_losses(p.unembed(x), t) for x, t in zip(p.rows(before), p.rows(target), strict=True)]
-    token_loss = p.hidden.new_full(p.tokens.shape, math.nan)
-    if losses:
-        token_loss[:, 1:] = torch.cat(losses).view(len(p.tokens), -1)
+def _token_losses(inputs: PredictionInputs) -> dict[str, Tensor]:
+    """The loss of each token; the first token is not predicted, so it has none."""
+    streams = inputs.hidden[:, :-1].flatten(0, 1)  # [batch·(pos-1) d_model]
+    next_tokens = inputs.tokens[:, 1:].flatten()  # [batch·(pos-1)]
+    pieces = zip(inputs.chunks(streams), inputs.chunks(next_tokens), strict=True)
+    losses = [_losses(inputs.unembed(stream), tokens) for stream, tokens in pieces]
+    token_loss = inputs.hidden.new_full(inputs.tokens.shape, math.nan)
+    if losses:  # A sequence of one token has no next token.
+        token_loss[:, 1:] = torch.cat(losses).view(len(inputs.tokens), -1)
     return {"token_loss": token_loss}
 
 
-def _losses(logits: Tensor, target: Tensor) -> Tensor:
-    return logits.logsumexp(-1) - logits.gather(-1, target[:, None])[:, 0]
+def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """`-ln p(token)` = ln Σ e^logits - logit of the token: `[row]`."""
+    return logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0]
 
 
-def _finals(p: PredictionInputs) -> dict[str, Tensor]:
-    ends = zip(p.rows(p.hidden[:, -1]), p.rows(p.tokens), strict=True)
-    final, logprobs = zip(*(_final(p.unembed(x), t) for x, t in ends), strict=True)
-    return {"final_logit": torch.cat(final), "final_logprob": torch.cat(logprobs)}
+def _final_predictions(inputs: PredictionInputs) -> dict[str, Tensor]:
+    """What is predicted after the last token, of each token of the sequence: `[batch pos]`."""
+    final_logits: list[Tensor] = []
+    final_logprobs: list[Tensor] = []
+    streams = inputs.chunks(inputs.hidden[:, -1])
+    for stream, tokens in zip(streams, inputs.chunks(inputs.tokens), strict=True):
+        logits = inputs.unembed(stream)
+        token_logits = logits.gather(-1, tokens)
+        final_logits.append(token_logits)
+        final_logprobs.append(token_logits - logits.logsumexp(-1, keepdim=True))
+    return {"final_logit": torch.cat(final_logits), "final_logprob": torch.cat(final_logprobs)}
 
 
-def _final(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    own = logits.gather(-1, tokens)
-    return own, own - logits.logsumexp(-1, keepdim=True)
-
-
-def _positions(p: PredictionInputs) -> dict[str, Tensor]:
+def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
     """Effective positions, and what positions change when they meet tokens."""
-    positions, mlps = p.model.positions, p.model.modules("mlp_out")
-    effective = p.model.effective_positions(p.tokens.shape[1])
-    if positions is None or effective is None or not mlps:
-        nowhere = p.hidden.new_full((*p.tokens.shape, 1), math.nan)
+    model = inputs.model
+    n_ctx = inputs.tokens.shape[1]
+    device = inputs.tokens.device
+    mlps = model.modules("mlp_out")
+    effective = model.effective_positions(n_ctx)
+    if model.positions is None or effective is None or not mlps:
+        undefined = inputs.hidden.new_full((*inputs.tokens.shape, 1), math.nan)
         return {
-            "positions_known": torch.zeros((), dtype=torch.bool, device=p.tokens.device),
-            "effective": nowhere[0],
-            "position_after_mlp": nowhere,
-            "position_after_layer": nowhere,
+            "positions_known": torch.zeros((), dtype=torch.bool, device=device),
+            "effective": undefined[0],
+            "position_after_mlp": undefined,
+            "position_after_layer": undefined,
         }
-    positions = positions[: p.tokens.shape[1]]
-    tokens = p.model.embed(p.tokens)
-    both = tokens + positions
+    positions = model.positions[:n_ctx]
+    embeddings = model.embed(inputs.tokens)
+    first_mlp = mlps[0]
+    mlp_of_both = first_mlp(embeddings + positions)
+    mlp_of_tokens = first_mlp(embeddings)
+    layer_of_both = _after_first_layer(inputs, Edits())
+    layer_of_tokens = _after_first_layer(inputs, WITHOUT_POSITIONS)
     return {
-        "positions_known": torch.ones((), dtype=torch.bool, device=p.tokens.device),
+        "positions_known": torch.ones((), dtype=torch.bool, device=device),
         "effective": effective,
-        "position_after_mlp": positions + mlps[0](both) - mlps[0](tokens),
-        "position_after_layer": _first_layer(p, Edits()) - _first_layer(p, WITHOUT_POSITIONS),
+        "position_after_mlp": positions + mlp_of_both - mlp_of_tokens,
+        "position_after_layer": layer_of_both - layer_of_tokens,
     }
 
 
-def _first_layer(p: PredictionInputs, edits: Edits) -> Tensor:
+def _after_first_layer(inputs: PredictionInputs, edits: Edits) -> Tensor:
     """The stream after the first layer `[batch pos d_model]`."""
     streams: list[Tensor] = []
 
-    def keep(_layer: int, activations: Activations) -> None:
+    def keep_stream(_layer: int, activations: Activations) -> None:
         streams.append(activations["resid_post"])
-        raise Done
+        raise StopPass
 
-    DenseEngine(p.model, edits).run(p.tokens, {}, keep)
+    DenseEngine(inputs.model, edits).run(inputs.tokens, {}, keep_stream)
     return streams[0]
 
 
 WITHOUT_POSITIONS = Edits([Edit("pos_embed", lambda positions, _: torch.zeros_like(positions))])
 
 COMPUTED_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
-    "tokens": lambda p: {"tokens": p.tokens},
-    "positions_known": _positions,
+    "tokens": lambda inputs: {"tokens": inputs.tokens},
+    "positions_known": _position_changes,
     "token_loss": _token_losses,
-    "final_logit": _finals,
-    "final_logprob": _finals,
-    "effective": _positions,
-    "position_after_mlp": _positions,
-    "position_after_layer": _positions,
+    "final_logit": _final_predictions,
+    "final_logprob": _final_predictions,
+    "effective": _position_changes,
+    "position_after_mlp": _position_changes,
+    "position_after_layer": _position_changes,
 }
 """What computes each of `schemas.predictions.PREDICTION_INPUTS`."""

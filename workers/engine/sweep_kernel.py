@@ -1,9 +1,8 @@
-"""The sweep of a fused pattern as one Triton kernel: what `workers.engine` asks of all keys, tile
-by tile on a GPU.
+"""The sweep of a fused pattern as one Triton kernel, which answers what needs all keys on a GPU.
 
-S = scale · q·k is the pre-softmax score, A = softmax(S) over the keys `k <= q`. A program owns one
-head's tile of queries and goes over the keys as flash attention does: a tile of scores lives in
-registers and is never written.
+S = scale · q·k is the score before the softmax, A = softmax(S) over the keys `k <= q`. A program
+owns a tile of queries of one head and goes over their keys as flash attention does: a tile of
+scores lives in registers and is never written to memory.
 """
 
 from __future__ import annotations
@@ -26,50 +25,59 @@ except ImportError:  # torch brings it for CUDA and not for the CPU
 
 MAX_D_HEAD = 256
 
-SCORES = {"float32": True, "tf32": False}
-"""Whether float32 factors are split in two, for three tf32 products that come within about 1e-6 of
-the float32 one.
+SPLITS_FACTORS = {"float32": True, "tf32": False}
+"""Whether float32 factors are split in two, for three tf32 products instead of one.
 
-One tf32 product comes within about 1e-3; float32 products themselves would not use the tensor
-cores.
+Three come within about 1e-6 of the float32 product, one within about 1e-3. The float32 product
+itself would not use the tensor cores.
 """
 
-Labels = Sequence[tuple[Tensor, Tensor, int]]
 
+class PairLabels(NamedTuple):
+    """Which pairs (q, k) a mass is summed over, told by int32 labels `[batch pos]`.
 
-class Tiles(NamedTuple):
-    """How the work is cut: `queries` per program, `keys` per step, `dims` per product, and what a
-    program takes.
+    (q, k) is a pair if and only if `query_label[q] = key_label[k] >= 0` and `k <= q - lag`.
     """
 
+    query_label: Tensor
+    key_label: Tensor
+    lag: int
+
+
+class TileSizes(NamedTuple):
+    """How the work is cut, and what a program takes of the GPU."""
+
     queries: int
+    """Queries of a program."""
     keys: int
+    """Keys of a step."""
     dims: int
+    """Dimensions of d_head that one product of q and k sums over."""
     warps: int
     stages: int
+    """Steps whose loads are in flight at a time."""
 
 
-TILES = {
+TILE_SIZES = {
     torch.float32: {
-        64: Tiles(64, 32, 32, 4, 2),
-        128: Tiles(128, 32, 32, 8, 2),
-        256: Tiles(64, 16, 32, 4, 2),
+        64: TileSizes(64, 32, 32, 4, 2),
+        128: TileSizes(128, 32, 32, 8, 2),
+        256: TileSizes(64, 16, 32, 4, 2),
     },
     torch.float16: {
-        64: Tiles(64, 64, 64, 4, 3),
-        128: Tiles(128, 64, 128, 8, 2),
-        256: Tiles(128, 32, 256, 8, 2),
+        64: TileSizes(64, 64, 64, 4, 3),
+        128: TileSizes(128, 64, 128, 8, 2),
+        256: TileSizes(128, 32, 256, 8, 2),
     },
 }
 """By dtype and padded d_head: what the registers and the shared memory of an H100 hold."""
-TILES[torch.bfloat16] = TILES[torch.float16]
+TILE_SIZES[torch.bfloat16] = TILE_SIZES[torch.float16]
 
-SMALL = Tiles(32, 32, 32, 4, 1)
-"""For a d_head above 64 on a device whose programs have less than an H100's `SHARED_BYTES` of
-shared memory.
-"""
+H100_SHARED_BYTES = 227 << 10
+"""Shared memory of a program on an H100."""
 
-SHARED_BYTES = 227 << 10
+SMALL_TILES = TileSizes(32, 32, 32, 4, 1)
+"""For a d_head above 64 on a device with less shared memory than `H100_SHARED_BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class Swept:
     entropy: Tensor | None
     """`-Σ_k A[q,k] ln A[q,k]` in nats, if it was asked for."""
     masses: tuple[Tensor, ...]
-    """`Σ_{k in members} A[q,k]` for each item of `labels`."""
+    """`Σ_{k in pairs[q]} A[q,k]` for each item of `labels`."""
 
 
 class Sweep(Protocol):
@@ -97,131 +105,150 @@ class Sweep(Protocol):
         k: Tensor,
         v: Tensor,
         scale: float,
-        labels: Labels,
+        labels: Sequence[PairLabels],
         *,
         entropy: bool,
-        scores: str,
-    ) -> Swept: ...
+        number_format: str,
+    ) -> Swept:
+        """The answers for q, k and v; see `sweep`."""
+        ...
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernel can run there: triton installed, and a CUDA device whose tensor cores know
-    tf32 and bfloat16.
+    """Whether the kernel can run on a device.
+
+    It needs triton, and a CUDA device whose tensor cores know tf32 and bfloat16.
     """
     usable = triton is not None and device.type == "cuda" and torch.cuda.is_available()
     return usable and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def sweep(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Labels, *, entropy: bool, scores: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    labels: Sequence[PairLabels],
+    *,
+    entropy: bool,
+    number_format: str,
 ) -> Swept:
     """Answer z, the log-sum-exp and the row sums of A in one pass that never holds A.
 
-    q `[batch head pos d_head]`; k, v `[batch kv_head pos d_head]`, where query head h reads kv head
-    h // (head // kv_head). An item of `labels` is (query_label, key_label, lag), int32
-    `[batch pos]`: k is a member for q if and only if query_label[q] = key_label[k] >= 0 and k <= q
-    - lag. `scores` says how float32 factors are multiplied (`SCORES`); float16 and bfloat16 ones
-    know one way only, as they are and summed in float32, and A is rounded to their dtype for A·v.
+    q is `[batch head pos d_head]`; k and v are `[batch kv_head pos d_head]`, where query head h
+    reads kv head h // (head // kv_head). `number_format` says how float32 factors are multiplied
+    (`SPLITS_FACTORS`). Factors in float16 and bfloat16 are multiplied as they are and summed in
+    float32; for A·v, A is rounded to their dtype.
     """
-    _check(q, k, v, labels, scores)
+    _check(q, k, v, labels, number_format)
     batch, heads, n_ctx, d_head = q.shape
-    block_d = max(16, 1 << (d_head - 1).bit_length())
-    tiles = _tiles(q, block_d)
+    padded_d_head = max(16, _next_power_of_2(d_head))  # Triton's products take at least 16.
+    tiles = _tile_sizes(q, padded_d_head)
     z = torch.empty(batch, n_ctx, heads, d_head, dtype=torch.float32, device=q.device)
-    rows = torch.empty(
+    row_sums = torch.empty(  # log-sum-exp, distance, entropy if asked for, then the masses
         2 + entropy + len(labels), batch, heads, n_ctx, dtype=torch.float32, device=q.device
     )
+    query_tiles = -(-n_ctx // tiles.queries)
     with torch.cuda.device_of(q):
-        _sweep_tile[(-(-n_ctx // tiles.queries), heads, batch)](
+        _sweep_tile[(query_tiles, heads, batch)](
             q,
             k,
             v,
-            tuple(query.contiguous() for query, _, _ in labels),
-            tuple(key.contiguous() for _, key, _ in labels),
+            tuple(pairs.query_label.contiguous() for pairs in labels),
+            tuple(pairs.key_label.contiguous() for pairs in labels),
             z,
-            rows,
+            row_sums,
             q.stride(),
             k.stride(),
             v.stride(),
-            scale / math.log(2),
+            scale / math.log(2),  # Scores in base 2: the GPU's exponential is exp2.
             n_ctx,
-            GROUP=heads // k.shape[1],
+            HEADS_PER_KV_HEAD=heads // k.shape[1],
             D_HEAD=d_head,
-            BLOCK_D=block_d,
-            DIMS=min(tiles.dims, block_d),
+            PADDED_D_HEAD=padded_d_head,
+            DIMS=min(tiles.dims, padded_d_head),
             QUERIES=tiles.queries,
             KEYS=tiles.keys,
-            LAGS=tuple(lag for _, _, lag in labels),
+            LAGS=tuple(pairs.lag for pairs in labels),
             ENTROPY=entropy,
-            SPLIT=q.dtype == torch.float32 and SCORES[scores],
+            SPLIT=q.dtype == torch.float32 and SPLITS_FACTORS[number_format],
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
-    lse, distance, *others = rows.unbind()
-    return Swept(
-        z.transpose(1, 2), lse, distance, others.pop(0) if entropy else None, tuple(others)
-    )
+    lse, distance, *others = row_sums.unbind()
+    entropies = others.pop(0) if entropy else None
+    return Swept(z.transpose(1, 2), lse, distance, entropies, tuple(others))
 
 
-def _tiles(q: Tensor, block_d: int) -> Tiles:
-    if block_d > 64 and q.is_cuda:
-        held = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        if held < SHARED_BYTES:
-            return SMALL
-    return TILES[q.dtype][max(64, block_d)]
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, labels: Labels, scores: str) -> None:
+def _tile_sizes(q: Tensor, padded_d_head: int) -> TileSizes:
+    if padded_d_head > 64 and q.is_cuda:
+        shared_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        if shared_bytes < H100_SHARED_BYTES:
+            return SMALL_TILES
+    return TILE_SIZES[q.dtype][max(64, padded_d_head)]
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, labels: Sequence[PairLabels], number_format: str
+) -> None:
+    """Refuse what the kernel would read wrongly: it knows addresses and strides alone."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    alike = (
+    shapes_fit = (
         q.dim() == k.dim() == 4
         and k.shape == v.shape
         and q.shape[::2] == k.shape[::2]
         and q.shape[3] == k.shape[3]
     )
-    if not alike or q.shape[1] % k.shape[1]:
+    if not shapes_fit or q.shape[1] % k.shape[1]:
         raise ModelError(
             f"{shapes}: expected [batch head pos d_head], alike but for q's heads, a multiple of "
             "k's"
         )
     if q.shape[3] > MAX_D_HEAD:
         raise ModelError(f"d_head {q.shape[3]}: the kernel takes at most {MAX_D_HEAD}")
-    if q.dtype not in TILES or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in TILE_SIZES or not q.dtype == k.dtype == v.dtype:
         raise ModelError(
             f"q {q.dtype}, k {k.dtype}, v {v.dtype}: expected float32, float16 or bfloat16, all "
             "the same"
         )
-    if q.dtype == torch.float32 and scores not in SCORES:
-        raise ModelError(unknown("way to multiply scores", scores, SCORES))
-    expected = [q.shape[0], q.shape[2]]
-    for label in (part for query, key, _ in labels for part in (query, key)):
-        if list(label.shape) != expected or label.dtype != torch.int32:
-            raise ModelError(
-                f"label {label.dtype} {list(label.shape)}: expected int32 [batch pos] = {expected}"
-            )
+    if q.dtype == torch.float32 and number_format not in SPLITS_FACTORS:
+        raise ModelError(unknown("way to multiply scores", number_format, SPLITS_FACTORS))
+    expected_shape = [q.shape[0], q.shape[2]]
+    for pairs in labels:
+        for label in (pairs.query_label, pairs.key_label):
+            if list(label.shape) != expected_shape or label.dtype != torch.int32:
+                raise ModelError(
+                    f"label {label.dtype} {list(label.shape)}: expected int32 [batch pos] = "
+                    f"{expected_shape}"
+                )
 
 
-def _jit(function: Callable[..., Any]) -> Any:
+def _jit(function: Callable[..., object]) -> Any:  # noqa: ANN401  (triton has no types)
     return function if triton is None else triton.jit(function)
 
 
+# A kernel is one loop over registers: its state cannot be handed around in parts.
 @_jit
-def _sweep_tile(
+def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     q,
     k,
     v,
     query_labels,
     key_labels,
     z,
-    rows,
+    row_sums,
     q_stride,
     k_stride,
     v_stride,
     scale,
     n_ctx,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr,
     D_HEAD: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PADDED_D_HEAD: tl.constexpr,
     DIMS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -229,129 +256,164 @@ def _sweep_tile(
     ENTROPY: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Sweep one tile of queries over its keys; `scale` makes scores in base 2, whose exponential is
-    the cheap one.
+    """Sweep one tile of queries over its keys; `scale` makes scores in base 2.
 
-    Carried for each query, where m is the largest score so far, t = s - m and p = 2^t: `top` = m,
-    `total` = Σ p, `lean` = Σ p t, `reach` = Σ p (q-k), `mass` = Σ_{members} p, `mixed` = Σ p v.
-    When m grows to m', every p shrinks by a = 2^(m-m') and every t by m'-m, so lean becomes a (lean
-    + (m-m') total). In the end the entropy is ln 2 · (log2 total - lean / total): scores enter it
-    only as differences, so large ones cost it nothing.
+    Carried for each query, where s is a score, m the largest so far, t = s - m and p = 2^t:
+    `maximum` = m, `total` = Σ p, `score_sum` = Σ p t, `distance_sum` = Σ p (q-k),
+    `pair_sums` = Σ_{k in pairs[q]} p and `value_sums` = Σ p v.
+
+    If m grows to m', every p shrinks by a = 2^(m-m') and every t by m'-m. So `score_sum` becomes
+    a · (score_sum + (m-m') · total), and the other sums are multiplied by a. In the end the entropy
+    is ln 2 · (log2 total - score_sum / total). Scores enter it only as differences, so scores of
+    1e4 cost it nothing but their own rounding.
     """
-    MASKED: tl.constexpr = -1e30  # pyright: ignore[reportAssignmentType]  (finite: 0 · MASKED is 0 and not NaN)
+    # Finite, because 0 · MASKED is 0 and not NaN.
+    MASKED: tl.constexpr = -1e30  # pyright: ignore[reportAssignmentType]
     LN2: tl.constexpr = 0.6931471805599453  # pyright: ignore[reportAssignmentType]
-    # The longest rows start first, so that no program is left working alone.
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    # Late queries have the most keys. Their programs start first, so that no long one is left
+    # working alone at the end.
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    # 64 bits, because an offset into q, k, v or z can be larger than 32 bits hold.
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    queries = first + tl.arange(0, QUERIES)
-    offsets = tl.arange(0, KEYS)
-    dims = tl.arange(0, BLOCK_D)
-    part = tl.arange(0, DIMS)
-    known = queries < n_ctx
+    queries = first_query + tl.arange(0, QUERIES)
+    key_offsets = tl.arange(0, KEYS)
+    all_dims = tl.arange(0, PADDED_D_HEAD)
+    some_dims = tl.arange(0, DIMS)
+    query_exists = queries < n_ctx  # The last tile may be longer than what is left.
     q_at = (
         q + batch * q_stride[0] + head * q_stride[1] + queries.to(tl.int64)[:, None] * q_stride[2]
     )
-    k_at = k + batch * k_stride[0] + head // GROUP * k_stride[1]
-    v_at = v + batch * v_stride[0] + head // GROUP * v_stride[1]
-    k_tile = offsets[:, None] * k_stride[2] + part[None, :] * k_stride[3]
-    v_tile = offsets[:, None] * v_stride[2] + dims[None, :] * v_stride[3]
-    query = ()
-    for d in tl.static_range(0, D_HEAD, DIMS):  # pyright: ignore[reportGeneralTypeIssues]
-        asked = known[:, None] & (d + part < D_HEAD)[None, :]
-        query += (tl.load(q_at + (d + part)[None, :] * q_stride[3], mask=asked, other=0.0),)
+    k_at = k + batch * k_stride[0] + head // HEADS_PER_KV_HEAD * k_stride[1]
+    v_at = v + batch * v_stride[0] + head // HEADS_PER_KV_HEAD * v_stride[1]
+    k_tile = key_offsets[:, None] * k_stride[2] + some_dims[None, :] * k_stride[3]
+    v_tile = key_offsets[:, None] * v_stride[2] + all_dims[None, :] * v_stride[3]
+
+    # The queries stay in registers during the whole sweep, DIMS dimensions in each part.
+    query_parts = ()
+    for dim in tl.static_range(0, D_HEAD, DIMS):  # pyright: ignore[reportGeneralTypeIssues]
+        in_queries = query_exists[:, None] & (dim + some_dims < D_HEAD)[None, :]
+        query_parts += (
+            tl.load(q_at + (dim + some_dims)[None, :] * q_stride[3], mask=in_queries, other=0.0),
+        )
     query_label = ()
-    mass = ()
+    pair_sums = ()
     for i in tl.static_range(len(LAGS)):  # pyright: ignore
-        query_label += (tl.load(query_labels[i] + batch * n_ctx + queries, mask=known, other=-1),)
-        mass += (tl.zeros([QUERIES], tl.float32),)
-    top = tl.full([QUERIES], MASKED, tl.float32)
+        query_label += (
+            tl.load(query_labels[i] + batch * n_ctx + queries, mask=query_exists, other=-1),
+        )
+        pair_sums += (tl.zeros([QUERIES], tl.float32),)
+    maximum = tl.full([QUERIES], MASKED, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    lean = tl.zeros([QUERIES], tl.float32)
-    reach = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, BLOCK_D], tl.float32)
-    # First the tiles that lie wholly in the past, which need no mask, then those that touch the
-    # diagonal.
+    score_sum = tl.zeros([QUERIES], tl.float32)
+    distance_sum = tl.zeros([QUERIES], tl.float32)
+    value_sums = tl.zeros([QUERIES, PADDED_D_HEAD], tl.float32)
+
+    # First the tiles of keys that lie wholly in the past of all queries, which need no mask, then
+    # those that the diagonal crosses. DIAGONAL is known to the compiler, which makes two loops.
     for DIAGONAL in tl.static_range(2):
-        for start in range(first * DIAGONAL, tl.minimum(first + QUERIES * DIAGONAL, n_ctx), KEYS):
-            keys = start + offsets
-            there = keys < n_ctx
+        for first_key in range(
+            first_query * DIAGONAL, tl.minimum(first_query + QUERIES * DIAGONAL, n_ctx), KEYS
+        ):
+            keys = first_key + key_offsets
+            key_exists = keys < n_ctx
             scores = tl.zeros([QUERIES, KEYS], tl.float32)
             # A few dimensions at a time: the halves of a split q would not fit the registers whole.
-            for d in tl.static_range(0, D_HEAD, DIMS):
-                if DIAGONAL or d + DIMS > D_HEAD:
-                    inside = there[:, None] & (d + part < D_HEAD)[None, :]
-                    key = tl.load(k_at + k_tile + d * k_stride[3], mask=inside, other=0.0)
+            for dim in tl.static_range(0, D_HEAD, DIMS):
+                if DIAGONAL or dim + DIMS > D_HEAD:
+                    in_keys = key_exists[:, None] & (dim + some_dims < D_HEAD)[None, :]
+                    key = tl.load(k_at + k_tile + dim * k_stride[3], mask=in_keys, other=0.0)
                 else:
-                    key = tl.load(k_at + k_tile + d * k_stride[3])
-                scores = _product(query[d // DIMS], tl.trans(key), scores, SPLIT)
+                    key = tl.load(k_at + k_tile + dim * k_stride[3])
+                scores = _product(query_parts[dim // DIMS], tl.trans(key), scores, SPLIT)
             scores *= scale
             if DIAGONAL:
                 scores = tl.where(queries[:, None] >= keys[None, :], scores, MASKED)
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            step = top - new_top
+
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            step = maximum - new_maximum  # m - m', never positive
             shrink = tl.exp2(step)
-            scores -= new_top[:, None]
+            scores -= new_maximum[:, None]
             weights = tl.exp2(scores)
-            sums = tl.sum(weights, 1)
+            weight_sums = tl.sum(weights, 1)
             if ENTROPY:
-                lean = shrink * (lean + step * total) + tl.sum(weights * scores, 1)
+                score_sum = shrink * (score_sum + step * total) + tl.sum(weights * scores, 1)
+
             if DIAGONAL:
-                reached = tl.sum(weights * (queries[:, None] - keys[None, :]).to(tl.float32), 1)
+                distances = (queries[:, None] - keys[None, :]).to(tl.float32)
+                tile_distance = tl.sum(weights * distances, 1)
             else:
-                # By way of the tile's last key: both terms are at least 0, so nothing cancels.
-                beyond = (KEYS - 1 - offsets).to(tl.float32)
-                reached = tl.sum(weights * beyond[None, :], 1) + sums * (
-                    queries - (start + KEYS - 1)
+                # q - k = (q - last) + (last - k), where `last` is the tile's last key. The second
+                # term is the same in every tile, and both are at least 0, so nothing cancels.
+                before_last = (KEYS - 1 - key_offsets).to(tl.float32)
+                tile_distance = tl.sum(weights * before_last[None, :], 1) + weight_sums * (
+                    queries - (first_key + KEYS - 1)
                 ).to(tl.float32)
-            reach = shrink * reach + reached
-            new_mass = ()
+            distance_sum = shrink * distance_sum + tile_distance
+
+            new_pair_sums = ()
             for i in tl.static_range(len(LAGS)):
-                key_label = tl.load(key_labels[i] + batch * n_ctx + keys, mask=there, other=-1)
-                member = query_label[i][:, None] == key_label[None, :]  # pyright: ignore
+                key_label = tl.load(key_labels[i] + batch * n_ctx + keys, mask=key_exists, other=-1)
+                is_pair = query_label[i][:, None] == key_label[None, :]  # pyright: ignore
+                # In the past every key is at least 1 behind, and on the diagonal a key of the
+                # future has no weight. So lags of 0 and 1 need no comparison there.
                 if LAGS[i] > 1 or (DIAGONAL and LAGS[i] == 1):
-                    member &= queries[:, None] - LAGS[i] >= keys[None, :]
-                new_mass += (shrink * mass[i] + tl.sum(tl.where(member, weights, 0.0), 1),)
-            mass = new_mass
-            total = shrink * total + sums
-            if DIAGONAL or D_HEAD != BLOCK_D:
+                    is_pair &= queries[:, None] - LAGS[i] >= keys[None, :]
+                tile_mass = tl.sum(tl.where(is_pair, weights, 0.0), 1)
+                new_pair_sums += (shrink * pair_sums[i] + tile_mass,)
+            pair_sums = new_pair_sums
+
+            total = shrink * total + weight_sums
+            if DIAGONAL or D_HEAD != PADDED_D_HEAD:
                 value = tl.load(
-                    v_at + v_tile, mask=there[:, None] & (dims < D_HEAD)[None, :], other=0.0
+                    v_at + v_tile,
+                    mask=key_exists[:, None] & (all_dims < D_HEAD)[None, :],
+                    other=0.0,
                 )
             else:
                 value = tl.load(v_at + v_tile)
-            mixed = _product(weights.to(value.dtype), value, mixed * shrink[:, None], SPLIT)
-            top = new_top
+            value_sums = _product(
+                weights.to(value.dtype), value, value_sums * shrink[:, None], SPLIT
+            )
+            maximum = new_maximum
             k_at += KEYS * k_stride[2]
             v_at += KEYS * v_stride[2]
-    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * n_ctx
-    row_at = rows + (batch * tl.num_programs(1) + head) * n_ctx + queries
-    log_total = tl.log2(total)
-    tl.store(row_at, (top + log_total) * LN2, mask=known)
-    tl.store(row_at + size, reach / total, mask=known)
+
+    # Each kind of row sum is `[batch head query]`, one after another.
+    kind_size = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * n_ctx
+    row_at = row_sums + (batch * tl.num_programs(1) + head) * n_ctx + queries
+    log2_total = tl.log2(total)
+    tl.store(row_at, (maximum + log2_total) * LN2, mask=query_exists)
+    tl.store(row_at + kind_size, distance_sum / total, mask=query_exists)
     if ENTROPY:
-        tl.store(row_at + 2 * size, tl.maximum((log_total - lean / total) * LN2, 0.0), mask=known)
+        entropy = tl.maximum((log2_total - score_sum / total) * LN2, 0.0)
+        tl.store(row_at + 2 * kind_size, entropy, mask=query_exists)
     for i in tl.static_range(len(LAGS)):
-        # A negative label fits nothing, and only a negative query label can have met a negative key
-        # label.
-        fitting = tl.where(query_label[i] < 0, 0.0, mass[i] / total)  # pyright: ignore
-        tl.store(row_at + (2 + ENTROPY + i) * size, fitting, mask=known)
+        # A negative label fits nothing. Only a negative query label can have met a negative key
+        # label, so it is enough to look at the query's.
+        mass = tl.where(query_label[i] < 0, 0.0, pair_sums[i] / total)  # pyright: ignore
+        tl.store(row_at + (2 + ENTROPY + i) * kind_size, mass, mask=query_exists)
     z_at = (
         z
         + ((batch * n_ctx + queries) * tl.num_programs(1) + head)[:, None] * D_HEAD
-        + dims[None, :]
+        + all_dims[None, :]
     )
-    tl.store(z_at, mixed / total[:, None], mask=known[:, None] & (dims < D_HEAD)[None, :])
+    in_z = query_exists[:, None] & (all_dims < D_HEAD)[None, :]
+    tl.store(z_at, value_sums / total[:, None], mask=in_z)
 
 
 @_jit
 def _product(a, b, sums, SPLIT: tl.constexpr):
-    """`sums + a @ b`; split, each float32 factor is `high + low` of 11 bits each, and low · low is
-    left out.
+    """`sums + a @ b` on the tensor cores.
+
+    Split, each float32 factor is `high + low`, of about 11 bits each. `high` is what tf32 holds
+    exactly. The product low · low, 2^-22 of the whole, is left out.
     """
     if SPLIT:
+        # Adding half of the lowest bit that stays and cutting the 13 bits below it rounds to tf32.
         a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         b_high = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        # The small products first, so that they are not lost in a large sum.
         sums = tl.dot(a - a_high, b_high, sums, input_precision="tf32")
         sums = tl.dot(a_high, b - b_high, sums, input_precision="tf32")
         return tl.dot(a_high, b_high, sums, input_precision="tf32")

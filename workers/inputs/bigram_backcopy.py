@@ -15,32 +15,35 @@ from workers.inputs.input_registry import Draw, Labelled, input_family
 from workers.inputs.text_files import read_text
 
 BUNDLED_TEXT = "bundled:backcopy-3l-mini"
-"""In the place of a text: the table that this model and the other small ones were trained on."""
+"""Instead of a text: the table that this model and the other small ones were trained on."""
 
 Alphabet = Literal["sorted", "tokenizer"]
 Variant = Literal["backcopy", "markov", "dormant_markov", "interpolate", "uniform"]
 
+Array = Any
+"""An array of numpy or a tensor of torch: a chain is followed with either."""
+
 
 @dataclass(frozen=True, eq=False)
 class Bigrams:
-    """What follows what; a symbol is a row."""
+    """How often each symbol follows each other one. A symbol is the number of a row."""
 
     symbols: tuple[str, ...]
-    """Characters; none where the table is not of a text."""
+    """The characters; empty if the table is not made from a text."""
     unigram: np.ndarray
-    """`[symbol]`, what follows the beginning of the sequence."""
+    """`[symbol]`, P(first symbol of the sequence)."""
     rows: np.ndarray
     """`[symbol next]`, P(next | symbol)."""
     triggers: frozenset[int]
     first_id: int = 0
-    """Token id of the first symbol, where ids are in the order of the symbols."""
+    """Token id of the first symbol, if ids are in the order of the symbols."""
 
     @property
     def start(self) -> np.ndarray:
         """`[symbol]`, the unigram distribution without the triggers."""
-        others = self.unigram.copy()
-        others[list(self.triggers)] = 0
-        return others / others.sum()
+        without_triggers = self.unigram.copy()
+        without_triggers[list(self.triggers)] = 0
+        return without_triggers / without_triggers.sum()
 
     def is_trigger(self, symbols: np.ndarray) -> np.ndarray:
         """Which of the symbols are triggers."""
@@ -50,14 +53,14 @@ class Bigrams:
 class Chain(NamedTuple):
     """What symbols are drawn from, in arrays of numpy or in tensors of torch."""
 
-    rows: Any
-    """`[symbol next]`, cumulative; behind the symbols stands the row of the beginning of the
-    sequence.
+    rows: Array
+    """`[symbol next]`, cumulative. The last row, behind those of the symbols, is that of the
+    beginning of the sequence.
     """
-    wakes: Any
-    """`[symbol]`, whether what follows depends on the symbol before it."""
+    wakes: Array
+    """`[symbol]`, whether the next symbol depends on the one before this one."""
     copies: bool
-    """Whether that symbol is then copied, or its row drawn from."""
+    """Whether that earlier symbol is copied. If not, the next one is drawn from its row."""
 
 
 @input_family
@@ -73,20 +76,21 @@ def backcopy(
     """Bigram-Backcopy: characters follow the bigrams of a `text`, a trigger is followed by the
     token before it (Guo et al. 2024).
 
-    The triggers are the most frequent characters of the text. The first token is a unigram, no
-    trigger. Variants differ in what follows a trigger: `markov` its own bigram; `dormant_markov`
-    the bigram of the token before it; `interpolate` a copy with probability `mix`, else its own
-    bigram. In `markov` and `dormant_markov` the first token may be a trigger. `uniform` copies
-    nothing: the next token is drawn uniformly from the tokens that can follow the current one, and
-    a trigger is never followed by a trigger. Triggers are labelled "trigger" in every variant.
+    The triggers are the most frequent characters of the text. The first token is drawn by its
+    frequency and is no trigger. Variants differ in what follows a trigger: in `markov` its own
+    bigram; in `dormant_markov` the bigram of the token before it; in `interpolate` a copy with
+    probability `mix`, else its own bigram. In `markov` and `dormant_markov` the first token may be
+    a trigger. `uniform` copies nothing: the next token is drawn uniformly from the tokens that can
+    follow the current one, and a trigger is never followed by a trigger. Triggers are labelled
+    "trigger" in every variant.
 
-    `alphabet` says which token a character is: `sorted`, its place among the sorted characters of
-    the text (BOS and other special tokens must have higher ids); `tokenizer`, what the model's
-    tokenizer makes of it. `text = "bundled:backcopy-3l-mini"` is the table that this model was
-    trained on: triggers 1 to 3, others 4 to 64.
+    `alphabet` says which token a character is. With `sorted` it is the character's place among the
+    sorted characters of the text (BOS and other special tokens must have higher ids). With
+    `tokenizer` it is what the model's tokenizer makes of it. `text = "bundled:backcopy-3l-mini"` is
+    the table that this model was trained on: triggers 1 to 3, others 4 to 64.
 
     * `triggers`: how many characters are triggers.
-    * `mix`: a probability, for the variant `interpolate` alone, which needs it.
+    * `mix`: a probability. The variant `interpolate` needs it, the others do not allow it.
     """
     if (variant == "interpolate") != (mix is not None):
         raise ScanError(
@@ -97,9 +101,9 @@ def backcopy(
         raise ScanError(f"input.mix: expected a probability, 0 to 1, got {mix}")
     table = bigrams_of(text, triggers)
     ids = _ids(draw, table, text, alphabet)
-    places = draw.rng.random(draw.length)
-    copied = draw.rng.random(draw.length) < (1.0 if mix is None else mix)
-    symbols = np.array(follow(chain_of(table, variant), places, copied))
+    uniforms = draw.rng.random(draw.length)
+    is_copied = draw.rng.random(draw.length) < (1.0 if mix is None else mix)
+    symbols = np.array(follow(chain_of(table, variant), uniforms, is_copied))
     return Labelled(ids[symbols], {"trigger": np.flatnonzero(table.is_trigger(symbols))})
 
 
@@ -107,11 +111,11 @@ def backcopy(
 def backcopy_test(
     draw: Draw, *, text: str, triggers: int = 3, alphabet: Alphabet = "sorted"
 ) -> Labelled:
-    """All tokens of Bigram-Backcopy but the triggers, in order, then token i: does it wake a head?
-    (Guo et al. 2024).
+    """All tokens of Bigram-Backcopy except the triggers, in order, then token i: does it wake a
+    head? (Guo et al. 2024).
 
     i is the index of the sequence; after the last token the sequences begin again with the first.
-    Options as in `backcopy`. The last position is labelled "trigger" where it is one.
+    Options as in `backcopy`. The last position is labelled "trigger" if its token is one.
     """
     table = bigrams_of(text, triggers)
     ids = _ids(draw, table, text, alphabet)
@@ -122,32 +126,37 @@ def backcopy_test(
             f"token, the sequence has room for {draw.length}; change n_ctx by "
             f"{len(others) + 1 - draw.length:+d}"
         )
-    symbols = np.append(others, draw.sequence % len(ids))
+    last_symbol = draw.sequence % len(ids)
+    symbols = np.append(others, last_symbol)
     return Labelled(ids[symbols], {"trigger": np.flatnonzero(table.is_trigger(symbols))})
 
 
 @lru_cache(maxsize=4)
 def bigrams_of(text: str, triggers: int) -> Bigrams:
-    """The bigrams of a text file, its `triggers` most frequent characters, or the table of the
-    bundled model.
+    """The bigrams of a text file, or the table of the bundled model.
+
+    The triggers are its most frequent characters, `triggers` of them.
     """
     if text == BUNDLED_TEXT:
         return _bundled(triggers)
-    points = np.frombuffer(read_text(text).encode("utf-32-le"), np.uint32)
-    characters, codes, counts = np.unique(points, return_inverse=True, return_counts=True)
-    n = len(characters)
-    if not 1 <= triggers < n:
+    # In UTF-32 every character is one number, so numpy can count them.
+    code_points = np.frombuffer(read_text(text).encode("utf-32-le"), np.uint32)
+    characters, symbols, counts = np.unique(code_points, return_inverse=True, return_counts=True)
+    n_symbols = len(characters)
+    if not 1 <= triggers < n_symbols:
         raise ScanError(
-            f"input.triggers: expected 1 to {n - 1}, of the {n} characters of {text}, got "
-            f"{triggers}"
+            f"input.triggers: expected 1 to {n_symbols - 1}, of the {n_symbols} characters of "
+            f"{text}, got {triggers}"
         )
     unigram = counts / counts.sum()
-    pairs = np.bincount(codes[:-1] * n + codes[1:], minlength=n * n).reshape(n, n).astype(float)
-    # A character that occurs only at the very end is followed by nothing.
+    pair_numbers = symbols[:-1] * n_symbols + symbols[1:]
+    pair_counts = np.bincount(pair_numbers, minlength=n_symbols**2).astype(float)
+    pairs = pair_counts.reshape(n_symbols, n_symbols)
+    # Nothing follows a character that occurs only at the very end. It gets the unigrams.
     pairs[pairs.sum(1) == 0] = unigram
     most_frequent = np.argsort(-counts, kind="stable")[:triggers].tolist()
     return Bigrams(
-        tuple(map(chr, characters.tolist())),
+        tuple(chr(character) for character in characters.tolist()),
         unigram,
         pairs / pairs.sum(1, keepdims=True),
         frozenset(most_frequent),
@@ -155,18 +164,21 @@ def bigrams_of(text: str, triggers: int) -> Bigrams:
 
 
 def _bundled(triggers: int) -> Bigrams:
-    """61 characters whose rows are drawn at random, and three triggers that follow each of them
-    with probability 0.05.
+    """61 symbols whose rows are drawn at random, and three triggers.
+
+    Each trigger follows each of the 61 with probability 0.05.
     """
     if triggers != 3:
         raise ScanError(f"input.triggers: {BUNDLED_TEXT} has 3, got {triggers}; leave it out")
-    others, share = 61, 0.15
+    n_others = 61
+    trigger_share = 0.15
     # RandomState, because its stream is frozen across numpy versions.
-    drawn = np.random.RandomState(0).dirichlet(np.full(others, 0.08), size=others)
-    rows = np.zeros((3 + others, 3 + others))
-    rows[:3, 3:] = 1 / others
-    rows[3:, 3:] = (1 - share) * drawn
-    rows[3:, :3] = share / 3
+    drawn_rows = np.random.RandomState(0).dirichlet(np.full(n_others, 0.08), size=n_others)
+    rows = np.zeros((3 + n_others, 3 + n_others))
+    rows[:3, 3:] = 1 / n_others
+    rows[3:, 3:] = (1 - trigger_share) * drawn_rows
+    rows[3:, :3] = trigger_share / 3
+    # The first token is drawn like one that follows a trigger: any of the 61.
     return Bigrams((), rows[0], rows, frozenset({0, 1, 2}), first_id=1)
 
 
@@ -175,46 +187,56 @@ def chain_of(table: Bigrams, variant: Variant = "backcopy") -> Chain:
     """The chain of a variant."""
     copies = variant in ("backcopy", "interpolate")
     rows = _uniform_rows(table) if variant == "uniform" else table.rows
-    first = table.unigram if variant in ("markov", "dormant_markov") else table.start
-    # The last sum is made 1, so that every number below 1 falls on a symbol that can occur.
-    sums = np.vstack([rows, first]).cumsum(1)
-    wakes = table.is_trigger(np.arange(len(sums))) & (copies or variant == "dormant_markov")
-    return Chain(sums / sums[:, -1:], wakes, copies)
+    # If triggers copy, the first token is none, because it would have nothing to copy.
+    first_row = table.unigram if variant in ("markov", "dormant_markov") else table.start
+    cumulative = np.vstack([rows, first_row]).cumsum(1)
+    # Rounding may leave the last sum below 1. Divided by it, every number below 1 falls on a symbol
+    # that can occur.
+    cumulative /= cumulative[:, -1:]
+    # Row -1, of the beginning, is the number len(rows) and therefore no trigger.
+    is_trigger = table.is_trigger(np.arange(len(cumulative)))
+    wakes = is_trigger & (copies or variant == "dormant_markov")
+    return Chain(cumulative, wakes, copies)
 
 
-def follow(chain: Chain, places: Any, copied: Any) -> list[Any]:
-    """Symbols by position, each drawn from the row that the ones before it call for.
+def follow(chain: Chain, uniforms: Array, is_copied: Array) -> list[Array]:
+    """Symbols by position, each drawn from the row that the symbols before it call for.
 
-    A symbol is where a number of `places`, uniform in [0, 1), falls in its row; `copied` says
-    whether a copy happens there. Both are `[pos …]`: further axes are sequences.
+    `uniforms` are numbers in [0, 1): the symbol is where the number falls in the cumulative row.
+    `is_copied` says whether a copy happens at a position if a trigger stands before it. Both are
+    `[pos …]`; further axes are sequences, which are followed side by side.
     """
-    symbols: list[Any] = []
-    before = last = -1
-    for place, copy in zip(places, copied, strict=True):
+    symbols: list[Array] = []
+    # -1 stands for the beginning of the sequence: the last row of the chain.
+    second_last = last = -1
+    for uniform, may_copy in zip(uniforms, is_copied, strict=True):
         wakes = chain.wakes[last]
-        source = last if chain.copies else last + wakes * (before - last)
-        row = chain.rows[source]
-        # The same number, faster for one sequence.
-        symbol = (
-            (row <= place[..., None]).sum(-1) if place.ndim else row.searchsorted(place, "right")
-        )
+        # `wakes` picks one of two symbols by arithmetic, because it may be an array.
+        drawn_after = last if chain.copies else last + wakes * (second_last - last)
+        row = chain.rows[drawn_after]
+        if uniform.ndim:
+            symbol = (row <= uniform[..., None]).sum(-1)
+        else:
+            # The same number, faster for one sequence.
+            symbol = row.searchsorted(uniform, "right")
         if chain.copies:
-            symbol = symbol + (wakes & copy) * (before - symbol)
+            symbol = symbol + (wakes & may_copy) * (second_last - symbol)
         symbols.append(symbol)
-        before, last = last, symbol
+        second_last, last = last, symbol
     return symbols
 
 
 def _uniform_rows(table: Bigrams) -> np.ndarray:
-    follows = table.rows > 0
-    triggers = table.is_trigger(np.arange(len(follows)))
-    follows &= ~(triggers[:, None] & triggers)
-    if not follows.any(1).all():
+    """`[symbol next]`, uniform over what can follow, but no trigger after a trigger."""
+    can_follow = table.rows > 0
+    is_trigger = table.is_trigger(np.arange(len(can_follow)))
+    can_follow &= ~(is_trigger[:, None] & is_trigger)
+    if not can_follow.any(1).all():
         raise ScanError(
             "input.variant: 'uniform' needs triggers that others follow; take fewer triggers, or "
             "another text"
         )
-    return follows / follows.sum(1, keepdims=True)
+    return can_follow / can_follow.sum(1, keepdims=True)
 
 
 def _ids(draw: Draw, table: Bigrams, text: str, alphabet: Alphabet) -> np.ndarray:
@@ -225,18 +247,20 @@ def _ids(draw: Draw, table: Bigrams, text: str, alphabet: Alphabet) -> np.ndarra
         ids = _tokens_of(draw, table.symbols, text)
     else:
         raise ScanError(f"input.alphabet: {text} has tokens and no characters; leave it out")
-    wrong = ids[~np.isin(ids, draw.ordinary)]
-    if len(wrong):
+    not_ordinary = ids[~np.isin(ids, draw.ordinary)]
+    if len(not_ordinary):
+        first_ids = ", ".join(map(str, not_ordinary[:3])) + (" …" if len(not_ordinary) > 3 else "")
         raise ScanError(
             f"input.text: {text} needs the token ids {ids.min()} to {ids.max()}, and "
-            f"{', '.join(map(str, wrong[:3]))}{' …' if len(wrong) > 3 else ''} of them are no "
-            "ordinary tokens of the model: its vocabulary is too small, or they are special; take "
-            "the model that the task was made for, or another alphabet"
+            f"{first_ids} of them are no ordinary tokens of the model: its vocabulary is too "
+            "small, or they are special; take the model that the task was made for, or another "
+            "alphabet"
         )
     return ids
 
 
 def _tokens_of(draw: Draw, symbols: tuple[str, ...], text: str) -> np.ndarray:
+    """The token id of each character; one that is several tokens is refused."""
     encoded = draw.load_tokenizer().encode_many(list(symbols))
     for symbol, tokens in zip(symbols, encoded, strict=True):
         if len(tokens) != 1:

@@ -13,7 +13,8 @@ from schemas.errors import ScanError
 from schemas.tables import carried_name
 from workers.inputs.documents import EVERY_DOCUMENT, Reading, Source, Value
 
-Condition = Value | list[Value]
+AllowedValues = Value | list[Value]
+"""What `where` may say of a field: the value, or the values that it may have."""
 
 
 class Tokenizer(Protocol):
@@ -24,7 +25,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """The same for several texts at once."""
+        """Token ids of several texts at once."""
         ...
 
 
@@ -34,39 +35,41 @@ class Choice:
 
     reading: Reading = EVERY_DOCUMENT
     shuffle: bool | int = False
-    """The seed of their order; true means the seed of the scan, false the order of the files."""
+    """The seed of their order. True means the seed of the scan, False the order of the files."""
     skip: int = 0
+    """How many of the first documents are left out, in their order."""
 
     def resolved(self, seed: int) -> Choice:
-        """The same for a scan of some seed."""
+        """The choice for a scan with this seed, in which `shuffle` is no longer True."""
         return replace(self, shuffle=seed) if self.shuffle is True else self
 
     @property
     def shuffled(self) -> bool:
-        """Whether the order is another one than that of the files."""
+        """Whether the order is not that of the files."""
+        # The seed 0 shuffles, too.
         return self.shuffle is not False
 
 
 def choice(
     *,
     text_field: str | None = None,
-    where: dict[str, Condition | dict[str, Condition]] | None = None,
+    where: dict[str, AllowedValues | dict[str, AllowedValues]] | None = None,
     shuffle: bool | int | None = None,
     skip: int | None = None,
     columns: list[str] | None = None,
 ) -> Choice:
     """Options that every family of text has.
 
-    * `text_field`: the field or column that holds the text, `text` if it is left out. A dot leads
-      into a field: `body.plain`.
+    * `text_field`: the field or column that holds the text, `text` by default. A dot leads into a
+      field: `body.plain`.
     * `where`: takes only documents whose fields have these values, `where = { pile_set_name =
       ["Github", "ArXiv"], lang = "en" }`. A field is looked for in the document, then in its
       `meta`.
-    * `shuffle`: takes the documents of the whole corpus in random order, by a seed of its own or,
-      if it is true, by the scan's.
-    * `skip`: leaves out the first documents of those that are taken, in their order.
+    * `shuffle`: takes the documents of the whole corpus in random order. A number is the seed of
+      the order; true means the seed of the scan.
+    * `skip`: leaves out this many documents at the beginning of that order.
     * `columns`: fields that are carried into the table `sequences`, as text: `meta.year` becomes
-      the column `doc_meta_year`. NULL where a document has no such field.
+      the column `doc_meta_year`. The value is NULL if a document does not have the field.
     """
     if skip is not None and skip < 0:
         raise ScanError(f"input.skip: expected 0 or more documents, got {skip}")
@@ -74,29 +77,39 @@ def choice(
         raise ScanError(f"input.shuffle: expected true or a seed, 0 or more, got {shuffle}")
     if text_field == "":
         raise ScanError("input.text_field: expected the name of a field, got ''")
-    carried: dict[str, str] = {}
-    for name in columns or []:
-        other = carried.setdefault(carried_name(name), name)
-        if other != name or (columns or []).count(name) > 1:
-            raise ScanError(
-                f"input.columns: {other!r} and {name!r} are both the column "
-                f"{carried_name(name)}; leave out one"
-            )
-    wanted = tuple(_wanted(where or {}))
-    for name, values in wanted:
+    _check_columns(columns or [])
+    conditions = tuple(_conditions(where or {}))
+    for name, values in conditions:
         if not values:
             raise ScanError(f"input.where.{name}: expected a value or some values, got []")
-    reading = Reading(text_field or "text", wanted, tuple(columns or []))
+    reading = Reading(text_field or "text", conditions, tuple(columns or []))
     return Choice(reading, False if shuffle is None else shuffle, skip or 0)
 
 
-def _wanted(
-    where: Mapping[str, Condition | dict[str, Condition]], prefix: str = ""
+def _check_columns(fields: list[str]) -> None:
+    """Refuse fields that would become one column of `sequences`."""
+    field_of_column: dict[str, str] = {}
+    for name in fields:
+        column = carried_name(name)
+        # `meta.year` and `meta_year` are both `doc_meta_year`.
+        first_name = field_of_column.setdefault(column, name)
+        if first_name != name or fields.count(name) > 1:
+            raise ScanError(
+                f"input.columns: {first_name!r} and {name!r} are both the column {column}; leave "
+                "out one"
+            )
+
+
+def _conditions(
+    where: Mapping[str, AllowedValues | dict[str, AllowedValues]], prefix: str = ""
 ) -> Iterator[tuple[str, tuple[Value, ...]]]:
-    """Values by dotted name; TOML makes a table of `where.meta.lang`."""
+    """Dotted names of fields, each with its allowed values.
+
+    TOML makes a table of `where.meta.lang`, which is flattened here.
+    """
     for name, condition in where.items():
         if isinstance(condition, dict):
-            yield from _wanted(condition, f"{prefix}{name}.")
+            yield from _conditions(condition, f"{prefix}{name}.")
         else:
             values = condition if isinstance(condition, list) else [condition]
             yield prefix + name, tuple(values)
@@ -104,33 +117,39 @@ def _wanted(
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a corpus family returns: sources in order, and how documents become sequences."""
+    """What a family of text returns: sources in order, and how documents become sequences."""
 
     sources: tuple[Source, ...]
     packing: str
+    """`document`: a sequence is the first tokens of one document. `concat`: documents are joined
+    and cut.
+    """
     tokens_shuffled: bool = False
     """Whether the tokens of every sequence are permuted."""
     chunk: int | None = None
-    """How many tokens of text are repeated to make a sequence; none means that all of them are
-    text.
+    """How many tokens of text are repeated to make a sequence. None means that nothing is
+    repeated.
     """
     repeat_bos: bool = False
-    """Whether the beginning-of-sequence token, where there is one, stands before every copy of the
-    chunk.
-    """
+    """Whether the beginning-of-sequence token stands before every copy of the chunk."""
     choice: Choice = field(default_factory=Choice)
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it. Files may grow or be mended: the index says whether
-        the sequences are the same.
+        """What a run's manifest keeps of it.
+
+        Sizes are left out, because files may grow or be repaired. The index says whether the
+        sequences are still the same.
         """
-        sources = [
-            asdict(s) | {"path": Path(s.path).name if s.kind != "hub" else s.path}
-            for s in self.sources
-        ]
-        kept = [{name: value for name, value in s.items() if name != "bytes"} for s in sources]
-        return {"packing": self.packing, "sources": kept}
+        sources: list[dict[str, Any]] = []
+        for source in self.sources:
+            fields = asdict(source)
+            del fields["bytes"]
+            if source.kind != "hub":
+                # A file may lie elsewhere when the run is continued.
+                fields["path"] = Path(source.path).name
+            sources.append(fields)
+        return {"packing": self.packing, "sources": sources}
 
     @property
     def reading(self) -> Reading:

@@ -20,10 +20,13 @@ PILE = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
 CSV = {".csv": "csv"}
 TEXT = {"": "text"}
 ANY_TEXT = PILE | CSV | TEXT
-"""Kind of a file by its ending, .zst and .gz left out."""
+"""Kind of a file by its ending, without .zst or .gz. The empty ending fits every file, so it stands
+last.
+"""
 
 
 def _split_of_files(options: dict[str, Any]) -> str | None:
+    """Why `split` means nothing with `files`; None if it is not given."""
     if options["files"] is None or options["split"] == "train":
         return None
     return "input.split: expected with a dataset only, got files; leave it out"
@@ -52,17 +55,17 @@ def pile(
         return Corpus(
             tuple(Source("hub", dataset, 0, split, part, parts) for part in range(parts)), packing
         )
-    return Corpus(_list(files or [], PILE), packing)
+    return Corpus(_sources(files or [], PILE), packing)
 
 
 @input_family
 def csv_texts(*, files: str | list[str], packing: Packing = "document") -> Corpus:
-    """Rows of .csv files with a column text; a column dataset, where there is one, becomes
+    """Rows of .csv files with a column text; a column dataset, if there is one, becomes
     `pile_set_name`.
 
     Made for the 300 texts of Ran-Milo et al. 2026, of 40 tokens each (n_ctx = 40, bos = false).
     """
-    return Corpus(_list(files, CSV), packing)
+    return Corpus(_sources(files, CSV), packing)
 
 
 @input_family
@@ -72,7 +75,7 @@ def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> C
     After Mahmood's reproduction of Ran-Milo et al. 2026. The permutation depends on the seed and
     the sequence.
     """
-    return Corpus(_list(files, ANY_TEXT), packing, tokens_shuffled=True)
+    return Corpus(_sources(files, ANY_TEXT), packing, tokens_shuffled=True)
 
 
 @input_family
@@ -82,70 +85,77 @@ def repeated_text(
     """The first `chunk` tokens of a text, repeated to the end of the sequence (Scheuer,
     attention-sink-profiler).
 
-    With packing by document, each text gives one chunk. BOS, where the scan has it, stands at
-    position 0 and is not counted in `chunk`; with `repeat_bos` it stands before every copy.
+    With packing by document, each text gives one chunk. If the scan has BOS, it stands at position
+    0 and is not counted in `chunk`; with `repeat_bos` it stands before every copy.
     """
     if chunk < 1:
         raise ScanError(f"input.chunk: expected 1 or more tokens, got {chunk}")
-    return Corpus(_list(files, ANY_TEXT), packing, chunk=chunk, repeat_bos=repeat_bos)
+    return Corpus(_sources(files, ANY_TEXT), packing, chunk=chunk, repeat_bos=repeat_bos)
 
 
 @input_family
 def text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
     """Plain UTF-8 text files, each one document; `bundled:LICENSE` is a file of this project."""
-    return Corpus(_list(files, TEXT), packing)
+    return Corpus(_sources(files, TEXT), packing)
 
 
-def _list(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
+def _sources(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...]:
     """The files of paths and globs, each once, in the order of their names."""
     patterns = [files] if isinstance(files, str) else files
     if not patterns:
         raise ScanError("input.files: expected at least one path or glob, got []")
-    found: dict[str, tuple[str, int]] = {}
+    size_of: dict[str, int] = {}
+    path_of_real_file: dict[str, str] = {}
     for pattern in patterns:
-        where = place(located(pattern))
-        if isinstance(where, StorePath):
-            found |= {str(p): (str(p), size) for p, size in _in_store(where)}
+        path = place(located(pattern))
+        if isinstance(path, StorePath):
+            size_of |= {str(key): size for key, size in _matching_objects(path)}
             continue
-        path = str(where)
-        if os.path.isdir(path):
-            raise CorpusError(
-                f"input.files: {pattern!r} is a directory; expected files, for instance "
-                f"{pattern.rstrip('/')}/*"
-            )
-        matched = (
-            [path]
-            if os.path.isfile(path)
-            else [p for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
+        for file in _matching_files(str(path), pattern):
+            # Two patterns, or two links, may lead to one file. The path that comes first counts.
+            first_path = path_of_real_file.setdefault(os.path.realpath(file), file)
+            size_of[first_path] = os.path.getsize(first_path)
+    # Names count before directories: the order is the same wherever the files lie.
+    in_order = sorted(size_of, key=lambda path: (Path(path).name, path))
+    return tuple(Source(_kind(path, kinds), path, size_of[path]) for path in in_order)
+
+
+def _matching_files(path: str, pattern: str) -> list[str]:
+    """The files of a local path or glob; `pattern` is how the scan names it."""
+    if os.path.isdir(path):
+        raise CorpusError(
+            f"input.files: {pattern!r} is a directory; expected files, for instance "
+            f"{pattern.rstrip('/')}/*"
         )
-        if not matched:
-            raise CorpusError(f"input.files: no file matches {pattern!r} (in {Path.cwd()})")
-        for p in matched:
-            found.setdefault(os.path.realpath(p), (p, os.path.getsize(p)))
-    sources: list[Source] = []
-    for path, size in sorted(found.values(), key=lambda p: (Path(p[0]).name, p[0])):
-        sources.append(Source(_kind(path, kinds), path, size))
-    return tuple(sources)
+    # A file comes before a glob, because its name may hold signs such as [ or *.
+    if os.path.isfile(path):
+        return [path]
+    files = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
+    if not files:
+        raise CorpusError(f"input.files: no file matches {pattern!r} (in {Path.cwd()})")
+    return files
 
 
 def _kind(path: str, kinds: dict[str, str]) -> str:
     """What is in a file, by its ending."""
-    packed = path.endswith(COMPRESSED)
-    inner = path.rpartition(".")[0] if packed else path
-    kind = next((kind for ending, kind in kinds.items() if inner.endswith(ending)), None)
-    if kind is None or (packed and kind == "parquet"):
+    is_compressed = path.endswith(COMPRESSED)
+    name = path.rpartition(".")[0] if is_compressed else path
+    kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), None)
+    # Parquet compresses its columns itself, and cannot be entered inside a compressed file.
+    if kind is None or (is_compressed and kind == "parquet"):
         raise CorpusError(
-            f"{printable(path)}: expected a file that ends in {', '.join(kinds)}; those of text may "
-            "also be packed (.zst, .gz)"
+            f"{printable(path)}: expected a file that ends in {', '.join(kinds)}; those of text "
+            "may also be packed (.zst, .gz)"
         )
     return kind
 
 
-def _in_store(pattern: StorePath) -> list[tuple[StorePath, int]]:
+def _matching_objects(pattern: StorePath) -> list[tuple[StorePath, int]]:
+    """The objects of a store that match, each with its size in bytes."""
     try:
-        found = matching(pattern)
+        objects = matching(pattern)
     except OSError as error:
         raise CorpusError(f"input.files: {pattern} cannot be listed ({reason(error)})") from None
-    if not found:
+    if not objects:
         raise CorpusError(f"input.files: no object matches {str(pattern)!r}")
-    return found
+    return objects

@@ -1,7 +1,9 @@
 """The index of a corpus: its documents in the order in which they are cut into sequences, with the
 number of tokens and a hash of each.
 
-With it, sequence i is a place in the corpus whatever shard, actor or order it is read in.
+With an index, sequence i is a place in the corpus, whichever shard, actor or order reads it. The
+index is built once, by tokenising every document as far as the scan needs them. Afterwards any
+shard is read without tokenising what lies before it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,84 +29,101 @@ from workers.inputs.corpus import Choice, Corpus, Tokenizer
 from workers.inputs.documents import Document, Reading, Record, Source, Value
 
 BAD = -1
-"""Length of a row that cannot be read."""
+"""Number of tokens of a row that cannot be read."""
 
 SKIPPED = -2
-"""Length of a document that `skip` leaves out; it is not tokenised."""
+"""Number of tokens of a document that `skip` leaves out; it is not tokenised."""
+
+RECORDS_AT_ONCE = 512
+"""Records that are tokenised together, on all cores."""
+
+LISTED_PARTS = 20
+"""Parts of a corpus that an error message lists."""
 
 
 class FileState(NamedTuple):
-    """A source when it was indexed."""
+    """What a source was like when it was indexed."""
 
     name: str
     bytes: int
     changed: int
-    """When the file was changed last, in nanoseconds; 0 where nothing says so."""
+    """When the file was changed last, in nanoseconds; 0 if that is not known."""
 
     @classmethod
     def of(cls, source: Source) -> FileState:
         """A source as it is now."""
         if source.kind == "hub":
             return cls(source.file_name, 0, 0)
-        where = place(source.path)
-        if isinstance(where, StorePath):
-            info = where.filesystem.get_file_info(where.key)
+        path = place(source.path)
+        if isinstance(path, StorePath):
+            info = path.filesystem.get_file_info(path.key)
             return cls(source.file_name, info.size, info.mtime_ns)
         try:
-            info = os.stat(where)
+            status = os.stat(path)
         except OSError:
-            return cls(source.file_name, 0, 0)  # Reading it says what is wrong.
-        return cls(source.file_name, info.st_size, info.st_mtime_ns)
+            # Whoever reads the file next says what is wrong with it.
+            return cls(source.file_name, 0, 0)
+        return cls(source.file_name, status.st_size, status.st_mtime_ns)
+
+    def is_same_file(self, now: FileState) -> bool:
+        """Whether nothing tells a file from what it was; an unknown time fits every time."""
+        same_content = (self.name, self.bytes) == (now.name, now.bytes)
+        return same_content and self.changed in (0, now.changed)
 
 
 def same_files(before: Sequence[FileState], sources: Sequence[Source]) -> bool:
-    """Whether some files are as they were; others may come after them."""
+    """Whether the first sources are the files of `before`, unchanged; more may come after them."""
     now = [FileState.of(source) for source in sources[: len(before)]]
     return len(now) == len(before) and all(
-        (was.name, was.bytes) == (is_.name, is_.bytes) and was.changed in (0, is_.changed)
-        for was, is_ in zip(before, now, strict=True)
+        old_state.is_same_file(new_state) for old_state, new_state in zip(before, now, strict=True)
     )
 
 
 @dataclass(frozen=True)
 class Index:
-    """The documents of a corpus in the order in which they are cut into sequences."""
+    """The documents of a corpus in the order in which they are cut into sequences.
+
+    The arrays have one entry for each document.
+    """
 
     source: np.ndarray
+    """The number of its source in the corpus."""
     row: np.ndarray
+    """Its row in the source."""
     n_tokens: np.ndarray
-    """`BAD` where a row cannot be read, `SKIPPED` where it is left out; 0 where it is empty."""
+    """`BAD` if the row cannot be read, `SKIPPED` if it is left out, 0 if the text is empty."""
     problems: dict[int, str]
-    """Problem of every bad document, by its number here."""
+    """The problem of every bad document, by its number in this index."""
     whole_sources: int = 0
     """How many sources of the corpus are indexed to their end."""
     content: np.ndarray | None = None
-    """Hash of every document; none in an index that was made without."""
+    """Hash of every document. None in an index of an older version, which had no hashes."""
     offset: np.ndarray | None = None
-    """Byte of its file at which a record begins, `FROM_THE_BEGINNING` where that is not known."""
+    """Byte of its file at which a record begins, or `FROM_THE_BEGINNING`."""
     part: np.ndarray | None = None
-    """Number of the part of the corpus that a document belongs to, -1 where it does not say."""
+    """Number of the part of the corpus that a document belongs to, -1 if it does not say."""
     part_names: tuple[str, ...] = ()
     files: tuple[FileState, ...] = ()
-    """The sources that were begun, as they were."""
+    """The state of every source of which at least the beginning is indexed."""
     other_documents: dict[str, int] = field(default_factory=dict[str, int])
-    """How many documents are not what `where` asks for, by part."""
+    """By part: how many documents do not fit `where`."""
     bad_in_a_row: int = 0
-    """The longest row of bad documents."""
+    """The largest number of bad documents one after the other."""
     carried: tuple[int, ...] = ()
-    """How many documents have each of the columns that are carried."""
+    """For each field that is carried into `sequences`: how many documents have it."""
 
     def to_parquet(self) -> pa.Buffer:
         """The index as a Parquet file."""
         assert self.part is not None
-        names = pa.array(self.part_names, pa.string())
+        # Parts are stored by name, so the file explains itself.
+        part_names = pa.array(self.part_names, pa.string())
         columns = {
             "source": self.source,
             "row": self.row,
             "n_tokens": self.n_tokens,
             "content": self.content,
             "offset": self.offset,
-            "part": names.take(pa.array(self.part, mask=self.part < 0)),
+            "part": part_names.take(pa.array(self.part, mask=self.part < 0)),
         }
         table = pa.table({name: values for name, values in columns.items() if values is not None})
         metadata = {
@@ -121,21 +140,18 @@ class Index:
     def read(cls, file: Place) -> Index:
         """Read an index from its Parquet file."""
         table = read_parquet(file)
-        metadata = table.schema.metadata or {}
-        source, row, n_tokens = (table[name].to_numpy() for name in ("source", "row", "n_tokens"))
-        problems, whole_sources = json.loads(metadata[b"problems"]), metadata.get(b"whole_sources")
         if "content" not in table.column_names:
-            # Older indexes named problems by file and row; they are in the order of the bad rows.
-            named = zip(np.flatnonzero(n_tokens == BAD).tolist(), problems.values(), strict=False)
-            part = np.full(len(row), -1, np.int32)
-            return cls(source, row, n_tokens, dict(named), int(whole_sources or 0), part=part)
+            return cls._from_older_table(table)
+        metadata = table.schema.metadata or {}
         part = table["part"].combine_chunks().dictionary_encode()
+        # JSON has no integer keys, so problems are stored as pairs.
+        problems = {int(number): problem for number, problem in json.loads(metadata[b"problems"])}
         return cls(
-            source,
-            row,
-            n_tokens,
-            {int(number): problem for number, problem in problems},
-            int(whole_sources or 0),
+            source=table["source"].to_numpy(),
+            row=table["row"].to_numpy(),
+            n_tokens=table["n_tokens"].to_numpy(),
+            problems=problems,
+            whole_sources=int(metadata.get(b"whole_sources") or 0),
             content=table["content"].to_numpy(),
             offset=table["offset"].to_numpy(),
             part=part.indices.fill_null(-1).to_numpy(),
@@ -146,6 +162,23 @@ class Index:
             carried=tuple(json.loads(metadata[b"carried"])),
         )
 
+    @classmethod
+    def _from_older_table(cls, table: pa.Table) -> Index:
+        """An index of an older version, which has neither hashes nor offsets nor parts."""
+        metadata = table.schema.metadata or {}
+        n_tokens = table["n_tokens"].to_numpy()
+        # Older indexes named problems by file and row. They are in the order of the bad rows.
+        problems = json.loads(metadata[b"problems"]).values()
+        bad_documents = np.flatnonzero(n_tokens == BAD).tolist()
+        return cls(
+            source=table["source"].to_numpy(),
+            row=table["row"].to_numpy(),
+            n_tokens=n_tokens,
+            problems=dict(zip(bad_documents, problems, strict=False)),
+            whole_sources=int(metadata.get(b"whole_sources") or 0),
+            part=np.full(len(n_tokens), -1, np.int32),
+        )
+
     @property
     def bad(self) -> int:
         """How many documents are bad."""
@@ -153,22 +186,25 @@ class Index:
 
     @property
     def documents(self) -> int:
-        """How many documents were read."""
+        """How many documents were read, those that do not fit `where` included."""
         return len(self.row) + sum(self.other_documents.values())
 
     def lengths_of(self, content: np.ndarray) -> dict[int, int]:
-        """The number of tokens of those of some documents that are known here, by their hash."""
+        """The number of tokens by hash, for those of the hashes that this index holds."""
         if self.content is None or not len(self.content):
             return {}
-        known, order = self._sorted
-        found = np.searchsorted(known, content).clip(max=len(known) - 1)
-        same = (known[found] == content) & (self.n_tokens[order[found]] >= 0)
-        lengths = self.n_tokens[order[found[same]]]
-        return dict(zip(content[same].tolist(), lengths.tolist(), strict=True))
+        sorted_hashes, order = self._documents_by_hash
+        # `clip`: a hash above all others would be found one place behind the end.
+        positions = np.searchsorted(sorted_hashes, content).clip(max=len(order) - 1)
+        documents = order[positions]
+        # A bad or skipped document has no length to give.
+        is_known = (sorted_hashes[positions] == content) & (self.n_tokens[documents] >= 0)
+        lengths = self.n_tokens[documents[is_known]]
+        return dict(zip(content[is_known].tolist(), lengths.tolist(), strict=True))
 
     @cached_property
-    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
-        """The hashes in order, and the documents that have them."""
+    def _documents_by_hash(self) -> tuple[np.ndarray, np.ndarray]:
+        """The hashes in ascending order, and the document of each."""
         assert self.content is not None
         order = np.argsort(self.content, kind="stable")
         return self.content[order], order
@@ -182,13 +218,15 @@ class IndexProgress:
     tokens: int
     sequences: int
     enough: int | None
-    """Sequences that are needed; none means all that there are."""
+    """Sequences that are needed. None means as many as there are."""
     source: int
-    """Sources begun, and how many there are."""
+    """Sources begun."""
     sources: int
+    """Sources of the corpus."""
 
 
 Watch = Callable[[IndexProgress], None]
+"""Is called after every batch of documents."""
 
 
 def unwatched(progress: IndexProgress) -> None:
@@ -196,57 +234,79 @@ def unwatched(progress: IndexProgress) -> None:
 
 
 class _Listing:
-    """Documents as they are read."""
+    """Collects the documents of an index in the order of their files.
+
+    Compact arrays, because a corpus may have many millions of documents.
+    """
 
     def __init__(self, reading: Reading) -> None:
-        self.source, self.row, self.n_tokens = array("i"), array("q"), array("i")
-        self.content, self.offset, self.part = array("Q"), array("q"), array("i")
-        self.part_names: dict[str, int] = {}
+        self.source = array("i")
+        self.row = array("q")
+        self.n_tokens = array("i")
+        self.content = array("Q")
+        self.offset = array("q")
+        self.part = array("i")
+        self.part_numbers: dict[str, int] = {}
         self.problems: dict[int, str] = {}
         self.other_documents: Counter[str] = Counter()
         self.carried = [0] * len(reading.columns)
-        self.bad_now = self.bad_in_a_row = 0
+        self.bad_up_to_here = 0
+        """Bad documents one after the other, up to the last document."""
+        self.bad_in_a_row = 0
+        """The largest value that `bad_up_to_here` had."""
 
     def __len__(self) -> int:
         return len(self.row)
 
-    def add(self, number: int, record: Record, document: Document) -> bool:
-        """List a document, its length unknown; says whether it is one that is taken."""
-        self.bad_now = self.bad_now + 1 if document.problem is not None else 0
-        self.bad_in_a_row = max(self.bad_in_a_row, self.bad_now)
-        name = document.pile_set_name or ""
-        if not document.chosen:
-            self.other_documents[name] += 1
+    def add(self, source_number: int, record: Record, document: Document) -> bool:
+        """List a document as bad for now, and return whether it has a text to be counted.
+
+        A document that does not fit `where` is only counted by its part.
+        """
+        self._count_bad_in_a_row(document)
+        part_name = document.pile_set_name or ""
+        if not document.fits_where:
+            self.other_documents[part_name] += 1
             return False
         if document.problem is not None:
             self.problems[len(self)] = document.problem
         for i, value in enumerate(document.carried):
             self.carried[i] += value is not None
-        names = self.part_names
-        self.part.append(names.setdefault(name, len(names)) if name else -1)
-        self.source.append(number)
+        self.part.append(self._part_number(part_name))
+        self.source.append(source_number)
         self.row.append(record.row)
         self.content.append(document.content_hash)
         self.offset.append(record.offset)
         self.n_tokens.append(BAD)
         return document.problem is None
 
+    def _count_bad_in_a_row(self, document: Document) -> None:
+        is_bad = document.problem is not None
+        self.bad_up_to_here = self.bad_up_to_here + 1 if is_bad else 0
+        self.bad_in_a_row = max(self.bad_in_a_row, self.bad_up_to_here)
+
+    def _part_number(self, part_name: str) -> int:
+        """Parts are numbered in the order in which they are met; -1 is no part."""
+        if not part_name:
+            return -1
+        return self.part_numbers.setdefault(part_name, len(self.part_numbers))
+
     def index(self, whole_sources: int, files: list[FileState]) -> Index:
-        """All that was listed."""
+        """Everything that was listed, as an index in the order of the files."""
         return Index(
-            np.array(self.source, np.int32),
-            np.array(self.row, np.int64),
-            np.array(self.n_tokens, np.int32),
-            self.problems,
-            whole_sources,
-            np.array(self.content, np.uint64),
-            np.array(self.offset, np.int64),
-            np.array(self.part, np.int32),
-            tuple(self.part_names),
-            tuple(files),
-            dict(self.other_documents),
-            self.bad_in_a_row,
-            tuple(self.carried),
+            source=np.array(self.source, np.int32),
+            row=np.array(self.row, np.int64),
+            n_tokens=np.array(self.n_tokens, np.int32),
+            problems=self.problems,
+            whole_sources=whole_sources,
+            content=np.array(self.content, np.uint64),
+            offset=np.array(self.offset, np.int64),
+            part=np.array(self.part, np.int32),
+            part_names=tuple(self.part_numbers),
+            files=tuple(files),
+            other_documents=dict(self.other_documents),
+            bad_in_a_row=self.bad_in_a_row,
+            carried=tuple(self.carried),
         )
 
 
@@ -259,90 +319,128 @@ def build_index(
     known: Index | None = None,
     most_bad_in_a_row: int | None = None,
 ) -> Index:
-    """Tokenise documents, in order, until there are `enough` sequences of `length` tokens (or to
-    the end; a shuffled corpus always to its end); `watch` is told now and then how far that is.
+    """Tokenise documents in order until there are `enough` sequences of `length` tokens.
 
-    Documents that `known` has are not tokenised again. After more bad documents in a row than
-    `most_bad_in_a_row` it stops.
+    None for `enough` means all documents. A shuffled corpus is always indexed to its end. A
+    document that `known` has is not tokenised again. Indexing stops after more than
+    `most_bad_in_a_row` bad documents one after the other. `watch` hears of the progress.
     """
-    listing = _Listing(corpus.reading)
-    files: list[FileState] = []
-    found = all_tokens = whole_sources = 0
-    needed = None if corpus.choice.shuffled else enough
-    skip = 0 if corpus.choice.shuffled else corpus.choice.skip
+    builder = _IndexBuilder(corpus, tokenizer, length, enough, watch, known, most_bad_in_a_row)
+    return _in_order_of_choice(builder.build(), corpus.choice)
 
-    def too_bad() -> bool:
-        return most_bad_in_a_row is not None and listing.bad_in_a_row > most_bad_in_a_row
 
-    for number, source in enumerate(corpus.sources):
-        here, tokens = 0, 0
-        files.append(FileState.of(source))
-        for records in _in_batches(source.records(corpus.reading), 512):
-            taken: list[tuple[int, str]] = []
-            for record in records:
-                document = source.document(record, corpus.reading)
-                if listing.add(number, record, document):
-                    taken.append((len(listing) - 1, document.text))
-            for i, _ in taken:
-                listing.n_tokens[i] = SKIPPED
-            taken = [(i, text) for i, text in taken if i >= skip]
-            counts = _lengths(taken, listing.content, tokenizer, known)
-            for (i, _), count in zip(taken, counts, strict=True):
-                listing.n_tokens[i] = count
-            tokens += sum(counts) + sum(count > 0 for count in counts)
-            all_tokens += sum(counts)
-            here = (
-                here + sum(c >= length for c in counts)
-                if corpus.packing == "document"
-                else tokens // length
-            )
-            progress = IndexProgress(
-                documents=len(listing) + listing.other_documents.total(),
-                tokens=all_tokens,
-                sequences=found + here,
-                enough=enough,
-                source=number + 1,
-                sources=len(corpus.sources),
-            )
-            watch(progress)
-            if too_bad() or (needed is not None and found + here >= needed):
+@dataclass
+class _IndexBuilder:
+    """Lists and tokenises the documents of a corpus in the order of their files.
+
+    The fields are the parameters of `build_index`, and the state.
+    """
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    length: int
+    enough: int | None
+    watch: Watch
+    known: Index | None
+    most_bad_in_a_row: int | None
+    n_tokens: int = 0
+    """Tokens of all documents so far, separators not counted."""
+
+    def __post_init__(self) -> None:
+        self.listing = _Listing(self.corpus.reading)
+        # Any document of a shuffled corpus may come first. All must be listed before it is known
+        # which ones are skipped and which ones are enough.
+        choice = self.corpus.choice
+        self.needed = None if choice.shuffled else self.enough
+        self.skip = 0 if choice.shuffled else choice.skip
+
+    def build(self) -> Index:
+        """The index in the order of the files."""
+        files: list[FileState] = []
+        sequences = whole_sources = 0
+        for number, source in enumerate(self.corpus.sources):
+            # Before it is read: a file that changes meanwhile will then not look unchanged.
+            files.append(FileState.of(source))
+            new_sequences, reached_end = self._add_source(number, source, sequences)
+            sequences += new_sequences
+            whole_sources += reached_end
+            if self._may_stop(sequences):
                 break
-        else:
-            whole_sources += 1
-        found += here
-        if too_bad() or (needed is not None and found >= needed):
-            break
-    return _in_their_order(listing.index(whole_sources, files), corpus.choice)
+        return self.listing.index(whole_sources, files)
 
+    def _add_source(self, number: int, source: Source, sequences_before: int) -> tuple[int, bool]:
+        """List a source; return its number of sequences and whether it was read to its end."""
+        sequences = 0
+        tokens_with_separators = 0
+        for records in _in_batches(source.records(self.corpus.reading), RECORDS_AT_ONCE):
+            lengths = self._add_records(number, source, records)
+            self.n_tokens += sum(lengths)
+            if self.corpus.packing == "document":
+                sequences += sum(length >= self.length for length in lengths)
+            else:
+                # One separator follows every document that has tokens.
+                tokens_with_separators += sum(lengths) + sum(length > 0 for length in lengths)
+                sequences = tokens_with_separators // self.length
+            self._report(number, sequences_before + sequences)
+            if self._may_stop(sequences_before + sequences):
+                return sequences, False
+        return sequences, True
 
-def _lengths(
-    taken: Sequence[tuple[int, str]],
-    content: Sequence[int],
-    tokenizer: Tokenizer,
-    known: Index | None,
-) -> list[int]:
-    """The number of tokens of some documents, which are tokenised unless they are known."""
-    hashes = [content[i] for i, _ in taken]
-    before = {} if known is None else known.lengths_of(np.array(hashes, np.uint64))
-    new = [text for hash_, (_, text) in zip(hashes, taken, strict=True) if hash_ not in before]
-    counted = iter([len(ids) for ids in tokenizer.encode_many(new)])
-    return [before[hash_] if hash_ in before else next(counted) for hash_ in hashes]
+    def _add_records(self, number: int, source: Source, records: list[Record]) -> list[int]:
+        """List records, and return the lengths of those documents that were counted."""
+        listing = self.listing
+        documents: list[int] = []
+        texts: list[str] = []
+        for record in records:
+            document = source.document_of(record, self.corpus.reading)
+            if not listing.add(number, record, document):
+                continue
+            index_number = len(listing) - 1
+            if index_number < self.skip:
+                listing.n_tokens[index_number] = SKIPPED
+            else:
+                documents.append(index_number)
+                texts.append(document.text)
+        lengths = self._lengths_of(documents, texts)
+        for index_number, length in zip(documents, lengths, strict=True):
+            listing.n_tokens[index_number] = length
+        return lengths
 
+    def _lengths_of(self, documents: list[int], texts: list[str]) -> list[int]:
+        """The number of tokens of each document. Only unknown documents are tokenised."""
+        # Equal hashes mean equal texts, so the number of tokens is the same, too.
+        hashes = [self.listing.content[number] for number in documents]
+        known_lengths: dict[int, int] = {}
+        if self.known is not None:
+            known_lengths = self.known.lengths_of(np.array(hashes, np.uint64))
+        new_texts = [
+            text
+            for content_hash, text in zip(hashes, texts, strict=True)
+            if content_hash not in known_lengths
+        ]
+        new_lengths = iter([len(tokens) for tokens in self.tokenizer.encode_many(new_texts)])
+        return [
+            known_lengths[content_hash] if content_hash in known_lengths else next(new_lengths)
+            for content_hash in hashes
+        ]
 
-def _in_their_order(index: Index, choice: Choice) -> Index:
-    """An index of files in the order in which their documents are taken."""
-    if not choice.shuffled:
-        return index
-    rng = np.random.default_rng([int(choice.shuffle), zlib.crc32(b"shuffle")])
-    order = rng.permutation(len(index.row))
-    columns = ("source", "row", "n_tokens", "content", "offset", "part")
-    moved: dict[str, Any] = {name: getattr(index, name)[order] for name in columns}
-    skipped = moved["n_tokens"][: choice.skip]
-    skipped[skipped != BAD] = SKIPPED
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    problems = {int(places[number]): problem for number, problem in index.problems.items()}
-    return replace(index, problems=problems, **moved)
+    def _may_stop(self, sequences: int) -> bool:
+        """Whether there are enough sequences, or too many bad documents one after the other."""
+        bad_in_a_row = self.listing.bad_in_a_row
+        if self.most_bad_in_a_row is not None and bad_in_a_row > self.most_bad_in_a_row:
+            return True
+        return self.needed is not None and sequences >= self.needed
+
+    def _report(self, source_number: int, sequences: int) -> None:
+        progress = IndexProgress(
+            documents=len(self.listing) + self.listing.other_documents.total(),
+            tokens=self.n_tokens,
+            sequences=sequences,
+            enough=self.enough,
+            source=source_number + 1,
+            sources=len(self.corpus.sources),
+        )
+        self.watch(progress)
 
 
 def _in_batches(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
@@ -350,35 +448,69 @@ def _in_batches(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
         yield batch
 
 
+def _in_order_of_choice(index: Index, choice: Choice) -> Index:
+    """An index in the order of the files, put into the order in which documents are taken."""
+    if not choice.shuffled:
+        return index
+    # The second number keeps this stream apart from those that draw sequences with the same seed.
+    rng = np.random.default_rng([int(choice.shuffle), zlib.crc32(b"shuffle")])
+    order = rng.permutation(len(index.row))
+    assert index.content is not None
+    assert index.offset is not None
+    assert index.part is not None
+    n_tokens = index.n_tokens[order]
+    # `skip` leaves out the first documents of the shuffled order, and bad ones stay bad.
+    skipped = n_tokens[: choice.skip]
+    skipped[skipped != BAD] = SKIPPED
+    new_numbers = np.empty_like(order)
+    new_numbers[order] = np.arange(len(order))
+    return replace(
+        index,
+        source=index.source[order],
+        row=index.row[order],
+        n_tokens=n_tokens,
+        content=index.content[order],
+        offset=index.offset[order],
+        part=index.part[order],
+        problems={int(new_numbers[old]): problem for old, problem in index.problems.items()},
+    )
+
+
 @dataclass(frozen=True)
 class BadRows:
     """How much of a corpus may be bad."""
 
     share: float
+    """Share of all documents."""
     in_a_row: int
+    """Documents one after the other."""
 
     def check(self, index: Index, corpus: Corpus) -> None:
         """Refuse a corpus of which more is bad."""
         names = named_problems(index, corpus)
-        first = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+        first_names = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
         if index.bad_in_a_row > self.in_a_row:
             raise CorpusError(
-                f"input: more than {self.in_a_row:,} documents in a row are bad: {first}; mend or "
-                f"remove them, or leave them out: --set bad_rows_in_a_row={10 * self.in_a_row}"
+                f"input: more than {self.in_a_row:,} documents in a row are bad: {first_names}; "
+                "mend or remove them, or leave them out: "
+                f"--set bad_rows_in_a_row={10 * self.in_a_row}"
             )
         share = index.bad / max(1, index.documents)
         if share > self.share:
-            enough = min(1.0, np.ceil(share * 1000) / 1000)
+            # Rounded up, so that the advised value is large enough.
+            sufficient_share = min(1.0, np.ceil(share * 1000) / 1000)
             raise CorpusError(
                 f"input: {index.bad:,} of {index.documents:,} documents are bad, more than "
-                f"bad_rows = {self.share:g}: {first}; mend or remove them, or leave them out: "
-                f"--set bad_rows={enough:g}"
+                f"bad_rows = {self.share:g}: {first_names}; mend or remove them, or leave them "
+                f"out: --set bad_rows={sufficient_share:g}"
             )
 
 
 def named_problems(index: Index, corpus: Corpus) -> list[str]:
     """The bad documents of a corpus, each with its problem, in the order of the files."""
-    places = {n: (int(index.source[n]), int(index.row[n])) for n in index.problems}
+    places = {
+        number: (int(index.source[number]), int(index.row[number])) for number in index.problems
+    }
     return [
         f"{corpus.sources[source].place_of(row)} ({printable(index.problems[number])})"
         for number, (source, row) in sorted(places.items(), key=lambda item: item[1])
@@ -386,23 +518,27 @@ def named_problems(index: Index, corpus: Corpus) -> list[str]:
 
 
 def check_choice(index: Index, corpus: Corpus) -> None:
-    """Refuse conditions that no document fits, and columns that none has."""
-    wanted = corpus.reading.where
-    if wanted and index.other_documents and not (index.n_tokens != BAD).any():
-        parts = Counter({name: n for name, n in index.other_documents.items() if name})
-        listed = ", ".join(f"{printable(name)} ({n:,})" for name, n in parts.most_common(20))
-        raise CorpusError(
-            f"input.where: none of {index.documents:,} documents has "
-            f"{' and '.join(f'{name} = {_either(values)}' for name, values in wanted)}; "
-            f"pile_set_name is {listed or 'nowhere'}; change input.where"
+    """Refuse conditions that no document fits, and fields to carry that no document has."""
+    conditions = corpus.reading.where
+    has_readable_document = bool((index.n_tokens != BAD).any())
+    if conditions and index.other_documents and not has_readable_document:
+        counts = Counter({name: count for name, count in index.other_documents.items() if name})
+        parts = ", ".join(
+            f"{printable(name)} ({count:,})" for name, count in counts.most_common(LISTED_PARTS)
         )
+        described = " and ".join(f"{name} = {_alternatives(values)}" for name, values in conditions)
+        raise CorpusError(
+            f"input.where: none of {index.documents:,} documents has {described}; "
+            f"pile_set_name is {parts or 'nowhere'}; change input.where"
+        )
+    # An index of an older version has no counts, so the lists may differ in length.
     for column, count in zip(corpus.reading.columns, index.carried, strict=False):
         if not count and len(index.row):
             raise CorpusError(
-                f"input.columns: none of {len(index.row):,} documents has a field {column}, nor its "
-                "meta; leave it out, or write its name as it is there"
+                f"input.columns: none of {len(index.row):,} documents has a field {column}, nor "
+                "its meta; leave it out, or write its name as it is there"
             )
 
 
-def _either(values: Sequence[Value]) -> str:
+def _alternatives(values: Sequence[Value]) -> str:
     return " or ".join(repr(value) for value in values)

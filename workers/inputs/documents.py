@@ -1,8 +1,9 @@
 """Documents out of files: JSON lines, JSON, Parquet, CSV and plain text, plain or compressed, and
 data sets on the Hub.
 
-A file is read as records, in order. A record becomes a document only where it is wanted: taking the
-fields out of it costs more than reading it.
+A file is read as records, in order. A record is a document as its file holds it, for example a line
+of bytes. It is made into a `Document` only when a sequence needs it: parsing a record costs more
+than reading it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -27,21 +28,35 @@ import zstandard
 from schemas.errors import CorpusError, printable
 from schemas.places import open_whole, place, reason
 
-COMPRESSED = (".zst", ".gz")
-"""Endings of compressed files; what stands before them says what is in the file."""
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
-UNPACKED_AT_ONCE = 1 << 20
+COMPRESSED = (".zst", ".gz")
+"""Endings of compressed files. The ending before it says what the file contains."""
+
+READ_BUFFER = 1 << 17
+"""Bytes that are read at once from a file in a store."""
+
+COMPRESSED_CHUNK = 1 << 18
+"""Bytes of a compressed file that are decompressed at once."""
+
+DECOMPRESSED_BUFFER = 1 << 20
 """Bytes of a compressed file's content that are held at once."""
 
-FROM_THE_BEGINNING = -1
-"""The offset of a record that can only be found by reading all that stands before it."""
+PARQUET_BATCH = 256
+"""Rows of a Parquet file that are held at once."""
 
-MOST_NAMES = 8
-"""Fields of a document that a message lists."""
+FROM_THE_BEGINNING = -1
+"""The offset of a record that is found only by reading everything before it."""
+
+LISTED_NAMES = 8
+"""Fields of a document that an error message lists."""
+
+UTF8_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Value = str | int | float | bool
-Wanted = tuple[tuple[str, tuple[Value, ...]], ...]
-"""Names of fields, and the values that each may have."""
+Conditions = tuple[tuple[str, tuple[Value, ...]], ...]
+"""Names of fields, each with the values that it may have."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +64,34 @@ class Reading:
     """What is read of each document, and which documents are taken."""
 
     text_field: str = "text"
-    where: Wanted = ()
+    where: Conditions = ()
     columns: tuple[str, ...] = ()
     """Fields that are carried into `sequences`."""
 
     @property
-    def names(self) -> set[str]:
-        """Names of the columns of a Parquet file that are read, where the file has them."""
-        dotted = [self.text_field, *(name for name, _ in self.where), *self.columns]
-        return {"meta", *dotted, *(name.partition(".")[0] for name in dotted)}
+    def column_names(self) -> set[str]:
+        """Columns of a Parquet file that are read if the file has them."""
+        fields = [self.text_field, *(name for name, _ in self.where), *self.columns]
+        # `body.plain` may be a column of that name, or a field of the column `body`.
+        outer_fields = [name.partition(".")[0] for name in fields]
+        return {"meta", *fields, *outer_fields}
 
 
 EVERY_DOCUMENT = Reading()
+
+
+class Problem(str):
+    """What is wrong with a record. It takes the place of the record's content."""
 
 
 class Record(NamedTuple):
     """A document as its file holds it."""
 
     row: int
-    content: Any
-    """A line, the fields, or what else the source has in its place."""
+    content: object
+    """A line of bytes, the parsed fields, or the `Problem` that the reader met."""
     offset: int = FROM_THE_BEGINNING
-    """Byte of the file at which it begins, where it can be read from there."""
+    """The byte of the file at which the record begins, if it can be read from there."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +102,18 @@ class Document:
     text: str = ""
     pile_set_name: str | None = None
     problem: str | None = None
-    chosen: bool = True
-    """Whether it is what the corpus asks for in `where`."""
+    fits_where: bool = True
+    """Whether it has the values that the corpus asks for in `where`."""
     carried: tuple[str | None, ...] = ()
-    """The columns that are carried into `sequences`."""
+    """The fields that are carried into `sequences`, as text."""
 
     @property
     def content_hash(self) -> int:
-        """64 bits that identify all that a run keeps of it."""
-        rest = [self.pile_set_name, *self.carried]
-        kept = self.text if not any(rest) else f"{self.text}\0{json.dumps(rest)}"
-        digest = hashlib.blake2b(kept.encode("utf-8", "surrogatepass"), digest_size=8)
+        """64 bits that identify everything that a run keeps of the document."""
+        labels = [self.pile_set_name, *self.carried]
+        # A document that has none of the labels is known by its text alone, whichever are read.
+        content = f"{self.text}\0{json.dumps(labels)}" if any(labels) else self.text
+        digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8)
         return int.from_bytes(digest.digest(), "little")
 
 
@@ -100,6 +122,7 @@ class Source:
     """A file of documents, or one shard of a Hub data set."""
 
     kind: str
+    """A key of `READERS`."""
     path: str
     bytes: int
     split: str = "train"
@@ -108,57 +131,56 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What tells this source from the others: the file, or the data set and which of its parts."""
+        """The file, or the data set and the number of its part: unique within a corpus."""
         return self.path if self.parts == 1 else f"{self.path}#{self.part}"
 
     @property
     def file_name(self) -> str:
-        """The same without its place on this machine."""
+        """The name without the source's place on this machine."""
         return self.name if self.kind == "hub" else Path(self.path).name
 
     def place_of(self, row: int) -> str:
-        """Where a row is, as people count: from 1. Rows of lines are lines of the file."""
+        """Where a row is, for people: counted from 1, as a line if the file consists of lines."""
         if self.kind == "text":
             return printable(self.name)
-        word = "line" if self.kind == "jsonl" else "row"
-        return f"{printable(self.name)}, {word} {row + 1:,}"
+        unit = "line" if self.kind == "jsonl" else "row"
+        return f"{printable(self.name)}, {unit} {row + 1:,}"
 
     def documents(self, reading: Reading = EVERY_DOCUMENT) -> Iterator[Document]:
-        """The documents in order; a problem of the whole file raises `CorpusError`."""
+        """The documents in order. A problem of the whole file raises `CorpusError`."""
         for record in self.records(reading):
-            yield self.document(record, reading)
+            yield self.document_of(record, reading)
 
-    def records(self, reading: Reading = EVERY_DOCUMENT, first: int = 0) -> Iterator[Record]:
-        """The records in order; those before the row `first` may be left out."""
-        with _problems_named(self):
-            for record in READERS[self.kind](self, reading, first):
-                if record.row >= first:
+    def records(self, reading: Reading = EVERY_DOCUMENT, first_row: int = 0) -> Iterator[Record]:
+        """The records from row `first_row` on, in order."""
+        with _refusing_unreadable(self):
+            for record in READERS[self.kind](self, reading, first_row):
+                # A reader may start earlier, at a place where its file can be entered.
+                if record.row >= first_row:
                     yield record
 
     def records_at(self, rows: Sequence[int], offsets: Sequence[int]) -> Iterator[Record]:
-        """The records that begin at some bytes of the file: lines."""
-        with _problems_named(self), _open(self.path) as file:
+        """The records of an uncompressed file of lines that begin at the given bytes."""
+        with _refusing_unreadable(self), _open_decompressed(self.path) as file:
             for row, offset in zip(rows, offsets, strict=True):
                 file.seek(offset)
                 yield Record(row, file.readline(), offset)
 
-    def document(self, record: Record, reading: Reading) -> Document:
-        """What a record holds."""
-        row, content = record.row, record.content
-        fields = _parsed(content) if isinstance(content, bytes) else content
+    def document_of(self, record: Record, reading: Reading) -> Document:
+        """The document that a record holds, or a document that names the record's problem."""
+        content = record.content
+        fields = _parse_line(content) if isinstance(content, bytes) else content
         if isinstance(fields, Problem):
-            return Document(row, problem=fields)
+            return Document(record.row, problem=fields)
         if not isinstance(fields, dict):
-            return Document(row, problem=f"expected a JSON object, got {type(fields).__name__}")
-        return _from_fields(row, cast("dict[str, Any]", fields), reading)
-
-
-class Problem(str):
-    """What is wrong with a record, in the place of its content."""
+            problem = f"expected a JSON object, got {type(fields).__name__}"
+            return Document(record.row, problem=problem)
+        return _document_from_fields(record.row, cast("dict[str, Any]", fields), reading)
 
 
 @contextmanager
-def _problems_named(source: Source) -> Iterator[None]:
+def _refusing_unreadable(source: Source) -> Iterator[None]:
+    """Turn what a library raises about a broken file into a `CorpusError` that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error, zstandard.ZstdError, pa.ArrowException) as error:
@@ -168,270 +190,193 @@ def _problems_named(source: Source) -> Iterator[None]:
         ) from None
 
 
+# Compression
+
+
 @contextmanager
-def _open(path: str) -> Iterator[io.BufferedReader]:
-    """The content of a file, whatever it was compressed with."""
+def _open_decompressed(path: str) -> Iterator[io.BufferedReader]:
+    """The content of a file, decompressed if its name says so."""
     with open_whole(place(path)) as file:
-        plain = io.BufferedReader(file, 1 << 17) if isinstance(file, pa.NativeFile) else file
+        # A file in a store is Arrow's, which cannot peek or iterate over lines.
+        stored = io.BufferedReader(file, READ_BUFFER) if isinstance(file, pa.NativeFile) else file
         if path.endswith(".zst"):
-            yield io.BufferedReader(_Unpacked(path, plain), UNPACKED_AT_ONCE)
+            yield io.BufferedReader(_ZstdContent(path, stored), DECOMPRESSED_BUFFER)
         elif path.endswith(".gz"):
-            unpacked: Any = gzip.GzipFile(fileobj=plain)
-            yield io.BufferedReader(unpacked, UNPACKED_AT_ONCE)
+            gzip_content: Any = gzip.GzipFile(fileobj=stored)
+            yield io.BufferedReader(gzip_content, DECOMPRESSED_BUFFER)
         else:
-            yield plain
+            yield stored
 
 
-class _Unpacked(io.RawIOBase):
-    """The content of a .zst file of one or more frames. A file that ends inside a frame is an
-    error, not an end.
+class _ZstdContent(io.RawIOBase):
+    """The content of a .zst file of one or more frames, as a raw stream.
+
+    zstandard's own reader takes a file that ends inside a frame for a complete one. Here that is an
+    error, because documents would be missing.
     """
 
     def __init__(self, path: str, file: io.BufferedReader) -> None:
-        self._chunks = _decompressed(path, file)
-        self._rest = memoryview(b"")
+        self._chunks = _zstd_chunks(path, file)
+        self._unread = memoryview(b"")
 
     def readable(self) -> bool:
+        """True: `io.BufferedReader` asks before it reads."""
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Fill the buffer as far as the current chunk allows; return 0 at the end of the file."""
+        target = memoryview(buffer)
+        while not self._unread:
             chunk = next(self._chunks, None)
             if chunk is None:
                 return 0
-            self._rest = memoryview(chunk)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
+            self._unread = memoryview(chunk)
+        count = min(len(target), len(self._unread))
+        target[:count] = self._unread[:count]
+        self._unread = self._unread[count:]
         return count
 
 
-def _decompressed(path: str, file: io.BufferedReader) -> Iterator[bytes]:
+def _zstd_chunks(path: str, file: io.BufferedReader) -> Iterator[bytes]:
+    """The decompressed content of all frames of a file, piece by piece."""
     frame = zstandard.ZstdDecompressor().decompressobj()
-    whole = True
-    while compressed := file.read(1 << 18):
+    between_frames = True
+    while compressed := file.read(COMPRESSED_CHUNK):
+        # One chunk may hold the end of a frame and the beginning of the next.
         while compressed:
-            whole = False
+            between_frames = False
             yield frame.decompress(compressed)
             compressed = b""
             if frame.eof:
-                whole, compressed = True, frame.unused_data
+                between_frames = True
+                compressed = frame.unused_data
                 frame = zstandard.ZstdDecompressor().decompressobj()
-    if not whole:
+    if not between_frames:
         raise CorpusError(
             f"{printable(path)}: the zstd stream ends in the middle; fetch the file again"
         )
 
 
-def _read_lines(source: Source, reading: Reading, first: int) -> Iterator[Record]:
-    with _open(source.path) as file:
-        yield from _lines(source, file)
+# Readers: one for each kind of source
 
 
-def _lines(source: Source, file: io.BufferedReader) -> Iterator[Record]:
-    packed = source.path.endswith(COMPRESSED)
+def _read_lines(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+    """The lines of a file that are not blank."""
+    with _open_decompressed(source.path) as file:
+        yield from _lines_of(source, file)
+
+
+def _lines_of(source: Source, file: io.BufferedReader) -> Iterator[Record]:
+    # An offset counts decompressed bytes; a compressed file cannot be entered there.
+    seekable = not source.path.endswith(COMPRESSED)
     offset = 0
     for row, line in enumerate(file):
         if line.strip():
-            yield Record(row, line, FROM_THE_BEGINNING if packed else offset)
+            yield Record(row, line, offset if seekable else FROM_THE_BEGINNING)
         offset += len(line)
 
 
-def _read_json(source: Source, reading: Reading, first: int) -> Iterator[Record]:
-    """The objects of an array, which is read whole, or of the lines of a file."""
-    with _open(source.path) as file:
-        if file.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
-            yield from _lines(source, file)
+def _read_json(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+    """The objects of an array, which is read whole, or the lines of a file of objects."""
+    with _open_decompressed(source.path) as file:
+        beginning = file.peek(1).removeprefix(UTF8_BYTE_ORDER_MARK).lstrip()
+        if beginning[:1] != b"[":
+            yield from _lines_of(source, file)
             return
         content = file.read()
     try:
         rows = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CorpusError(
-            f"{printable(source.path)}: not JSON ({reason(error)}); expected an array of objects, or an "
-            "object in each line"
+            f"{printable(source.path)}: not JSON ({reason(error)}); expected an array of objects, "
+            "or an object in each line"
         ) from None
-    yield from (Record(row, fields) for row, fields in enumerate(rows))
+    for row, fields in enumerate(rows):
+        yield Record(row, fields)
 
 
-def _parsed(line: bytes) -> Any:
-    """What a line of JSON says, or the problem that it has."""
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return Problem("not UTF-8")
-    except (ValueError, RecursionError):
-        return Problem("invalid JSON")
-
-
-def _from_fields(row: int, fields: dict[str, Any], reading: Reading) -> Document:
-    text = _walk(fields, reading.text_field)
-    if text is MISSING:
-        return Document(
-            row,
-            problem=f"has no field {reading.text_field}; found {_listed(fields)}; set "
-            "input.text_field",
-        )
-    if not isinstance(text, str):
-        kind = "null" if text is None else type(text).__name__
-        return Document(row, problem=f"{reading.text_field} is {kind}, expected a string")
-    if not _encodable(text):
-        problem = f"{reading.text_field} has lone surrogates, which are not UTF-8"
-        return Document(row, problem=problem)
-    fields = fields | {"meta": _unpacked(fields.get("meta"))}
-    name = field_of(fields, "pile_set_name")
-    return Document(
-        row,
-        text,
-        name if isinstance(name, str) and _encodable(name) else None,
-        chosen=all(_fits(field_of(fields, key), values) for key, values in reading.where),
-        carried=tuple(as_text(field_of(fields, column)) for column in reading.columns),
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    found = list(names)
-    more = " …" if len(found) > MOST_NAMES else ""
-    return (", ".join(map(printable, found[:MOST_NAMES])) or "nothing") + more
-
-
-MISSING = object()
-"""The value of a field that a document does not have."""
-
-
-def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """The field of that name, of the document or else of its `meta`; a dot leads into a field."""
-    found = _walk(fields, name)
-    meta = fields.get("meta")
-    return _walk(meta, name) if found is MISSING and isinstance(meta, dict) else found
-
-
-def _walk(fields: Mapping[str, Any], name: str) -> Any:
-    if name in fields:
-        return fields[name]
-    head, dot, rest = name.partition(".")
-    inner = _unpacked(fields.get(head)) if dot else None
-    return _walk(inner, rest) if isinstance(inner, dict) else MISSING
-
-
-def _unpacked(value: Any) -> Any:
-    """A value, or what it holds where it is JSON in a string, as `meta` is in some files."""
-    if not isinstance(value, str) or not value.lstrip().startswith("{"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def _fits(value: Any, wanted: tuple[Value, ...]) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and any(value == w for w in wanted if not isinstance(w, str | bool)):
-        return True
-    return value is not MISSING and as_text(value) in map(as_text, wanted)
-
-
-def as_text(value: Any) -> str | None:
-    """A field of a document as a run keeps it: a string as it is, and what JSON knows as JSON."""
-    if value is MISSING or value is None:
-        return None
-    in_json = isinstance(value, bool | int | float | list | dict)
-    text = json.dumps(value, ensure_ascii=False, default=str) if in_json else str(value)
-    return text if _encodable(text) else text.encode("utf-8", "backslashreplace").decode()
-
-
-def _encodable(text: str) -> bool:
-    """Whether a string from JSON is Unicode text: an escape such as \\ud800 makes one that is not."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _check_column(source: str, reading: Reading, found: Sequence[str]) -> None:
-    """Refuse a file none of whose rows can have a text."""
-    if not {reading.text_field, reading.text_field.partition(".")[0]} & set(found):
-        raise CorpusError(
-            f"{printable(source)}: expected a column {reading.text_field}, found {_listed(found)}; set "
-            "input.text_field"
-        )
-
-
-def _read_parquet(source: Source, reading: Reading, first: int) -> Iterator[Record]:
+def _read_parquet(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+    """The rows of a Parquet file, from the row group that holds `first_row` on."""
     with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
         names: list[str] = file.schema_arrow.names
-        _check_column(source.path, reading, names)
+        _check_text_column(source.path, reading, names)
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = np.cumsum(sizes)
-        group = int(np.searchsorted(ends, first, side="right"))
-        row = int(ends[group - 1]) if group else 0
+        first_group = int(np.searchsorted(ends, first_row, side="right"))
+        row = int(ends[first_group - 1]) if first_group else 0
         batches = file.iter_batches(
-            batch_size=256,
-            row_groups=list(range(group, len(sizes))),
-            columns=[name for name in names if name in reading.names],
+            batch_size=PARQUET_BATCH,
+            row_groups=list(range(first_group, len(sizes))),
+            columns=[name for name in names if name in reading.column_names],
         )
         for batch in batches:
-            for fields in _rows(batch):
+            for fields in _rows_of(batch):
                 yield Record(row, fields)
                 row += 1
 
 
-def _rows(batch: pa.RecordBatch) -> list[Any]:
-    """The rows of a batch; a problem in the place of one that is not UTF-8, which Parquet does not
-    check.
+def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any] | Problem]:
+    """The rows of a batch, with a problem in the place of each row that is not UTF-8.
+
+    Parquet does not check that its strings are UTF-8.
     """
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
+        # The error does not say which row it is, so the rows are converted one by one.
         if len(batch) == 1:
             return [Problem("not UTF-8")]
-        return [row for i in range(len(batch)) for row in _rows(batch.slice(i, 1))]
+        return [row for i in range(len(batch)) for row in _rows_of(batch.slice(i, 1))]
 
 
-def _read_csv(source: Source, reading: Reading, first: int) -> Iterator[Record]:
-    with _open(source.path) as content:
-        # A row that is not UTF-8 is a bad row, not a bad file.
+def _read_csv(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+    """The rows of a CSV file with a header."""
+    with _open_decompressed(source.path) as content:
+        # With "surrogateescape" a row that is not UTF-8 is a bad row, not a bad file.
         lines = io.TextIOWrapper(
             content, encoding="utf-8-sig", errors="surrogateescape", newline=""
         )
         rows = csv.DictReader(lines, strict=True)
         try:
-            _check_column(source.path, reading, rows.fieldnames or ())
+            _check_text_column(source.path, reading, rows.fieldnames or ())
             for row, fields in enumerate(rows):
-                yield Record(row, _from_csv(fields, reading.text_field))
+                yield Record(row, _csv_fields(fields, reading.text_field))
         except csv.Error as error:
             raise CorpusError(
                 f"{printable(source.path)}, line {rows.reader.line_num}: not CSV ({error})"
             ) from None
 
 
-def _from_csv(fields: dict[str, Any], text_field: str) -> dict[str, Any] | Problem:
+def _csv_fields(fields: dict[str, Any], text_field: str) -> dict[str, Any] | Problem:
+    """The fields of a CSV row, its column `dataset` also as `pile_set_name`."""
+    # csv.DictReader puts the fields beyond the header under the key None.
     if None in fields:
         return Problem("more fields than the header names")
-    if not _encodable(fields.get(text_field) or ""):
+    if not _is_unicode(fields.get(text_field) or ""):
         return Problem("not UTF-8")
     return {"pile_set_name": fields.get("dataset") or None} | fields
 
 
-def _read_text(source: Source, reading: Reading, first: int) -> Iterator[Record]:
+def _read_text(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+    """A file of plain text: one document."""
     try:
-        with _open(source.path) as file:
+        with _open_decompressed(source.path) as file:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         yield Record(0, Problem(f"not UTF-8 (byte {error.start})"))
     else:
-        # Whatever a field of text is called elsewhere: a file of text is nothing but text.
+        # The text is put under the name that the scan uses, because the file has no field names.
         yield Record(0, {reading.text_field: text})
 
 
-def _read_hub(source: Source, reading: Reading, first: int) -> Iterator[Record]:
+def _read_hub(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+    """The rows of one part of a Hub data set."""
     rows = open_hub(source.path, source.split)
     if source.parts > 1:
         rows = rows.shard(source.parts, source.part, contiguous=True)
     try:
         for row, fields in enumerate(rows):
-            _check_column(f"data set {source.name!r}", reading, list(fields))
+            _check_text_column(f"data set {source.name!r}", reading, list(fields))
             yield Record(row, fields)
     except CorpusError:
         raise
@@ -450,16 +395,155 @@ READERS = {
     "text": _read_text,
     "hub": _read_hub,
 }
+"""Reader of each kind of source: the records, from `first_row` or an earlier row on."""
 
 
-def open_hub(name: str, split: str) -> Any:
+class HubRows(Protocol):
+    """What we use of the `IterableDataset` of the library datasets."""
+
+    num_shards: int
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows in order."""
+        ...
+
+    def shard(self, num_shards: int, index: int, contiguous: bool) -> HubRows:
+        """One part of the rows."""
+        ...
+
+
+def open_hub(name: str, split: str) -> HubRows:
     """A Hub data set (or a local directory of one) as a stream of rows."""
     from datasets import load_dataset
 
     try:
-        return load_dataset(name, split=split, streaming=True)
+        return cast("HubRows", load_dataset(name, split=split, streaming=True))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise CorpusError(
             f"data set {name!r}, split {split!r}: cannot be opened ({reason})"
         ) from None
+
+
+def _check_text_column(source: str, reading: Reading, columns: Sequence[str]) -> None:
+    """Refuse a file in which no row can have a text."""
+    if not {reading.text_field, reading.text_field.partition(".")[0]} & set(columns):
+        raise CorpusError(
+            f"{printable(source)}: expected a column {reading.text_field}, found "
+            f"{_listed(columns)}; set input.text_field"
+        )
+
+
+# Fields of a record
+
+
+def _parse_line(line: bytes) -> object:
+    """The value of a line of JSON, or the problem that the line has."""
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return Problem("not UTF-8")
+    except (ValueError, RecursionError):
+        return Problem("invalid JSON")
+
+
+def _document_from_fields(row: int, fields: dict[str, Any], reading: Reading) -> Document:
+    text = _look_up(fields, reading.text_field)
+    if text is MISSING:
+        problem = f"has no field {reading.text_field}; found {_listed(fields)}; "
+        return Document(row, problem=problem + "set input.text_field")
+    if not isinstance(text, str):
+        kind = "null" if text is None else type(text).__name__
+        return Document(row, problem=f"{reading.text_field} is {kind}, expected a string")
+    if not _is_unicode(text):
+        problem = f"{reading.text_field} has lone surrogates, which are not UTF-8"
+        return Document(row, problem=problem)
+    # `meta` is parsed once here rather than by every look-up below.
+    fields_with_meta = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
+    name = field_of(fields_with_meta, "pile_set_name")
+    return Document(
+        row,
+        text,
+        name if isinstance(name, str) and _is_unicode(name) else None,
+        fits_where=all(
+            _is_one_of(field_of(fields_with_meta, field), values) for field, values in reading.where
+        ),
+        carried=tuple(as_text(field_of(fields_with_meta, field)) for field in reading.columns),
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first few names, for an error message."""
+    all_names = list(names)
+    listed = ", ".join(printable(name) for name in all_names[:LISTED_NAMES]) or "nothing"
+    return listed + (" …" if len(all_names) > LISTED_NAMES else "")
+
+
+MISSING = object()
+"""The value of a field that a document does not have. None would be JSON's null."""
+
+
+def field_of(fields: Mapping[str, object], name: str) -> object:
+    """The field of that name, of the document or else of its `meta`; a dot leads into a field."""
+    value = _look_up(fields, name)
+    meta = fields.get("meta")
+    if value is MISSING and isinstance(meta, dict):
+        return _look_up(cast("dict[str, object]", meta), name)
+    return value
+
+
+def _look_up(fields: Mapping[str, object], name: str) -> object:
+    """The field of that name, or the one that the dots in the name lead to; else `MISSING`."""
+    # A field whose own name has a dot comes before a field within a field.
+    if name in fields:
+        return fields[name]
+    outer, dot, inner = name.partition(".")
+    if not dot:
+        return MISSING
+    inner_fields = _parse_embedded_json(fields.get(outer))
+    if not isinstance(inner_fields, dict):
+        return MISSING
+    return _look_up(cast("dict[str, object]", inner_fields), inner)
+
+
+def _parse_embedded_json(value: object) -> object:
+    """A value, parsed if it is a string that holds a JSON object, as `meta` is in some files."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _is_one_of(value: object, allowed: tuple[Value, ...]) -> bool:
+    """Whether a field has one of the values that `where` allows."""
+    # 2 and 2.0 are the same number, though their texts differ. Python takes True for 1; JSON does
+    # not.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        allowed_numbers = [number for number in allowed if not isinstance(number, str | bool)]
+        if value in allowed_numbers:
+            return True
+    # CSV knows only text, so a number in `where` also fits its text.
+    allowed_texts = [as_text(allowed_value) for allowed_value in allowed]
+    return value is not MISSING and as_text(value) in allowed_texts
+
+
+def as_text(value: object) -> str | None:
+    """A field of a document as a run keeps it: a string unchanged, other JSON values as JSON."""
+    if value is MISSING or value is None:
+        return None
+    if isinstance(value, bool | int | float | list | dict):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    else:
+        text = str(value)
+    return text if _is_unicode(text) else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a string is Unicode text. An escape such as \\ud800 in JSON makes one that is not."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

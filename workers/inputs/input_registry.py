@@ -32,41 +32,43 @@ class Labelled:
 
     tokens: np.ndarray
     labels: Mapping[str, int | Sequence[int] | np.ndarray]
-    """Position or positions by label, the beginning-of-sequence token not counted; a position has
-    at most one label.
+    """One or more positions by label. The beginning-of-sequence token is not counted. A position
+    has at most one label.
     """
 
     def names(self, family: str) -> list[str]:
-        """The label of every position, "" where there is none; wrong labels raise `ScanError`."""
+        """The label of every position, "" if it has none. A wrong label raises `ScanError`."""
         names = [""] * len(self.tokens)
-        for label, where in self.labels.items():
+        for label, positions in self.labels.items():
             if not isinstance(label, str) or not label:
                 raise ScanError(
                     f"input family {family}: a label is a string with something in it, got "
                     f"{label!r}"
                 )
-            for position in (
-                where if isinstance(where, list | tuple | range | np.ndarray) else [where]
-            ):
-                if isinstance(position, bool) or not isinstance(position, int | np.integer):
-                    raise ScanError(
-                        f"input family {family}: label {label!r} needs whole positions, got "
-                        f"{position!r}"
-                    )
-                if not 0 <= position < len(names):
-                    last = len(names) - 1
-                    raise ScanError(
-                        f"input family {family}: label {label!r} at position {position}, expected "
-                        f"0 to {last}"
-                    )
-                if names[position]:
-                    both = f"{names[position]!r} and {label!r}"
-                    raise ScanError(
-                        f"input family {family}: position {position} has two labels, {both}; "
-                        "expected one"
-                    )
+            for position in _as_list(positions):
+                problem = _problem_of_position(label, position, names)
+                if problem is not None:
+                    raise ScanError(f"input family {family}: {problem}")
                 names[position] = label
         return names
+
+
+def _as_list(positions: int | Sequence[int] | np.ndarray) -> Iterable[Any]:
+    """One or more positions, as a list."""
+    return positions if isinstance(positions, list | tuple | range | np.ndarray) else [positions]
+
+
+def _problem_of_position(label: str, position: object, names: Sequence[str]) -> str | None:
+    """Why a label cannot stand at a position beside those that stand already; None if it can."""
+    # A bool is an int to Python.
+    if isinstance(position, bool) or not isinstance(position, int | np.integer):
+        return f"label {label!r} needs whole positions, got {position!r}"
+    if not 0 <= position < len(names):
+        return f"label {label!r} at position {position}, expected 0 to {len(names) - 1}"
+    other_label = names[int(position)]
+    if other_label:
+        return f"position {position} has two labels, {other_label!r} and {label!r}; expected one"
+    return None
 
 
 def _no_tokenizer() -> Tokenizer:
@@ -83,11 +85,11 @@ class Draw:
     length: int
     """Tokens to return: n_ctx, less the beginning-of-sequence token."""
     ordinary: np.ndarray
-    """Token ids of the vocabulary, special tokens left out."""
+    """Token ids of the vocabulary without the special tokens."""
     sequence: int = 0
     """Index of the sequence in the scan."""
     load_tokenizer: Callable[[], Tokenizer] = _no_tokenizer
-    """Gives the model's tokenizer; a model may have none."""
+    """Returns the model's tokenizer. Loaded on demand, because a model may have none."""
 
     @classmethod
     def of(
@@ -100,6 +102,7 @@ class Draw:
         load_tokenizer: Callable[[], Tokenizer] = _no_tokenizer,
     ) -> Draw:
         """The draw of one sequence of a scan."""
+        # All three enter the seed, so sequences are independent of each other and of their order.
         rng = np.random.default_rng(
             np.random.SeedSequence([seed, sequence, zlib.crc32(stream.encode())])
         )
@@ -114,8 +117,9 @@ class Draw:
     def tokens(
         self, count: int, low: int = 0, high: int | None = None, distinct: bool = False
     ) -> np.ndarray:
-        """`count` token ids, uniform over the ordinary ones in `low .. high-1`; `distinct` draws
-        none twice.
+        """`count` token ids, drawn uniformly from the ordinary ones in `low .. high-1`.
+
+        With `distinct` none is drawn twice.
         """
         ids = self.ids(low, high)
         if len(ids) < (count if distinct else 1):
@@ -138,20 +142,24 @@ class InputFamily:
     stream: str
     """Families of one stream draw the same numbers for the same seed and sequence."""
     partner: str | None = None
-    """The family whose sequence of the same number is the partner, for interventions that take
-    something from its run.
+    """The family whose sequence of the same number is the partner, from whose run an intervention
+    may take something.
     """
     refuse: Callable[[dict[str, Any]], str | None] | None = None
-    """Says what is wrong with its options together; none if nothing is."""
+    """Says what is wrong with the options as a whole; None if nothing is."""
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it; of a corpus, the code that lists it, not the one that
-        reads it.
+        """What a run's manifest keeps of it.
+
+        The fingerprint of a corpus family covers the code that lists files. The code that reads
+        them is covered by the fingerprint of all code.
         """
-        code = fingerprint(
-            self.function, *([INPUTS[self.partner].function] if self.partner else [])
-        )
+        functions = [self.function]
+        if self.partner is not None:
+            functions.append(INPUTS[self.partner].function)
+        code = fingerprint(*functions)
+        # Another stream draws other numbers with the same code.
         return {
             "meaning": self.meaning,
             "fingerprint": code if self.stream == self.name else f"{code}-{self.stream}",
@@ -159,40 +167,46 @@ class InputFamily:
 
     @property
     def parameters(self) -> list[inspect.Parameter]:
-        """The options, those that every family of text has last."""
-        signature = inspect.signature(self.function, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-        return own if self.synthetic else own + CHOICE
+        """The options: the family's, then those that every family of text has."""
+        own_options = keyword_parameters(self.function)
+        return own_options if self.synthetic else own_options + CHOICE
 
     def corpus(self, options: dict[str, Any]) -> Corpus:
         """The corpus of a family of text, its files listed."""
-        common = {p.name: options[p.name] for p in CHOICE}
-        own = {name: value for name, value in options.items() if name not in common}
-        return replace(self.function(**own), choice=choice(**common))
+        choice_options = {p.name: options[p.name] for p in CHOICE}
+        own_options = {name: options[name] for name in options if name not in choice_options}
+        return replace(self.function(**own_options), choice=choice(**choice_options))
 
     def check(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options with every default resolved; a wrong one raises `ScanError`."""
+        """The options with every default filled in; a wrong one raises `ScanError`."""
+        # A model of pydantic checks the types that the function's signature declares.
         fields: Any = {
             p.name: (p.annotation, ... if p.default is p.empty else p.default)
             for p in self.parameters
         }
         model = create_model("Options", __config__=OPTIONS, **fields)
         try:
-            checked = model(**options).model_dump()
+            checked_options = model(**options).model_dump()
         except ValidationError as error:
-            found = by_key(error).items()
-            raise ScanError(
-                "\n".join(self._explain(key, problems, fields) for key, problems in found)
-            ) from None
-        if problem := self.refuse and self.refuse(checked):
-            raise ScanError(problem)
+            problems_by_option = by_key(error)
+            lines = [
+                self._explain(option, problems, fields)
+                for option, problems in problems_by_option.items()
+            ]
+            raise ScanError("\n".join(lines)) from None
+        if self.refuse is not None:
+            problem = self.refuse(checked_options)
+            if problem:
+                raise ScanError(problem)
         if not self.synthetic:
-            choice(**{p.name: checked[p.name] for p in CHOICE})
-        return checked
+            # Made only to be checked, before any file is listed.
+            choice(**{p.name: checked_options[p.name] for p in CHOICE})
+        return checked_options
 
     def _explain(self, key: str, problems: list[Any], known: Iterable[str]) -> str:
+        """A line about an option that is wrong."""
         match problems[0]["type"]:
-            case "extra_forbidden" if key in Scan.model_fields and key not in known:
+            case "extra_forbidden" if key in Scan.model_fields:
                 return f"input.{key}: {key} is a field of the scan; move it above [input]"
             case "extra_forbidden":
                 return f"input.{key}: {unknown(f'option of {self.name}', key, known)}"
@@ -202,7 +216,13 @@ class InputFamily:
                 return wrong_value(f"input.{key}", problems)
 
 
-CHOICE = list(inspect.signature(choice, eval_str=True).parameters.values())
+def keyword_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The keyword-only parameters of a function, which are the options of what it registers."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+CHOICE = keyword_parameters(choice)
 """Options that every family of text has."""
 
 INPUTS: dict[str, InputFamily] = {}
@@ -215,10 +235,11 @@ def input_family(
     partner: str | None = None,
     refuse: Callable[[dict[str, Any]], str | None] | None = None,
 ) -> Callable[..., Any]:
-    """Register a function as an input family; `stream` names the family whose draws it shares.
+    """Register a function as an input family.
 
-    `partner` names one of the same stream and options, whose sequences are the partners of its own.
-    `refuse` says what is wrong with options that are right one by one.
+    `stream` names the family whose random numbers it shares. `partner` names a family of the same
+    stream and options, whose sequences are its partners. `refuse` says what is wrong with options
+    that are right one by one.
     """
     if function is None:
         return partial(input_family, stream=stream, partner=partner, refuse=refuse)
@@ -226,6 +247,7 @@ def input_family(
     if name in INPUTS:
         raise ValueError(f"input family {name!r} is defined twice")
     parameters = inspect.signature(function).parameters.values()
+    # Only a synthetic family has a positional parameter: the draw.
     synthetic = any(p.kind is not p.KEYWORD_ONLY for p in parameters)
     meaning = first_paragraph(function)
     INPUTS[name] = InputFamily(name, function, meaning, synthetic, stream or name, partner, refuse)

@@ -1,11 +1,16 @@
-"""The sequences of a scan, by index: the same tokens whatever shard, actor or order asks for them."""
+"""The sequences of a scan, by index: the same tokens in whatever shard, actor or order they are
+read.
+
+A corpus is read through its index. A synthetic family is drawn, each sequence from a random stream
+of its own. Either way the beginning-of-sequence token comes first if the scan asks for it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +29,7 @@ from workers.inputs.document_index import (
     named_problems,
     unwatched,
 )
-from workers.inputs.sequence_reader import SequenceReader
+from workers.inputs.sequence_reader import Origin, SequenceReader
 from workers.inputs.text_files import check_bundled, text_record
 from workers.model.model_info import ModelInfo, no_token
 from workers.model.text_tokenizer import TextTokenizer
@@ -36,22 +41,31 @@ class ShardInput:
 
     shard: int
     start: int
+    """The index of its first sequence in the scan."""
     tokens: np.ndarray
     """`[sequence pos]`, int32."""
-    origin: dict[str, list[Any]]
-    """Columns of the `sequences` table by name."""
+    origin: Origin
     bad_rows: list[str]
     labels: list[list[str]] | None = None
-    """The label of every token, "" where it has none; none where the family has no labels."""
+    """The label of every token, "" if it has none. None if the family has no labels."""
     partner: np.ndarray | None = None
-    """The partner sequences, like `tokens`; none where the family has none."""
+    """The partner sequences, like `tokens`. None if the family has none."""
+
+
+class _DrawnSequence(NamedTuple):
+    """One sequence of a synthetic family, without the beginning-of-sequence token."""
+
+    tokens: np.ndarray
+    labels: list[str] | None
+    """The label of every token, if the family has labels."""
 
 
 class Sequences:
     """Sequences `0 .. len-1` of a scan.
 
-    For a corpus, `index` must have been built (`make_index`) or read; `corpus` is given where its
-    files were listed before. `partners` are drawn too if an intervention takes something from them.
+    A corpus needs an `index`, which is built (`make_index`) or read from a file. A `corpus` is
+    given if its files were listed before. `partners` says whether partner sequences are drawn too,
+    for interventions that take something from them.
     """
 
     def __init__(
@@ -62,168 +76,59 @@ class Sequences:
         corpus: Corpus | None = None,
         partners: bool = False,
     ) -> None:
-        self.scan, self.info, self.index, self.partners = scan, info, index, partners
-        self.least = 0
-        """Sequences that the index reaches as far as at least: a run has them already."""
+        self.scan = scan
+        self.info = info
+        self.index = index
+        self.partners = partners
+        self.least_sequences = 0
+        """Sequences that a run has already. The index must reach as far as they do."""
         if corpus is not None:
-            self.corpus = self._chosen(corpus)
+            self.corpus = self._with_resolved_choice(corpus)
         self.family = find_input(scan.input.family)
         self.options = self.family.check(scan.input.options)
-        if scan.n_ctx > info.n_ctx:
-            raise ScanError(
-                f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}"
-            )
-        if scan.bos and info.bos_token_id is None:
-            raise ModelError(
-                f"{no_token(info, 'bos_token_id', 'beginning-of-sequence')}; set bos = false"
-            )
-        if self.options.get("repeat_bos") and not scan.bos:
-            raise ScanError("input.repeat_bos: expected with bos = true only; leave it out")
-        _check_range(self.options, info)
-        for key in ("files", "text"):
-            value = self.options.get(key)
-            for path in [value] if isinstance(value, str) else value or ():
-                if path != BUNDLED_TEXT:
-                    check_bundled(f"input.{key}", path)
+        self._check_model()
+        self._check_options()
         if self.length < 1:
             raise ScanError(
                 f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
                 "token"
             )
+        # A corpus can be read to its end, a synthetic family has none.
         if self.family.synthetic and scan.sequences == "all":
             raise ScanError(
                 f"sequences: expected a number, got 'all'; the family {self.family.name} has no end"
             )
 
+    def _check_model(self) -> None:
+        """Refuse sequences that the model cannot read."""
+        if self.scan.n_ctx > self.info.n_ctx:
+            raise ScanError(
+                f"n_ctx: {self.scan.n_ctx} is beyond the {self.info.n_ctx} positions of "
+                f"{self.info.name}"
+            )
+        if self.scan.bos and self.info.bos_token_id is None:
+            raise ModelError(
+                f"{no_token(self.info, 'bos_token_id', 'beginning-of-sequence')}; set bos = false"
+            )
+
+    def _check_options(self) -> None:
+        """Refuse options of the family that do not fit the scan, the model or our files."""
+        if self.options.get("repeat_bos") and not self.scan.bos:
+            raise ScanError("input.repeat_bos: expected with bos = true only; leave it out")
+        _check_range(self.options, self.info)
+        for key in ("files", "text"):
+            value = self.options.get(key)
+            paths = [value] if isinstance(value, str) else value or ()
+            for path in paths:
+                if path != BUNDLED_TEXT:
+                    check_bundled(f"input.{key}", path)
+
+    # What the scan asks for
+
     @property
     def length(self) -> int:
         """Tokens of a sequence that are not the beginning-of-sequence token."""
         return self.scan.n_ctx - self.scan.bos
-
-    @cached_property
-    def corpus(self) -> Corpus | None:
-        """The corpus, its files listed; none where the family is synthetic."""
-        return None if self.family.synthetic else self._chosen(self.family.corpus(self.options))
-
-    def _chosen(self, corpus: Corpus) -> Corpus:
-        return replace(corpus, choice=corpus.choice.resolved(self.scan.seed))
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """Identifies the files that the sequences depend on."""
-        if self.corpus is not None:
-            return self.corpus.record
-        text = self.options.get("text")
-        return {} if text is None or text == BUNDLED_TEXT else {"text": text_record(text)}
-
-    @cached_property
-    def tokenizer(self) -> TextTokenizer:
-        """The model's tokenizer."""
-        return TextTokenizer(Path(self.info.path), self.info.d_vocab)
-
-    @cached_property
-    def reads_text(self) -> bool:
-        """Whether the tokenizer has a part in the sequences: in those of a corpus, and of a synthetic
-        family that asks for it when its first sequence is drawn.
-        """
-        if self.corpus is None:
-            self._labelled(0, self.family)
-            return "tokenizer" in self.__dict__
-        return True
-
-    def use_index(self, index: Index | None) -> None:
-        """Read the corpus by another index, or by one that is still to be made."""
-        self.index = index
-        self.__dict__.pop("_reader", None)
-
-    def indexed_enough(self, least: int) -> bool:
-        """Whether the index reaches as far as the scan needs it, and at least `least` sequences."""
-        assert self.corpus is not None
-        assert self.index is not None
-        if self.scan.sequences == "all":
-            return self.index.whole_sources == len(self.corpus.sources)
-        return len(self._reader) >= max(least, self.scan.sequences)
-
-    def make_index(self, watch: Watch = unwatched, known: Index | None = None) -> None:
-        """Index the corpus as far as the scan needs it; nothing to do for a synthetic family.
-        Documents that `known` has are not tokenised again.
-        """
-        if self.corpus is not None and self.index is None:
-            self.index = build_index(
-                self.corpus, self.tokenizer, self.text_length, self.enough, watch, known,
-                self.bad_rows.in_a_row,
-            )  # fmt: skip
-
-    def check_index(self) -> None:
-        """Refuse a corpus that is too bad, or has nothing of what the scan asks for."""
-        if self.corpus is not None and self.index is not None:
-            self.bad_rows.check(self.index, self.corpus)
-            check_choice(self.index, self.corpus)
-
-    @property
-    def bad_rows(self) -> BadRows:
-        """How much of the corpus may be bad."""
-        return BadRows(self.scan.bad_rows, self.scan.bad_rows_in_a_row)
-
-    @property
-    def enough(self) -> int | None:
-        """Sequences that the index is made for; none means all that there are."""
-        if self.scan.sequences == "all":
-            return None
-        return max(self.scan.sequences, self.least)
-
-    @property
-    def fates(self) -> Fates | None:
-        """What became of the documents of a corpus; none where the family is synthetic."""
-        return None if self.corpus is None else self._reader.fates(len(self))
-
-    def reader_of(self, index: Index, corpus: Corpus) -> SequenceReader:
-        """Sequences of this scan by another index of its corpus."""
-        return SequenceReader(corpus, index, self.tokenizer, self.text_length, self._separator)
-
-    @property
-    def reader(self) -> SequenceReader:
-        """Sequences by the index."""
-        return self._reader
-
-    def __len__(self) -> int:
-        """How many sequences the scan has; a corpus that holds fewer than asked for is an error."""
-        if self.corpus is None:
-            return int(self.scan.sequences)
-        held, asked = len(self._reader), self.scan.sequences
-        if held == 0 or (asked != "all" and held < asked):
-            assert self.index is not None
-            bad = named_problems(self.index, self.corpus)
-            wanted = "at least 1" if asked == "all" else f"{asked:,}"
-            advice = ["lower n_ctx or sequences"]
-            if self.corpus.packing != "concat":
-                advice.append("or pack with concat")
-            if bad:
-                advice.append(f"or mend {bad[0]}")
-            raise CorpusError(
-                f"input: the corpus holds {held:,} sequences of {self.text_length} tokens of text "
-                f"({self.corpus.packing} packing), {wanted} wanted, of "
-                f"{self._reader.fates(held).line}; {', '.join(advice)}"
-            )
-        return held if asked == "all" else asked
-
-    @property
-    def shards(self) -> int:
-        """How many shards the sequences make."""
-        return -(-len(self) // self.scan.sequences_per_shard)
-
-    def shard(self, number: int) -> ShardInput:
-        """The input of one shard; in order they are read fastest."""
-        start = number * self.scan.sequences_per_shard
-        stop = min(start + self.scan.sequences_per_shard, len(self))
-        if self.corpus is None:
-            return self._drawn(number, start, stop)
-        bad_rows = self._reader.bad_rows(start, stop)
-        tokens, origin = self._reader.read(start, stop)
-        tokens = self._with_bos(self._arranged(start, tokens))
-        if self.corpus.repeat_bos:
-            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self.text_length + self.scan.bos)]
-        return ShardInput(number, start, tokens, origin, bad_rows)
 
     @property
     def text_length(self) -> int:
@@ -236,19 +141,97 @@ class Sequences:
             )
         return chunk
 
-    def _arranged(self, start: int, text: np.ndarray) -> np.ndarray:
-        """Sequences of a corpus out of their text: repeated or shuffled where the family says so."""
-        assert self.corpus is not None
-        if self.corpus.chunk is not None:
-            return text[:, np.arange(self.length) % self.corpus.chunk]
-        if self.corpus.tokens_shuffled:
-            return np.array(
-                [self._draw_of(start + i).rng.permutation(row) for i, row in enumerate(text)]
-            )
-        return text
+    @property
+    def bad_rows(self) -> BadRows:
+        """How much of the corpus may be bad."""
+        return BadRows(self.scan.bad_rows, self.scan.bad_rows_in_a_row)
+
+    @property
+    def enough(self) -> int | None:
+        """Sequences that the index must hold. None means as many as there are."""
+        if self.scan.sequences == "all":
+            return None
+        return max(self.scan.sequences, self.least_sequences)
 
     @cached_property
-    def _reader(self) -> SequenceReader:
+    def corpus(self) -> Corpus | None:
+        """The corpus, its files listed; None if the family is synthetic."""
+        if self.family.synthetic:
+            return None
+        return self._with_resolved_choice(self.family.corpus(self.options))
+
+    def _with_resolved_choice(self, corpus: Corpus) -> Corpus:
+        return replace(corpus, choice=corpus.choice.resolved(self.scan.seed))
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer."""
+        return TextTokenizer(Path(self.info.path), self.info.d_vocab)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Identifies the files that the sequences depend on, for a run's manifest."""
+        if self.corpus is not None:
+            return self.corpus.record
+        text = self.options.get("text")
+        if text is None or text == BUNDLED_TEXT:
+            return {}
+        return {"text": text_record(text)}
+
+    @cached_property
+    def reads_text(self) -> bool:
+        """Whether the sequences depend on the tokenizer.
+
+        Those of a corpus do. Those of a synthetic family do if it asks for the tokenizer while its
+        first sequence is drawn.
+        """
+        if self.corpus is not None:
+            return True
+        self._draw_sequence(0, self.family)
+        # `cached_property` stores a value under its name as soon as it is asked for.
+        return "tokenizer" in self.__dict__
+
+    # The index of a corpus
+
+    def use_index(self, index: Index | None) -> None:
+        """Read the corpus by another index; None means that one is still to be made."""
+        self.index = index
+        # The cached reader belongs to the index of before.
+        self.__dict__.pop("reader", None)
+
+    def indexed_enough(self, least: int) -> bool:
+        """Whether the index has as many sequences as the scan needs, and `least` at least."""
+        assert self.corpus is not None
+        assert self.index is not None
+        if self.scan.sequences == "all":
+            return self.index.whole_sources == len(self.corpus.sources)
+        return len(self.reader) >= max(least, self.scan.sequences)
+
+    def make_index(self, watch: Watch = unwatched, known: Index | None = None) -> None:
+        """Index the corpus as far as the scan needs it, unless there is an index already.
+
+        Documents that `known` has are not tokenised again. A synthetic family needs no index.
+        """
+        if self.corpus is not None and self.index is None:
+            self.index = build_index(
+                self.corpus,
+                self.tokenizer,
+                self.text_length,
+                self.enough,
+                watch,
+                known,
+                self.bad_rows.in_a_row,
+            )
+
+    def check_index(self) -> None:
+        """Refuse a corpus that is too bad, or has nothing of what the scan asks for."""
+        if self.corpus is not None and self.index is not None:
+            self.bad_rows.check(self.index, self.corpus)
+            check_choice(self.index, self.corpus)
+
+    @cached_property
+    def reader(self) -> SequenceReader:
+        """The sequences of the corpus, by the index."""
         assert self.corpus is not None
         if self.index is None:
             raise RuntimeError("make_index() comes first")
@@ -259,59 +242,146 @@ class Sequences:
             )
         return self.reader_of(self.index, self.corpus)
 
+    def reader_of(self, index: Index, corpus: Corpus) -> SequenceReader:
+        """Sequences of this scan by another index of its corpus."""
+        return SequenceReader(corpus, index, self.tokenizer, self.text_length, self._separator)
+
     @property
     def _separator(self) -> int | None:
-        """The token that joins documents."""
-        end = self.info.eos_token_id
-        return self.info.bos_token_id if end is None else end
+        """The token that joins documents: end of text, else beginning of sequence."""
+        end_of_text = self.info.eos_token_id
+        return self.info.bos_token_id if end_of_text is None else end_of_text
 
-    @cached_property
-    def _ordinary(self) -> np.ndarray:
-        special = [t for t in (self.info.bos_token_id, self.info.eos_token_id) if t is not None]
-        return np.setdiff1d(np.arange(self.info.d_vocab), special)
+    @property
+    def fates(self) -> Fates | None:
+        """What became of the documents of a corpus; None if the family is synthetic."""
+        return None if self.corpus is None else self.reader.fates(len(self))
 
-    def _draw_of(self, sequence: int) -> Draw:
-        stream = self.family.stream
-        return Draw.of(
-            self.scan.seed, sequence, stream, self.length, self._ordinary, lambda: self.tokenizer
+    # Sequences and shards
+
+    def __len__(self) -> int:
+        """How many sequences the scan has. Too small a corpus raises `CorpusError`."""
+        if self.corpus is None:
+            return int(self.scan.sequences)
+        available, requested = len(self.reader), self.scan.sequences
+        if available == 0 or (requested != "all" and available < requested):
+            raise self._too_small_error(available, self.corpus)
+        return available if requested == "all" else requested
+
+    def _too_small_error(self, available: int, corpus: Corpus) -> CorpusError:
+        assert self.index is not None
+        requested = self.scan.sequences
+        wanted = "at least 1" if requested == "all" else f"{requested:,}"
+        advice = ["lower n_ctx or sequences"]
+        if corpus.packing != "concat":
+            advice.append("or pack with concat")
+        problems = named_problems(self.index, corpus)
+        if problems:
+            advice.append(f"or mend {problems[0]}")
+        return CorpusError(
+            f"input: the corpus holds {available:,} sequences of {self.text_length} tokens of text "
+            f"({corpus.packing} packing), {wanted} wanted, of "
+            f"{self.reader.fates(available).line}; {', '.join(advice)}"
         )
 
-    def _drawn(self, number: int, start: int, stop: int) -> ShardInput:
-        drawn = [self._labelled(i, self.family) for i in range(start, stop)]
-        tokens = self._with_bos(np.array([tokens for tokens, _ in drawn], np.int32))
-        bos = [""] * self.scan.bos
-        labels = [bos + names for _, names in drawn if names is not None]
+    @property
+    def shards(self) -> int:
+        """How many shards the sequences make."""
+        return -(-len(self) // self.scan.sequences_per_shard)  # Rounded up.
+
+    def shard(self, number: int) -> ShardInput:
+        """The input of one shard. Shards of a corpus are read fastest in order."""
+        start = number * self.scan.sequences_per_shard
+        stop = min(start + self.scan.sequences_per_shard, len(self))
+        if self.corpus is None:
+            return self._drawn_shard(number, start, stop)
+        bad_rows = self.reader.bad_rows(start, stop)
+        text, origin = self.reader.read(start, stop)
+        tokens = self._with_bos(self._arranged(start, text))
+        if self.corpus.repeat_bos:
+            # The first copy of the text, with its token in front, is repeated to the end.
+            copied_from = np.arange(self.scan.n_ctx) % (self.text_length + self.scan.bos)
+            tokens = tokens[:, copied_from]
+        return ShardInput(number, start, tokens, origin, bad_rows)
+
+    def _arranged(self, start: int, text: np.ndarray) -> np.ndarray:
+        """Sequences of a corpus out of their text, repeated or shuffled if the family says so."""
+        assert self.corpus is not None
+        if self.corpus.chunk is not None:
+            # The text is one chunk long. The modulo repeats it to the end of the sequence.
+            return text[:, np.arange(self.length) % self.corpus.chunk]
+        if self.corpus.tokens_shuffled:
+            # Each permutation comes from the sequence's own stream, not from the order of reading.
+            return np.array(
+                [self._draw_of(start + i).rng.permutation(tokens) for i, tokens in enumerate(text)]
+            )
+        return text
+
+    def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
+        """The sequences, with the beginning-of-sequence token in front if the scan asks for it."""
+        if not self.scan.bos:
+            return tokens
+        bos_column = np.full((len(tokens), 1), self.info.bos_token_id, np.int32)
+        return np.concatenate([bos_column, tokens], axis=1)
+
+    # Drawing
+
+    def _drawn_shard(self, number: int, start: int, stop: int) -> ShardInput:
+        drawn = [self._draw_sequence(i, self.family) for i in range(start, stop)]
+        tokens = np.array([sequence.tokens for sequence in drawn], np.int32)
+        label_of_bos = [""] * self.scan.bos
+        labels = [
+            label_of_bos + sequence.labels for sequence in drawn if sequence.labels is not None
+        ]
         return ShardInput(
-            number, start, tokens, {}, [], labels or None, self._partners(start, stop)
+            number,
+            start,
+            self._with_bos(tokens),
+            origin={},
+            bad_rows=[],
+            labels=labels or None,
+            partner=self._drawn_partners(start, stop),
         )
 
-    def _partners(self, start: int, stop: int) -> np.ndarray | None:
+    def _drawn_partners(self, start: int, stop: int) -> np.ndarray | None:
         """The partner of every sequence, if the family has partners and they are wanted."""
         if self.family.partner is None or not self.partners:
             return None
-        family = find_input(self.family.partner)
-        drawn = [self._labelled(i, family)[0] for i in range(start, stop)]
-        return self._with_bos(np.array(drawn, np.int32))
+        partner_family = find_input(self.family.partner)
+        tokens = [self._draw_sequence(i, partner_family).tokens for i in range(start, stop)]
+        return self._with_bos(np.array(tokens, np.int32))
 
-    def _labelled(self, sequence: int, family: InputFamily) -> tuple[np.ndarray, list[str] | None]:
-        """One sequence of a synthetic family, and the label of every token where the family has
-        labels.
-        """
+    def _draw_sequence(self, sequence: int, family: InputFamily) -> _DrawnSequence:
+        """One sequence of a synthetic family."""
         returned = family.function(self._draw_of(sequence), **self.options)
-        tokens = np.asarray(returned.tokens if isinstance(returned, Labelled) else returned)
+        is_labelled = isinstance(returned, Labelled)
+        tokens = np.asarray(returned.tokens if is_labelled else returned)
         if tokens.shape != (self.length,):
             raise ScanError(
                 f"input family {family.name}: returned shape {tokens.shape}, expected "
                 f"({self.length},)"
             )
-        return tokens, returned.names(family.name) if isinstance(returned, Labelled) else None
+        return _DrawnSequence(tokens, returned.names(family.name) if is_labelled else None)
 
-    def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
-        if not self.scan.bos:
-            return tokens
-        return np.concatenate(
-            [np.full((len(tokens), 1), self.info.bos_token_id, np.int32), tokens], axis=1
+    def _draw_of(self, sequence: int) -> Draw:
+        """What sequence number `sequence` is drawn from, whatever was drawn before it."""
+        return Draw.of(
+            self.scan.seed,
+            sequence,
+            self.family.stream,
+            self.length,
+            self._ordinary_tokens,
+            lambda: self.tokenizer,
         )
+
+    @cached_property
+    def _ordinary_tokens(self) -> np.ndarray:
+        """All token ids of the vocabulary except the special ones."""
+        # They may lie anywhere in the vocabulary, so a range would not do.
+        special_tokens = [
+            token for token in (self.info.bos_token_id, self.info.eos_token_id) if token is not None
+        ]
+        return np.setdiff1d(np.arange(self.info.d_vocab), special_tokens)
 
 
 def _check_range(options: dict[str, Any], info: ModelInfo) -> None:

@@ -1,4 +1,4 @@
-"""Random tokens: drawn alike, repeated, corrupted, or drawn by how often they occur."""
+"""Random tokens: drawn uniformly, repeated, corrupted, or drawn as often as they occur in text."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def repeated_random(
     high: Count | None = None,
     distinct: bool = False,
 ) -> np.ndarray:
-    """A block of `period` random tokens, repeated to the end; twice where no period is given.
+    """A block of `period` random tokens, repeated to the end; twice if no period is given.
 
-    * `period`: tokens in the block; half of the sequence, rounded up, if it is left out.
+    * `period`: tokens in the block. The default is half of the sequence, rounded up.
     """
     return np.resize(draw.tokens(_period(draw, period), low, high, distinct), draw.length)
 
@@ -55,10 +55,10 @@ def corrupted_repeat(
     induction-under-erasures).
 
     The block is the one of `repeated_random` for the same seed and sequence. A replaced token
-    becomes `replacement`, or a random one where none is given, which may be the same again; its
-    position is labelled "replaced".
+    becomes `replacement`. If none is given, it becomes a random one, which may be the same again.
+    Its position is labelled "replaced".
 
-    * `period`: tokens in the block; half of the sequence, rounded up, if it is left out.
+    * `period`: tokens in the block. The default is half of the sequence, rounded up.
     * `rate`: a probability, 0 to 1.
     * `replacement`: a token id.
     """
@@ -66,9 +66,12 @@ def corrupted_repeat(
         raise ScanError(f"input.rate: expected a probability, 0 to 1, got {rate}")
     period = _period(draw, period)
     tokens = np.resize(draw.tokens(period, low, high, distinct), draw.length)
-    replaced = np.flatnonzero(draw.rng.random(draw.length) < rate)
-    replaced = replaced[replaced >= period]
+    is_replaced = draw.rng.random(draw.length) < rate
+    # The block itself stays; only its copies are corrupted.
+    is_replaced[:period] = False
+    replaced = np.flatnonzero(is_replaced)
     if replacement is None:
+        # One token for every position is drawn, whatever the number of replaced ones.
         tokens[replaced] = draw.tokens(draw.length, low, high)[replaced]
     else:
         tokens[replaced] = _ordinary(draw, "replacement", replacement)
@@ -76,6 +79,7 @@ def corrupted_repeat(
 
 
 def _token_and_range(options: dict[str, Any]) -> str | None:
+    """Why a token and a range cannot both be given; None if they are not."""
     if options["token"] is None or (options["low"], options["high"]) == (0, None):
         return None
     return "input: single_token_repeat takes token, or low and high, got both; leave out one"
@@ -85,9 +89,12 @@ def _token_and_range(options: dict[str, Any]) -> str | None:
 def single_token_repeat(
     draw: Draw, *, token: int | None = None, low: TokenId = 0, high: Count | None = None
 ) -> np.ndarray:
-    """One token, over and over: `token`, or another random one in every sequence (Gu et al. 2024)."""
-    one = draw.tokens(1, low, high)[0] if token is None else _ordinary(draw, "token", token)
-    return np.full(draw.length, one)
+    """One token, over and over: `token`, or a random one for each sequence (Gu et al. 2024)."""
+    if token is None:
+        repeated_token = draw.tokens(1, low, high)[0]
+    else:
+        repeated_token = _ordinary(draw, "token", token)
+    return np.full(draw.length, repeated_token)
 
 
 @input_family
@@ -102,20 +109,19 @@ def unigram_random(
     """Independent tokens, as frequent as in a `text`; without one, by Zipf's law in the order of
     their ids.
 
-    p(id) ∝ occurrences of id in the text, of a .csv file in its column text; else p(id) ∝
-    rank(id)^-exponent, with rank 1 for the lowest id and exponent 1. After Mahmood's reproduction
-    of Ran-Milo et al. 2026.
+    With a text, p(id) ∝ occurrences of id in the text (of a .csv file: in its column text). Without
+    one, p(id) ∝ rank(id)^-exponent, with rank 1 for the lowest id and exponent 1. After Mahmood's
+    reproduction of Ran-Milo et al. 2026.
 
     * `text`: a file, or `bundled:LICENSE`.
-    * `exponent`: of Zipf's law, 1 if it is left out; not with a `text`.
+    * `exponent`: of Zipf's law, 1 by default; not allowed with a `text`.
     """
     if text is not None and exponent is not None:
         raise ScanError("input: unigram_random takes text or exponent, got both; leave out one")
     ids = draw.ids(low, high)
     if text is None:
-        weights = np.arange(1, len(ids) + 1, dtype=float) ** -(
-            1.0 if exponent is None else exponent
-        )
+        ranks = np.arange(1, len(ids) + 1, dtype=float)
+        weights = ranks ** -(1.0 if exponent is None else exponent)
     else:
         weights = _occurrences(text, draw.load_tokenizer(), int(draw.ordinary.max()) + 1)[ids]
     if not weights.sum() > 0:
@@ -126,11 +132,13 @@ def unigram_random(
 
 @lru_cache(maxsize=4)
 def _occurrences(text: str, tokenizer: Tokenizer, size: int) -> np.ndarray:
+    """How often each of `size` token ids occurs in a text."""
     ids = [token for tokens in tokenizer.encode_many(read_texts(text)) for token in tokens]
     return np.bincount(ids, minlength=size).astype(float)
 
 
 def _period(draw: Draw, period: int | None) -> int:
+    """The period in tokens; by default half of the sequence, rounded up."""
     period = (draw.length + 1) // 2 if period is None else period
     if not 1 <= period <= draw.length:
         raise ScanError(
@@ -140,6 +148,7 @@ def _period(draw: Draw, period: int | None) -> int:
 
 
 def _ordinary(draw: Draw, option: str, token: int) -> int:
+    """The token of an option; a special one is refused."""
     if token not in draw.ordinary:
         raise ScanError(
             f"input.{option}: expected an ordinary token id of the model ({draw.ordinary[0]} to "

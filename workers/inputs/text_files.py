@@ -18,7 +18,7 @@ PROJECT = Path(__file__).parent.parent.parent
 
 
 def located(path: str) -> str:
-    """A path as it is; `bundled:PATH` among the project's own files, wherever the command is run."""
+    """Where a file lies: `bundled:PATH` among the project's own files, other paths as they are."""
     if not path.startswith(BUNDLED_PREFIX):
         return path
     name = path.removeprefix(BUNDLED_PREFIX)
@@ -31,11 +31,11 @@ def located(path: str) -> str:
 
 
 def check_bundled(key: str, path: str) -> None:
-    """Refuse a path of bundled files that leads elsewhere: LICENSE and the models' are all."""
+    """Refuse a bundled path that is neither LICENSE nor a file of the bundled models."""
     if not path.startswith(BUNDLED_PREFIX):
         return
-    inside = Path(path.removeprefix(BUNDLED_PREFIX)).parts
-    if inside == ("LICENSE",) or (inside[:1] == ("models",) and ".." not in inside):
+    parts = Path(path.removeprefix(BUNDLED_PREFIX)).parts
+    if parts == ("LICENSE",) or (parts[:1] == ("models",) and ".." not in parts):
         return
     raise ScanError(
         f"{key}: {path} is no file of headcount; expected {BUNDLED_PREFIX}LICENSE, or one in "
@@ -45,8 +45,9 @@ def check_bundled(key: str, path: str) -> None:
 
 @lru_cache(maxsize=4)
 def read_text(path: str) -> str:
-    """A UTF-8 text file; a process reads it once, so that all its sequences come from the same
-    content.
+    """The content of a UTF-8 text file.
+
+    A process reads it once, so that all its sequences come from the same content.
     """
     try:
         content = place(located(path)).read_bytes()
@@ -66,9 +67,7 @@ def read_text(path: str) -> str:
 
 
 def read_texts(path: str) -> list[str]:
-    """The texts of a file: of a .csv file the column text of each row, of another all that it
-    holds.
-    """
+    """The texts of a file: the column text of each row of a .csv file, else the whole content."""
     if not path.endswith(".csv"):
         return [read_text(path)]
     return [
@@ -79,7 +78,7 @@ def read_texts(path: str) -> list[str]:
 
 
 def text_record(path: str) -> dict[str, str]:
-    """Identifies a text file without its place on this machine."""
+    """The name and the fingerprint of a text file, without its place on this machine."""
     return {
         "name": Path(path).name,
         "sha256": hashlib.sha256(read_text(path).encode()).hexdigest()[:16],

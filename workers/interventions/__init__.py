@@ -1,4 +1,4 @@
-"""Edits of the model, by the names that a scan gives them."""
+"""Edits of the model, by the names that a scan gives them. Importing the package registers them."""
 
 from workers.interventions import heads, inactive, positions, sinks, swaps
 from workers.interventions.intervention_registry import (
@@ -11,6 +11,7 @@ from workers.interventions.intervention_registry import (
 from workers.interventions.weight_edits import check_targets, edited_weights, needs_bridge
 
 __all__ = [
-    "INTERVENTIONS", "BoundIntervention", "bind", "check_targets", "edited_weights", "heads", "inactive",
-    "intervention", "needs_bridge", "needs_partners", "positions", "sinks", "swaps",
+    "INTERVENTIONS", "BoundIntervention", "bind", "check_targets", "edited_weights", "intervention",
+    "needs_bridge", "needs_partners",
+    "heads", "inactive", "positions", "sinks", "swaps",
 ]  # fmt: skip

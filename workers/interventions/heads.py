@@ -18,16 +18,16 @@ def zero_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
 
 @intervention
 def keep_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
-    """All heads of a layer but one move nothing (Farrell 2023, where the other patterns are set to
-    zero).
+    """All heads of a layer except one move nothing (Farrell 2023, where the other patterns are set
+    to zero).
     """
     return replaced(torch.zeros_like(z), (..., head, slice(None)), z[:, :, head])
 
 
 @intervention
 def mean_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
-    """The output of one head becomes its mean over the positions so far, so that no later token is
-    heard of.
+    """The output of one head becomes its mean over the positions up to here, so that nothing is
+    known of later tokens.
     """
     count = torch.arange(1, z.shape[1] + 1, device=z.device)[:, None]
     return replaced(z, (..., head, slice(None)), z[:, :, head].cumsum(1) / count)
@@ -36,7 +36,7 @@ def mean_head(z: Tensor, *, layer: Index, head: Index) -> Tensor:
 @intervention
 def patch_head(z: Tensor, partner: Tensor, *, layer: Index, head: Index) -> Tensor:
     """The output of one head comes from the run on the partner sequence, in which all other edits
-    are made too (activation patching; Farrell 2023).
+    are made, too (activation patching; Farrell 2023).
     """
     return replaced(z, (..., head, slice(None)), partner[:, :, head])
 
@@ -45,7 +45,7 @@ def patch_head(z: Tensor, partner: Tensor, *, layer: Index, head: Index) -> Tens
 def patch_head_at(
     z: Tensor, partner: Tensor, *, layer: Index, head: Index, position: Index
 ) -> Tensor:
-    """The same at one position alone."""
+    """What patch_head does, at one position alone."""
     return replaced(z, (slice(None), position, head), partner[:, position, head])
 
 

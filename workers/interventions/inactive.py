@@ -1,5 +1,5 @@
-"""Heads that are found inactive on an input, and their control: each sequence has heads of its own
-taken out.
+"""Edits of heads that are inactive on a sequence, or sinks, and their control. Which heads these
+are is decided for each sequence.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from schemas.pattern import Pattern
 from schemas.statistics.head_results import head_output_norm_last
 from schemas.statistics.norms import head_output_norm, sink_value_norm, value_norm
 from schemas.statistics.shape import entropy
@@ -19,17 +20,25 @@ from schemas.values import BelowOne, Positive, Seed
 from workers.interventions.intervention_registry import intervention
 
 Score = Literal[
-    "sink_alpha", "entropy", "head_output_norm", "head_output_norm_last", "sink_value_norm", "value_norm"
-]  # fmt: skip
-"""Statistics by which a head may be found inactive."""
+    "sink_alpha",
+    "entropy",
+    "head_output_norm",
+    "head_output_norm_last",
+    "sink_value_norm",
+    "value_norm",
+]
+"""Statistics that may say whether a head is inactive."""
 
 Scale = Literal["raw", "layer_mean"]
-"""Whether a score is taken as it is, or in parts of its layer's mean."""
+"""Whether a score is taken as it is, or divided by its layer's mean."""
 
 
 def _never(options: Mapping[str, Any], n_ctx: int) -> str | None:
-    """Why no head can be inactive, whatever the sequence."""
-    threshold, raw = options["threshold"], options["scale"] == "raw"
+    """Why no head of any sequence can be inactive by this threshold; None if one can."""
+    threshold = options["threshold"]
+    raw = options["scale"] == "raw"
+    # An inactive head is below the threshold of a norm or an entropy, which is never negative. It
+    # is above that of sink_alpha, which is a share of attention.
     if options["score"] != "sink_alpha":
         return None if threshold > 0 else f"threshold: expected more than 0, got {threshold:g}"
     if threshold < 0 or (raw and threshold >= 1):
@@ -40,11 +49,11 @@ def _never(options: Mapping[str, Any], n_ctx: int) -> str | None:
 
 @intervention(refuse=_never)
 def zero_inactive_heads(
-    z: Tensor, pattern: Any, v: Tensor, *, score: Score, threshold: float, scale: Scale = "raw"
+    z: Tensor, pattern: Pattern, v: Tensor, *, score: Score, threshold: float, scale: Scale = "raw"
 ) -> Tensor:
     """Heads whose score on a sequence is below a threshold (`sink_alpha`: above) move nothing
-    (Sandoval-Segura et al. 2025). With `layer_mean` a score is divided by the mean of the layer's
-    heads, `head_output_norm_last` by their mean `head_output_norm`.
+    (Sandoval-Segura et al. 2025). With `layer_mean` a score is divided by its mean over the layer's
+    heads; `head_output_norm_last` is divided by their mean `head_output_norm`.
     """
     return _without(z, _inactive(z, pattern, v, score, threshold, scale))
 
@@ -52,7 +61,7 @@ def zero_inactive_heads(
 @intervention(refuse=_never)
 def zero_random_heads(
     z: Tensor,
-    pattern: Any,
+    pattern: Pattern,
     v: Tensor,
     tokens: Tensor,
     layer: int,
@@ -62,8 +71,8 @@ def zero_random_heads(
     scale: Scale = "raw",
     draw: Seed = 0,
 ) -> Tensor:
-    """The control of zero_inactive_heads: in every layer of a sequence as many heads as would be
-    inactive there, drawn from all by a hash of the tokens, the layer and the draw.
+    """The control of zero_inactive_heads: in every layer as many heads move nothing as would be
+    inactive there on the sequence, chosen by a hash of its tokens, the layer and the draw.
     """
     count = _inactive(z, pattern, v, score, threshold, scale).sum(-1, keepdim=True)
     return _without(z, _random_order(tokens, z.shape[2], layer, draw) < count)
@@ -71,9 +80,9 @@ def zero_random_heads(
 
 @intervention
 def zero_entropy_sinks(pattern: Tensor, *, row: Positive, column: BelowOne) -> Tensor:
-    """Heads whose mean row entropy is below `row` and largest column entropy above `column` attend
-    to nothing (Guo et al. 2024). Row q ≥ 1 counts in parts of ln(q+1), column k, divided by its
-    sum, in parts of ln(T-k).
+    """Heads whose mean row entropy is below `row` and whose largest column entropy is above
+    `column` attend to nothing (Guo et al. 2024). The entropy of row q ≥ 1 is divided by ln(q+1),
+    that of column k, scaled to sum 1, by ln(T-k).
     """
     return pattern * ~_entropy_sinks(pattern, row, column)[..., None, None]
 
@@ -87,19 +96,19 @@ def entropy_sinks_to_first(pattern: Tensor, *, row: Positive, column: BelowOne) 
 
 
 def _inactive(
-    z: Tensor, pattern: Any, v: Tensor, score: Score, threshold: float, scale: Scale
+    z: Tensor, pattern: Pattern, v: Tensor, score: Score, threshold: float, scale: Scale
 ) -> Tensor:
     """Which heads are inactive: `[batch head]`."""
     values = _score(z, pattern, v, score)
     if scale == "layer_mean":
-        # The mean that the source divides the last token's output by is of all tokens.
-        values = values / (
-            head_output_norm(z) if score == "head_output_norm_last" else values
-        ).mean(-1, keepdim=True)
+        # The source divides the output at the last token by a mean over all tokens.
+        averaged = head_output_norm(z) if score == "head_output_norm_last" else values
+        values = values / averaged.mean(-1, keepdim=True)
     return values > threshold if score == "sink_alpha" else values < threshold
 
 
-def _score(z: Tensor, pattern: Any, v: Tensor, score: Score) -> Tensor:
+def _score(z: Tensor, pattern: Pattern, v: Tensor, score: Score) -> Tensor:
+    """The value of a statistic: `[batch head]`."""
     match score:
         case "sink_alpha":
             return sink_alpha(pattern)
@@ -116,31 +125,37 @@ def _score(z: Tensor, pattern: Any, v: Tensor, score: Score) -> Tensor:
 
 
 def _without(z: Tensor, heads: Tensor) -> Tensor:
+    """z `[batch pos head d_head]`, 0 for the heads that `heads [batch head]` marks."""
     return z.masked_fill(heads[:, None, :, None], 0)
 
 
 def _random_order(tokens: Tensor, n_heads: int, layer: int, draw: int) -> Tensor:
-    """Places of the heads in an order `[batch head]` that depends on a sequence's tokens, the layer
-    and the draw alone.
+    """The rank `[batch head]` of each head in a random order of the heads of a sequence.
+
+    It depends on the sequence's tokens, the layer and the draw alone, not on the shard or batch.
     """
     rng = np.random.default_rng([draw, layer])
-    factors = torch.from_numpy(rng.integers(-(2**63), 2**63, size=(tokens.shape[1], n_heads))).to(
-        tokens.device
-    )
-    # A sum of products with random factors modulo 2^64 is a hash.
-    return ((tokens + 1)[..., None] * factors).sum(1).argsort(-1).argsort(-1)
+    factors = torch.from_numpy(rng.integers(-(2**63), 2**63, size=(tokens.shape[1], n_heads)))
+    # A sum of products with random factors, modulo 2^64, is a hash. Integers overflow as intended.
+    hashes = ((tokens + 1)[..., None] * factors.to(tokens.device)).sum(1)
+    # Sorting the order of the hashes turns it into ranks.
+    return hashes.argsort(-1).argsort(-1)
 
 
 def _entropy_sinks(pattern: Tensor, row: float, column: float) -> Tensor:
-    """Which heads are sinks by both entropies, each a share of what a uniform row or column would
-    have: `[batch head]`.
+    """Which heads are sinks by both entropies: `[batch head]`.
+
+    Each entropy is divided by that of a uniform row or column of the same length.
     """
-    # A row has as many entries as the column that is as far from the other end.
+    # Under the causal mask row q has q+1 entries and column k has T-k: the same numbers, backwards.
     entries = torch.arange(1, pattern.shape[-1] + 1, device=pattern.device, dtype=pattern.dtype)
-    uniform = entries.log()
-    rows = -torch.xlogy(pattern, pattern).sum(-1)
-    mean_row = (rows[..., 1:] / uniform[1:]).mean(-1)
-    shares = pattern / pattern.sum(-2, keepdim=True).clamp_min(torch.finfo(pattern.dtype).tiny)
-    # The last column has one entry, so its entropy is 0.
-    columns = -torch.xlogy(shares, shares).sum(-2) / uniform.flip(0).clamp_min(1e-9)
-    return (mean_row < row) & (columns.amax(-1) > column)
+    uniform_entropy = entries.log()
+    row_entropy = -torch.xlogy(pattern, pattern).sum(-1)
+    # Row 0 has one entry, so its entropy says nothing.
+    mean_row_entropy = (row_entropy[..., 1:] / uniform_entropy[1:]).mean(-1)
+    column_sum = pattern.sum(-2, keepdim=True)
+    shares = pattern / column_sum.clamp_min(torch.finfo(pattern.dtype).tiny)
+    column_entropy = -torch.xlogy(shares, shares).sum(-2)
+    # The last column has one entry and entropy 0, which must not be divided by ln 1 = 0.
+    relative_column_entropy = column_entropy / uniform_entropy.flip(0).clamp_min(1e-9)
+    return (mean_row_entropy < row) & (relative_column_entropy.amax(-1) > column)

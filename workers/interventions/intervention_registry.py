@@ -1,17 +1,25 @@
 """Interventions by name: a function whose first parameter names what it edits.
 
-That parameter is a weight of the attention layers (`W_Q [head d_model d_head]`,
+The first parameter is a weight of the attention layers (`W_Q [head d_model d_head]`,
 `b_Q [head d_head]`, …), `W_pos [pos d_model]`, or an activation
-(`workers.engine.edits.EDITABLE_ACTIVATIONS`). The function returns the edited tensor and leaves its
-arguments alone. Further parameters name what it reads: `circuit` is what the untouched weights say
-of positions, `layer` the number of the layer; the edit of an activation may read `tokens`, what the
-layer has known before (`workers.engine.edits.readable`), and `partner`, which is its own target in
-the run on the partner sequences. Keyword-only parameters are options, numbers or one of some names,
-written in a scan as `name(1,0.5)` in their order; one named `layer` says where the edit is made,
-otherwise it is made in every layer. `a+b` is a, then b.
+(`workers.engine.edits.EDITABLE_ACTIVATIONS`). The function returns the edited tensor. It does not
+change its arguments.
 
-What an option may be is in its type (`schemas.values`) and, where the model or the length of the
-sequences bounds it, in the decorator's `most`; what only several of them tell is in its `refuse`.
+Further positional parameters name what the edit reads:
+
+* `circuit`: what the unedited weights say of positions;
+* `layer`: the number of the layer;
+* `tokens`, and activations that come before the edited one (`workers.engine.edits.readable`), only
+  for an edit of an activation;
+* `partner`: the edited activation in the run on the partner sequences.
+
+Keyword-only parameters are options: numbers, or one of some names. A scan writes them in their
+order, `name(1,0.5)`. An option named `layer` says where the edit is made; without it, the edit is
+made in every layer. `a+b` is a, then b.
+
+The type of an option says what it may be (`schemas.values`). If the model or the length of the
+sequences sets a limit, the decorator says so in `most`. If options are wrong only together,
+`refuse` says so.
 """
 
 from __future__ import annotations
@@ -37,58 +45,67 @@ EDITABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 EDITABLE_EMBEDDINGS = ("W_pos",)
 """Weights that are not a layer's."""
 
-
 Options = dict[str, Any]
+"""Options of an edit by name: whole numbers, numbers, or names."""
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestValue:
     """The largest value of an option with which an edit still does what it says."""
 
     words: str
-    """It, in terms of the model and of the sequences."""
+    """The value in words, for example `n_ctx - 1`."""
     of: Callable[[ModelInfo, int], int]
-    """It, from a model and from `n_ctx`."""
+    """The value for a model and a length `n_ctx` of the sequences."""
 
 
 Refuse = Callable[[Options, int], str | None]
-"""Says what is wrong with options together, for sequences of `n_ctx` tokens; none if nothing is."""
+"""Says what is wrong with the options as a whole for sequences of `n_ctx` tokens; None if nothing
+is.
+"""
 
 
 @dataclass(frozen=True)
-class Registered:
-    """An intervention as it is written; `target` is empty where nothing is edited."""
+class RegisteredIntervention:
+    """An intervention as it is written, before it has options."""
 
     name: str
     function: Callable[..., Any]
     target: str
+    """What it edits; empty for `none`, which edits nothing."""
     reads: tuple[str, ...]
+    """What it reads besides the target, in the order of the function's parameters."""
     options: dict[str, inspect.Parameter]
     meaning: str
-    most: Mapping[str, Largest]
+    most: Mapping[str, LargestValue]
     """The largest value of the options that have one."""
     refuse: Refuse | None
 
     @property
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """The options that are one of some names, and these names."""
+    def allowed_names(self) -> dict[str, tuple[str, ...]]:
+        """The names that an option may have, for the options that are names."""
         return {
-            key: get_args(p.annotation)
-            for key, p in self.options.items()
-            if get_origin(p.annotation) is Literal
+            option: get_args(parameter.annotation)
+            for option, parameter in self.options.items()
+            if get_origin(parameter.annotation) is Literal
         }
 
     @property
+    def signature(self) -> str:
+        """How a scan writes it, for example `keep_window(sinks,window)`."""
+        return f"{self.name}({','.join(self.options)})" if self.options else self.name
+
+    @property
     def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it."""
+        """What a run's manifest keeps of it: the meaning, and a fingerprint of its code."""
         return {"meaning": self.meaning, "fingerprint": fingerprint(self.function)}
 
 
 @dataclass(frozen=True)
 class BoundPart:
-    """One edit and its options, by name."""
+    """One edit of an intervention, with its options by name."""
 
-    registered: Registered
+    registered: RegisteredIntervention
     options: dict[str, Any]
 
     @property
@@ -98,15 +115,22 @@ class BoundPart:
 
     @property
     def layer(self) -> int | None:
-        """The layer in which it is edited; none means every one."""
+        """The layer in which it is edited; None means every layer."""
         layer = self.options.get("layer")
         return None if layer is None else int(layer)
 
     def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The edit for a model: a function of what is edited and of what may be read."""
-        function, reads = partial(self.registered.function, **self.options), self.registered.reads
-        fixed = {"circuit": model.circuit} if "circuit" in reads else {}
-        return lambda value, known: function(value, *({**known, **fixed}[name] for name in reads))
+        function = partial(self.registered.function, **self.options)
+        reads = self.registered.reads
+        # The circuit is asked for now, while the weights are unedited.
+        circuit = {"circuit": model.circuit} if "circuit" in reads else {}
+
+        def edit(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
+            values = {**readable_values, **circuit}
+            return function(value, *(values[name] for name in reads))
+
+        return edit
 
 
 @dataclass(frozen=True)
@@ -118,35 +142,19 @@ class BoundIntervention:
 
     def check(self, info: ModelInfo, n_ctx: int) -> None:
         """Refuse what a model or a sequence does not have, and edits that would edit nothing."""
-        has = {
-            "layer": (info.n_layers, info.name),
-            "head": (info.n_heads, info.name),
-            "position": (n_ctx, "a sequence"),
-        }
         for part in self.parts:
-            what = f"interventions: '{self.intervention}'"
-            for key, (count, whose) in has.items():
-                number = part.options.get(key, 0)
-                if number >= count:
-                    raise ScanError(f"{what}: {key} {number} of {whose}, which has {count}")
-            for key, largest in part.registered.most.items():
-                most, number = largest.of(info, n_ctx), part.options[key]
-                if most < 1:
-                    raise ScanError(
-                        f"{what}: n_ctx = {n_ctx} leaves nothing to hide ({key} is at most "
-                        f"{largest.words}); raise n_ctx"
-                    )
-                if number > most:
-                    raise ScanError(
-                        f"{what}: {key}: expected at most {most} ({largest.words}), got {number}"
-                    )
-            problem = part.registered.refuse and part.registered.refuse(part.options, n_ctx)
-            if problem:
-                raise ScanError(f"{what}: {problem}")
+            problem = (
+                _missing_place(part, info, n_ctx)
+                or _too_large_option(part, info, n_ctx)
+                or _refused_options(part, n_ctx)
+            )
+            if problem is not None:
+                raise ScanError(f"interventions: '{self.intervention}': {problem}")
 
     def check_measured(self, depth: int) -> None:
-        """Refuse edits of layers after those that a forward pass goes through: they would change
-        nothing.
+        """Refuse edits of layers from `depth` on, which no forward pass goes through.
+
+        They would change nothing.
         """
         for part in self.parts:
             if part.layer is not None and part.layer >= depth:
@@ -159,23 +167,26 @@ class BoundIntervention:
     @property
     def weight_parts(self) -> tuple[BoundPart, ...]:
         """The parts that edit weights."""
-        return tuple(p for p in self.parts if p.target in EDITABLE_WEIGHTS + EDITABLE_EMBEDDINGS)
+        weights = (*EDITABLE_WEIGHTS, *EDITABLE_EMBEDDINGS)
+        return tuple(part for part in self.parts if part.target in weights)
 
     @property
     def activation_parts(self) -> tuple[BoundPart, ...]:
         """The parts that edit activations."""
-        return tuple(p for p in self.parts if p.target in EDITABLE_ACTIVATIONS)
+        return tuple(part for part in self.parts if part.target in EDITABLE_ACTIVATIONS)
 
     def edits(self, model: Model) -> Edits:
-        """The edits of activations; what the model does not have is refused."""
+        """The edits of activations. An activation that the model does not have is refused."""
         for part in self.activation_parts:
             if not model.has(part.target):
                 raise ModelError(
                     f"{model.info.name}: no {part.target} for {part.registered.name} to edit"
                 )
         return Edits(
-            Edit(p.target, p.function_for(model), p.layer, frozenset(p.registered.reads))
-            for p in self.activation_parts
+            Edit(
+                part.target, part.function_for(model), part.layer, frozenset(part.registered.reads)
+            )
+            for part in self.activation_parts
         )
 
     @property
@@ -184,26 +195,68 @@ class BoundIntervention:
         return any(PARTNER in part.registered.reads for part in self.parts)
 
 
-INTERVENTIONS: dict[str, Registered] = {}
+def _missing_place(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
+    """What is wrong with a layer, head or position that does not exist; None if all exist."""
+    counts = {
+        "layer": (info.n_layers, info.name),
+        "head": (info.n_heads, info.name),
+        "position": (n_ctx, "a sequence"),
+    }
+    for option, (count, owner) in counts.items():
+        # An edit without the option passes, as if it named the first.
+        number = part.options.get(option, 0)
+        if number >= count:
+            return f"{option} {number} of {owner}, which has {count}"
+    return None
+
+
+def _too_large_option(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
+    """What is wrong with an option that is larger than its edit allows; None if none is."""
+    for option, largest in part.registered.most.items():
+        most, number = largest.of(info, n_ctx), part.options[option]
+        if most < 1:
+            # No value would do, so the advice is about n_ctx.
+            return (
+                f"n_ctx = {n_ctx} leaves nothing to hide ({option} is at most {largest.words}); "
+                "raise n_ctx"
+            )
+        if number > most:
+            return f"{option}: expected at most {most} ({largest.words}), got {number}"
+    return None
+
+
+def _refused_options(part: BoundPart, n_ctx: int) -> str | None:
+    """What is wrong with the options as a whole; None if nothing is."""
+    refuse = part.registered.refuse
+    return None if refuse is None else refuse(part.options, n_ctx)
+
+
+INTERVENTIONS: dict[str, RegisteredIntervention] = {}
 
 
 def intervention(
     function: Callable[..., Any] | None = None,
     *,
-    most: Mapping[str, Largest] | None = None,
+    most: Mapping[str, LargestValue] | None = None,
     refuse: Refuse | None = None,
 ) -> Callable[..., Any]:
-    """Register a function as an intervention, with what its options may be at most and together."""
+    """Register a function as an intervention.
+
+    `most` has the largest values of its options, `refuse` says what is wrong with them together.
+    """
     if function is None:
+        # Used as `@intervention(…)`: return the decorator itself.
         return partial(intervention, most=most, refuse=refuse)
     parameters = inspect.signature(function, eval_str=True).parameters
     options = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    target, *reads = [name for name in parameters if name not in options] or [""]
+    positional = [name for name in parameters if name not in options]
+    target, *reads = positional or [""]
     targets = ("", *EDITABLE_WEIGHTS, *EDITABLE_EMBEDDINGS, *EDITABLE_ACTIVATIONS)
     if target not in targets:
         raise ValueError(
             f"intervention {function.__name__!r}: {unknown('target', target, targets)}"
         )
+    # A misspelt parameter is found here, when the module is imported, not in the middle of a run.
     can_read = _readable(target)
     for name in reads:
         if name not in can_read:
@@ -213,7 +266,7 @@ def intervention(
             )
     if function.__name__ in INTERVENTIONS:
         raise ValueError(f"intervention {function.__name__!r} is defined twice")
-    INTERVENTIONS[function.__name__] = Registered(
+    INTERVENTIONS[function.__name__] = RegisteredIntervention(
         function.__name__,
         function,
         target,
@@ -243,21 +296,27 @@ def bind(intervention: Intervention) -> BoundIntervention:
     >>> [(part.registered.name, part.options) for part in bound.parts]
     [('zero_query_bias', {}), ('scale_query_bias', {'alpha': 0.5})]
     """
-    parts = tuple(map(_bound_part, intervention.parts))
+    parts = tuple(_bound_part(part) for part in intervention.parts)
     if len(parts) > 1:
-        names = [str(part) for part in intervention.parts]
-        if (none := str(NONE)) in names:
-            raise ScanError(
-                f"interventions: '{intervention}': {none} is the untouched model and stands alone; "
-                "leave it out, or name it as an intervention of its own"
-            )
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ScanError(
-                f"interventions: '{intervention}': expected each edit once, got {twice} "
-                f"{names.count(twice)} times"
-            )
+        _check_combination(intervention)
     return BoundIntervention(intervention, parts)
+
+
+def _check_combination(intervention: Intervention) -> None:
+    """Refuse `a+b` in which a part is `none`, or stands twice."""
+    names = [str(part) for part in intervention.parts]
+    untouched = str(NONE)
+    if untouched in names:
+        raise ScanError(
+            f"interventions: '{intervention}': {untouched} is the untouched model and stands "
+            "alone; leave it out, or name it as an intervention of its own"
+        )
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ScanError(
+            f"interventions: '{intervention}': expected each edit once, got {repeated} "
+            f"{names.count(repeated)} times"
+        )
 
 
 def needs_partners(interventions: Iterable[Intervention]) -> bool:
@@ -266,6 +325,7 @@ def needs_partners(interventions: Iterable[Intervention]) -> bool:
 
 
 def _bound_part(part: InterventionPart) -> BoundPart:
+    """A part of an intervention with its function, and with its options by name."""
     if part.name not in INTERVENTIONS:
         raise ScanError(f"interventions: {unknown('intervention', part.name, INTERVENTIONS)}")
     registered = INTERVENTIONS[part.name]
@@ -273,38 +333,37 @@ def _bound_part(part: InterventionPart) -> BoundPart:
     if len(part.arguments) > len(parameters):
         raise ScanError(
             f"interventions: '{part}' has {counted(len(part.arguments), 'option')}; "
-            f"expected {_signature(registered)}"
+            f"expected {registered.signature}"
         )
     options: dict[str, Any] = {}
-    for (key, parameter), argument in zip(parameters.items(), part.arguments, strict=False):
-        what = f"interventions: '{part}': {key}"
-        options[key] = _option(what, parameter.annotation, argument)
-    for key, parameter in parameters.items():
-        if key in options:
+    # Arguments stand in the order of the options. The last options may be left out.
+    for (option, parameter), argument in zip(parameters.items(), part.arguments, strict=False):
+        place = f"interventions: '{part}': {option}"
+        options[option] = _option(place, parameter.annotation, argument)
+    for option, parameter in parameters.items():
+        if option in options:
             continue
         if parameter.default is parameter.empty:
             raise ScanError(
-                f"interventions: '{part}' needs {key}; expected {_signature(registered)}"
+                f"interventions: '{part}' needs {option}; expected {registered.signature}"
             )
-        options[key] = parameter.default
+        options[option] = parameter.default
     return BoundPart(registered, options)
 
 
-def _option(what: str, annotation: Any, argument: Argument) -> Any:
+def _option(place: str, annotation: object, argument: Argument) -> Argument:
     """A number in the range of its type, or one of the names that a `Literal` lists."""
     if get_origin(annotation) is Literal:
         if argument not in get_args(annotation):
-            raise ScanError(f"{what}: {unknown('name', str(argument), get_args(annotation))}")
+            raise ScanError(f"{place}: {unknown('name', str(argument), get_args(annotation))}")
         return argument
     problem = problem_of(annotation, argument)
     if problem is not None:
-        raise ScanError(f"{what}: expected {problem}, got {argument!r}")
+        raise ScanError(f"{place}: expected {problem}, got {argument!r}")
+    # A scan may write a whole number for a float: `scale_query_bias(1)`.
     return float(argument) if _is_float(annotation) else argument
 
 
-def _is_float(annotation: Any) -> bool:
+def _is_float(annotation: object) -> bool:
+    """Whether a type is float, with or without a range."""
     return float in (annotation, *get_args(annotation))
-
-
-def _signature(found: Registered) -> str:
-    return f"{found.name}({','.join(found.options)})" if found.options else found.name

@@ -17,19 +17,20 @@ from workers.model.circuit import Circuit
 
 
 def _one_position(options: Mapping[str, Any], n_ctx: int) -> str | None:
+    """Why positions 0 and 1 cannot be exchanged; None if they can."""
     return None if n_ctx > 1 else "positions 0 and 1 of a sequence, which has 1; raise n_ctx"
 
 
 @intervention
 def first_position_second(W_pos: Tensor) -> Tensor:
     """Position 0 gets the embedding of position 1 (Ran-Milo et al. 2026, intervention c)."""
-    return _row(W_pos, 0, W_pos[1])
+    return _with_row(W_pos, 0, W_pos[1])
 
 
 @intervention
 def blend_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
     """Position 0 gets alpha times its own embedding and 1 - alpha times that of position 1."""
-    return _row(W_pos, 0, alpha * W_pos[0] + (1 - alpha) * W_pos[1])
+    return _with_row(W_pos, 0, alpha * W_pos[0] + (1 - alpha) * W_pos[1])
 
 
 @intervention
@@ -37,32 +38,33 @@ def random_first_position(W_pos: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0)
     """The control of first_position_second and blend_first_position: position 0 moves as far, in a
     random direction.
     """
-    far = (1 - alpha) * (W_pos[1] - W_pos[0]).norm()
-    return _row(W_pos, 0, W_pos[0] + far * random_directions(W_pos[0], draw))
+    distance = (1 - alpha) * (W_pos[1] - W_pos[0]).norm()
+    return _with_row(W_pos, 0, W_pos[0] + distance * random_directions(W_pos[0], draw))
 
 
 @intervention
 def blend_position(W_pos: Tensor, *, position: Index, alpha: Factor = 0.0) -> Tensor:
-    """A position gets alpha times its own embedding and 1 - alpha times that of the next: what is
-    done to the first, elsewhere.
+    """A position gets alpha times its own embedding and 1 - alpha times that of the next one: the
+    edit of blend_first_position, elsewhere.
     """
-    _check(position, len(W_pos) - 1)
-    return _row(W_pos, position, alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1])
+    # The last position has no next one.
+    _check_position(position, len(W_pos) - 1)
+    return _with_row(W_pos, position, alpha * W_pos[position] + (1 - alpha) * W_pos[position + 1])
 
 
 @intervention
 def scale_first_position(W_pos: Tensor, *, alpha: Factor) -> Tensor:
     """The embedding of position 0 is multiplied by alpha."""
-    return _row(W_pos, 0, alpha * W_pos[0])
+    return _with_row(W_pos, 0, alpha * W_pos[0])
 
 
 @intervention
 def scale_position(W_pos: Tensor, *, position: Index, alpha: Factor) -> Tensor:
-    """The embedding of a position is multiplied by alpha: what scale_first_position does,
+    """The embedding of a position is multiplied by alpha: the edit of scale_first_position,
     elsewhere.
     """
-    _check(position, len(W_pos))
-    return _row(W_pos, position, alpha * W_pos[position])
+    _check_position(position, len(W_pos))
+    return _with_row(W_pos, position, alpha * W_pos[position])
 
 
 @intervention
@@ -73,43 +75,45 @@ def swap_first_positions(W_pos: Tensor) -> Tensor:
     return edited
 
 
-def _row(W_pos: Tensor, position: int, row: Tensor) -> Tensor:
+def _with_row(W_pos: Tensor, position: int, row: Tensor) -> Tensor:
+    """The embeddings, with one position's replaced."""
     edited = W_pos.clone()
     edited[position] = row
     return edited
 
 
-def _check(position: int, count: int) -> None:
+def _check_position(position: int, count: int) -> None:
+    """Refuse a position that does not exist."""
     if not 0 <= position < count:
         raise ScanError(f"interventions: expected a position from 0 to {count - 1}, got {position}")
 
 
 @intervention
 def zero_positions(pos_embed: Tensor) -> Tensor:
-    """No position is embedded: tokens alone (Ran-Milo et al. 2026, intervention h; Farrell 2023)."""
+    """No position is embedded, only tokens (Ran-Milo et al. 2026, intervention h; Farrell 2023)."""
     return torch.zeros_like(pos_embed)
 
 
 @intervention
 def zero_tokens(embed: Tensor) -> Tensor:
-    """No token is embedded: positions alone (Farrell 2023)."""
+    """No token is embedded, only positions (Farrell 2023)."""
     return torch.zeros_like(embed)
 
 
 @intervention
 def zero_first_token(embed: Tensor) -> Tensor:
-    """The embedding of the first token is set to zero, its position is kept (Ran-Milo et al. 2026,
-    intervention f).
+    """The embedding of the first token is set to zero, that of its position is kept (Ran-Milo et
+    al. 2026, intervention f).
     """
     return replaced(embed, (slice(None), 0), 0)
 
 
 @intervention
 def zero_token(embed: Tensor, *, position: Index) -> Tensor:
-    """The embedding of the token at a position is set to zero: what zero_first_token does,
+    """The embedding of the token at a position is set to zero: the edit of zero_first_token,
     elsewhere.
     """
-    _check(position, embed.shape[1])
+    _check_position(position, embed.shape[1])
     edited = embed.clone()
     edited[:, position] = 0
     return edited
@@ -132,12 +136,14 @@ def swap_raw_positions(mlp_out: Tensor, circuit: Circuit, *, layer: Index = 0) -
 
 
 def _swapped(mlp_out: Tensor, rows: Tensor) -> Tensor:
-    """Move the part of position 0 along the first of two directions to the second, and the same
-    length back at position 1.
+    """Turn the part of position 0 along the first of two directions into the second direction.
+
+    At position 1 the opposite step is made, of the same length.
     """
+    # The weights are in their own precision, the activation in the one that is measured.
     first, second = (rows / rows.norm(dim=-1, keepdim=True)).to(mlp_out.dtype)
-    along = mlp_out[:, 0] @ first
-    step = along[:, None] * (second - first)
+    length_along_first = mlp_out[:, 0] @ first
+    step = length_along_first[:, None] * (second - first)
     edited = mlp_out.clone()
     edited[:, 0] += step
     edited[:, 1] -= step

@@ -30,7 +30,7 @@ class Settled:
     bound: BoundIntervention
     engine: EngineName
     reason: str
-    """Why the dense engine measures it; empty if the fused one does."""
+    """Why the dense engine measures it; empty if the fused engine does."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,24 @@ class Settlement:
 
 
 def settle(model: Model, scan: Scan, device: str) -> Settlement:
-    """Settle a scan's interventions on a device, `cpu` or `cuda`; the device need not be there.
+    """Settle a scan's interventions for a device, `cpu` or `cuda`, which need not be there.
 
-    With `precision = "auto"` it is the fastest precision that all of the interventions can have.
+    `precision = "auto"` becomes the fastest precision that all of the interventions allow.
     """
-    settled = {i: settle_one(model, scan, i) for i in scan.interventions}
-    dense = [s for s in settled.values() if s.engine == "dense"]
+    settled = {
+        intervention: settle_one(model, scan, intervention) for intervention in scan.interventions
+    }
+    dense = [settlement for settlement in settled.values() if settlement.engine == "dense"]
+    # The whole run has one precision, and the dense engine is never faster than float32.
     fastest = "float32" if dense else FASTEST_ACCEPTABLE[device]
     precision = fastest if scan.precision == "auto" else scan.precision
-    for one in dense:
-        check_bridge_precision(one, precision)
+    for settlement in dense:
+        check_bridge_precision(settlement, precision)
     return Settlement(precision, settled)
 
 
 def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
-    """The engine of one intervention; what the model does not have is refused."""
+    """The engine of one intervention. An edit that the model does not allow is refused."""
     bound = bind(intervention)
     bound.check(model.info, scan.n_ctx)
     _check_visible(bound, scan.n_ctx)
@@ -71,17 +74,23 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
 
 
 def _check_visible(bound: BoundIntervention, n_ctx: int) -> None:
-    """Refuse masks that together leave a query without a key, where they can be tried alone."""
+    """Refuse masks that together leave a query without a key.
+
+    They are tried on one head of zeros. Masks of single heads, and masks that read something else,
+    cannot be tried before the model runs.
+    """
     masks = [
         part
         for part in bound.activation_parts
         if part.target == "attn_scores" and not part.registered.reads and "head" not in part.options
     ]
+    # None stands for the layers that only masks of every layer edit.
     for layer in {part.layer for part in masks}:
         scores = torch.zeros(1, 1, n_ctx, n_ctx, dtype=torch.float16)
         for part in masks:
             if part.layer in (None, layer):
                 scores = part.registered.function(scores, **part.options)
+        # Raises `ScanError` if a query sees no key.
         hidden_keys(scores)
 
 
@@ -96,7 +105,7 @@ def check_bridge_precision(settled: Settled, precision: str) -> None:
 
 
 def check_begun(begun: frozenset[str], precision: str, run_id: str, device: str) -> None:
-    """Refuse to go on in another precision than a run was begun in."""
+    """Refuse to continue a run in another precision than it was begun in."""
     if begun and begun != {precision}:
         raise RunError(
             f"{run_id}: begun in {' and '.join(sorted(begun))}, and precision = 'auto' means "

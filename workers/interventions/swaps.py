@@ -23,6 +23,7 @@ def swap_first_value(v: Tensor, *, position: Count) -> Tensor:
     return _swapped(v, position)
 
 
-def _swapped(x: Tensor, position: int) -> Tensor:
-    places = [0, position]
-    return replaced(x, (slice(None), places), x[:, places[::-1]])
+def _swapped(activation: Tensor, position: int) -> Tensor:
+    """`[batch pos …]`, with position 0 and another exchanged."""
+    positions = [0, position]
+    return replaced(activation, (slice(None), positions), activation[:, positions[::-1]])

@@ -1,4 +1,8 @@
-"""Edits of weights: made in place, undone and verified."""
+"""Edits of weights: made in place, undone, and checked to be undone.
+
+They are made in place because both engines read the same tensors. A copy of a model with an edit
+would need its memory twice.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ from workers.model.model import EditableWeight, Model
 
 
 def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
-    """Why only the bridge sees an edit; none if the bare modules see it too."""
+    """Why only the bridge sees an edit; None if the bare modules see it too."""
     for part in bound.weight_parts:
-        if _weights(model, part)[0].parameter is None:
+        if _weights_of(model, part)[0].parameter is None:
             return f"the modules do not share {part.target} with the bridge"
     for part in bound.activation_parts:
         if part.target in ("q", "k") and model.rotary:
@@ -33,42 +37,45 @@ def needs_bridge(model: Model, bound: BoundIntervention) -> str | None:
 
 
 def check_targets(model: Model, bound: BoundIntervention) -> None:
-    """Refuse an intervention that edits what a model does not have."""
+    """Refuse an intervention that edits or reads something that a model does not have."""
+    # Each of these calls raises `ModelError` if something is missing.
     bound.edits(model)
     for part in bound.weight_parts:
         part.function_for(model)
-        _weights(model, part)
+        _weights_of(model, part)
 
 
 @contextmanager
 def edited_weights(model: Model, bound: BoundIntervention) -> Iterator[None]:
-    """Apply edits of weights; afterwards restore them and verify what the engines read."""
-    edits: list[tuple[BoundPart, EditableWeight, Tensor]] = []
-    # All of them are made from the untouched model, before the first is applied.
+    """Apply the edits of weights; afterwards restore them and check what the engines read."""
+    originals: list[tuple[EditableWeight, Tensor]] = []
+    # Functions that read the circuit must take it from the unedited weights, so all functions are
+    # made before the first edit is applied.
     functions = [(part, part.function_for(model)) for part in bound.weight_parts]
     readers = _readers(model, bound)
-    before = {name: _checksum(read()) for name, read in readers.items()}
+    checksums = {name: _checksum(read()) for name, read in readers.items()}
     try:
         for part, function in functions:
-            for weight in _weights(model, part):
+            for weight in _weights_of(model, part):
                 edited = function(weight.tensor, {"layer": weight.layer})
-                edits.append((part, weight, weight.tensor.clone()))
+                originals.append((weight, weight.tensor.clone()))
                 weight.tensor.copy_(edited)
                 if not torch.equal(weight.read(), edited):
                     raise ModelError(f"{model.info.name}: {part.target} cannot be edited in place")
         yield
     finally:
-        for _, weight, original in reversed(edits):
+        # Backwards, because two parts may have edited one weight: its first original counts.
+        for weight, original in reversed(originals):
             weight.tensor.copy_(original)
         for name, read in readers.items():
-            if _checksum(read()) != before[name]:
+            if _checksum(read()) != checksums[name]:
                 raise ModelError(
                     f"{model.info.name}: {name} was not restored after {bound.intervention}"
                 )
 
 
-def _weights(model: Model, part: BoundPart) -> list[EditableWeight]:
-    """The weights that a part edits."""
+def _weights_of(model: Model, part: BoundPart) -> list[EditableWeight]:
+    """The weights that a part edits, one for each of its layers."""
     layers: Iterable[int | None] = range(model.info.n_layers)
     if part.target in EDITABLE_EMBEDDINGS:
         layers = [None]
@@ -78,23 +85,23 @@ def _weights(model: Model, part: BoundPart) -> list[EditableWeight]:
     for layer in layers:
         weight = model.editable_weight(part.target, layer)
         if weight is None:
-            where = "" if layer is None else f"layer {layer} has "
+            place = "" if layer is None else f"layer {layer} has "
             raise ModelError(
-                f"{model.info.name}: {where}no {part.target} for {part.registered.name} to edit"
+                f"{model.info.name}: {place}no {part.target} for {part.registered.name} to edit"
             )
         weights.append(weight)
     return weights
 
 
 def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], Tensor]]:
-    """Ways to what the engines read of the weights that are edited, each by its name.
+    """Functions that return the edited weights as the engines read them, by name.
 
-    A weight is looked up anew with each call. The tensor that was edited would not tell whether the
+    A weight is looked up again by each call: the tensor that was edited would not tell whether the
     model still uses it.
     """
     readers: dict[str, Callable[[], Tensor]] = {}
     for part in bound.weight_parts:
-        for weight in _weights(model, part):
+        for weight in _weights_of(model, part):
             if weight.parameter is not None:
                 readers[weight.parameter] = partial(model.bare.get_parameter, weight.parameter)
             place = "" if weight.layer is None else f"layer {weight.layer}: "
@@ -103,4 +110,5 @@ def _readers(model: Model, bound: BoundIntervention) -> dict[str, Callable[[], T
 
 
 def _checksum(weight: Tensor) -> str:
+    """SHA-256 of the bytes of a weight."""
     return hashlib.sha256(weight.detach().cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -1,13 +1,14 @@
-"""Every number that has a value must be finite; what is not says where, and the scan stops.
+"""Every number that has a value must be finite; if one is not, the scan stops and says where.
 
-NaN is undefined, and infinite is what is not a number for any other reason (`workers.measurements.undefined`).
-These are all the checks there are: of numbers and lists of every layer, of means over a batch, and
-of predictions.
+NaN means undefined. A value that is not finite for another reason is infinite
+(`workers.measurements.undefined`). These are all the checks there are: of numbers and lists of
+every layer, of means over a batch, and of predictions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,20 +26,21 @@ def check_numbers(
     heads: MeasuredHeads,
     first: int,
 ) -> None:
-    """Raise `MeasureError` for the earliest layer in which a value `[sequence layer head]` or
-    `[sequence layer]` is not finite, though it is `defined` for its `[sequence]`.
+    """Raise `MeasureError` for the earliest layer in which a value is not finite.
+
+    Values are `[sequence layer head]` or `[sequence layer]`. One that is not `defined` for its
+    `[sequence]` may be anything. `first` is the position of the first sequence in the shard.
     """
-    bad: dict[str, tuple[int, ...]] = {}
+    infinite: dict[str, np.ndarray] = {}
     for name, numbers in values.items():
-        where = np.isinf(numbers)
-        where[~defined[name]] = False
-        if where.any():
-            bad[name] = _earliest(where)
-    if bad:
-        name = min(bad, key=lambda n: bad[n][0])
-        layer, sequence, *head = bad[name]
+        infinite[name] = np.isinf(numbers)
+        # Where it is undefined, a formula may divide by zero.
+        infinite[name][~defined[name]] = False
+    earliest = _earliest({name: where.swapaxes(0, 1) for name, where in infinite.items()})
+    if earliest is not None:
+        layer, sequence, *head = earliest.place
         raise MeasureError(
-            f"{_place(heads, layer, head)}: {name} is not finite for sequence "
+            f"{_layer_and_head(heads, layer, head)}: {earliest.name} is not finite for sequence "
             f"{first + sequence} of the shard; {ADVICE}"
         )
 
@@ -49,17 +51,17 @@ def check_lists(
     heads: MeasuredHeads,
     first: int,
 ) -> None:
-    """Raise `MeasureError` for the earliest layer in which a list `[sequence layer head entry]` or
-    `[sequence layer entry]` is not finite.
+    """Raise `MeasureError` for the earliest layer in which an entry of a list is not finite.
+
+    Lists are `[sequence layer head entry]` or `[sequence layer entry]`.
     """
-    bad = {name: np.isinf(lists) for name, lists in values.items()}
-    earliest = {name: _earliest(where) for name, where in bad.items() if where.any()}
-    if earliest:
-        name = min(earliest, key=lambda n: earliest[n][0])
-        layer, sequence, *head, entry = earliest[name]
+    earliest = _earliest({name: np.isinf(lists).swapaxes(0, 1) for name, lists in values.items()})
+    if earliest is not None:
+        layer, sequence, *head, entry = earliest.place
         raise MeasureError(
-            f"{_place(heads, layer, head)}: {name} is not finite at "
-            f"{formulas[name].axis} {entry} for sequence {first + sequence} of the shard; {ADVICE}"
+            f"{_layer_and_head(heads, layer, head)}: {earliest.name} is not finite at "
+            f"{formulas[earliest.name].axis} {entry} for sequence {first + sequence} of the shard; "
+            f"{ADVICE}"
         )
 
 
@@ -71,43 +73,63 @@ def check_means(
     sequences: int,
 ) -> None:
     """Raise `MeasureError` for the earliest layer in which a mean over a batch is not finite."""
-    bad = {n: np.argwhere((a.count > 0) & ~np.isfinite(a.mean)) for n, a in means.items()}
-    earliest = {name: where[0].tolist() for name, where in bad.items() if len(where)}
-    if earliest:
-        name = min(earliest, key=lambda n: earliest[n][0])
-        layer, *head, entry = earliest[name]
-        axes = places_on_axes(formulas[name], means[name].mean.shape[-1])
-        place = ", ".join(f"{axis} {at[entry]}" for axis, at in axes.items())
+    # A mean over no sequence is NaN and undefined.
+    earliest = _earliest(
+        {name: (mean.count > 0) & ~np.isfinite(mean.mean) for name, mean in means.items()}
+    )
+    if earliest is not None:
+        layer, *head, entry = earliest.place
+        entries = means[earliest.name].mean.shape[-1]
+        axes = places_on_axes(formulas[earliest.name], entries)
+        place = ", ".join(f"{axis} {places[entry]}" for axis, places in axes.items())
         raise MeasureError(
-            f"{_place(heads, layer, head)}: profile {name} is not finite at {place} for one of the "
-            f"sequences {first} to {first + sequences - 1} of the shard; expected finite numbers: "
-            "look at the model's weights and precision"
+            f"{_layer_and_head(heads, layer, head)}: profile {earliest.name} is not finite at "
+            f"{place} for one of the sequences {first} to {first + sequences - 1} of the shard; "
+            "expected finite numbers: look at the model's weights and precision"
         )
 
 
 def check_predictions(
     values: Mapping[str, np.ndarray], defined: Mapping[str, np.ndarray], first: int
 ) -> None:
-    """Raise `MeasureError` for a prediction `[sequence]` or `[sequence pos]` that is not finite
-    where it is `defined`.
+    """Raise `MeasureError` for a prediction that is not finite where it is `defined`.
+
+    Predictions are `[sequence]` or `[sequence pos]`.
     """
     for name, numbers in values.items():
-        bad = np.argwhere(np.isinf(numbers) & defined[name])
-        if len(bad):
-            sequence, *position = bad[0].tolist()
-            where = "".join(f", position {p}" for p in position)
+        infinite = np.argwhere(np.isinf(numbers) & defined[name])
+        if len(infinite):
+            sequence, *positions = infinite[0].tolist()
+            at_position = "".join(f", position {position}" for position in positions)
             raise MeasureError(
                 f"{name} is not finite for sequence {first + sequence} of the "
-                f"shard{where}; {ADVICE}"
+                f"shard{at_position}; {ADVICE}"
             )
 
 
-def _earliest(where: np.ndarray) -> tuple[int, ...]:
-    """The first place of `[sequence layer …]` in the earliest layer: layer, sequence, the rest."""
-    return tuple(np.argwhere(where.swapaxes(0, 1))[0].tolist())
+class _Place(NamedTuple):
+    """Where a formula is not finite."""
+
+    name: str
+    place: list[int]
+    """The place of its layer, then its place on the other axes."""
 
 
-def _place(heads: MeasuredHeads, layer: int, head: list[int]) -> str:
+def _earliest(not_finite: Mapping[str, np.ndarray]) -> _Place | None:
+    """The first place in the earliest layer, of masks whose first axis is the layer.
+
+    What is not finite in one layer spoils all later ones, so the earliest names the cause.
+    """
+    places = [
+        _Place(name, np.argwhere(where)[0].tolist())
+        for name, where in not_finite.items()
+        if where.any()
+    ]
+    return min(places, key=lambda place: place.place[0], default=None)
+
+
+def _layer_and_head(heads: MeasuredHeads, layer: int, head: list[int]) -> str:
     """The layer and the head of the model at a place among those that are measured."""
-    numbers = heads.numbers[layer]
-    return f"layer {heads.layers[layer]}" + "".join(f", head {numbers[h]}" for h in head)
+    head_numbers = heads.numbers[layer]
+    text = f"layer {heads.layers[layer]}"
+    return text + "".join(f", head {head_numbers[place]}" for place in head)

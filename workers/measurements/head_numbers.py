@@ -1,4 +1,4 @@
-"""From places among the measured heads to numbers of layers and heads: what rows say."""
+"""From places among the measured heads to numbers of layers and heads, which rows hold."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ Indices = dict[str, np.ndarray]
 def numbered(
     axes: Sequence[str], shape: Sequence[int], heads: MeasuredHeads
 ) -> tuple[Indices, np.ndarray | slice]:
-    """Where values lie whose axes are these, in the numbers of the model, and which of them there
-    are: a layer may have fewer measured heads than there are places.
+    """Where values with these axes lie, in numbers of the model; and which of the values exist.
+
+    Values are taken in their order in memory. A layer may have fewer measured heads than there are
+    places, and the places left over have no value.
     """
-    places = (index.ravel() for index in np.indices(shape))
-    indices = dict(zip(axes, places, strict=True))
-    kept: np.ndarray | slice = slice(None)
+    places_on_axes = [places.ravel() for places in np.indices(shape)]
+    indices = dict(zip(axes, places_on_axes, strict=True))
+    existing: np.ndarray | slice = slice(None)
     if "head" in indices:
+        # By place of the layer, so before layers become numbers of the model.
         indices["head"] = np.array(heads.numbers)[indices["layer"], indices["head"]]
         if heads.count < len(heads.layers) * heads.width:
-            kept = indices["head"] != ABSENT
+            existing = indices["head"] != ABSENT
     if "layer" in indices:
         indices["layer"] = np.array(heads.layers)[indices["layer"]]
-    return {axis: index[kept] for axis, index in indices.items()}, kept
+    return {axis: index[existing] for axis, index in indices.items()}, existing

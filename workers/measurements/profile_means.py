@@ -1,5 +1,6 @@
-"""Means over the sequences of a shard: every batch is reduced where it was measured, then batches
-are merged.
+"""Means over the sequences of a shard.
+
+Every batch is reduced where it was measured, then batches are merged.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Aggregate:
     count: np.ndarray
     """Sequences in which the entry has a value."""
     mean: np.ndarray
-    """`[layer head entry]`, float64; `[layer entry]` for what the heads of a layer share. NaN where
-    no sequence has a value.
+    """`[layer head entry]`, float64; `[layer entry]` for what the heads of a layer share. NaN if no
+    sequence has a value.
     """
     m2: np.ndarray
 
@@ -41,15 +42,15 @@ class Aggregate:
         """
         count = self.count + other.count
         delta = other.mean - self.mean
-        share = other.count / np.maximum(count, 1)
-        mean = self.mean + delta * share
-        m2 = self.m2 + other.m2 + delta**2 * (self.count * share)
-        # Where one of them has no sequence, its mean is NaN and the other's stands.
-        alone = [self.count == 0, other.count == 0]
+        share_of_other = other.count / np.maximum(count, 1)
+        mean = self.mean + delta * share_of_other
+        m2 = self.m2 + other.m2 + delta**2 * (self.count * share_of_other)
+        # If one of them has no sequence, its mean is NaN and the other's stands.
+        is_empty = [self.count == 0, other.count == 0]
         return Aggregate(
             count,
-            np.select(alone, [other.mean, self.mean], mean),
-            np.select(alone, [other.m2, self.m2], m2),
+            np.select(is_empty, [other.mean, self.mean], mean),
+            np.select(is_empty, [other.m2, self.m2], m2),
         )
 
 
@@ -63,14 +64,17 @@ def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
     """
     if profile.axis == "pair":
         query, key = torch.tril_indices(*values.shape[-2:], device=values.device)
-        values = values[..., query, key]
-    values = values.double()
-    undefined = values.isnan()
+        values_of_entries = values[..., query, key].double()
+    else:
+        values_of_entries = values.double()
+    undefined = values_of_entries.isnan()
     count = (~undefined).sum(0)
     # Of no sequences the mean is 0/0, which is NaN.
-    mean = values.masked_fill(undefined, 0).sum(0) / count
-    deviations = (values - mean).square().masked_fill(undefined, 0)
-    m2 = deviations.sum(0).masked_fill(count == 0, math.nan)
+    mean = values_of_entries.masked_fill(undefined, 0).sum(0) / count
+    # Two passes, because the mean of squares less the square of the mean would lose all digits of a
+    # small spread.
+    squared_deviations = (values_of_entries - mean).square().masked_fill(undefined, 0)
+    m2 = squared_deviations.sum(0).masked_fill(count == 0, math.nan)
     return torch.stack([count, mean, m2])
 
 
@@ -85,12 +89,12 @@ def _aggregate(values: np.ndarray) -> Aggregate:
     return Aggregate(count.astype(np.int64), mean, m2)
 
 
-def merge(parts: Sequence[Aggregates]) -> Aggregates:
+def merge(batches: Sequence[Aggregates]) -> Aggregates:
     """The aggregates of all batches of a shard."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = {name: aggregate.merged(part[name]) for name, aggregate in whole.items()}
-    return whole
+    merged = batches[0]
+    for batch in batches[1:]:
+        merged = {name: aggregate.merged(batch[name]) for name, aggregate in merged.items()}
+    return merged
 
 
 def means_table(kind: Kind[Any], shard: int, means: Aggregates, heads: MeasuredHeads) -> pa.Table:
@@ -102,22 +106,21 @@ def means_table(kind: Kind[Any], shard: int, means: Aggregates, heads: MeasuredH
 def _rows(
     kind: Kind[Any], shard: int, name: str, aggregate: Aggregate, heads: MeasuredHeads
 ) -> pa.Table:
+    """The rows of one formula."""
     assert kind.named_by is not None
     shape = aggregate.mean.shape
     axes = ["layer", "head", "entry"] if len(shape) == 3 else ["layer", "entry"]
-    at, kept = numbered(axes, shape, heads)
-    entry = at.pop("entry")
+    indices, existing = numbered(axes, shape, heads)
+    entry = indices.pop("entry")
+    places = places_on_axes(kind.registry[name], shape[-1])
     columns: dict[str, Any] = {
         "shard": np.full(len(entry), shard),
-        **at,
+        **indices,
         kind.named_by: [name] * len(entry),
-    }
-    along = places_on_axes(kind.registry[name], shape[-1])
-    columns |= {axis: place[entry] for axis, place in along.items()}
-    columns |= {
-        "count": aggregate.count.ravel()[kept],
-        "mean": aggregate.mean.ravel()[kept],
-        "m2": aggregate.m2.ravel()[kept],
+        **{axis: place[entry] for axis, place in places.items()},
+        "count": aggregate.count.ravel()[existing],
+        "mean": aggregate.mean.ravel()[existing],
+        "m2": aggregate.m2.ravel()[existing],
     }
     return table_of(columns, kind.table.schema())
 
@@ -127,4 +130,5 @@ def places_on_axes(profile: Along, entries: int) -> dict[str, np.ndarray]:
     if profile.axis != "pair":
         return {profile.axis: np.arange(entries)}
     n_ctx = math.isqrt(2 * entries)  # There are n_ctx · (n_ctx + 1) / 2 pairs.
-    return dict(zip(("query", "key"), np.tril_indices(n_ctx), strict=True))
+    query, key = np.tril_indices(n_ctx)
+    return {"query": query, "key": key}

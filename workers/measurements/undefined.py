@@ -1,8 +1,8 @@
 """Where a formula has no value although its layer was measured: NULL, and never a large number.
 
-Two things leave a formula without a value. An edit may hide a score that it reads, and what reads
-directions, as a cosine, may meet a vector of zeros. Both make NaN. Broken weights make NaN too, but
-they are an error.
+Two things leave a formula without a value. An edit may hide a score that it reads. A formula that
+reads directions, as a cosine, may meet a vector of zeros. Both make NaN. Broken weights make NaN
+too, but that is an error, so it is marked by infinity.
 """
 
 from __future__ import annotations
@@ -20,41 +20,43 @@ from workers.engine.dense_pattern import DensePattern
 def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     """A formula's value in one layer: NaN where it is undefined.
 
-    Where it is no number for any other reason, it is infinite, so that a reader of the value can
-    tell the two apart.
+    If it is not finite for any other reason, it is infinite, so that a reader can tell the two
+    apart.
     """
     pattern = activations.get("pattern")
     if isinstance(pattern, DensePattern) and pattern.hidden is not None:
-        return _under_a_mask(formula, activations, pattern)
+        return _value_under_mask(formula, activations, pattern)
     value = evaluate(formula.compute, activations)
     if formula.of_directions:
-        return _marked(value, _without_direction(value, formula, activations))
+        return _marked(value, _has_no_direction(value, formula, activations))
     # The usual case, once for each formula and layer: one pass over the value.
     return value.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
 
 
-def _under_a_mask(
+def _value_under_mask(
     formula: Formula, activations: Mapping[str, Any], pattern: DensePattern
 ) -> Tensor:
     """The value where an edit hides keys: undefined where only a hidden score makes it so."""
-    watched = pattern.watched()
-    value = evaluate(formula.compute, {**activations, "pattern": watched})
+    pattern = pattern.not_yet_asked()
+    value = evaluate(formula.compute, {**activations, "pattern": pattern})
     undefined = torch.zeros_like(value, dtype=torch.bool)
     if formula.of_directions:
-        undefined = _without_direction(value, formula, activations)
-    if watched.was_asked_for_scores:
+        undefined = _has_no_direction(value, formula, activations)
+    if pattern.was_asked_for_scores:
+        # NaN of broken weights must stay an error. So the formula is computed once more with the
+        # scores revealed: what is NaN only under the mask is undefined.
         revealed = evaluate(formula.compute, {**activations, "pattern": pattern.revealed()})
         undefined = undefined | (value.isnan() & revealed.isfinite())
     return _marked(value, undefined)
 
 
-def _without_direction(value: Tensor, formula: Formula, activations: Mapping[str, Any]) -> Tensor:
+def _has_no_direction(value: Tensor, formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     """Where a cosine is undefined: it is 0/0, and everything that it reads is finite."""
     inputs = [activations[name] for name in formula.parameters]
-    finite = [x.isfinite().all() for x in inputs if isinstance(x, Tensor)]
-    return value.isnan() & torch.stack(finite).all()
+    are_finite = [tensor.isfinite().all() for tensor in inputs if isinstance(tensor, Tensor)]
+    return value.isnan() & torch.stack(are_finite).all()
 
 
 def _marked(value: Tensor, undefined: Tensor) -> Tensor:
-    """A value with infinity for what is neither finite nor undefined."""
+    """A value with NaN where it is undefined, and infinity where it is otherwise not finite."""
     return value.where(value.isfinite(), torch.inf).masked_fill(undefined, torch.nan)

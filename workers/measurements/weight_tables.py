@@ -23,6 +23,9 @@ from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGH
 from workers.model.circuit import effective_positions
 from workers.model.model import Model
 
+Weights = dict[str, Tensor]
+"""Weights by the names that statistics read, float64."""
+
 
 def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
     """What a scan asks of the weights, by table."""
@@ -40,30 +43,45 @@ def weights_table(
     statistics: Sequence[WeightStatistic],
     heads: MeasuredHeads,
 ) -> pa.Table:
-    """One row per statistic × layer × head × index, in that order; none if the model does not have
-    the weights.
+    """One row per statistic × layer × head × index, in that order.
+
+    A statistic has no rows if the model does not have a weight that it reads.
     """
-    possible = [s for s in statistics if s.exists(model.rotary)]
-    read = {name for s in possible for name in s.parameters}
-    values: dict[str, list[Tensor]] = {s.name: [] for s in possible}
-    with torch.inference_mode():
-        shared = _finite(_model_weights(model, read.intersection(MODEL_WEIGHTS)), model.info.name)
-        for layer in heads.layers:
-            own = _layer_weights(model, layer, read.intersection(LAYER_WEIGHTS))
-            weights = shared | _finite(own, f"{model.info.name}: layer {layer}")
-            for s in possible:
-                readable = all(name in weights for name in s.parameters)
-                if readable and (s.layered or layer == heads.layers[0]):
-                    values[s.name].append(evaluate(s.compute, weights).cpu())
+    existing = [statistic for statistic in statistics if statistic.exists(model.rotary)]
+    values = _values(model, existing, heads)
     rows = [
-        _rows(kind, s, torch.stack(values[s.name]).numpy(), heads)
-        for s in possible
-        if values[s.name]
+        _rows(kind, statistic, torch.stack(values[statistic.name]).numpy(), heads)
+        for statistic in existing
+        if values[statistic.name]
     ]
-    return pa.concat_tables(rows or [kind.table.schema().empty_table()]).combine_chunks()
+    if not rows:
+        return kind.table.schema().empty_table()
+    return pa.concat_tables(rows).combine_chunks()
 
 
-def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
+def _values(
+    model: Model, statistics: Sequence[WeightStatistic], heads: MeasuredHeads
+) -> dict[str, list[Tensor]]:
+    """By statistic, its value in each measured layer, or one value for the whole model."""
+    weight_names = {name for statistic in statistics for name in statistic.parameters}
+    values: dict[str, list[Tensor]] = {statistic.name: [] for statistic in statistics}
+    with torch.inference_mode():
+        model_weights = _model_weights(model, weight_names.intersection(MODEL_WEIGHTS))
+        _check_finite(model_weights, model.info.name)
+        for layer in heads.layers:
+            layer_weights = _layer_weights(model, layer, weight_names.intersection(LAYER_WEIGHTS))
+            _check_finite(layer_weights, f"{model.info.name}: layer {layer}")
+            weights = model_weights | layer_weights
+            # A statistic of the whole model has one value, computed with the first layer.
+            is_first_layer = layer == heads.layers[0]
+            for statistic in statistics:
+                has_its_weights = all(name in weights for name in statistic.parameters)
+                if has_its_weights and (statistic.layered or is_first_layer):
+                    values[statistic.name].append(evaluate(statistic.compute, weights).cpu())
+    return values
+
+
+def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> Weights:
     """Those of a layer's weights that it has, repeated where query heads share them."""
     n_heads = model.info.n_heads
     weights = {name: model.layer_weight(layer, name) for name in names}
@@ -74,42 +92,42 @@ def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, 
     }
 
 
-def _model_weights(model: Model, names: set[str]) -> dict[str, Tensor]:
+def _model_weights(model: Model, names: set[str]) -> Weights:
     """Those of the weights outside the layers that the model has."""
     positions = model.positions
     if not names or positions is None:
         return {}
-    found = {"W_pos": positions.double()}
-    mlps = model.modules("mlp_out")[:1]
+    W_pos = positions.double()
+    weights = {"W_pos": W_pos}
     if "effective" in names and not model.hides("mlp_out"):
-        found["effective"] = effective_positions(
-            found["W_pos"], [copy.deepcopy(mlp).double() for mlp in mlps]
-        )
+        # Copies, because `double` would change the model's own MLP.
+        first_mlps = [copy.deepcopy(mlp).double() for mlp in model.modules("mlp_out")[:1]]
+        weights["effective"] = effective_positions(W_pos, first_mlps)
     if "components" in names and min(positions.shape) >= 3:
-        found["components"] = _components(found["W_pos"])
-    return {name: found[name] for name in names if name in found}
+        weights["components"] = _components(W_pos)
+    return {name: weights[name] for name in names if name in weights}
 
 
 def _components(W_pos: Tensor) -> Tensor:
-    """Coordinates `[pos component]` along the three largest principal components, of each of which
-    the largest is positive.
+    """Coordinates `[pos component]` along the three largest principal components.
+
+    The sign of a component is arbitrary, so its largest coordinate is made positive.
     """
     rows = centred(W_pos)
-    rows = rows - rows.mean(0)
-    *_, axes = torch.linalg.svd(rows, full_matrices=False)
-    found = rows @ axes[:3].T
-    largest = found.gather(0, found.abs().argmax(0, keepdim=True))
-    return found * largest.sign()
+    deviations = rows - rows.mean(0)
+    *_, axes = torch.linalg.svd(deviations, full_matrices=False)
+    coordinates = deviations @ axes[:3].T
+    largest = coordinates.gather(0, coordinates.abs().argmax(0, keepdim=True))
+    return coordinates * largest.sign()
 
 
-def _finite(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+def _check_finite(weights: Weights, where: str) -> None:
     for name, weight in weights.items():
         if not weight.isfinite().all():
             raise MeasureError(
                 f"{where}: {name} is not finite; expected finite numbers: look at the weights, or "
                 "leave out weight_statistics"
             )
-    return weights
 
 
 def _rows(
@@ -118,25 +136,30 @@ def _rows(
     values: np.ndarray,
     heads: MeasuredHeads,
 ) -> pa.Table:
-    """The rows of a statistic whose values are `[layer head index]`, one layer standing for all if
-    it is not layered. The values are of all heads of these layers.
+    """The rows of a statistic.
+
+    Its values are `[layer]`, then `[head]` if it is of each head, then its own axis if it has one.
+    They are of all heads of these layers. If it is not layered, one layer stands for all.
     """
     assert kind.named_by is not None
-    axes = ["layer", *(["head"] if values.ndim == 2 + (statistic.axis != "none") else [])]
-    axes += [] if statistic.axis == "none" else [statistic.axis]
-    at = dict(zip(axes, (a.ravel() for a in np.indices(values.shape)), strict=True))
-    if "head" in at:
-        measured = np.zeros((len(heads.layers), heads.n_heads), bool)
-        for place, some in enumerate(heads.by_layer.values()):
-            measured[place, list(some)] = True
-        kept = measured[at["layer"], at["head"]]
+    own_axes = [] if statistic.axis == "none" else [statistic.axis]
+    is_by_head = values.ndim == 2 + len(own_axes)
+    axes = ["layer", "head", *own_axes] if is_by_head else ["layer", *own_axes]
+    places = [place.ravel() for place in np.indices(values.shape)]
+    indices = dict(zip(axes, places, strict=True))
+    # All heads of a layer are computed at once; only the measured ones have rows.
+    if is_by_head:
+        is_measured = np.zeros((len(heads.layers), heads.n_heads), bool)
+        for place, measured_heads in enumerate(heads.by_layer.values()):
+            is_measured[place, list(measured_heads)] = True
+        in_table = is_measured[indices["layer"], indices["head"]]
     else:
-        kept = np.ones(values.size, bool)
-    at["layer"] = np.array(heads.layers)[at["layer"]]
+        in_table = np.ones(values.size, bool)
+    indices["layer"] = np.array(heads.layers)[indices["layer"]]
     columns: dict[str, Any] = {
-        **{axis: index[kept] for axis, index in at.items()},
-        kind.named_by: [statistic.name] * int(kept.sum()),
-        "value": values.ravel()[kept],
+        **{axis: index[in_table] for axis, index in indices.items()},
+        kind.named_by: [statistic.name] * int(in_table.sum()),
+        "value": values.ravel()[in_table],
     }
     if not statistic.layered:
         del columns["layer"]

@@ -1,4 +1,8 @@
-"""The attention of a model's bare modules: computed by whoever runs them, and what scales its scores."""
+"""The attention of a model's bare modules: who computes it, and what scales its scores.
+
+A Hugging Face model looks its attention up by name, so ours is registered under a name. A legacy
+model's attention module gets another class. Both then call the function that `attending` has set.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,23 @@ from torch import Tensor, nn
 from schemas.errors import ModelError
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Attention as a function of q, k, v `[batch head pos d_head]` and of the scale of q·k; returns z
+"""Computes attention from q, k, v `[batch head pos d_head]` and the scale of q·k. Returns z
 `[batch pos head d_head]`.
 """
 
 IMPLEMENTATION = "headcount"
-"""The name under which Hugging Face models find our attention."""
+"""The name under which Hugging Face models look our attention up."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Attention arguments that change the pattern in ways the fused engine does not know."""
 
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
+"""The attention of the model that runs now. A context variable keeps threads apart."""
 
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Within it, bare modules compute their attention with `attend`."""
+    """Within this context, bare modules compute their attention with `attend`."""
     token = _attend.set(attend)
     try:
         yield
@@ -38,7 +43,7 @@ def attending(attend: Attend) -> Iterator[None]:
 
 
 def take_over_attention(model: nn.Module) -> None:
-    """Have a Hugging Face model ask `attending` for its attention."""
+    """Make a Hugging Face model use the attention that `attending` sets."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, _hugging_face_attention)
@@ -46,42 +51,60 @@ def take_over_attention(model: nn.Module) -> None:
 
 
 def _hugging_face_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """What Hugging Face's modules call in the place of their own attention."""
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **arguments: object,
+) -> tuple[Tensor, None]:
+    """What Hugging Face's modules call instead of their own attention.
+
+    An argument that would change the pattern is refused, because the fused engine does not know it.
+    """
     attend = _attend.get()
     if attend is None:
         raise RuntimeError("this attention runs only inside Model.run_bare")
-    window = kwargs.get("sliding_window")
-    if window is not None and window < query.shape[2]:
+    n_ctx = query.shape[2]
+    window = arguments.get("sliding_window")
+    if isinstance(window, int) and window < n_ctx:
         raise ModelError(
-            f"the model looks back {window} tokens, less than n_ctx = {query.shape[2]}; lower n_ctx"
+            f"the model looks back {window} tokens, less than n_ctx = {n_ctx}; lower n_ctx"
         )
     for name in UNSUPPORTED:
-        if kwargs.get(name) is not None:
+        if arguments.get(name) is not None:
             _refuse(name)
+    # transformers makes no causal mask for an attention that it does not know. A mask that arrives
+    # hides something else.
     if attention_mask is not None:
         _refuse("an attention mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(query, key, value, scale), None
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse(feature: str) -> NoReturn:
     raise ModelError(
-        f"the model's attention uses {what}, which the fused engine does not know; "
+        f"the model's attention uses {feature}, which the fused engine does not know; "
         "use engine = 'dense'"
     )
 
 
 def native_attention() -> type[nn.Module]:
-    """TransformerLens's own attention, except that it asks `attending` where it is on."""
+    """TransformerLens's own attention class, which uses what `attending` sets, if anything."""
     from transformer_lens.model_bridge.sources.native import NativeAttention
 
     class AskingAttention(NativeAttention):
-        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        def forward(
+            self,
+            hidden_states: Tensor,
+            *args: Any,  # noqa: ANN401
+            **kwargs: Any,  # noqa: ANN401
+        ) -> tuple[Tensor, Tensor | None]:
+            """The output of the attention, and the pattern if TransformerLens computes it."""
             attend = _attend.get()
             if attend is None:
+                # The bridge shares these modules, and runs them without `attending`.
                 return super().forward(hidden_states, *args, **kwargs)
             if self.rotary is not None or self.attn_scores_soft_cap > 0 or not self.causal:
                 _refuse("rotary positions, capped scores or no causal mask")
@@ -102,13 +125,16 @@ FACTORS = ("scaling", "inv_norm_factor", "softmax_scale")
 """Fields of attention modules that hold what q·k is multiplied by."""
 
 DIVISORS = ("scale_attn", "scale")
-"""Fields that hold what it is divided by: in GPT-J and CodeGen, and in TransformerLens's own."""
+"""Fields that hold what q·k is divided by: in GPT-J and CodeGen, and in TransformerLens's own."""
 
 UNSCALED = ("GPTNeoSelfAttention",)
-"""Attention modules that do not scale, and say so nowhere."""
+"""Attention modules that do not scale, and have no field that says so."""
 
 CAPS = ("attn_logit_softcapping", "attn_scores_soft_cap")
-"""Fields that hold the height at which scores are capped; a height below 0 means none."""
+"""Fields that hold the height at which scores are capped. A height of 0 or less means no cap."""
+
+TOLERANCE = 1e-4
+"""Largest difference allowed between the probabilities of a model's pattern and those of q·k."""
 
 
 def scale_of(attention: nn.Module, d_head: int) -> float:
@@ -116,10 +142,12 @@ def scale_of(attention: nn.Module, d_head: int) -> float:
     if type(attention).__name__ in UNSCALED:
         return 1.0
     for name in FACTORS:
-        if (factor := _number(attention, name)) is not None:
+        factor = _number(attention, name)
+        if factor is not None:
             return factor
     for name in DIVISORS:
-        if (divisor := _number(attention, name)) is not None:
+        divisor = _number(attention, name)
+        if divisor is not None:
             return 1 / divisor
     return d_head**-0.5
 
@@ -139,32 +167,38 @@ def scores_from(attention: nn.Module, q: Tensor, k: Tensor, scale: float) -> Ten
 def score_problem(
     made: Tensor, shown: Tensor, pattern: Tensor, *, rotations_hidden: bool
 ) -> tuple[bool, str | None]:
-    """Whether `shown` are the scores behind an unedited pattern, and what is wrong with those that
-    q·k and the scale made, if they are not; all are `[batch head query key]`, of two sequences.
+    """Check the scores of an unedited run against its pattern.
 
-    Weights that are not numbers agree with everything; measuring will name their layer.
+    `made` are the scores from q·k and the scale, `shown` those that the bridge shows. All are
+    `[batch head query key]`, of two sequences. Returns whether the shown ones are the scores behind
+    the pattern, and what is wrong with the made ones, None if they are right.
+
+    Weights that are not numbers agree with everything. Measuring will name their layer.
     """
     if not made.shape == shown.shape == pattern.shape:
-        shapes = [list(x.shape) for x in (made, shown, pattern)]
+        shapes = [list(tensor.shape) for tensor in (made, shown, pattern)]
         return False, f"q·k, scores and pattern have the shapes {shapes}, which differ"
-    shows = _differ(causal_softmax(shown), pattern) < TOLERANCE
-    if (off := _differ(causal_softmax(made), pattern)) < TOLERANCE:
-        return shows, None
-    rest = (shown - made).tril()
-    if shows:
-        # A bias of positions, as ALiBi's, is the same for all sequences.
-        size = max(1.0, made.tril().abs().nan_to_num().max().item())
-        if _differ(rest[:1], rest[1:]) < TOLERANCE * size:
+    shows_scores = _largest_difference(causal_softmax(shown), pattern) < TOLERANCE
+    pattern_difference = _largest_difference(causal_softmax(made), pattern)
+    if pattern_difference < TOLERANCE:
+        return shows_scores, None
+    # The made scores may still be right if the model adds something that q and k do not hold.
+    added = (shown - made).tril()
+    largest_score = made.tril().abs().nan_to_num().max().item()
+    score_tolerance = TOLERANCE * max(1.0, largest_score)
+    if shows_scores:
+        # A bias of positions, such as ALiBi's, is the same for both sequences.
+        if _largest_difference(added[:1], added[1:]) < score_tolerance:
             return True, None
-        # A rotation leaves the product of a query and a key at the same position as it was.
-        diagonal = rest.diagonal(dim1=-2, dim2=-1)
-        if rotations_hidden and _differ(diagonal, torch.zeros_like(diagonal)) < TOLERANCE * size:
+        # A rotation keeps the product of a query and a key at the same position.
+        diagonal = added.diagonal(dim1=-2, dim2=-1)
+        diagonal_difference = _largest_difference(diagonal, torch.zeros_like(diagonal))
+        if rotations_hidden and diagonal_difference < score_tolerance:
             return True, None
-    return shows, f"their softmax differs by {off:.2g} from the pattern (allowed {TOLERANCE:g})"
-
-
-TOLERANCE = 1e-4
-"""Largest difference of a probability between the pattern of a model and that of q·k."""
+    return shows_scores, (
+        f"their softmax differs by {pattern_difference:.2g} from the pattern (allowed "
+        f"{TOLERANCE:g})"
+    )
 
 
 def causal_softmax(scores: Tensor) -> Tensor:
@@ -173,10 +207,12 @@ def causal_softmax(scores: Tensor) -> Tensor:
     return scores.masked_fill(future, -math.inf).softmax(-1)
 
 
-def _differ(a: Tensor, b: Tensor) -> float:
-    return (a - b).tril().abs().nan_to_num(nan=0.0).max().item()
+def _largest_difference(first: Tensor, second: Tensor) -> float:
+    """The largest difference in the lower triangle of the last two axes; NaN counts as none."""
+    return (first - second).tril().abs().nan_to_num(nan=0.0).max().item()
 
 
 def _number(module: nn.Module, name: str) -> float | None:
+    """A field of a module that is a plain number; None if it has no such field."""
     value = vars(module).get(name)
     return float(value) if isinstance(value, int | float) else None

@@ -1,4 +1,8 @@
-"""From a model's files to a `Model`: its weights, wrapped in a `TransformerBridge`."""
+"""From a model's files to a `Model`: its weights, wrapped in a `TransformerBridge`.
+
+A model in Hugging Face's layout is loaded by transformers. One in TransformerLens's old layout is
+converted to modules of TransformerLens's own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -20,59 +24,71 @@ from workers.model.attention_layers import native_attention, take_over_attention
 from workers.model.model import Model
 from workers.model.model_info import LEGACY_PLAIN, ModelInfo, weight_files
 
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+LEGACY_FIELDS = (
+    "n_layers",
+    "n_heads",
+    "d_model",
+    "d_head",
+    "n_ctx",
+    "d_vocab",
+    "act_fn",
+    "attn_only",
+    "final_rms",
+    "eps",
+)
+"""Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
+
+
+class LoadedModules(NamedTuple):
+    """A bridge, the bare modules, and those of them that are the layers."""
+
+    bridge: TransformerBridge
+    bare: nn.Module
+    blocks: list[nn.Module]
+
 
 def load_model(
     info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32
 ) -> Model:
-    """Load weights as `dtype` and wrap them in a `TransformerBridge`; `weights` is raw or folded."""
-    load = _load_hf if info.layout == "huggingface" else _load_legacy
+    """Load a model with its weights as `dtype`; `weights` is `raw` or `folded`."""
+    load = _load_hugging_face if info.layout == "huggingface" else _load_legacy
     bridge, bare, blocks = load(info, device, dtype)
-    modules = _modules(bridge, bare, blocks)
+    modules = _modules_by_activation(bridge, bare, blocks)
     if weights == "folded":
+        # Only the bridge gets folded weights. The bare modules keep the weights as trained, so
+        # whatever is folded must not be asked of them.
         bridge.enable_compatibility_mode()
-        modules["unembed"] = [_unembedding(bridge)]
-        # The modules keep the weights as trained, which do not go with the positions of the bridge.
+        modules["unembed"] = [_folded_unembedding(bridge)]
         modules["mlp_out"] = []
     model = Model(info, bridge, bare, blocks, modules)
     model.settle_scales()
     return model
 
 
-Loaded = tuple[Any, nn.Module, list[nn.Module]]
-"""A bridge, the bare modules, and those of them that are the layers."""
+def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
+    """A module that unembeds with the folded weights of the bridge."""
+    d_model, d_vocab = bridge.W_U.shape
+    # On the device "meta" no memory is taken for weights that are replaced at once.
+    unembedding = nn.Linear(d_model, d_vocab, device="meta")
+    unembedding.weight = nn.Parameter(bridge.W_U.T, requires_grad=False)
+    unembedding.bias = nn.Parameter(bridge.b_U, requires_grad=False)
+    return unembedding
 
 
-def _unembedding(bridge: Any) -> nn.Module:
-    """What the bridge unembeds with: the bare modules keep the weights as trained."""
-    made = nn.Linear(*bridge.W_U.shape, device="meta")
-    made.weight, made.bias = (
-        nn.Parameter(weight, requires_grad=False) for weight in (bridge.W_U.T, bridge.b_U)
-    )
-    return made
+# Hugging Face's layout
 
 
-def _load_hf(info: ModelInfo, device: str, dtype: torch.dtype) -> Loaded:
+def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
     from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoModelForCausalLM
 
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            info.path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
-            local_files_only=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
-    except Exception as error:
-        raise ModelError(f"{info.path}: the weights cannot be loaded ({reason(error)})") from None
-    model, report = loaded
-    absent = sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])})
-    if absent:
-        raise ModelError(
-            f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} "
-            f"({len(absent)} in all)"
-        )
+    model = _pretrained(info, dtype)
     model.eval().requires_grad_(False).to(device)
-    # The bridge replaces modules in place, so the bare tree is copied first; the tensors stay
-    # shared.
-    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    # The bridge replaces modules in place, so the bare modules are copied first. The memo makes
+    # the copy share the tensors.
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     bare = copy.deepcopy(model, memo=tensors)
     _fuse_gelu(bare, in_place=True)
     _fuse_gelu(model)
@@ -85,115 +101,68 @@ def _load_hf(info: ModelInfo, device: str, dtype: torch.dtype) -> Loaded:
         raise ModelError(
             f"{info.path}: TransformerLens cannot bridge this architecture ({reason(error)})"
         ) from None
+    # Again, because the bridge has put modules of its own in.
     model.requires_grad_(False)
     take_over_attention(bare)
-    mapping: Any = bridge.adapter.component_mapping
-    blocks: Any = bare.get_submodule(mapping["blocks"].name)
-    return bridge, bare, list(blocks)
+    components: Any = bridge.adapter.component_mapping
+    blocks: Any = bare.get_submodule(components["blocks"].name)
+    return LoadedModules(bridge, bare, list(blocks))
 
 
-def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> Loaded:
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge.sources.native import boot
-    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
+def _pretrained(info: ModelInfo, dtype: torch.dtype) -> nn.Module:
+    """The model of the library transformers; missing weights are refused."""
+    from transformers import AutoModelForCausalLM
 
-    path = Path(info.path)
-    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    for key, plain in LEGACY_PLAIN.items():
-        if raw.get(key) not in (None, plain):
-            raise ModelError(
-                f"{path}/config.json: {key} is {raw[key]!r}; only {plain!r} is supported for "
-                "legacy files"
-            )
-    fields = (
-        "n_layers",
-        "n_heads",
-        "d_model",
-        "d_head",
-        "n_ctx",
-        "d_vocab",
-        "act_fn",
-        "attn_only",
-        "final_rms",
-        "eps",
-    )
-    state: dict[str, torch.Tensor] = {}
-    for file in weight_files(path, info.layout):
-        try:
-            state |= (
-                load_file(file)
-                if file.suffix == ".safetensors"
-                else torch.load(file, "cpu", weights_only=True)
-            )
-        except Exception as error:
-            raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
     try:
-        config = TransformerBridgeConfig(
-            **{name: raw[name] for name in fields if raw.get(name) is not None},
-            d_mlp=raw.get("d_mlp"),
-            normalization_type=raw.get("normalization", raw.get("normalization_type")),
-            positional_embedding_type="standard",
-            init_weights=False,
-            architecture="TransformerLensNative",
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-        bridge = boot(config, device=device, dtype=dtype)
-        converted = convert_tl_checkpoint(
-            {name: tensor.to(dtype) for name, tensor in state.items()}, config
-        )
-        # Files of this family often leave out the unembedding's bias, which is then zero.
-        converted.setdefault("unembed.bias", torch.zeros(info.d_vocab, dtype=dtype))
-        bridge.load_state_dict(converted, strict=True)
     except Exception as error:
-        raise ModelError(f"{path}: the weights do not fit config.json ({reason(error)})") from None
-    bridge.original_model.eval().requires_grad_(False)
-    asking = native_attention()
-    for block in bridge.blocks:
-        block.attn.original_component.__class__ = asking
-    return bridge, bridge.original_model, list(bridge.blocks)
+        raise ModelError(f"{info.path}: the weights cannot be loaded ({reason(error)})") from None
+    model, report = loaded
+    # transformers draws such weights at random and only warns.
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    absent = sorted({*report["missing_keys"], *mismatched})
+    if absent:
+        raise ModelError(
+            f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} "
+            f"({len(absent)} in all)"
+        )
+    return model
 
 
-def _modules(bridge: Any, bare: nn.Module, blocks: list[nn.Module]) -> dict[str, list[nn.Module]]:
-    """The bare modules of the activations that are some module's output."""
-    mapping = bridge.adapter.component_mapping
-    modules = {
-        name: [bare.get_submodule(mapping[name].name)] if name in mapping else []
-        for name in ("embed", "pos_embed", "unembed")
-    }
-    inside = mapping["blocks"].submodules
-    for activation, name in (("attn_out", "attn"), ("mlp_out", "mlp")):
-        names = [inside[name].name] * len(blocks) if name in inside and inside[name].name else []
-        modules[activation] = [
-            getattr(block, own)
-            for block, own in zip(blocks, names, strict=False)
-            if hasattr(block, own)
-        ]
-    return modules
+class _InPlaceGelu(nn.Module):
+    """PyTorch's tanh GELU in one pass, written over its input.
 
-
-class _Gelu(nn.Module):
-    """PyTorch's one-pass tanh GELU, written over its input: what a linear layer made, nobody else
-    reads.
+    The input is the output of a linear layer, which nothing else reads.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten.gelu_(x, approximate="tanh")
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """GELU of the inputs, in their memory."""
+        return torch.ops.aten.gelu_(inputs, approximate="tanh")
 
 
 def _fuse_gelu(model: nn.Module, in_place: bool = False) -> None:
-    """Put a one-pass tanh GELU in the place of the same formula written as eight passes."""
+    """Replace transformers' tanh GELU, which takes eight passes, by the same formula in one."""
     from transformers.activations import NewGELUActivation
 
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
-                setattr(module, name, _Gelu() if in_place else nn.GELU(approximate="tanh"))
+                fused = _InPlaceGelu() if in_place else nn.GELU(approximate="tanh")
+                setattr(module, name, fused)
 
 
 @contextmanager
 def _stub_tokenizer() -> Iterator[Any]:
-    """The smallest tokenizer a bridge accepts: it insists on one, and our tokens come from
-    elsewhere.
-    """
+    """The smallest tokenizer that a bridge accepts. It needs one, but we tokenise ourselves."""
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -203,3 +172,102 @@ def _stub_tokenizer() -> Iterator[Any]:
             tokenizer_object=stub, bos_token="<bos>", eos_token="<bos>"
         ).save_pretrained(path)
         yield AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+# TransformerLens's old layout
+
+
+def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
+    path = Path(info.path)
+    fields = _legacy_config(path)
+    tensors = _legacy_tensors(path, info)
+    try:
+        bridge = _legacy_bridge(info, fields, tensors, device, dtype)
+    except Exception as error:
+        raise ModelError(f"{path}: the weights do not fit config.json ({reason(error)})") from None
+    bridge.original_model.eval().requires_grad_(False)
+    attention_class = native_attention()
+    for block in bridge.blocks:
+        # The weights stay where they are; only `forward` changes.
+        block.attn.original_component.__class__ = attention_class
+    # These modules are TransformerLens's own, so bridge and bare modules are the same.
+    return LoadedModules(bridge, bridge.original_model, list(bridge.blocks))
+
+
+def _legacy_config(path: Path) -> dict[str, Any]:
+    """The fields of a legacy config.json; one that would change the pattern is refused."""
+    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    for key, supported in LEGACY_PLAIN.items():
+        if fields.get(key) not in (None, supported):
+            raise ModelError(
+                f"{path}/config.json: {key} is {fields[key]!r}; only {supported!r} is supported "
+                "for legacy files"
+            )
+    return fields
+
+
+def _legacy_tensors(path: Path, info: ModelInfo) -> dict[str, torch.Tensor]:
+    """The weights of all files, by their old names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(path, info.layout):
+        try:
+            if file.suffix == ".safetensors":
+                tensors |= load_file(file)
+            else:
+                # A .pth file is a pickle. `weights_only` runs no code from it.
+                tensors |= torch.load(file, "cpu", weights_only=True)
+        except Exception as error:
+            raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
+    return tensors
+
+
+def _legacy_bridge(
+    info: ModelInfo,
+    fields: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    device: str,
+    dtype: torch.dtype,
+) -> TransformerBridge:
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge.sources.native import boot
+    from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
+
+    config = TransformerBridgeConfig(
+        **{name: fields[name] for name in LEGACY_FIELDS if fields.get(name) is not None},
+        d_mlp=fields.get("d_mlp"),
+        normalization_type=fields.get("normalization", fields.get("normalization_type")),
+        positional_embedding_type="standard",
+        init_weights=False,
+        architecture="TransformerLensNative",
+    )
+    bridge = boot(config, device=device, dtype=dtype)
+    in_dtype = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    converted = convert_tl_checkpoint(in_dtype, config)
+    # Files of this family often leave out the unembedding's bias, which is then zero.
+    converted.setdefault("unembed.bias", torch.zeros(info.d_vocab, dtype=dtype))
+    bridge.load_state_dict(converted, strict=True)
+    return bridge
+
+
+# Either layout
+
+
+def _modules_by_activation(
+    bridge: TransformerBridge, bare: nn.Module, blocks: list[nn.Module]
+) -> dict[str, list[nn.Module]]:
+    """The bare modules whose output is an activation, by activation; none if there is no module."""
+    # The adapter names where each component lies in the bare modules of its architecture.
+    components: Any = bridge.adapter.component_mapping
+    modules: dict[str, list[nn.Module]] = {}
+    for name in ("embed", "pos_embed", "unembed"):
+        present = name in components
+        modules[name] = [bare.get_submodule(components[name].name)] if present else []
+    components_of_block = components["blocks"].submodules
+    for activation, name in (("attn_out", "attn"), ("mlp_out", "mlp")):
+        component = components_of_block.get(name)
+        # Some architectures have an MLP that is not a module: its component has no name.
+        attribute = None if component is None else component.name
+        modules[activation] = [
+            getattr(block, attribute) for block in blocks if attribute and hasattr(block, attribute)
+        ]
+    return modules

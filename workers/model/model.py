@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from schemas.places import reason
 from workers.model.attention_layers import Attend, attending, scale_of, score_problem, scores_from
 from workers.model.circuit import Circuit, effective_positions
 from workers.model.model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 CHECK_TOKENS = 8
 """Tokens of the sequences on which the scale is checked: fewer than any model looks back."""
@@ -27,15 +30,17 @@ LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of a config that change logits after the unembedding."""
 
 
-def wide(x: Tensor) -> Tensor:
-    """What is measured is float32 at least."""
-    return x if x.dtype == torch.float64 else x.float()
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """A tensor in float32, or in float64 if it is that already: measuring uses no narrower one."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 class Hook(Protocol):
-    """Takes an activation and the place where it hooks in; returns another activation, or None."""
+    """A function that sees an activation while the model runs, and may replace it."""
 
-    def __call__(self, value: Tensor, hook: object) -> Tensor | None: ...
+    def __call__(self, value: Tensor, hook: object) -> Tensor | None:
+        """Return another activation, or None; `hook` is TransformerLens's hook point."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class LayerScale:
     shown: bool
     """Whether the bridge shows the scores behind the layer's pattern."""
     problem: str | None
-    """Why the scale does not make the layer's pattern, if it does not."""
+    """Why q·k and the scale do not make the layer's pattern; None if they do."""
 
 
 @dataclass(frozen=True)
@@ -55,35 +60,39 @@ class EditableWeight:
 
     layer: int | None
     tensor: Tensor
-    """Writing to it edits the model."""
+    """The weight. Writing to it edits the model."""
     parameter: str | None
-    """The parameter of the bare modules that holds it; None if it is a copy, which the bridge alone
+    """The parameter of the bare modules that holds it. None if it is a copy that only the bridge
     reads.
     """
     read: Callable[[], Tensor]
-    """The weight as the model reads it now."""
+    """Returns the weight as the model reads it now."""
 
 
 class Model:
-    """One set of weights, seen in two ways: through TransformerLens's hooks, and as the bare modules
-    of its library.
+    """One set of weights, seen in two ways.
 
-    Nobody outside this room touches the bridge.
+    The bridge shows activations through TransformerLens's hooks. The bare modules are those of the
+    model's own library, which run faster. Both share most tensors. Nobody outside this room touches
+    the bridge.
     """
 
     def __init__(
         self,
         info: ModelInfo,
-        bridge: Any,
+        bridge: TransformerBridge,
         bare: nn.Module,
         blocks: Sequence[nn.Module],
         modules: dict[str, list[nn.Module]],
     ) -> None:
-        """`modules` are those of the bare tree whose outputs are activations, one for each layer or
-        one for all.
+        """`modules` are the bare modules whose outputs are activations, by activation: one for each
+        layer, or one in all. `blocks` are the bare modules of the layers.
         """
-        self.info, self.bare, self.blocks = info, bare, list(blocks)
-        self._bridge, self._modules = bridge, modules
+        self.info = info
+        self.bare = bare
+        self.blocks = list(blocks)
+        self._bridge = bridge
+        self._modules = modules
         self._layer_scales: list[LayerScale] = []
 
     @property
@@ -100,7 +109,7 @@ class Model:
 
     @cached_property
     def rotary(self) -> bool:
-        """Whether q and k are turned by their positions before they are multiplied."""
+        """Whether q and k are rotated by their positions before they are multiplied."""
         return self._bridge.cfg.positional_embedding_type == "rotary"
 
     @property
@@ -110,7 +119,7 @@ class Model:
         return positions if isinstance(positions, Tensor) else None
 
     def effective_positions(self, n_ctx: int | None = None) -> Tensor | None:
-        """`EPE [pos d_model]` of the weights as they are now; None where they are not known."""
+        """`EPE [pos d_model]` of the weights as they are now; None if it is not known."""
         positions = self.positions
         if positions is None or self.hides("mlp_out"):
             return None
@@ -118,8 +127,12 @@ class Model:
 
     @cached_property
     def circuit(self) -> Circuit:
-        """What the weights say of positions; asked for while nothing is edited."""
-        positions, effective = self.positions, self.effective_positions()
+        """What the weights say of positions.
+
+        It is kept, so it must be asked for while no weight is edited.
+        """
+        positions = self.positions
+        effective = self.effective_positions()
         if positions is None:
             raise ModelError(
                 f"{self.info.name}: no position embeddings are added in this model; "
@@ -146,64 +159,80 @@ class Model:
         return settled.scale
 
     def shows_scores(self, layer: int) -> bool:
-        """Whether `attn_scores` are the scores behind a layer's pattern: some architectures do not
-        hand them out.
+        """Whether `attn_scores` are the scores behind a layer's pattern.
+
+        Some architectures do not show them.
         """
         return self._layer_scales[layer].shown
 
     def settle_scales(self) -> None:
-        """Read every layer's scale off its attention module, and hold it against the layer's own
-        unedited attention. `load_model` does it.
+        """Read every layer's scale from its attention module, and check it.
+
+        The check runs the unedited model on two short sequences and compares. `load_model` calls
+        this once.
         """
-        tokens = torch.randint(
-            self.info.d_vocab,
-            (2, min(self.info.n_ctx, CHECK_TOKENS)),
-            generator=torch.Generator().manual_seed(0),
-        ).to(self.device)
-        shown: list[dict[str, Tensor]] = [{} for _ in self.blocks]
+        shape = (2, min(self.info.n_ctx, CHECK_TOKENS))
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.info.d_vocab, shape, generator=generator).to(self.device)
+        activations: list[dict[str, Tensor]] = [{} for _ in self.blocks]
         hooks: list[tuple[str, Hook]] = []
-        for layer, activations in enumerate(shown):
+        for layer, activations_of_layer in enumerate(activations):
             for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern"):
-                if self.has_hook(place := self.hook_name(name, layer)):
-                    hooks.append((place, _noting(activations, name)))
+                place = self.hook_name(name, layer)
+                if self.has_hook(place):
+                    hooks.append((place, _recording(activations_of_layer, name)))
         problem: str | None = None
         try:
             with torch.inference_mode():
                 self.run_with_hooks(tokens, hooks)
-        except Exception as error:  # The model may still run on its bare modules.
+        except Exception as error:
+            # Not fatal: the model may still run on its bare modules.
             problem = f"TransformerLens cannot run this model ({reason(error)})"
         self._layer_scales = [
-            self._settle(layer, activations, problem) for layer, activations in enumerate(shown)
+            self._settle_scale(layer, activations_of_layer, problem)
+            for layer, activations_of_layer in enumerate(activations)
         ]
 
-    def _settle(self, layer: int, seen: dict[str, Tensor], problem: str | None) -> LayerScale:
+    def _settle_scale(
+        self, layer: int, activations: dict[str, Tensor], problem: str | None
+    ) -> LayerScale:
+        """The scale of a layer, checked against the activations of an unedited run."""
         attention = self._bridge.blocks[layer].attn.original_component
         scale = scale_of(attention, self.info.d_head)
         if problem is not None:
             return LayerScale(scale, False, problem)
-        q, k = (seen.get(f"rot_{name}", seen.get(name)) for name in ("q", "k"))
-        if q is None or k is None or q.dim() != 4 or k.dim() != 4 or "pattern" not in seen:
+        # What a rotary layer multiplies is the rotated q and k, if the bridge shows them.
+        q = activations.get("rot_q", activations.get("q"))
+        k = activations.get("rot_k", activations.get("k"))
+        pattern = activations.get("pattern")
+        if q is None or k is None or q.dim() != 4 or k.dim() != 4 or pattern is None:
             return LayerScale(scale, False, "the bridge does not show q, k and pattern by head")
+        # Query heads may share a key head.
         k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-        shows, problem = score_problem(
+        shown, score_difference = score_problem(
             scores_from(attention, q, k, scale),
-            seen.get("attn_scores", seen["pattern"]),
-            seen["pattern"],
-            rotations_hidden=self.rotary and "rot_q" not in seen,
+            activations.get("attn_scores", pattern),
+            pattern,
+            rotations_hidden=self.rotary and "rot_q" not in activations,
         )
-        return LayerScale(scale, shows, problem)
+        return LayerScale(scale, shown, score_difference)
 
     # Weights
 
     def layer_weight(self, layer: int, name: str) -> Tensor | None:
-        """`W_Q`, `W_K`, `W_V [head d_model d_head]`, `W_O [head d_head d_model]` or `b_Q`, … of a
-        layer as it is now; None if it has no such weight. Keys and values may have fewer heads.
+        """A weight of a layer as it is now; None if the layer does not have it.
+
+        `name` is `W_Q`, `W_K`, `W_V [head d_model d_head]`, `W_O [head d_head d_model]`, `b_Q`, ….
+        Keys and values may have fewer heads than queries.
         """
         weight = getattr(self._bridge.blocks[layer].attn, name, None)
         return weight if isinstance(weight, Tensor) else None
 
     def editable_weight(self, name: str, layer: int | None = None) -> EditableWeight | None:
-        """A weight of a layer, or `W_pos` of none, to be edited; None if the model does not have it."""
+        """A weight that can be edited: of a layer, or `W_pos` if `layer` is None.
+
+        None if the model does not have it.
+        """
 
         def read() -> Tensor | None:
             return self.positions if layer is None else self.layer_weight(layer, name)
@@ -211,11 +240,12 @@ class Model:
         tensor = read()
         if tensor is None or (layer is None and name != "W_pos"):
             return None
+        # The bridge shows a view of a parameter in another shape. Both have the same storage.
         parameter = self._parameters.get(tensor.untyped_storage().data_ptr())
 
         def read_again() -> Tensor:
             weight = read()
-            assert weight is not None  # It was there a moment ago.
+            assert weight is not None
             return weight
 
         return EditableWeight(layer, tensor, parameter, read_again)
@@ -227,59 +257,72 @@ class Model:
 
     @property
     def weight_problem(self) -> str | None:
-        """Which weight, as it is now, makes what is no number; none if that is not known."""
-        largest = (0.0, "")
+        """Which weight, as it is now, explains activations that are NaN; None if none does."""
+        largest, name_of_largest = 0.0, ""
         for name, weight in self.bare.named_parameters():
             if not weight.isfinite().all():
                 return f"{name} holds numbers that are NaN or infinite"
-            largest = max(largest, (weight.abs().max().item(), name))
-        size, name = largest
-        return f"{name} holds {size:.3g}, which overflows" if size > LARGEST_WEIGHT else None
+            # Of two weights of the same size the later name is taken.
+            largest, name_of_largest = max(
+                (largest, name_of_largest), (weight.abs().max().item(), name)
+            )
+        if largest <= LARGEST_WEIGHT:
+            return None
+        return f"{name_of_largest} holds {largest:.3g}, which overflows"
 
     @property
     def logit_field(self) -> str | None:
-        """A field of the config that changes logits after the unembedding, if there is one."""
+        """A field of the config that changes logits after the unembedding; None if none does."""
         config = getattr(self.bare, "config", None)
-        changing = (f for f in LOGIT_FIELDS if getattr(config, f, None) not in (None, 1, 1.0))
-        return next(changing, None)
+        for field in LOGIT_FIELDS:
+            # A factor of 1 changes nothing.
+            if getattr(config, field, None) not in (None, 1):
+                return field
+        return None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The embeddings of tokens `[batch pos]`, without positions: `[batch pos d_model]`."""
         return self.modules("embed")[0](tokens)
 
-    def unembed(self, x: Tensor) -> Tensor:
-        """Logits of a part of the stream after the last norm: `[… d_model]` to `[… d_vocab]`."""
-        return self.modules("unembed")[0](x)
+    def unembed(self, stream: Tensor) -> Tensor:
+        """Logits `[… d_vocab]` of a part of the stream after the last norm, `[… d_model]`."""
+        return self.modules("unembed")[0](stream)
 
     # Activations
 
     def has(self, activation: str) -> bool:
-        """Whether there is such an activation: positions may be rotations, and a layer may have no
-        MLP.
+        """Whether the model has an activation.
+
+        Positions may be rotations instead of embeddings, and layers may have no MLP.
         """
-        mapping = self._bridge.adapter.component_mapping
-        known = {
-            "pos_embed": "pos_embed" in mapping,
-            "mlp_out": "mlp" in mapping["blocks"].submodules,
-        }
-        return known.get(activation, True)
+        components = self._bridge.adapter.component_mapping
+        assert components is not None
+        if activation == "pos_embed":
+            return "pos_embed" in components
+        if activation == "mlp_out":
+            return "mlp" in components["blocks"].submodules
+        return True
 
     def hides(self, activation: str) -> bool:
-        """Whether there is such an activation and no module puts it out, as with OPT's MLPs and
-        with folded ones.
+        """Whether the model has an activation that is not the output of any module.
+
+        OPT's MLPs are not modules. The modules of a folded model have other weights.
         """
         return self.has(activation) and self._modules.get(activation) == []
 
     def modules(self, activation: str) -> list[nn.Module]:
-        """The bare modules that put out `embed`, `pos_embed`, `attn_out` or `mlp_out`, or that
-        unembed: one for each layer, or one for all; none where the model hides or lacks it.
+        """The bare modules whose output is an activation: one for each layer, or one in all.
+
+        The activation is `embed`, `pos_embed`, `attn_out`, `mlp_out`, or `unembed` for the logits.
+        The list is empty if the model hides or lacks it.
         """
         return self._modules[activation]
 
     # Running
 
     def run_bare(self, tokens: Tensor, attend: Attend) -> None:
-        """One forward pass of the bare modules, whose attention `attend` computes."""
+        """One forward pass of the bare modules, with `attend` as their attention."""
+        # Hugging Face would keep all keys and values for a next token, which is never asked for.
         options = {"use_cache": False} if self.info.layout == "huggingface" else {}
         with attending(attend):
             self.bare(tokens, **options)
@@ -287,40 +330,43 @@ class Model:
     def run_with_hooks(self, tokens: Tensor, hooks: Sequence[tuple[str, Hook]]) -> None:
         """One forward pass through TransformerLens's hooks.
 
-        Raises `UserWarning` where the architecture gives it no way to apply what a hook returns.
+        Raises `UserWarning` if the architecture gives it no way to apply what a hook returns.
         """
+        # TransformerLens only warns. The rows would be those of the unedited model.
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*edit is discarded")
             self._bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=list(hooks))
 
     def has_hook(self, name: str) -> bool:
-        """Whether TransformerLens hooks in at a place; a layer may not show its rotations."""
+        """Whether TransformerLens has a hook of that name; a layer may not show its rotations."""
         return name in self._bridge.hook_dict
 
     @staticmethod
     def hook_name(activation: str, layer: int | None = None) -> str:
-        """The place where TransformerLens shows an activation."""
+        """The name of the hook at which TransformerLens shows an activation."""
         if layer is None:
             return "unembed.hook_in" if activation == "unembed_in" else f"hook_{activation}"
-        inside = "" if activation in OF_THE_BLOCK else "attn."
-        return f"blocks.{layer}.{inside}hook_{activation}"
+        component = "" if activation in OUTSIDE_ATTENTION else "attn."
+        return f"blocks.{layer}.{component}hook_{activation}"
 
     def forget_pattern(self, layer: int) -> None:
-        """Let go of a layer's pattern, which the bridge would keep until the next pass."""
+        """Free the memory of a layer's pattern, which the bridge would keep until the next pass."""
         self._bridge.blocks[layer].attn._pattern = None
 
 
-OF_THE_BLOCK = ("resid_pre", "resid_post", "attn_out", "mlp_out")
+OUTSIDE_ATTENTION = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 """Activations of a layer that TransformerLens shows outside its attention."""
 
 
-def bridge_of(model: Model) -> Any:
-    """The `TransformerBridge` itself, for tests and benchmarks that compare with TransformerLens."""
+def bridge_of(model: Model) -> TransformerBridge:
+    """The `TransformerBridge`, for tests and benchmarks that compare with TransformerLens."""
     return model._bridge
 
 
-def _noting(activations: dict[str, Tensor], name: str) -> Hook:
-    def note(value: Tensor, hook: object) -> None:
+def _recording(activations: dict[str, Tensor], name: str) -> Hook:
+    """A hook that keeps a copy of an activation and changes nothing."""
+
+    def record(value: Tensor, hook: object) -> None:
         activations[name] = value.detach().clone()
 
-    return note
+    return record

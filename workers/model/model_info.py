@@ -7,13 +7,20 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from schemas.errors import ModelError, unknown
 from schemas.places import reason
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 BUNDLED_MODELS = Path(__file__).parent.parent.parent / "models"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
+"""What is downloaded of a model. Pickled weights are not, except those of legacy models."""
+
+LEGACY_SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
+"""Fields of a legacy config.json that say the model's shape."""
 
 LEGACY_PLAIN = {
     "positional_embedding_type": "standard",
@@ -24,13 +31,12 @@ LEGACY_PLAIN = {
     "parallel_attn_mlp": False,
     "scale_attn_by_inverse_layer_idx": False,
 }
-"""Fields of a legacy config.json that would change the pattern, with the one value that is
-supported.
+"""Fields of a legacy config.json that would change the pattern, each with its one supported value.
 """
 
 TOKENIZER_BOS = {"NeelNanda/gpt-neox-tokenizer-digits": 1}
-"""Beginning-of-sequence tokens by tokenizer, where the config.json of a legacy model names it and
-no token.
+"""Beginning-of-sequence tokens by tokenizer, for legacy models whose config.json names a tokenizer
+but no token.
 """
 
 
@@ -55,35 +61,39 @@ class ModelInfo:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The description without the place it was loaded from."""
-        known = {key: value for key, value in asdict(self).items() if key != "path"}
-        return known | {"files": dict(self.files)}
+        """The description for a run's manifest, without the place it was loaded from."""
+        fields = asdict(self)
+        del fields["path"]
+        fields["files"] = dict(self.files)
+        return fields
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes it the same model: `sha256` stands for its files."""
+        """What makes it the same model; `sha256` stands for its files."""
         return {key: value for key, value in self.record.items() if key != "files"}
 
 
 def find_model(spec: str, revision: str | None = None) -> Path:
-    """The directory of a model: bundled, local, or fetched from the Hub (which needs the network
-    once).
+    """The directory of a model: bundled, local, or from the Hub.
+
+    A model of the Hub is downloaded once, which needs the network.
     """
     local = Path(os.path.expanduser(spec))
     if revision is not None and (spec.startswith("bundled:") or local.is_dir()):
-        what = "a directory of this machine" if local.is_dir() else "a model of headcount"
+        kind = "a directory of this machine" if local.is_dir() else "a model of headcount"
         raise ModelError(
-            f"revision: expected with a model of the Hub only, and {spec} is {what}, got "
+            f"revision: expected with a model of the Hub only, and {spec} is {kind}, got "
             f"{revision!r}; leave it out"
         )
     if spec.startswith("bundled:"):
         name = spec.removeprefix("bundled:")
-        known = [p.parent.name for p in BUNDLED_MODELS.glob("*/config.json")]
-        if name not in known:
-            raise ModelError(f"model: {unknown('bundled model', name, known)}")
+        bundled_names = [path.parent.name for path in BUNDLED_MODELS.glob("*/config.json")]
+        if name not in bundled_names:
+            raise ModelError(f"model: {unknown('bundled model', name, bundled_names)}")
         return BUNDLED_MODELS / name
     if local.is_dir():
         return local
+    # A name on the Hub is OWNER/NAME, so this was meant as a path.
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
         raise ModelError(f"model {spec!r}: no such directory")
     from huggingface_hub import snapshot_download
@@ -98,7 +108,7 @@ def find_model(spec: str, revision: str | None = None) -> Path:
 
 
 def describe(path: Path) -> ModelInfo:
-    """Read what a model is from its config.json and fingerprint its weights; loads nothing."""
+    """What a model is, from its config.json, with fingerprints of its files. Nothing is loaded."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -107,41 +117,44 @@ def describe(path: Path) -> ModelInfo:
         raise ModelError(f"{path}/config.json: not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path}/config.json: expected an object, got {type(config).__name__}")
-    layout, shape = (
-        ("huggingface", _hf_shape(path))
-        if "model_type" in config
-        else ("legacy", _legacy_shape(path, config))
-    )
+    if "model_type" in config:
+        layout, shape = "huggingface", _hugging_face_shape(path)
+    else:
+        layout, shape = "legacy", _legacy_shape(path, config)
     digests = _digests(path, layout)
-    whole = hashlib.sha256(b"".join(digests.values())).hexdigest()[:16]
+    sha256 = hashlib.sha256(b"".join(digests.values())).hexdigest()[:16]
     files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
-    return ModelInfo(str(path), path.name, layout, whole, **shape, files=files)
+    return ModelInfo(str(path), path.name, layout, sha256, **shape, files=files)
 
 
 def no_token(info: ModelInfo, field: str, word: str) -> str:
-    """Why a model has no special token, by the field of its config.json that names it."""
+    """Why a model does not have a special token.
+
+    `field` is the field of config.json that names the token, `word` what the token is called.
+    """
     try:
         config = json.loads((Path(info.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}
-    named = config.get(field)
-    if named is None:
+    token = config.get(field)
+    if token is None:
         return f"{info.name} names no {word} token"
     return (
-        f"{info.name}: {field} is {named!r} in its config.json, expected 0 to {info.d_vocab - 1}, "
+        f"{info.name}: {field} is {token!r} in its config.json, expected 0 to {info.d_vocab - 1}, "
         f"so it has no {word} token"
     )
 
 
 def weight_files(path: Path, layout: str) -> list[Path]:
-    """The files a model's weights are read from: safetensors, or a legacy `.pth`."""
+    """The files that a model's weights are read from: safetensors, or a legacy `.pth`."""
     files = sorted(path.glob("*.safetensors"))
     if not files and layout == "legacy":
         files = sorted(path.glob("*final.pth"))
     if not files:
-        found = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        names = sorted(file.name for file in path.iterdir())
         raise ModelError(
-            f"{path}: expected weights as *.safetensors, found {found}; convert them, nothing is "
+            f"{path}: expected weights as *.safetensors, found "
+            f"{', '.join(names[:8]) or 'nothing'}; convert them, nothing is "
             "unpickled"
         )
     return files
@@ -150,38 +163,42 @@ def weight_files(path: Path, layout: str) -> list[Path]:
 def _digests(path: Path, layout: str) -> dict[str, bytes]:
     """SHA-256 of the configuration and of every file of weights, by name."""
     digests: dict[str, bytes] = {}
+    # The configuration counts: other settings make another model of the same weights.
     for file in [path / "config.json", *weight_files(path, layout)]:
         with file.open("rb") as stream:
             digests[file.name] = hashlib.file_digest(stream, "sha256").digest()
     return digests
 
 
-HF_SHAPE = {
+HUGGING_FACE_SHAPE = {
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "d_model": "hidden_size",
     "n_ctx": "max_position_embeddings",
     "d_vocab": "vocab_size",
 }
-"""Fields of a Hugging Face config, by what they are here."""
+"""Our names of the model's shape, and the fields of a Hugging Face config."""
 
 
-def _hf_shape(path: Path) -> dict[str, Any]:
+def _hugging_face_shape(path: Path) -> dict[str, Any]:
+    """Shape and special tokens by their names in `ModelInfo`."""
     from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
-        )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise ModelError(
             f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
         ) from None
-    shape: dict[str, Any] = {name: getattr(config, field, None) for name, field in HF_SHAPE.items()}
+    shape: dict[str, Any] = {
+        name: getattr(config, field, None) for name, field in HUGGING_FACE_SHAPE.items()
+    }
     if shape["n_ctx"] is None:
-        # BLOOM has no embeddings of positions, and names the length it was trained on.
+        # BLOOM has no embeddings of positions. It names the length it was trained on.
         shape["n_ctx"] = getattr(config, "seq_length", None)
-    if absent := [HF_SHAPE[name] for name, value in shape.items() if value is None]:
+    # A model that is not a transformer, for example Mamba, lacks some of them.
+    absent = [HUGGING_FACE_SHAPE[name] for name, value in shape.items() if value is None]
+    if absent:
         raise ModelError(
             f"{path}/config.json: a {config.model_type} model names no {' and no '.join(absent)}, "
             "which a scan needs; add what is missing to it, or choose another model"
@@ -198,39 +215,42 @@ def _hf_shape(path: Path) -> dict[str, Any]:
     }
 
 
-def _d_head(config: Any, shape: dict[str, Any]) -> int:
-    """The width of a head; heads that do not share the width, or keys, evenly raise `ValueError`."""
-    heads = shape["n_heads"]
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if not isinstance(key_heads, int) or key_heads < 1 or heads % key_heads:
+def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
+    """The width of a head. Heads that cannot share the width or the keys raise `ValueError`."""
+    n_heads = shape["n_heads"]
+    n_key_heads = getattr(config, "num_key_value_heads", None) or n_heads
+    if not isinstance(n_key_heads, int) or n_key_heads < 1 or n_heads % n_key_heads:
         raise ValueError(
-            f"num_key_value_heads is {key_heads!r}, expected a divisor of num_attention_heads = "
-            f"{heads}"
+            f"num_key_value_heads is {n_key_heads!r}, expected a divisor of num_attention_heads = "
+            f"{n_heads}"
         )
     d_head = getattr(config, "head_dim", None)
-    if d_head is None and shape["d_model"] % heads:
-        raise ValueError(
-            f"hidden_size is {shape['d_model']}, expected a multiple of num_attention_heads = "
-            f"{heads}"
-        )
-    _check_positive({"head_dim": d_head if d_head is not None else shape["d_model"] // heads})
-    return d_head if d_head is not None else shape["d_model"] // heads
+    if d_head is None:
+        if shape["d_model"] % n_heads:
+            raise ValueError(
+                f"hidden_size is {shape['d_model']}, expected a multiple of num_attention_heads = "
+                f"{n_heads}"
+            )
+        d_head = shape["d_model"] // n_heads
+    _check_positive({"head_dim": d_head})
+    return d_head
 
 
 def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    names = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
-    missing = [name for name in names if not isinstance(config.get(name), int)]
+    """Shape and special tokens by their names in `ModelInfo`."""
+    missing = [name for name in LEGACY_SHAPE if not isinstance(config.get(name), int)]
     if missing:
         raise ModelError(
             f"{path}/config.json: has neither model_type (Hugging Face) nor {', '.join(missing)} "
             "(legacy TransformerLens)"
         )
-    shape = {name: config[name] for name in names}
+    shape = {name: config[name] for name in LEGACY_SHAPE}
     try:
         _check_positive(shape)
     except ValueError as error:
         raise ModelError(f"{path}/config.json: {error}") from None
-    bos = config.get("bos_token_id", TOKENIZER_BOS.get(str(config.get("tokenizer_name"))))
+    bos_of_tokenizer = TOKENIZER_BOS.get(str(config.get("tokenizer_name")))
+    bos = config.get("bos_token_id", bos_of_tokenizer)
     return shape | {
         "bos_token_id": _token(bos, config["d_vocab"]),
         "eos_token_id": _token(config.get("eos_token_id", bos), config["d_vocab"]),
@@ -238,12 +258,14 @@ def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_positive(shape: dict[str, Any]) -> None:
+    """Raise `ValueError` for a number that is not a positive integer."""
     for name, value in shape.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}, expected a positive integer")
 
 
-def _token(token: Any, d_vocab: int) -> int | None:
-    """A special token's id; none where the config names none that the vocabulary has."""
-    token = token[0] if isinstance(token, list) and token else token
+def _token(named: object, d_vocab: int) -> int | None:
+    """A special token's id; None if the config names none that is in the vocabulary."""
+    # Some configs list several end-of-text tokens. The first one is used.
+    token = named[0] if isinstance(named, list) and named else named
     return token if isinstance(token, int) and 0 <= token < d_vocab else None

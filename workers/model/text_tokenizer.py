@@ -7,26 +7,29 @@ import json
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from schemas.errors import ModelError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 PADDING = 255
-"""Tokens that a model may have beyond its tokenizer's, whatever its size: vocabularies are padded to
+"""Tokens that any model may have beyond those of its tokenizer. Vocabularies are padded to
 multiples of 64, 128 or 256.
 """
 
 PADDING_SHARE = 0.1
-"""Share of a model's tokens that may be padding; DeepSeekMoE 16B has 0.023."""
+"""Share of a large model's tokens that may be padding; DeepSeekMoE 16B has 0.023."""
 
 VOCABULARIES = ("vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
-"""Files, one of which a tokenizer without a tokenizer.json has."""
+"""Files of vocabularies. A tokenizer without a tokenizer.json has one of them."""
 
 DETAILS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""Files that say the rest of such a tokenizer."""
+"""Files that say the rest of a tokenizer without a tokenizer.json."""
 
 CUTS = ("truncation", "padding")
-"""Parts of a tokenizer.json that say how a text is cut and filled up, which we never do."""
+"""Parts of a tokenizer.json that say how texts are cut and padded, which we never do."""
 
 PROBE = (
     "The quick brown fox jumps over the lazy dog.",
@@ -38,37 +41,45 @@ PROBE = (
     "👩‍👩‍👧 \u200b\u00a0\ufeff\u2028 \x00\x7f",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 000000000 =========",
 )
-"""Texts whose tokens show what a library makes of a tokenizer: letters of all kinds, numbers, spaces,
-code, accents written in two ways, what no tokenizer expects.
+"""Texts whose tokens show how a library applies a tokenizer: letters of many scripts, numbers,
+spaces, code, accents written in two ways, and signs that no tokenizer expects.
 """
 
 
 def _byte_names() -> dict[str, int]:
-    """The signs by which vocabularies of bytes name them: a visible one is itself (GPT-2)."""
+    """The byte that each sign stands for in vocabularies of bytes, as GPT-2 has one.
+
+    A visible sign stands for its own byte. The other bytes have the signs from 256 on, in order.
+    """
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
+    invisible = [byte for byte in range(256) if byte not in visible]
+    own_signs = {chr(byte): byte for byte in visible}
+    substitutes = {chr(256 + i): byte for i, byte in enumerate(invisible)}
+    return own_signs | substitutes
 
 
 BYTES = _byte_names()
 
 
 class TextTokenizer:
-    """A model's tokenizer; special tokens written out in a text are text."""
+    """A model's tokenizer. A special token that is written out in a text is text."""
 
     def __init__(self, path: Path, d_vocab: int) -> None:
+        """`path` is the model's directory, `d_vocab` the number of tokens that the model knows."""
         self._path = path
         self._tokenizer = _load(path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # Contrary to its name, this makes "<|endoftext|>" in a text ordinary text.
         self._tokenizer.encode_special_tokens = True
         _check_size(path, self._tokenizer.get_vocab(), d_vocab)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies what a text becomes: what the tokenizer's files say, and the tokens that the
-        library makes of a few texts. Another version of the library is the same tokenizer as long
-        as it makes the same tokens of these.
+        """Identifies what a text becomes.
+
+        It covers what the tokenizer's files say, and the tokens that the library makes of a few
+        texts. Another version of the library is the same tokenizer if it makes the same tokens.
         """
         content = {
             "files": _definition(self._path),
@@ -78,7 +89,7 @@ class TextTokenizer:
 
     @property
     def library(self) -> str:
-        """The library that applies it, and its version."""
+        """The library that applies the tokenizer, and its version."""
         return f"tokenizers {version('tokenizers')}"
 
     def encode(self, text: str) -> list[int]:
@@ -86,58 +97,66 @@ class TextTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """The same for several texts, on all cores."""
-        return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        """Token ids of several texts, which are tokenised on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def text(self, tokens: list[int]) -> str:
-        """The text of some tokens, special ones included."""
+        """The text of a sequence of tokens, special ones included."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def texts(self, tokens: list[int]) -> list[str]:
-        """The text of each token; of one that is a part of a character, its bytes."""
-        return [self._one(token) for token in tokens]
+        """The text of each token. A token that is a part of a character is shown as bytes."""
+        return [self._text_of_token(token) for token in tokens]
 
-    def _one(self, token: int) -> str:
+    def _text_of_token(self, token: int) -> str:
         name = self._tokenizer.id_to_token(token)
         if name is None:
-            return f"<{token}>"  # Vocabularies are padded to round sizes.
+            # Vocabularies are padded to round sizes.
+            return f"<{token}>"
         if "▁" in name:
             # SentencePiece's space, which decoding drops at the start.
             return name.replace("▁", " ")
         text = self._tokenizer.decode([token], skip_special_tokens=False)
+        # \ufffd stands for bytes that are not a whole character.
         if text and "\ufffd" not in text:
             return text
-        if not BYTES.keys() >= set(name):
+        is_bytes = all(sign in BYTES for sign in name)
+        if not is_bytes:
             return name
         return bytes(BYTES[sign] for sign in name).decode(errors="backslashreplace")
 
     def _encode_or_refuse(self, text: str) -> list[int] | None:
-        """Token ids of a text; none of one that the tokenizer refuses, which tells it apart, too."""
+        """Token ids of a text; None if the tokenizer refuses it, which identifies it, too."""
         try:
             return self.encode(text)
-        except Exception:  # The library raises nothing more precise.
+        except Exception:
+            # The library raises nothing more precise.
             return None
 
 
 def _check_size(path: Path, vocabulary: dict[str, int], d_vocab: int) -> None:
-    """Refuse another model's tokenizer, as far as its size shows that it is one."""
-    size, ids = len(vocabulary), max(vocabulary.values(), default=-1) + 1
+    """Refuse a tokenizer whose size shows that it is another model's."""
+    size = len(vocabulary)
+    # Ids may have gaps, so the largest one may lie beyond the number of tokens.
+    ids_end = max(vocabulary.values(), default=-1) + 1
     least = max(2, d_vocab - max(PADDING, int(PADDING_SHARE * d_vocab)))
-    if size < least or max(size, ids) > d_vocab:
+    if size < least or max(size, ids_end) > d_vocab:
         raise ModelError(
-            f"{path}: its tokenizer has {max(size, ids):,} tokens and the model {d_vocab:,}; "
+            f"{path}: its tokenizer has {max(size, ids_end):,} tokens and the model {d_vocab:,}; "
             f"expected {least:,} to {d_vocab:,}, because models are padded by {PADDING} tokens or "
             f"{PADDING_SHARE:.0%} at most; tokenizer files are missing or another model's"
         )
 
 
 def _definition(path: Path) -> dict[str, Any]:
-    """What a tokenizer's files say: a tokenizer.json in its own words, whatever its layout; of other
-    files the fingerprints.
+    """What a tokenizer's files say: the content of tokenizer.json, or fingerprints of older files.
+
+    The content is parsed, so that another layout of the same JSON is the same tokenizer.
     """
-    whole = path / "tokenizer.json"
-    if whole.is_file():
-        content = json.loads(whole.read_text(encoding="utf-8"))
+    tokenizer_json = path / "tokenizer.json"
+    if tokenizer_json.is_file():
+        content = json.loads(tokenizer_json.read_text(encoding="utf-8"))
         return {key: value for key, value in content.items() if key not in CUTS}
     files = [path / name for name in (*VOCABULARIES, *DETAILS)]
     return {
@@ -145,7 +164,8 @@ def _definition(path: Path) -> dict[str, Any]:
     }
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> Tokenizer:
+    """The tokenizer of a model's directory, from a tokenizer.json or from older files."""
     from tokenizers import Tokenizer
 
     if (path / "tokenizer.json").is_file():
@@ -161,9 +181,10 @@ def _load(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
-        ).backend_tokenizer
+        )
+        return cast("Tokenizer", tokenizer.backend_tokenizer)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"{path}: its tokenizer cannot be loaded ({reason})") from None

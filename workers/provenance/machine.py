@@ -11,7 +11,7 @@ import torch
 
 from schemas.commits import Version
 
-MEASURING = (
+MEASURING_LIBRARIES = (
     "torch",
     "triton",
     "transformers",
@@ -29,7 +29,7 @@ out.
 def measuring_versions() -> tuple[Version, ...]:
     """The versions of the libraries that measure, as they are installed here."""
     versions: list[Version] = []
-    for library in MEASURING:
+    for library in MEASURING_LIBRARIES:
         try:
             versions.append(Version(library=library, version=version(library)))
         except PackageNotFoundError:
@@ -45,10 +45,12 @@ def device_name(device: str) -> str:
 
 
 def _processor() -> str:
-    """The name of the processor; where the system does not tell, its architecture."""
+    """The name of the processor; its architecture if the system does not tell the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except OSError:  # Only Linux has this file.
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    if names:  # One for each core, all the same.
+        return names[0]
+    return platform.processor() or platform.machine()

@@ -1,7 +1,7 @@
 """Which code computes what a formula reads, and the fingerprint of a column, which covers it.
 
-A formula alone does not say what its column holds: `loss` is the mean of `token_loss`, and a change
-in the code that makes `token_loss` changes the values of `loss`.
+A formula alone does not say what its column holds. For example, `loss` is the mean of `token_loss`,
+so a change in the code that makes `token_loss` changes the values of `loss`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
     "position_after_mlp": (*PREDICTION_CODE, *CIRCUIT_CODE),
     "position_after_layer": (*PREDICTION_CODE, *CIRCUIT_CODE),
 }
-"""The modules that hand over each thing that a formula reads; not all that came before it in the
-forward pass, or a change in one place would give every column another meaning. Tokens and labels
-come from the input family, which has a fingerprint of its own.
+"""The modules that hand over each thing that a formula reads.
+
+What came before it in the forward pass does not count, or a change in one place would give every
+column another meaning. Tokens and labels come from the input family, which has a fingerprint of its
+own.
 """
 
 REDUCED_BY: dict[type[Formula], tuple[str, ...]] = {
@@ -87,11 +89,12 @@ def provider_modules(formula: Formula) -> list[str]:
 
 
 def column_fingerprint(formula: Formula, root: Path = ROOT) -> str:
-    """Changes if and only if the code changes that computes a column: the formula's own, and that of
-    what it reads. `root` holds the code of the latter.
+    """Changes if and only if the code changes that computes a column.
+
+    That is the formula's own code and the code of what it reads. `root` holds the latter.
     """
-    modules = (_module_code(root, module) for module in provider_modules(formula))
-    return digest([formula.fingerprint, *modules])
+    module_codes = [_module_code(root, module) for module in provider_modules(formula)]
+    return digest([formula.fingerprint, *module_codes])
 
 
 def column_record(formula: Formula) -> dict[str, Any]:
@@ -101,4 +104,5 @@ def column_record(formula: Formula) -> dict[str, Any]:
 
 @cache
 def _module_code(root: Path, module: str) -> str:
+    # Without the texts of errors: rewording one does not change what a column means.
     return module_code(root / f"{module.replace('.', '/')}.py", with_errors=False)

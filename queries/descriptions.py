@@ -1,0 +1,109 @@
+"""What views and columns mean. The database holds it as comments, which dashboards show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import duckdb
+
+from queries import run_tables
+from queries.sql_text import quoted_name, text_literal
+from schemas.kinds import TABLES
+from schemas.tables import OF_HEAD, PARTITIONS, PROFILES, SEQUENCES, Column
+
+VIEWS = {
+    **{table.name: table.description for table in TABLES.values()},
+    "runs": "One row per run: what was scanned, with which model, and how far it got.",
+    "shards": "One row per shard: done, missing or damaged, and who measured it.",
+    "statistics": "One row per statistic: unit, range, meaning, formula and source.",
+    "formulas": "One row per formula of every kind: the table it fills, unit, meaning and source.",
+}
+"""Description of every view that is not a `.sql` file."""
+
+
+def _column_texts(columns: run_tables.ColumnTypes) -> dict[str, str]:
+    return {column: text for column, (_, text) in columns.items()}
+
+
+_PROFILE_COLUMNS = {name: column.description for name, column in PROFILES.own.items()}
+
+COLUMNS_OF_VIEWS: dict[str, dict[str, str]] = {
+    "runs": _column_texts(run_tables.RUNS),
+    "shards": _column_texts(run_tables.SHARDS),
+    "statistics": _column_texts(run_tables.STATISTICS),
+    "formulas": _column_texts(run_tables.FORMULAS),
+    **{
+        table.name: {name: column.description for name, column in table.own.items()}
+        for table in TABLES.values()
+    },
+    "profile_means": {
+        **_PROFILE_COLUMNS,
+        "count": "Sequences, over all shards.",
+        "mean": "Mean over the sequences of all shards.",
+        "sd": "Standard deviation over the sequences. NULL for a single one.",
+        "standard_error": "Standard error of the mean, sd / √count.",
+    },
+}
+"""What columns mean in one view, by view. Elsewhere the same name may mean something else."""
+
+SHARED_COLUMNS = {
+    **{c.name: c.description for c in (*PARTITIONS, *OF_HEAD, *SEQUENCES.columns)},
+    "label": "Layer and head as people write them, L5H1. NULL if all heads share the values.",
+    "statistic": "Statistic that the row is about.",
+    "pairs": "Sequences on which both sides are defined.",
+    "change": "Mean over the pairs of one side minus the other.",
+    "standard_error": "Standard error of the mean change. NULL for a single pair.",
+    "untouched": "Mean over the pairs without an intervention.",
+    "edited": "Mean over the pairs under the intervention.",
+    "other_run": "Run that run_id is compared with.",
+    "other": "Mean over the pairs in other_run.",
+    "this": "Mean over the pairs in run_id.",
+    "sink_rate": "Share of sequences with sink_alpha above 0.3.",
+}
+"""What columns mean in every other view."""
+
+PREFIXES = {
+    "mean_": "Mean over sequences: ",
+    "sd_": "Standard deviation over sequences: ",
+    "se_": "Standard error of the mean over sequences: ",
+    "max_": "Largest mean of a head: ",
+}
+"""What views put before the name of a column that they sum up, and what it means."""
+
+
+def describe_views(
+    connection: duckdb.DuckDBPyConnection,
+    descriptions: Mapping[str, str],
+    measured: Mapping[str, Mapping[str, Column]],
+) -> None:
+    """Write what views and their columns mean into the database, as comments."""
+    for view, description in descriptions.items():
+        connection.execute(f"COMMENT ON VIEW {quoted_name(view)} IS {text_literal(description)}")
+    measured_anywhere: dict[str, str] = {}
+    for columns in measured.values():
+        measured_anywhere |= _texts(columns)
+    all_columns = connection.execute("""
+        SELECT table_name, column_name FROM duckdb_columns()
+        WHERE schema_name = 'main' AND NOT internal
+    """).fetchall()
+    for view, column in all_columns:
+        # The nearer description wins: that of the view itself, then of its table, then of any.
+        texts = measured_anywhere | SHARED_COLUMNS
+        texts |= _texts(measured.get(view, {})) | COLUMNS_OF_VIEWS.get(view, {})
+        text = texts.get(column) or _summary_text(column, measured_anywhere)
+        if text:
+            name = f"{quoted_name(view)}.{quoted_name(column)}"
+            connection.execute(f"COMMENT ON COLUMN {name} IS {text_literal(text)}")
+
+
+def _texts(columns: Mapping[str, Column]) -> dict[str, str]:
+    return {name: column.description for name, column in columns.items()}
+
+
+def _summary_text(column: str, texts: Mapping[str, str]) -> str | None:
+    """What a column means that sums up another one, such as `mean_entropy`."""
+    for prefix, words in PREFIXES.items():
+        text = texts.get(column.removeprefix(prefix))
+        if column.startswith(prefix) and text:
+            return words + text
+    return None

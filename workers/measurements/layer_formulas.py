@@ -1,0 +1,255 @@
+"""Evaluates the formulas of every layer while a forward pass goes through the model.
+
+A formula is evaluated as soon as everything that it reads exists. So activations need not be kept,
+and q, k and v are still in the cache when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schemas.formulas import Along, Formula, evaluate
+from schemas.kind import Kind
+from schemas.measured_heads import MeasuredHeads
+from schemas.statistics import Statistic
+from workers.engine.engine import Activations
+from workers.measurements.profile_means import count_mean_m2
+from workers.measurements.requested import Requested
+from workers.measurements.undefined import defined_or_nan
+from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
+from workers.model.model import Model
+
+HEAD_AXIS = {"q": 2, "k": 2, "v": 2, "z": 2, "b_Q": 0, "b_K": 0, "W_K": 0, "W_O": 0}
+"""The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
+
+LayerValue = Any
+"""What a formula reads: a tensor, a pattern, pairs of tokens, labels, or a fact of the model."""
+
+
+@dataclass(frozen=True)
+class LayerResults:
+    """What the formulas of one kind gave in the measured layers of a batch."""
+
+    numbers: Tensor
+    """`[formula batch layer head]`, or `[formula batch layer]`."""
+    defined: Tensor
+    """Where these have a value: `[formula batch]`."""
+    lists: dict[str, Tensor]
+    """By formula: `[batch layer head entry]`, or `[batch layer entry]`."""
+    means: dict[str, Tensor]
+    """By formula, count, mean and M2 over the batch: `[3 layer head entry]`, or
+    `[3 layer entry]`.
+    """
+    chance: Tensor
+    """What uniform attention would score as the statistics `with_chance`: `[statistic batch]`."""
+
+
+class LayerFormulas:
+    """The formulas that are evaluated in every layer, and their values so far."""
+
+    def __init__(
+        self,
+        model: Model,
+        requested: Requested,
+        tokens: Tensor,
+        shared_values: Mapping[str, LayerValue],
+    ) -> None:
+        """`shared_values` are what formulas read that is the same in every layer."""
+        self.model = model
+        self.heads = requested.heads
+        self.shared_values = shared_values
+        self.by_field: dict[str, _KindValues] = {}
+        # A profile can be requested as a curve as well. It is evaluated once and stored twice.
+        stores: dict[Formula, list[_KindValues]] = {}
+        for kind, formulas in requested.computed("in every layer"):
+            values = _KindValues(kind, formulas, tokens, requested.heads)
+            self.by_field[kind.field] = values
+            for formula in formulas:
+                stores.setdefault(formula, []).append(values)
+        self.evaluations = [
+            _Evaluation(formula, frozenset(formula.parameters), stored_in)
+            for formula, stored_in in stores.items()
+        ]
+        late_evaluations = [
+            evaluation for evaluation in self.evaluations if "resid_post" in evaluation.reads
+        ]
+        self.read_late = _everything_read(late_evaluations)
+        """What must be kept until the end of a layer, because it is read with `resid_post`."""
+        self.weight_names = _everything_read(self.evaluations) & {*READABLE_WEIGHTS}
+        self._weights: dict[int, Mapping[str, Tensor]] = {}
+        self._evaluated: set[tuple[int, int]] = set()
+
+    def evaluate(self, layer: int, activations: Activations) -> None:
+        """Evaluate what can be evaluated now and was not before.
+
+        The fused engine calls this twice in a layer: after the attention, and at its end.
+        """
+        heads = self.heads.part(layer)
+        available = {
+            **_of_heads(activations, heads),
+            **self.shared_values,
+            **self._weights_of(layer),
+        }
+        for number, (formula, reads, stored_in) in enumerate(self.evaluations):
+            if (layer, number) in self._evaluated or not reads <= available.keys():
+                continue
+            value = defined_or_nan(formula, available)
+            for values in stored_in:
+                values.store(layer, formula, value)
+            self._evaluated.add((layer, number))
+
+    def _weights_of(self, layer: int) -> Mapping[str, Tensor]:
+        """The weights that formulas read, of the measured heads of a layer."""
+        if layer not in self._weights:
+            weights = attention_weights(self.model, layer, self.weight_names)
+            self._weights[layer] = _of_heads(weights, self.heads.part(layer))
+        return self._weights[layer]
+
+    def results(
+        self, tokens: Tensor, by_tokens: Mapping[str, LayerValue]
+    ) -> dict[str, LayerResults]:
+        """The values of all layers, by field of the scan.
+
+        `by_tokens` is what the tokens alone decide. Where a statistic has a value and what it is
+        under uniform attention depend on nothing else.
+        """
+        results: dict[str, LayerResults] = {}
+        for field, values in self.by_field.items():
+            defined = [where_defined(f, by_tokens, tokens[:, 0]) for f in values.single_valued]
+            # Uniform attention is the same in all heads, so its pattern has one.
+            chance = [
+                evaluate(statistic.compute, by_tokens)[:, 0]
+                for statistic in with_chance(values.formulas)
+            ]
+            by_layer = values.by_layer()
+            results[field] = LayerResults(
+                numbers=values.numbers,
+                defined=_stacked(defined),
+                lists={} if values.kind.averaged else by_layer,
+                means=by_layer if values.kind.averaged else {},
+                chance=_stacked(chance),
+            )
+        return results
+
+
+class _Evaluation(NamedTuple):
+    """A formula, what it reads, and where its values go."""
+
+    formula: Formula
+    reads: frozenset[str]
+    stored_in: list[_KindValues]
+
+
+def _everything_read(evaluations: Sequence[_Evaluation]) -> set[str]:
+    return set[str]().union(*(evaluation.reads for evaluation in evaluations))
+
+
+class _KindValues:
+    """The values of one kind of measurement in the layers of a batch."""
+
+    def __init__(
+        self, kind: Kind[Any], formulas: Sequence[Formula], tokens: Tensor, heads: MeasuredHeads
+    ) -> None:
+        self.kind = kind
+        self.formulas = formulas
+        self.heads = heads
+        self.has_head_axis = kind.table.has("head")
+        self.single_valued = (
+            [] if kind.averaged else [formula for formula in formulas if not formula.listed]
+        )
+        """Formulas whose value is one number; they share a tensor, which travels at once."""
+        shape = [len(self.single_valued), len(tokens), len(heads.layers)]
+        if self.has_head_axis:
+            shape.append(heads.width)
+        # A layer that an engine never shows must not look undefined: infinity is refused below, in
+        # `check_numbers`.
+        self.numbers = torch.full(shape, torch.inf, device=tokens.device)
+        self.numbers_of = {
+            formula.name: numbers
+            for formula, numbers in zip(self.single_valued, self.numbers, strict=True)
+        }
+        self.layers_of: dict[str, list[Tensor]] = {
+            formula.name: [] for formula in formulas if formula.name not in self.numbers_of
+        }
+
+    def store(self, layer: int, formula: Formula, value: Tensor) -> None:
+        """Keep what a formula is in a layer, or the means of it."""
+        if self.kind.averaged:
+            assert isinstance(formula, Along)
+            # A formula along pairs is of each head. The others may be of what the heads share, and
+            # then the value has no axis of heads.
+            has_head_axis = value.dim() >= 3
+            padded = _padded(value, self.heads.width) if has_head_axis else value
+            self.layers_of[formula.name].append(count_mean_m2(formula, padded))
+        elif formula.listed:
+            self.layers_of[formula.name].append(self._for_each_head(value, 3, layer))
+        else:
+            place = self.heads.places[layer]
+            self.numbers_of[formula.name][:, place] = self._for_each_head(value, 2, layer)
+
+    def by_layer(self) -> dict[str, Tensor]:
+        """Lists `[batch layer …]`, or means `[3 layer …]`, by formula."""
+        return {name: torch.stack(layers, dim=1) for name, layers in self.layers_of.items()}
+
+    def _for_each_head(self, value: Tensor, dimensions: int, layer: int) -> Tensor:
+        """A value with an axis of heads, as a row of each head needs it.
+
+        What the heads of a layer share comes without this axis: it has fewer than `dimensions`.
+        """
+        if not self.has_head_axis:
+            return value
+        if value.dim() < dimensions:
+            n_measured = len(self.heads.by_layer[layer])
+            value_of_heads = value[:, None].expand(-1, n_measured, *value.shape[1:])
+        else:
+            value_of_heads = value
+        return _padded(value_of_heads, self.heads.width)
+
+
+def with_chance(formulas: Sequence[Formula]) -> list[Statistic]:
+    """The statistics whose value under uniform attention is recorded."""
+    return [f for f in formulas if isinstance(f, Statistic) and f.chance]
+
+
+def where_defined(formula: Formula, values: Mapping[str, LayerValue], like: Tensor) -> Tensor:
+    """Where a formula has a value, in the shape of `like`."""
+    everywhere = torch.ones_like(like, dtype=torch.bool)
+    if formula.defined is None:
+        return everywhere
+    return everywhere & evaluate(formula.defined, values)
+
+
+def _of_heads(
+    values: Mapping[str, LayerValue], heads: tuple[int, ...] | None
+) -> Mapping[str, LayerValue]:
+    """What is known of a layer, of some of its heads alone; None means all."""
+    if heads is None:
+        return values
+    selected: dict[str, LayerValue] = {}
+    for name, value in values.items():
+        if name == "pattern":
+            selected[name] = value.only(heads)
+        elif name in HEAD_AXIS:
+            index = torch.tensor(heads, device=value.device)
+            selected[name] = value.index_select(HEAD_AXIS[name], index)
+        else:
+            selected[name] = value
+    return selected
+
+
+def _padded(value: Tensor, width: int) -> Tensor:
+    """Values `[batch head …]` with NaN for the heads that other layers have more of."""
+    missing_heads = width - value.shape[1]
+    if not missing_heads:
+        return value
+    shape = (len(value), missing_heads, *value.shape[2:])
+    return torch.cat([value, value.new_full(shape, torch.nan)], dim=1)
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors) if tensors else torch.empty(0)
