@@ -324,7 +324,7 @@ def test_a_missing_run_cannot_be_continued(
         '"uniform_random"\n'
     )
     expected = (
-        f"error: {tmp_path}/run_id=absent: no such run to go on with; headcount scan {path} starts "
+        f"error: {tmp_path}/run_id=absent: no such run to continue; headcount scan {path} starts "
         "one"
     )
     assert command("scan", path, "--run", "absent") == (2, [expected])

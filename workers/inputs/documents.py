@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -27,9 +27,6 @@ import zstandard
 
 from schemas.errors import CorpusError, printable
 from schemas.places import open_whole, place, reason
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 COMPRESSED = (".zst", ".gz")
 """Endings of compressed files. The ending before it says what the file contains."""
@@ -223,7 +220,7 @@ class _ZstdContent(io.RawIOBase):
         """True: `io.BufferedReader` asks before it reads."""
         return True
 
-    def readinto(self, buffer: WriteableBuffer) -> int:
+    def readinto(self, buffer: bytearray | memoryview) -> int:
         """Fill the buffer as far as the current chunk allows; return 0 at the end of the file."""
         target = memoryview(buffer)
         while not self._unread:
