@@ -8,7 +8,7 @@ RUNS ?= runs/demo
 SCHEDULES ?= 20
 SEED ?= 0
 
-.PHONY: demo test check bench precision scale chaos docs clean
+.PHONY: demo test check tests bench precision scale chaos docs clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -33,8 +33,12 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three test processes on two cores: many tests wait for Ray, a server or a browser. Types are checked meanwhile.
+test: .venv/.installed
+	@$(MAKE) --no-print-directory --jobs=2 check tests
+
+tests: .venv/.installed
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.bench
