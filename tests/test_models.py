@@ -24,6 +24,7 @@ from workers.engine.fused_engine import FusedEngine
 from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, edited_weights, intervention
 from workers.measurements.batch import measure_batch
+from workers.model.attention_layers import causal_softmax, score_problem
 from workers.model.loading import load_model
 from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
@@ -371,6 +372,19 @@ def test_a_scale_that_is_not_the_model_s_own_is_refused(tmp_path: Path) -> None:
     # Neither engine measures it.
     for engine in ("fused", "dense"):
         assert "could not be made as 1 · q·k" in problem_of(path, engine=engine)
+
+
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_hidden_rotation_leaves_scores_at_the_same_position_alone(position: int) -> None:
+    made = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(0))
+    # Something else is added in each sequence, but nothing where query and key are at one position.
+    added = torch.arange(2 * 5 * 5.0).view(2, 1, 5, 5).tril(-1)
+    shown = made + added
+    assert score_problem(made, shown, causal_softmax(shown), rotations_hidden=True) == (True, None)
+
+    shown[:, :, position, position] += 1
+    _, problem = score_problem(made, shown, causal_softmax(shown), rotations_hidden=True)
+    assert problem is not None
 
 
 # Attention that the fused engine does not know

@@ -184,16 +184,14 @@ def score_problem(
         return shows_scores, None
     # The made scores may still be right if the model adds something that q and k do not hold.
     added = (shown - made).tril()
-    largest_score = made.tril().abs().nan_to_num().max().item()
-    score_tolerance = TOLERANCE * max(1.0, largest_score)
+    score_tolerance = TOLERANCE * max(1.0, _largest_size(made.tril()))
     if shows_scores:
         # A bias of positions, such as ALiBi's, is the same for both sequences.
         if _largest_difference(added[:1], added[1:]) < score_tolerance:
             return True, None
         # A rotation keeps the product of a query and a key at the same position.
-        diagonal = added.diagonal(dim1=-2, dim2=-1)
-        diagonal_difference = _largest_difference(diagonal, torch.zeros_like(diagonal))
-        if rotations_hidden and diagonal_difference < score_tolerance:
+        added_at_same_position = added.diagonal(dim1=-2, dim2=-1)
+        if rotations_hidden and _largest_size(added_at_same_position) < score_tolerance:
             return True, None
     return shows_scores, (
         f"their softmax differs by {pattern_difference:.2g} from the pattern (allowed "
@@ -209,7 +207,12 @@ def causal_softmax(scores: Tensor) -> Tensor:
 
 def _largest_difference(first: Tensor, second: Tensor) -> float:
     """The largest difference in the lower triangle of the last two axes; NaN counts as none."""
-    return (first - second).tril().abs().nan_to_num(nan=0.0).max().item()
+    return _largest_size((first - second).tril())
+
+
+def _largest_size(values: Tensor) -> float:
+    """The largest absolute value; NaN counts as 0."""
+    return values.abs().nan_to_num(nan=0.0).max().item()
 
 
 def _number(module: nn.Module, name: str) -> float | None:
