@@ -40,6 +40,8 @@ from workers.replica import Replica
 from workers.shard import commit_shard, measure_shard
 
 SHARD_SIZE = 3
+NO_VIEWS = Path(__file__).parent
+"""A folder without `.sql` files: a connection with the tables alone opens in half the time."""
 FIELDS: dict[str, Any] = {
     "model": "bundled:attn-only-2l-mini",
     "n_ctx": 9,
@@ -72,7 +74,8 @@ def run_here(plan: Plan, replica: type[Replica] = ToyReplica, verify: bool = Fal
 def rows(run: RunDirectory) -> pa.Table:
     """The rows of `heads` that a reader sees, each once."""
     columns = "intervention, sequence, shard, layer, head, entropy, sink_mass"
-    table = connect(run.path).sql(f"SELECT {columns} FROM heads ORDER BY ALL").to_arrow_table()
+    connection = connect(run.path, queries=NO_VIEWS)
+    table = connection.sql(f"SELECT {columns} FROM heads ORDER BY ALL").to_arrow_table()
     keys = table.select(["intervention", "sequence", "layer", "head"]).to_pylist()
     assert len({tuple(key.values()) for key in keys}) == len(keys)
     return table
