@@ -38,7 +38,7 @@ test: .venv/.installed
 	@$(MAKE) --no-print-directory --jobs=2 check tests
 
 tests: .venv/.installed
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.bench
