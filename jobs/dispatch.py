@@ -64,6 +64,9 @@ LEAST_PATIENCE = 2.0
 MOST_FAILED_STARTS = 20
 """Give up after this many failed starts in a row."""
 
+RESTART_PAUSE = 0.1
+"""Seconds before Ray is asked again for a replica that it is starting again."""
+
 RECENT_SHARDS = 64
 """Shards whose durations make the median."""
 
@@ -247,6 +250,11 @@ class _Dispatcher:
         """
         try:
             ray.get(reference)
+        except ray.exceptions.ActorUnavailableError:
+            # Ray is starting it again, which is no failed start. It says so at once, and would say
+            # so thousands of times before the start has ended.
+            time.sleep(RESTART_PAUSE)
+            self._await_start(replica)
         except ray.exceptions.RayError as error:
             self.failed_starts += 1
             constructor_raised = getattr(error, "actor_init_failed", False)

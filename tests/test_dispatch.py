@@ -23,6 +23,7 @@ import ray
 import torch
 from rich.console import Console
 
+from jobs import dispatch
 from jobs.dispatch import ATTEMPTS
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
@@ -53,6 +54,24 @@ class KillingReplica(ToyReplica):
 
     def misbehave(self, token: int) -> None:
         if token == int((Path(self.scan.out) / "poison").read_text()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SlowlyRestartedReplica(ToyReplica):
+    """Dies at its third shard, and takes seconds to start again."""
+
+    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
+        super().__init__(info, scan, device)
+        self.measured = 0
+        started = Path(scan.out) / "started"
+        if started.exists():
+            time.sleep(4)
+        started.touch()
+
+    def misbehave(self, token: int) -> None:
+        self.measured += 1
+        if self.measured == 3 and not (Path(self.scan.out) / "died").exists():
+            (Path(self.scan.out) / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -136,6 +155,15 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     assert run_to_end(plan, Resources(1, 1, "cpu"), SILENT, replica_class=KillingReplica) == []
     assert done_shards(plan) == list(range(60))
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
+
+
+def test_a_replica_that_is_slow_to_restart_is_waited_for(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "MOST_FAILED_STARTS", 1)
+    resources = Resources(1, 1, "cpu")
+    assert run_to_end(plan, resources, SILENT, replica_class=SlowlyRestartedReplica) == []
+    assert done_shards(plan) == list(range(60))
 
 
 def test_a_slow_replica_does_not_delay_the_end(plan: Plan) -> None:
