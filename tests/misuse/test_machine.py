@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import pty
+import re
 import shutil
 import signal
 import socket
