@@ -1,6 +1,6 @@
 # make demo: a first look.  make test: what a pull request must pass.  make bench: how fast, on this machine.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
-# make chaos SCHEDULES=200 SEED=7: runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
+# make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
 PYTHON ?= python3
 BIN := .venv/bin
 RUNS ?= runs/demo
@@ -50,6 +50,7 @@ scale: .venv/.installed
 	$(BIN)/python -m benchmarks.scale
 
 chaos: .venv/.installed
+	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -q tests/test_damage.py -k no_damage_is_returned
 	@$(BIN)/python -m tests.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
 docs: .venv/.installed

@@ -31,7 +31,10 @@ from schemas.parquet import parquet_bytes, read_parquet
 from schemas.run_directory import RunDirectory
 from tests.toy_runs import Entry, Row, local, write_run
 
-DAMAGES, FILES_AT_ONCE = 300, 12
+DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "300"))
+"""How many damages are drawn; `make chaos` draws a thousand."""
+
+FILES_AT_ONCE = 12
 SHARDS, PER_SHARD, LAYERS, HEADS = 24, 1, 2, 2
 INTERVENTIONS = ("none", "zero_query_bias")
 RUNS = ("a-1", "b-1")
