@@ -187,24 +187,34 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
     # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now; it
     # takes a shard out of all tables, so all tables are tried again.
     while unfit_tables := [
-        table for table in TABLES.values() if _misfit(connection, table, opened.runs)
+        table for table in TABLES.values() if _problem_of_view(connection, table, opened.runs)
     ]:
         names = [table.name for table in unfit_tables]
         opened.runs = [_verified(run, names, opened.tell) for run in opened.runs]
         for table in unfit_tables:
             _leave_out_misfits(connection, table, opened)
-    for table in TABLES.values():
-        connection.execute(
-            f"CREATE OR REPLACE VIEW ledger.{table.name} AS {table_sql(table, opened.runs)}"
-        )
     _store_content(connection, "runs", run_tables.runs_table(opened.runs))
     _store_content(connection, "shards", run_tables.shards_table(opened.runs))
 
 
+def _problem_of_view(
+    connection: duckdb.DuckDBPyConnection, table: Table, runs: list[Run]
+) -> str | None:
+    """Create the view of a table's files; why that cannot be, or None if it is there."""
+    return _problem(
+        connection, f"CREATE OR REPLACE VIEW ledger.{table.name} AS {table_sql(table, runs)}"
+    )
+
+
 def _misfit(connection: duckdb.DuckDBPyConnection, table: Table, runs: list[Run]) -> str | None:
     """Why the files of a table do not have its columns. None if they do."""
+    return _problem(connection, f"EXPLAIN {table_sql(table, runs)}")
+
+
+def _problem(connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
+    """The first line of what DuckDB says against a statement. None if it ran."""
     try:
-        connection.execute(f"EXPLAIN {table_sql(table, runs)}")
+        connection.execute(sql)
     except duckdb.Error as error:
         return str(error).partition("\n")[0]
     return None

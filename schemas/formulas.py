@@ -81,7 +81,7 @@ class Formula:
         """Whether a model has the formula at all; `rotary`: whether positions rotate q and k."""
         return True
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of the formula's code; comments, layout and prose do not count."""
         functions = [self.compute, self.defined] if self.defined else [self.compute]

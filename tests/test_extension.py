@@ -27,7 +27,6 @@ from jobs.ray_cluster import Resources
 from jobs.replan import replan
 from jobs.run_loop import missing_shards, run_to_end
 from jobs.status import as_lines, read_status
-from queries.connection import connect
 from schemas import places
 from schemas.commits import fold
 from schemas.errors import HeadcountError, RunError, ScanError
@@ -35,13 +34,11 @@ from schemas.places import write_whole
 from schemas.run_directory import RunDirectory, pc
 from schemas.scan import parse_scan
 from tests.toy_replica import ToyReplica
-from tests.toy_runs import local
+from tests.toy_runs import connect_to_tables, local
 from workers.replica import Replica
 from workers.shard import commit_shard, measure_shard
 
 SHARD_SIZE = 3
-NO_VIEWS = Path(__file__).parent
-"""A folder without `.sql` files: a connection with the tables alone opens in half the time."""
 FIELDS: dict[str, Any] = {
     "model": "bundled:attn-only-2l-mini",
     "n_ctx": 9,
@@ -74,7 +71,7 @@ def run_here(plan: Plan, replica: type[Replica] = ToyReplica, verify: bool = Fal
 def rows(run: RunDirectory) -> pa.Table:
     """The rows of `heads` that a reader sees, each once."""
     columns = "intervention, sequence, shard, layer, head, entropy, sink_mass"
-    connection = connect(run.path, queries=NO_VIEWS)
+    connection = connect_to_tables(run.path)
     table = connection.sql(f"SELECT {columns} FROM heads ORDER BY ALL").to_arrow_table()
     keys = table.select(["intervention", "sequence", "layer", "head"]).to_pylist()
     assert len({tuple(key.values()) for key in keys}) == len(keys)
@@ -430,7 +427,7 @@ def test_a_corpus_run_is_extended(tmp_path: Path, packing: str) -> None:
     assert rows(run).equals(rows(lone_plan.run))
     tokens_sql = "SELECT intervention, sequence, file, row, tokens FROM sequences ORDER BY ALL"
     tokens, expected_tokens = (
-        connect(each.path).execute(tokens_sql).fetchall() for each in (run, lone_plan.run)
+        connect_to_tables(each.path).execute(tokens_sql).fetchall() for each in (run, lone_plan.run)
     )
     assert tokens == expected_tokens
 
@@ -456,7 +453,7 @@ def reverse_text(file: Path, row: int) -> None:
 
 def tokens_read(run: RunDirectory) -> list[Any]:
     sql = "SELECT sequence, row, tokens FROM sequences WHERE intervention = 'none' ORDER BY ALL"
-    return connect(run.path).execute(sql).fetchall()
+    return connect_to_tables(run.path).execute(sql).fetchall()
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
@@ -593,7 +590,7 @@ def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path) ->
             "n_ctx": 5,
         }
         run_here(plan_of(tmp_path / "out", "all", **fields))
-    connection = connect(tmp_path / "out")
+    connection = connect_to_tables(tmp_path / "out")
     sql = (
         "SELECT doc_id, doc_meta_year, count(*) FROM sequences WHERE intervention = 'none' AND "
         "row = 2 GROUP BY ALL ORDER BY ALL"
@@ -609,6 +606,6 @@ def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path) ->
     ]  # fmt: skip
     for run in (tmp_path / "out").glob("run_id=*"):
         compact(RunDirectory(run))
-    assert connect(tmp_path / "out").execute(sql).fetchall() == [
+    assert connect_to_tables(tmp_path / "out").execute(sql).fetchall() == [
         ("2", "2002", 1), ("2", None, 1), (None, None, 1)
     ]  # fmt: skip

@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
+import duckdb
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -47,6 +49,12 @@ class Terminal(io.StringIO):
         return True
 
 
+@cache
+def connection_to(runs: Path) -> duckdb.DuckDBPyConnection:
+    """One connection for all questions."""
+    return connect(runs)
+
+
 def table_lines(
     runs: Path,
     question: str,
@@ -60,7 +68,7 @@ def table_lines(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", str(width or 80))
-        write_table(run_query(connect(runs), question), out, limit, vertical)
+        write_table(run_query(connection_to(runs), question), out, limit, vertical)
     # The heading of a table is bold on a terminal.
     return [re.sub("\x1b\\[[01]m", "", line).rstrip() for line in out.getvalue().splitlines()]
 

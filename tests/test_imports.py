@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -100,11 +101,16 @@ def module_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def module_names(file: Path) -> Iterator[str]:
+@cache
+def module_names(file: Path) -> frozenset[str]:
     """Full names of everything that a file imports, at its top or inside functions.
 
-    `from a import b` yields both `a` and `a.b`, because b may be a module.
+    `from a import b` gives both `a` and `a.b`, because b may be a module.
     """
+    return frozenset(_module_names(file))
+
+
+def _module_names(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -124,7 +130,7 @@ def imports() -> dict[str, set[str]]:
     """The modules of ours that each of our modules imports."""
     by_module = {module_of(file): file for file in all_sources()}
     return {
-        module: (set(module_names(file)) & by_module.keys()) - {module}
+        module: (module_names(file) & by_module.keys()) - {module}
         for module, file in by_module.items()
     }
 

@@ -13,7 +13,7 @@ import duckdb
 import pyarrow as pa
 
 from queries.asking import RunDatabase
-from queries.connection import OPENED, OpenedRuns
+from queries.connection import OPENED, OpenedRuns, connect
 from schemas.commits import Commit, DataFile, Method, Version
 from schemas.digests import digest_of
 from schemas.kinds import table_schema
@@ -41,6 +41,12 @@ def local(where: Place) -> Path:
     """A place on this disk, as a path."""
     assert isinstance(where, Path)
     return where
+
+
+def connect_to_tables(path: str | Place) -> duckdb.DuckDBPyConnection:
+    """A connection without the shipped views: it opens in half the time."""
+    # This folder has no `.sql` files.
+    return connect(path, queries=Path(__file__).parent)
 
 
 Cell = Callable[[Row], float | None]

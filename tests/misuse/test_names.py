@@ -10,7 +10,6 @@ import pytest
 
 from jobs.plan import make_plan, prepare_run
 from jobs.portable_scan import portable_scan
-from queries.connection import connect
 from schemas.scan import LONGEST_NAME, SAFE_NAME, load_scan, parse_scan, safe_name
 from tests import toy_runs
 
@@ -101,7 +100,7 @@ def write_run(out: Path, name: str) -> Path:
 def row_counts(path: Path, names: list[str]) -> dict[str, int]:
     """Rows of `heads` by run."""
     sql = "SELECT run_id, intervention, count(*) FROM heads GROUP BY ALL"
-    rows = connect(path).execute(sql).fetchall()
+    rows = toy_runs.connect_to_tables(path).execute(sql).fetchall()
     assert {intervention for _, intervention, _ in rows} == {
         "none",
         "scale_query_bias(0.5)+zero_mlps",
@@ -137,7 +136,11 @@ def test_a_large_seed_of_an_older_version_is_read_as_null(tmp_path: Path):
         manifest = json.loads(file.read_text())
         manifest["identity"]["scan"]["seed"] = seed
         file.write_text(json.dumps(manifest))
-    rows = connect(tmp_path).execute("SELECT run_id, seed FROM runs ORDER BY ALL").fetchall()
+    rows = (
+        toy_runs.connect_to_tables(tmp_path)
+        .execute("SELECT run_id, seed FROM runs ORDER BY ALL")
+        .fetchall()
+    )
     assert rows == [("new-1", 2**63 - 1), ("old-1", None)]
 
 

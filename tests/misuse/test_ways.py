@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 from headcount import app
 from jobs.removal import remove
 from jobs.scan_runs import last_run, next_run, runs_of
-from queries.connection import connect
 from schemas.errors import ModelError, RunError
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan
 from tests import toy_models as toy
-from tests.toy_runs import local, write_run
+from tests.toy_runs import connect_to_tables, local, write_run
 from workers.model.text_tokenizer import TextTokenizer, _check_size
 
 Command = Callable[..., tuple[int, list[str]]]
@@ -75,7 +74,7 @@ def rows(run: Path) -> list[Any]:
     """What a run measured, and of which tokens."""
     columns = "sequence, layer, head, entropy, tokens, file"
     sql = f"SELECT {columns} FROM heads JOIN sequences USING (sequence) ORDER BY ALL"
-    return connect(run).execute(sql).fetchall()
+    return connect_to_tables(run).execute(sql).fetchall()
 
 
 def edit_json(file: Path, change: Callable[[Any], object]) -> None:
@@ -140,9 +139,11 @@ def test_a_change_is_named_and_the_command_that_starts_another_run(
     # The same command continues the run that fits.
     without_last_commit(second_run)
     assert scan_here(command, "--set", "seed=3") == second_run
-    assert connect(second_run).execute("SELECT name FROM runs").fetchall() == [("toy",)]
+    assert connect_to_tables(second_run).execute("SELECT name FROM runs").fetchall() == [("toy",)]
     tokenizer = TextTokenizer(home / "bytes", 257).fingerprint
-    assert connect(second_run).execute("SELECT tokenizer FROM runs").fetchall() == [(tokenizer,)]
+    assert connect_to_tables(second_run).execute("SELECT tokenizer FROM runs").fetchall() == [
+        (tokenizer,)
+    ]
 
 
 def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command: Command) -> None:
@@ -152,7 +153,7 @@ def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command
     run = without_last_commit(scan_here(command))
     exchange_two_ids(home)
     assert scan_here(command) == run
-    assert connect(run).execute("SELECT tokenizer FROM runs").fetchall() == [(None,)]
+    assert connect_to_tables(run).execute("SELECT tokenizer FROM runs").fetchall() == [(None,)]
     text += "input.text = 'bundled:LICENSE'\n"
     (home / "toy.toml").write_text(text.replace("uniform_random", "unigram_random"))
     run = without_last_commit(scan_here(command))
