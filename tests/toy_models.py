@@ -17,6 +17,8 @@ import torch
 from schemas.intervention import NONE, Intervention, parse_intervention
 from schemas.scan import Scan, parse_scan
 from workers.interventions import BoundIntervention, bind
+from workers.model.loading import load_model
+from workers.model.model import Model
 from workers.model.model_info import ModelInfo, describe
 from workers.replica import InterventionMeasurements, Replica
 
@@ -247,8 +249,23 @@ def replica(path: Path, **changes: Any) -> TextReplica:
 
 
 def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
-    """Load a model and measure tokens `[sequence pos]`."""
-    return replica(path, **changes).measure(tokens)
+    """Measure tokens `[sequence pos]` with a model, which is loaded once however often it is asked.
+
+    Nobody else gets hold of the loaded model, so nobody changes it.
+    """
+    scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
+    return TextReplica(describe(path), scan, "cpu", _load_once).measure(tokens)
+
+
+_LOADED: dict[tuple[str, str, str, str, torch.dtype], Model] = {}
+"""Models by path, weights on the disk, processing, device and format."""
+
+
+def _load_once(info: ModelInfo, weights: str, device: str, dtype: torch.dtype) -> Model:
+    key = (info.path, info.sha256, weights, device, dtype)
+    if key not in _LOADED:
+        _LOADED[key] = load_model(info, weights, device, dtype)
+    return _LOADED[key]
 
 
 def repeating_tokens(n_ctx: int, batch: int = 1, distinct: int = 7) -> np.ndarray:
