@@ -71,7 +71,7 @@ def benchmark(sizes: Sizes, cases: Sequence[str], rounds: int, device: str) -> J
         unique_cells = list(dict.fromkeys(requested_cells))
         seconds = time_cells(unique_cells, paths, device, rounds, ways)
         weighed_cells = [cell for cell in unique_cells if is_weighed(cell, sizes)]
-        memory = weigh_cells(weighed_cells, paths, device)
+        memory = weigh_cells(weighed_cells, paths, device, fresh=sizes is FULL)
     # A cell that was not weighed is known by its seconds alone.
     measured = {
         cell: CellMeasurements(seconds[cell], *memory.get(cell, (None, None)))
