@@ -54,14 +54,18 @@ def of(target: str) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
 
 
 def run_edited(
-    weights: Weights, tokens: Sequence[int], intervention: str, partner: Sequence[int]
+    weights: Weights,
+    tokens: Sequence[int],
+    intervention: str,
+    partner: Sequence[int],
+    labels: Sequence[str] = (),
 ) -> Run:
     """One sequence under an intervention such as `zero_query_bias+zero_head(1,2)`."""
     edited, activation_edits = parse(weights, intervention)
     partner_run = None
     if any(edit.patches for edit in activation_edits):
-        partner_run = forward(edited, partner, activation_edits)
-    return forward(edited, tokens, activation_edits, partner_run)
+        partner_run = forward(edited, partner, activation_edits, labels=labels)
+    return forward(edited, tokens, activation_edits, partner_run, labels=labels)
 
 
 def parse(weights: Weights, intervention: str) -> tuple[Weights, list[ActivationEdit]]:
@@ -351,8 +355,23 @@ def hide(scores: Array, hidden: Callable[[int, int], bool]) -> Array:
 
 
 @of("attn_scores")
-def mask_first_keys(value: Array, place: Place, untouched: Weights, count: int = 1) -> Array:
-    return hide(value, lambda q, k: k < count and k != q)
+def mask_keys(
+    value: Array, place: Place, untouched: Weights, first: int = 0, count: int = 1
+) -> Array:
+    keys = list(range(len(place.tokens)))[first:][:count]
+    return hide(value, lambda q, k: k in keys and not (k == q and set(range(q)) <= set(keys)))
+
+
+@of("attn_scores")
+def mask_random_span(
+    value: Array, place: Place, untouched: Weights, count: int = 4, draw: int = 0
+) -> Array:
+    """Python's choice, seeded with the draw, of the places from `count` on that leave room."""
+    places = [k for k in range(count, len(place.tokens)) if k + count <= len(place.tokens)]
+    if not places:
+        return value
+    start = random.Random(draw).choice(places)
+    return hide(value, lambda q, k: start <= k < start + count)
 
 
 @of("attn_scores")
@@ -363,31 +382,6 @@ def mask_recent_keys(value: Array, place: Place, untouched: Weights, count: int 
 @of("attn_scores")
 def keep_window(value: Array, place: Place, untouched: Weights, sinks: int, window: int) -> Array:
     return hide(value, lambda q, k: not (q - window < k or k < sinks))
-
-
-@of("attn_scores")
-def mask_last_keys(value: Array, place: Place, untouched: Weights, count: int = 4) -> Array:
-    n_ctx = len(place.tokens)
-    return hide(value, lambda q, k: k >= n_ctx - count and k > 0)
-
-
-@of("attn_scores")
-def mask_middle_keys(value: Array, place: Place, untouched: Weights, count: int = 4) -> Array:
-    middle = len(place.tokens) // 2
-    return hide(value, lambda q, k: middle <= k < middle + count and k > 0)
-
-
-@of("attn_scores")
-def mask_random_keys(
-    value: Array, place: Place, untouched: Weights, count: int = 4, draw: int = 0
-) -> Array:
-    """torch's permutation of the positions, seeded with the draw; of it the first `count` that are
-    none of the first `count` positions.
-    """
-    generator = torch.Generator().manual_seed(draw)
-    order = torch.randperm(len(place.tokens), generator=generator).tolist()
-    keys = [k for k in order if k >= count and k > 0][:count]
-    return hide(value, lambda q, k: k in keys)
 
 
 # Patterns
@@ -440,7 +434,75 @@ def entropy_of(probabilities: Array) -> float:
     return -sum(p * math.log(p) for p in probabilities.tolist() if p > 0)
 
 
+@of("attn_scores")
+def mean_query_bias(value: Array, place: Place, untouched: Weights) -> Array:
+    """With c[k] = scale b_Q·k[k], the score loses c[k] and gains the mean of c[0] … c[q]."""
+    layer = untouched.layers[place.layer]
+    if layer.b_Q is None or untouched.rotated:
+        raise NotApplicable("no query bias, or one that is rotated")
+    for head in range(len(value)):
+        c = place.known["k"][head] @ layer.b_Q[head] * layer.scale
+        for q in range(len(c)):
+            value[head, q] += c[: q + 1].mean() - c
+    return value
+
+
+# The residual stream
+
+
+@of("resid_post")
+def zero_massive_activations(
+    value: Array,
+    place: Place,
+    untouched: Weights,
+    layer: int,
+    size: float = 100.0,
+    ratio: float = 1000.0,
+) -> Array:
+    """Beyond both bounds; the median is the lower middle one of every sixteenth position's."""
+    sizes = sorted(np.abs(value[::16]).ravel().tolist())
+    median = sizes[(len(sizes) - 1) // 2]
+    for position, dimension in np.ndindex(*value.shape):
+        if abs(value[position, dimension]) > max(size, ratio * median):
+            value[position, dimension] = 0
+    return value
+
+
+@of("resid_post")
+def set_massive_activation(
+    value: Array,
+    place: Place,
+    untouched: Weights,
+    layer: int,
+    dimension: int,
+    number: float,
+    position: int = 0,
+) -> Array:
+    value[position, dimension] = number
+    return value
+
+
 # Heads
+
+
+@of("pattern")
+def ideal_backcopy(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    assert place.labels
+    for q, label in enumerate(place.labels):
+        value[head, q] = 0
+        value[head, q, q - 1 if label == "trigger" and q > 0 else 0] = 1
+    return value
+
+
+@of("pattern")
+def ideal_induction(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    tokens = place.tokens
+    for q, token in enumerate(tokens):
+        followers = [j + 1 for j in range(q) if tokens[j] == token] or [0]
+        value[head, q] = 0
+        for k in followers:
+            value[head, q, k] = 1 / len(followers)
+    return value
 
 
 @of("z")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from schemas.values import Count, Factor, Index, Seed
+from schemas.values import Count, Factor, Index, Positive, Seed
 from workers.engine.edits import hide, replaced
 from workers.interventions.intervention_registry import LargestValue, intervention
 from workers.model.circuit import Circuit
@@ -17,8 +17,7 @@ from workers.model.circuit import Circuit
 N_CTX_LESS_1 = LargestValue("n_ctx - 1", lambda info, n_ctx: n_ctx - 1)
 """The keys that the last query can see besides itself."""
 
-# `max`: with n_ctx = 1 the upper half would begin at key 0, which must stay visible.
-UPPER_HALF = LargestValue("the upper half of n_ctx", lambda info, n_ctx: n_ctx - max(n_ctx // 2, 1))
+D_MODEL_LESS_1 = LargestValue("d_model - 1", lambda info, n_ctx: info.d_model - 1)
 HALF = LargestValue("half of n_ctx", lambda info, n_ctx: n_ctx // 2)
 D_MODEL = LargestValue("d_model", lambda info, n_ctx: info.d_model)
 HALF_D_MODEL = LargestValue("half of d_model", lambda info, n_ctx: info.d_model // 2)
@@ -31,6 +30,27 @@ def _whole_window(options: Mapping[str, Any], n_ctx: int) -> str | None:
         return "keeps no key; expected sinks or window of 1 or more"
     if visible_keys >= n_ctx:
         return f"hides nothing; expected sinks + window below n_ctx = {n_ctx}, got {visible_keys}"
+    return None
+
+
+def _span_of_keys(options: Mapping[str, Any], n_ctx: int) -> str | None:
+    """Why a span of keys is no part of a sequence; None if it is."""
+    if n_ctx == 1:
+        return "n_ctx = 1 leaves nothing to hide; raise n_ctx"
+    first, count = options["first"], options["count"]
+    if not -n_ctx <= first < n_ctx:
+        return (
+            f"first: expected {-n_ctx} to {n_ctx - 1}, the keys of {n_ctx} tokens (negative: from "
+            f"the end), got {first}"
+        )
+    start = _start_of_span(first, n_ctx)
+    if start + count > n_ctx:
+        return (
+            f"hides the keys {start} to {start + count - 1} of {n_ctx} tokens; expected count at "
+            f"most {n_ctx - start}, got {count}"
+        )
+    if count == n_ctx:
+        return f"hides every key; expected count at most {n_ctx - 1}, got {count}"
     return None
 
 
@@ -58,6 +78,18 @@ def random_query_bias(b_Q: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0) -> Te
     """
     # Scaling by alpha moves the bias by (1 - alpha) times its norm.
     return b_Q + (1 - alpha) * b_Q.norm(dim=-1, keepdim=True) * random_directions(b_Q, draw)
+
+
+@intervention
+def mean_query_bias(attn_scores: Tensor, k: Tensor, b_Q: Tensor, scale: float) -> Tensor:
+    """The query bias' part of a score, scale·b_Q·k, becomes its mean over the keys that the query
+    sees. A softmax does not change by what all keys share, so the pattern is that of
+    zero_query_bias; queries keep their bias, and the scores another level.
+    """
+    bias_part = torch.einsum("bkhd,hd->bhk", k, b_Q.to(k.dtype)) * scale
+    visible_keys = torch.arange(1, bias_part.shape[-1] + 1, device=k.device)
+    mean_part = bias_part.cumsum(-1) / visible_keys  # [batch head query]
+    return attn_scores - bias_part[..., None, :] + mean_part[..., None]
 
 
 def random_directions(like: Tensor, draw: int) -> Tensor:
@@ -139,13 +171,65 @@ def zero_first_mlp_out(mlp_out: Tensor, *, layer: Index = 0) -> Tensor:
     return replaced(mlp_out, (slice(None), 0), 0)
 
 
-@intervention(most={"count": N_CTX_LESS_1})
-def mask_first_keys(attn_scores: Tensor, *, count: Count = 1) -> Tensor:
-    """The first keys cannot be attended to; the queries among them keep themselves (Xiao et al.
-    2023).
+@intervention
+def zero_massive_activations(
+    resid_post: Tensor, *, layer: Index, size: Positive = 100.0, ratio: Positive = 1000.0
+) -> Tensor:
+    """Massive activations of the residual stream after a layer are set to zero, at every position:
+    those larger than `size`, and than `ratio` times the median size (Sun et al. 2024, as
+    `sink_resid_post_massive` counts them).
     """
-    queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
-    return hide(attn_scores, (queries[None] < count) & (queries[None] != queries[:, None]))
+    sizes = resid_post.abs()
+    # The median of every sixteenth position, as the statistic takes it.
+    median = sizes[:, ::16].flatten(1).median(-1).values[:, None, None]
+    return resid_post.masked_fill((sizes > size) & (sizes > ratio * median), 0)
+
+
+@intervention(most={"dimension": D_MODEL_LESS_1})
+def set_massive_activation(
+    resid_post: Tensor, *, layer: Index, dimension: Index, value: Factor, position: Index = 0
+) -> Tensor:
+    """One dimension of the residual stream after a layer is set to a value at a position: to its
+    mean over sequences, which the profile `sink_resid_post_by_dimension` measures, or to any other
+    (Sun et al. 2024).
+    """
+    return replaced(resid_post, (slice(None), position, dimension), value)
+
+
+@intervention(refuse=_span_of_keys)
+def mask_keys(attn_scores: Tensor, *, first: int = 0, count: Count = 1) -> Tensor:
+    """The keys `first` to `first + count - 1` cannot be attended to, not even by their own queries.
+    A query keeps itself if it has no other key. A negative `first` counts from the end (Xiao et al.
+    2023; Scheuer, attention-sink-profiler).
+    """
+    return _without_span(attn_scores, _start_of_span(first, attn_scores.shape[-1]), count)
+
+
+@intervention(most={"count": HALF})
+def mask_random_span(attn_scores: Tensor, *, count: Count = 4, draw: Seed = 0) -> Tensor:
+    """A control of `mask_keys(0,count)`: as many keys in a row from a random place on, none of the
+    first ones, the same in every head, layer and sequence (after Scheuer).
+    """
+    starts_after_first = range(count, attn_scores.shape[-1] - count + 1)
+    # Without such a place (one token alone) nothing is hidden.
+    if not starts_after_first:
+        return attn_scores
+    return _without_span(attn_scores, random.Random(draw).choice(starts_after_first), count)
+
+
+def _start_of_span(first: int, n_ctx: int) -> int:
+    """The position of a key that may be counted from the end."""
+    return first + n_ctx if first < 0 else first
+
+
+def _without_span(scores: Tensor, start: int, count: int) -> Tensor:
+    """Hide the keys `start` to `start + count - 1`."""
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    hidden = ((positions >= start) & (positions < start + count)).expand(len(positions), -1)
+    if start == 0:
+        # The queries of the first keys see no other keys, so each keeps its own.
+        hidden = hidden & (positions[None] != positions[:, None])
+    return hide(scores, hidden)
 
 
 @intervention(most={"count": N_CTX_LESS_1})
@@ -162,39 +246,3 @@ def keep_window(attn_scores: Tensor, *, sinks: Index, window: Index) -> Tensor:
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
     distance = queries[:, None] - queries[None]
     return hide(attn_scores, (distance >= window) & (queries[None] >= sinks))
-
-
-@intervention(most={"count": N_CTX_LESS_1})
-def mask_last_keys(attn_scores: Tensor, *, count: Count = 4) -> Tensor:
-    """The last keys of the sequence cannot be attended to, not even by their own queries; key 0
-    always can (Scheuer, attention-sink-profiler).
-    """
-    n_ctx = attn_scores.shape[-1]
-    return _without_keys(attn_scores, range(max(n_ctx - count, 1), n_ctx))
-
-
-@intervention(most={"count": UPPER_HALF})
-def mask_middle_keys(attn_scores: Tensor, *, count: Count = 4) -> Tensor:
-    """A control of mask_first_keys: as many keys from the middle of the sequence on (Scheuer,
-    attention-sink-profiler).
-    """
-    n_ctx = attn_scores.shape[-1]
-    return _without_keys(attn_scores, range(max(n_ctx // 2, 1), min(n_ctx // 2 + count, n_ctx)))
-
-
-@intervention(most={"count": HALF})
-def mask_random_keys(attn_scores: Tensor, *, count: Count = 4, draw: Seed = 0) -> Tensor:
-    """A control of mask_first_keys: as many random keys, none of the first, the same in every head
-    and layer (Scheuer).
-    """
-    generator = torch.Generator().manual_seed(draw)
-    keys_in_random_order = torch.randperm(attn_scores.shape[-1], generator=generator).tolist()
-    later_keys = [key for key in keys_in_random_order if key >= max(count, 1)]
-    return _without_keys(attn_scores, later_keys[:count])
-
-
-def _without_keys(scores: Tensor, keys: Iterable[int]) -> Tensor:
-    """Hide keys from every query. Key 0 must not be among them: query 0 has no other key."""
-    hidden = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
-    hidden[list(keys)] = True
-    return hide(scores, hidden)
