@@ -118,3 +118,11 @@ def test_no_figure_fails_a_model_that_is_right(name: str) -> None:
 def test_a_figure_that_is_too_narrow_is_found() -> None:
     system = toy_system(sql="", tolerance=0.1, published={"a": 1.0}, standard_error=0.1)
     assert names([*scatter_problems("toy", system)]) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["position_geometry"])
+def test_no_figure_of_a_quick_system_passes_that_must_not(name: str, tmp_path: Path) -> None:
+    # `make controls` does this for every system, in minutes.
+    system = SYSTEMS[name]
+    controls = random_controls(name, system, tmp_path) + null_controls(name, system, tmp_path)
+    assert names([*controls]) == []
