@@ -40,6 +40,14 @@ def weights(model: str) -> str:
     return model
 
 
+def data_file(name: str) -> Path:
+    """A published file that lies beside the project; without it the test is skipped."""
+    for directory in DATA:
+        if (directory / name).exists():
+            return directory / name
+    pytest.skip(f"{name} is not beside the project")
+
+
 def work_beside_the_texts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a working directory with the project's files and the published texts, those that are
     there.
