@@ -19,8 +19,8 @@ from schemas.statistics.statistic_registry import LAYER_VALUES
 Axis = Literal["key", "query", "lag", "pair"]
 """What a profile runs over: keys, queries, lags d = q-k, or pairs of a query and a key k ≤ q."""
 
-MOST_PAIRED = 64
-"""Longest sequences whose pairs are stored: 64 · 65 / 2 = 2,080 pairs in every head."""
+MOST_PAIRED = 256
+"""Longest sequences whose pairs are stored: 256 · 257 / 2 = 32,896 pairs in every head."""
 
 
 @dataclass(frozen=True, kw_only=True)
