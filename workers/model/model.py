@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +34,10 @@ LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 def at_least_float32(tensor: Tensor) -> Tensor:
     """A tensor in float32, or in float64 if it is that already: measuring uses no narrower one."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+class _SeenEnough(Exception):
+    """Ends a pass of which the rest is not needed."""
 
 
 class Hook(Protocol):
@@ -124,6 +129,25 @@ class Model:
         if positions is None or self.hides("mlp_out"):
             return None
         return effective_positions(positions[:n_ctx], self.modules("mlp_out"))
+
+    def first_mlp_out(self, tokens: Tensor) -> Tensor | None:
+        """What the first MLP adds at position 0 to sequences of tokens `[batch pos]`.
+
+        `[batch d_model]`, of the weights as they are now; None if the MLP is not a module of its
+        own, or there is none.
+        """
+        if not self.modules("mlp_out"):
+            return None
+        outputs: list[Tensor] = []
+
+        def keep_output(value: Tensor, hook: object) -> None:
+            outputs.append(value[:, 0])
+            raise _SeenEnough
+
+        # Later tokens change nothing at position 0.
+        with suppress(_SeenEnough):
+            self.run_with_hooks(tokens[:, :1], [(self.hook_name("mlp_out", 0), keep_output)])
+        return outputs[0]
 
     @cached_property
     def circuit(self) -> Circuit:
@@ -228,6 +252,18 @@ class Model:
         weight = getattr(self._bridge.blocks[layer].attn, name, None)
         return weight if isinstance(weight, Tensor) else None
 
+    @property
+    def embedding(self) -> Tensor | None:
+        """`W_E [d_vocab d_model]`; None if the bridge does not show it."""
+        embedding = getattr(self._bridge, "W_E", None)
+        return embedding if isinstance(embedding, Tensor) else None
+
+    @property
+    def unembedding(self) -> Tensor | None:
+        """`W_U [d_model d_vocab]`; None if the bridge does not show it."""
+        unembedding = getattr(self._bridge, "W_U", None)
+        return unembedding if isinstance(unembedding, Tensor) else None
+
     def editable_weight(self, name: str, layer: int | None = None) -> EditableWeight | None:
         """A weight that can be edited: of a layer, or `W_pos` if `layer` is None.
 
@@ -313,8 +349,9 @@ class Model:
     def modules(self, activation: str) -> list[nn.Module]:
         """The bare modules whose output is an activation: one for each layer, or one in all.
 
-        The activation is `embed`, `pos_embed`, `attn_out`, `mlp_out`, or `unembed` for the logits.
-        The list is empty if the model hides or lacks it.
+        The activation is `embed`, `pos_embed`, `normed` for what the attention reads, `attn_out`,
+        `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits. The
+        list is empty if the model hides or lacks it.
         """
         return self._modules[activation]
 
