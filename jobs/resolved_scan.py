@@ -63,6 +63,11 @@ def check_scan(scan: Scan) -> list[BoundIntervention]:
                 f"interventions: '{bound.intervention}' takes something from the run on partner "
                 f"sequences, and the family {family.name} has none; families with partners: {have}"
             )
+        if bound.needs_labels and not family.labels_tokens:
+            raise ScanError(
+                f"interventions: '{bound.intervention}' reads which tokens are labelled, and the "
+                f"family {family.name} labels none; choose backcopy"
+            )
     return interventions
 
 

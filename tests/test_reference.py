@@ -79,12 +79,14 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "scale_massive_keys": ("", "(2.5,5)"),
     "scale_random_keys": ("", "(7,-1,4)"),
     "zero_first_mlp_out": ("", "(1)"),
-    "mask_first_keys": ("", "(3)"),
+    "mask_keys": ("", "(0,3)", "(-8,4)", "(20,1)"),
     "mask_recent_keys": ("", "(2)"),
     "keep_window": ("(1,4)", "(0,6)"),
-    "mask_last_keys": ("", "(1)"),
-    "mask_middle_keys": ("", "(6)"),
-    "mask_random_keys": ("", "(3,5)"),
+    "mask_random_span": ("", "(3,5)"),
+    "zero_massive_activations": ("(0,1.5,2)",),
+    "set_massive_activation": ("(0,5,-20)", "(1,31,7.5,3)"),
+    "ideal_backcopy": ("(0,2)",),
+    "ideal_induction": ("(1,1)",),
     "blend_first_position": ("(0.3)",),
     "random_first_position": ("", "(2,0.5)"),
     "blend_position": ("(3)", "(0,0.4)"),
@@ -118,8 +120,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 """Options of the interventions that need some, or behave otherwise with others."""
 
 COMBINATIONS = (
-    "zero_query_bias+mask_first_keys",
-    "mask_last_keys(2)+head_to_first(1,0)",
+    "zero_query_bias+mask_keys(0,1)",
+    "mask_keys(-2,2)+head_to_first(1,0)",
     "first_position_second+scale_massive_keys",
     "swap_first_value(4)+patch_head(1,0)+patch_head_at(0,1,9)",
     "zero_first_token+zero_positions+zero_attention(1)",
@@ -130,11 +132,11 @@ ONE_EACH = [name + OPTIONS.get(name, ("",))[0] for name in INTERVENTIONS]
 A_FEW = (
     "none",
     "scale_query_bias(-1.5)",
-    "mask_first_keys",
+    "mask_keys",
     "zero_head(0,1)",
     "first_position_second",
     "swap_first_key(7)",
-    "mask_last_keys",
+    "mask_keys(-4,4)",
 )
 
 
@@ -294,8 +296,8 @@ def compare(
 
 
 def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
-    masks = ("mask_", "keep_window")
-    edits_scores = any(part.startswith(masks) for part in intervention.split("+"))
+    of_scores = ("mask_", "keep_window", "mean_query_bias")
+    edits_scores = any(part.startswith(of_scores) for part in intervention.split("+"))
     if edits_scores and engine == "dense" and name in SCORES_NOT_EDITABLE:
         with pytest.raises(
             ModelError, match=r"attn_scores.* cannot be edited in this architecture"
@@ -399,14 +401,14 @@ def test_models_that_differ_in_one_thing(
 @pytest.mark.parametrize("n_ctx", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
 def test_short_sequences(shelf: Shelf, name: str, n_ctx: int) -> None:
-    for intervention in ("none", "mask_first_keys"):
+    for intervention in ("none", "mask_keys"):
         reference = shelf.reference(name, intervention, n_ctx)
         for engine in ("fused", "dense"):
             measured = shelf.measured(name, intervention, engine, n_ctx=n_ctx)
             assert compare(measured, reference) == {}, (engine, intervention)
 
 
-@pytest.mark.parametrize("intervention", ["none", "mask_random_keys", "patch_head(0,2)"])
+@pytest.mark.parametrize("intervention", ["none", "mask_random_span", "patch_head(0,2)"])
 def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
     shelf: Shelf, intervention: str
 ) -> None:
@@ -450,10 +452,10 @@ def test_masks_of_keys_leave_the_parts_of_a_score_alone(shelf: Shelf) -> None:
     """Layer 0 reads nothing that a mask of keys could change."""
     shares = ("sink_mass_shift_only", "sink_mass_content_only")
     plain, masked = (
-        shelf.measured("gpt2-mini", name, "fused").heads for name in ("none", "mask_last_keys")
+        shelf.measured("gpt2-mini", name, "fused").heads for name in ("none", "mask_keys(-4,4)")
     )
     for name in shares:
         np.testing.assert_allclose(masked[name][:, 0], plain[name][:, 0], atol=1e-6)
-    hidden = shelf.measured("gpt2-mini", "mask_first_keys", "fused").heads["sink_logit_margin"]
+    hidden = shelf.measured("gpt2-mini", "mask_keys", "fused").heads["sink_logit_margin"]
     assert np.isnan(hidden).all()
     assert not math.isnan(plain["sink_logit_margin"].max())

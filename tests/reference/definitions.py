@@ -779,8 +779,8 @@ def recompute(
         for i, row in enumerate(sequences)
     ]
     runs = [
-        run_edited(weights, row, intervention, other)
-        for row, other in zip(sequences, partners, strict=True)
+        run_edited(weights, row, intervention, other, labels[i] if labels else ())
+        for i, (row, other) in enumerate(zip(sequences, partners, strict=True))
     ]
     heads = [heads_of(run, marks) for run, marks in zip(runs, triggers, strict=True)]
     indifferent = [uniform(by_layer[0][0]) for by_layer in heads]
