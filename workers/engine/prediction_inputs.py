@@ -14,6 +14,7 @@ from schemas.errors import ModelError
 from workers.engine.dense_engine import DenseEngine
 from workers.engine.edits import Edit, Edits
 from workers.engine.engine import Activations, StopPass
+from workers.model.layer_weights import first_mlp_out_or_nan
 from workers.model.model import Model
 
 CHUNK_BYTES = 64 << 20
@@ -134,6 +135,9 @@ WITHOUT_POSITIONS = Edits([Edit("pos_embed", lambda positions, _: torch.zeros_li
 
 COMPUTED_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
     "tokens": lambda inputs: {"tokens": inputs.tokens},
+    "first_mlp_out": lambda inputs: {
+        "first_mlp_out": first_mlp_out_or_nan(inputs.model, inputs.tokens)
+    },
     "positions_known": _position_changes,
     "token_loss": _token_losses,
     "final_logit": _final_predictions,
