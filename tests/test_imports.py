@@ -47,10 +47,10 @@ FLOORS = (
 
 ONLY_IN = {
     "aiohttp": ("jobs/submission.py",),
-    "datasets": ("workers/inputs/documents.py",),
+    "datasets": ("workers/inputs/documents.py", "reproduce/published_texts.py"),
     "duckdb": ("queries/",),
     "fsspec": ("queries/stores.py",),
-    "huggingface_hub": ("workers/model/model_info.py",),
+    "huggingface_hub": ("workers/model/model_info.py", "reproduce/published_texts.py"),
     "jinja2": ("queries/html_page.py",),
     "plotly": ("queries/html_page.py",),
     "psutil": ("jobs/ray_cluster.py", "workers/memory.py"),
@@ -74,6 +74,7 @@ ONLY_IN = {
         "queries/query_commands.py",
         "queries/text_commands.py",
         "reproduce/reproduce_commands.py",
+        "reproduce/texts_commands.py",
     ),
 }  # fmt: skip
 """The files and folders that may import a library; a library that is not named may be anywhere."""
