@@ -405,6 +405,32 @@ def sink_resid_post_top3(h: Head) -> float:
     return sum(squares[:3]) / sum(squares) if sum(squares) > 0 else math.nan
 
 
+# Mixing
+
+
+def spread(rows: Array) -> float:
+    """Σ_k ‖row[k] - mean‖²."""
+    centre = sum(rows) / len(rows)
+    return float(sum((row - centre) @ (row - centre) for row in rows))
+
+
+@statistic
+def resid_post_spread(h: Head) -> float:
+    return math.sqrt(spread(h.resid_post) / h.T)
+
+
+@statistic
+def resid_post_spread_share(h: Head) -> float:
+    others = h.resid_post[1:]
+    size = sum(float(row @ row) for row in others)
+    return spread(others) / size if len(others) >= 2 and size > 0 else math.nan
+
+
+@statistic
+def value_spread(h: Head) -> float:
+    return math.sqrt(spread(h.v) / h.T)
+
+
 # Scores
 
 
@@ -553,6 +579,11 @@ def tail_attention_by_key(h: Head) -> list[float]:
     return [mean(h.A[q][k] for q in range(h.T - n, h.T)) for k in range(h.T)]
 
 
+@profile
+def sink_resid_post_by_dimension(h: Head) -> list[float]:
+    return h.resid_post[0].tolist()
+
+
 BY_PAIR |= {"attention_by_pair", "score_by_pair"}
 READ_FIXED_POSITIONS |= {"score_shift_by_key", "score_shift_lead_by_key"}
 
@@ -637,6 +668,34 @@ def position_cosine_layer(run: Run) -> list[float]:
         for edits in ([], [without])
     ]
     return [cosine(effective[i], after[0][i] - after[1][i]) for i in range(len(run.tokens))]
+
+
+def first_mlp_out(run: Run) -> Array | None:
+    """What the first MLP adds at position 0, if it and the effective positions are known."""
+    if run.weights.effective_positions() is None or run.weights.layers[0].mlp is None:
+        return None
+    outputs: list[Array] = []
+
+    def keep(value: Array, place: object) -> Array:
+        outputs.append(value[0].copy())
+        return value
+
+    forward(run.weights, run.tokens, [ActivationEdit("mlp_out", keep)], layers=1)
+    return outputs[0]
+
+
+@prediction
+def first_mlp_norm(run: Run) -> float:
+    m = first_mlp_out(run)
+    return math.nan if m is None else length(m)
+
+
+@prediction
+def first_mlp_position_part(run: Run) -> float:
+    m, EPE = first_mlp_out(run), run.weights.effective_positions()
+    if m is None or EPE is None or length(EPE[0]) == 0:
+        return math.nan
+    return float(m @ EPE[0]) / length(EPE[0])
 
 
 # All of it
