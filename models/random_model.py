@@ -1,5 +1,6 @@
-"""Models with random weights and narrow heads: the layout of a miniature, with the layers, heads and
-vocabulary of another model.
+"""Models with random weights and narrow heads.
+
+They have the layout of a miniature, and the layers, heads and vocabulary of another model.
 """
 
 from __future__ import annotations
