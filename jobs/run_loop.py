@@ -20,7 +20,6 @@ from jobs.console import say
 from jobs.dispatch import dispatch
 from jobs.extension import check_unchanged, extend
 from jobs.in_process import measure_in_process
-from jobs.known_models import KnownModels
 from jobs.plan import Plan
 from jobs.progress import WholeProgress, show_progress
 from jobs.ray_cluster import Resources, connect
@@ -30,6 +29,7 @@ from schemas.damage import BY_CONTENT, BY_SIZE
 from schemas.errors import RunError, counted
 from schemas.manifest import Manifest
 from schemas.run_directory import RunDirectory, differing_keys, holds_whole_shard
+from workers.model.known_models import KnownModels
 from workers.replica import Replica
 
 MOST_FAILURES = 20

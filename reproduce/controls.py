@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from jobs.plan import prepare_run
 from jobs.ray_cluster import Resources
 from jobs.run_loop import run_to_end
+from models.random_model import LIVELY, UNTRAINED, write_random_model
 from queries.asking import RunDatabase
 from reproduce.published_values import PublishedValue
 from reproduce.system import Check, System, find_systems, systems
@@ -44,7 +43,6 @@ from reproduce.verdicts import finite_number, measured_by_name, rows_of
 from schemas.errors import HeadcountError, QueryError, RunError
 from schemas.intervention import NONE, Intervention
 from workers.inputs.text_files import located
-from workers.model.model_info import BUNDLED_MODELS, find_model
 from workers.process import prepare_process
 from workers.replica import InterventionMeasurements, Replica
 
@@ -53,12 +51,6 @@ SEQUENCES = 6
 
 MOST_TOKENS = 1024
 """Tokens of each scan, if two sequences have no more: losses over a large vocabulary take time."""
-
-D_HEAD = 4
-"""Width of a head of the random models."""
-
-UNTRAINED, LIVELY = 0.02, 0.3
-"""Standard deviation of random weights: as GPT-2 begins, and so large that every edit shows."""
 
 DRAWS = 20_000
 """Pairs of a published and a measured value that are drawn for the scatter of one figure."""
@@ -106,101 +98,6 @@ class NullReplica(Replica):
             self._tokens = tokens
         method = self._measured.method.model_copy(update={"intervention": str(intervention)})
         return replace(self._measured, method=method)
-
-
-# Models
-
-
-def write_random_model(
-    directory: Path, like: str, sizes: Mapping[str, int | str], scale: float
-) -> Path:
-    """Write a model with random weights: the layout of a miniature, and some sizes of another
-    model.
-    """
-    miniature = find_model(like)
-    config = json.loads((miniature / "config.json").read_text(encoding="utf-8"))
-    directory.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", 8))
-    n_ctx, d_vocab = min(int(sizes.get("n_ctx", 1024)), 1024), int(sizes["d_vocab"])
-    if "model_type" in config:
-        _write_gpt2(directory, config, (n_layers, n_heads, n_ctx, d_vocab))
-    else:
-        _write_legacy(directory, miniature, config, (n_layers, n_heads, n_ctx, d_vocab))
-    state = load_file(directory / "model.safetensors")
-    for name, weight in sorted(state.items()):
-        # The gain of a norm stays 1. An untrained model has no biases.
-        is_gain = name.endswith((".ln_1.weight", ".ln_2.weight", "ln_f.weight", ".w"))
-        is_bias = name.rpartition(".")[2].startswith(("bias", "b", "b_"))
-        if is_gain or (is_bias and scale == UNTRAINED):
-            continue
-        weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(directory, d_vocab)
-    # A scan of checkpoints finds the same weights in each.
-    for step in miniature.glob("step-*"):
-        (directory / step.name).mkdir()
-        for file in directory.glob("*.*"):
-            (directory / step.name / file.name).symlink_to(file)
-    return directory
-
-
-def _write_tokenizer(directory: Path, d_vocab: int) -> None:
-    """Write the tokenizer of a miniature, with tokens that no text has up to the vocabulary."""
-    tokenizer = json.loads(
-        (BUNDLED_MODELS / "gpt2-mini" / "tokenizer.json").read_text(encoding="utf-8")
-    )
-    vocabulary = tokenizer["model"]["vocab"]
-    known = len({*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])})
-    vocabulary |= {f"<unused {token}>": token for token in range(known, d_vocab)}
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-
-
-def _write_gpt2(
-    directory: Path, config: Mapping[str, Any], shape: tuple[int, int, int, int]
-) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    n_layers, n_heads, n_ctx, d_vocab = shape
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=d_vocab,
-            n_positions=n_ctx,
-            n_embd=n_heads * D_HEAD,
-            n_layer=n_layers,
-            n_head=n_heads,
-            bos_token_id=min(config["bos_token_id"], d_vocab - 1),
-            eos_token_id=min(config["eos_token_id"], d_vocab - 1),
-        )
-    )
-    model.save_pretrained(directory)
-
-
-def _write_legacy(
-    directory: Path, miniature: Path, config: dict[str, Any], shape: tuple[int, int, int, int]
-) -> None:
-    n_layers, n_heads, n_ctx, d_vocab = shape
-    sizes = {"n_layers": n_layers, "n_heads": n_heads, "n_ctx": n_ctx, "d_vocab": d_vocab}
-    sizes |= {"d_vocab_out": d_vocab, "d_head": D_HEAD, "d_model": n_heads * D_HEAD}
-    (directory / "config.json").write_text(json.dumps(config | sizes), encoding="utf-8")
-    # The size of each axis of the miniature's weights says which size it is.
-    renamed = {config[name]: sizes[name] for name in ("n_ctx", "d_vocab", "n_heads", "d_head")}
-    state = {}
-    for name, weight in load_file(miniature / "model.safetensors").items():
-        axes = [renamed.get(size, size) for size in weight.shape]
-        # The width may be as large as the context, so it is told apart by its place.
-        if name.startswith("pos_embed"):
-            axes = [n_ctx, n_heads * D_HEAD]
-        else:
-            axes = [
-                n_heads * D_HEAD if size == config["d_model"] else axis
-                for size, axis in zip(weight.shape, axes, strict=True)
-            ]
-        is_gain = name.endswith(".w")
-        state[name] = torch.ones(axes) if is_gain else torch.zeros(axes)
-    save_file(state, directory / "model.safetensors")
 
 
 # Runs

@@ -101,10 +101,10 @@ def reproduce(
     selection = systems() if every else find_systems(names or [])
     _check_files(file, text, selection)
     # These import torch, which takes seconds: a mistake above is answered without it.
-    from jobs.known_models import KnownModels
     from jobs.ray_cluster import Resources
     from reproduce.reproduction import Reproduction
     from reproduce.system_runs import check_overrides
+    from workers.model.known_models import KnownModels
     from workers.process import prepare_process
 
     prepare_process()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from jobs.known_models import KnownModels
 from jobs.plan import Plan
 from jobs.progress import WholeProgress, watch_index
 from jobs.ray_cluster import Resources
@@ -16,6 +15,7 @@ from reproduce.system_runs import measure_runs, overrides_of_system, plan_system
 from reproduce.verdicts import Finding, has_sizes
 from schemas.errors import HeadcountError
 from schemas.places import reason
+from workers.model.known_models import KnownModels
 from workers.model.model_info import ModelInfo
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.known_models import KnownModels
 from jobs.plan import Plan, plan_run, prepare_run
 from jobs.progress import WholeProgress
 from jobs.ray_cluster import Device, Resources
@@ -26,6 +25,7 @@ from schemas.places import place
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, override_fields, parse_scan
 from workers.inputs.document_index import Watch, unwatched
+from workers.model.known_models import KnownModels
 from workers.model.model_info import find_model
 
 SYSTEM_FIELDS = ("bundled", "checkpoints", "sizes")

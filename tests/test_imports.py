@@ -21,7 +21,7 @@ PACKAGES = {
     "workers": {"schemas"},
     "jobs": {"workers", "schemas"},
     "queries": {"schemas"},
-    "reproduce": {"schemas", "workers", "jobs", "queries"},
+    "reproduce": {"schemas", "workers", "jobs", "queries", "models"},
     "models": {"workers"},
 }
 """What each package may import of the others."""

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs import known_models
-from jobs.known_models import KnownModels
 from jobs.progress import WholeProgress
 from reproduce.reproduce_commands import SOMETHING_SKIPPED
 from schemas.errors import RunError
 from tests import toy_models as toy
+from workers.model import known_models
+from workers.model.known_models import KnownModels
 from workers.model.loading import load_model
 
 SCANS = """
@@ -154,8 +154,8 @@ def test_a_model_is_hashed_once_and_loaded_once(
         loads.append(info.path)
         return load_model(info, *options)
 
-    monkeypatch.setattr("jobs.known_models.describe", counted_describe)
-    monkeypatch.setattr("jobs.known_models.load_model", counted_load)
+    monkeypatch.setattr("workers.model.known_models.describe", counted_describe)
+    monkeypatch.setattr("workers.model.known_models.load_model", counted_load)
     # Nothing else may describe the model.
     monkeypatch.setattr("jobs.resolved_scan.describe", None)
     (folder / "a.toml").write_text(system_file(3))
