@@ -3,19 +3,26 @@
 -- head is NULL if all heads of a layer share the values.
 -- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
 WITH
+    -- An empty table with the column dimension, which only some runs have.
+    measured AS (
+        SELECT NULL::INTEGER AS dimension
+        WHERE false
+        UNION ALL BY NAME
+        FROM profiles
+    ),
     -- The mean over all shards stands beside each shard's: M2 needs the difference of the two.
     with_pooled_mean AS (
         SELECT
             *,
             sum(count * mean) OVER entry / sum(count) OVER entry AS pooled_mean
-        FROM profiles
+        FROM measured
         WINDOW entry AS (
-            PARTITION BY run_id, intervention, profile, layer, head, query, key, lag
+            PARTITION BY run_id, intervention, profile, layer, head, query, key, lag, dimension
         )
     ),
     merged AS (
         SELECT
-            run_id, intervention, profile, layer, head, query, key, lag,
+            run_id, intervention, profile, layer, head, query, key, lag, dimension,
             sum(count)::BIGINT AS count,
             any_value(pooled_mean) AS mean,
             sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2
@@ -25,9 +32,9 @@ WITH
 SELECT
     run_id, model, intervention, profile, layer, head,
     'L' || layer || 'H' || head AS label,
-    query, key, lag, count, mean,
+    query, key, lag, dimension, count, mean,
     sqrt(m2 / nullif(count - 1, 0)) AS sd,
     sqrt(m2 / nullif(count - 1, 0) / count) AS standard_error
 FROM merged
 JOIN (SELECT run_id, model FROM runs) USING (run_id)
-ORDER BY run_id, intervention, profile, layer, head, query, key, lag
+ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension

@@ -9,7 +9,14 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from schemas.errors import ScanError
 from schemas.formulas import Formula, named_formulas
-from schemas.tables import SEQUENCES, Column, Table, measured_chance, measured_column
+from schemas.tables import (
+    OPTIONAL_PLACES,
+    SEQUENCES,
+    Column,
+    Table,
+    measured_chance,
+    measured_column,
+)
 
 Computed = Literal["in every layer", "after the pass", "from the weights"]
 """When a formula is computed.
@@ -105,7 +112,11 @@ class Kind(Generic[F]):
     def columns(self, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[Table, Column]]:
         """The columns that a formula adds to tables, from its facts or its record in a manifest."""
         if self.named_by is not None:
-            return  # Its values are rows, and the table has the same columns for every formula.
+            # Its values are rows. Few axes need columns that not every file of the table has.
+            for column in OPTIONAL_PLACES.get(facts.get("axis", ""), ()):
+                if column.name not in self.table.own:
+                    yield self.table, column
+            return
         yield self.table, measured_column(name, facts)
         if facts.get("chance"):
             yield SEQUENCES, measured_chance(name, facts)

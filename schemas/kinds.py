@@ -70,6 +70,11 @@ def table_schema(
     return table.schema(columns.values())
 
 
+def schema_of_rows(kind: Kind[Any], formulas: Iterable[Formula]) -> pa.Schema:
+    """The schema of a table whose rows name the formula that they are values of."""
+    return table_schema(kind.table, {kind.field: formulas})
+
+
 def carried_columns(fields: Iterable[str]) -> dict[str, dict[str, Column]]:
     """The columns that carry fields of documents, by table and name."""
     columns = [carried_column(field) for field in fields]

@@ -94,6 +94,36 @@ def measured_column(name: str, facts: Mapping[str, Any]) -> Column:
     return Column(name, column_type, description, facts=_column_facts(facts))
 
 
+OPTIONAL_PLACES: dict[str, tuple[Column, ...]] = {
+    "dimension": (
+        Column(
+            "dimension",
+            pa.int32(),
+            "Coordinate of the residual stream, from 0, of values along coordinates; NULL for the "
+            "others.",
+        ),
+    ),
+    "earlier head": (
+        Column(
+            "earlier_layer",
+            pa.int16(),
+            "Layer of the earlier head, from 0, of values by pair of heads; NULL for the others.",
+        ),
+        Column(
+            "earlier_head",
+            pa.int16(),
+            "The earlier head within its layer, from 0, of values by pair of heads; NULL for the "
+            "others.",
+        ),
+    ),
+}
+"""Columns that say where a value lies on an axis, by axis.
+
+A table that does not have them in every file has them if a formula runs along this axis. So runs
+that were measured before there was such an axis are read and continued as they are.
+"""
+
+
 def chance_column(statistic: str) -> str:
     """The column of `sequences` that holds a statistic's chance level."""
     return f"chance_{statistic}"

@@ -20,6 +20,7 @@ from jobs.run_loop import missing_shards
 from queries.answers import run_query
 from queries.connection import connect
 from schemas.errors import MeasureError, QueryError, RunError
+from schemas.kinds import schema_of_rows
 from schemas.measured_heads import MeasuredHeads
 from schemas.profiles import KIND, PROFILES
 from schemas.scan import parse_scan
@@ -39,6 +40,13 @@ from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
 T, SHARDS, PER_SHARD = 7, 3, 5
+D_MODEL = 32
+ENTRIES = {"pair": T * (T + 1) // 2, "dimension": D_MODEL}
+"""Entries of a profile by axis; other axes have T."""
+PLACES = ("query", "key", "lag", "dimension")
+"""Columns that say where an entry lies."""
+SHARED = {name for name in PROFILES if "resid" in name}
+"""Profiles that all heads of a layer share."""
 ALL = list(PROFILES)
 EVERY = MeasuredHeads.every(3, 4)
 
@@ -159,8 +167,8 @@ def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(
 ) -> None:
     for name, aggregate in measured.means["profiles"].items():
         axis = PROFILES[name].axis
-        entries = T * (T + 1) // 2 if axis == "pair" else T
-        heads = () if name.startswith("resid") else (4,)
+        entries = ENTRIES.get(axis, T)
+        heads = () if name in SHARED else (4,)
         assert name.endswith(f"_by_{axis}")
         assert aggregate.mean.shape == aggregate.m2.shape == (3, *heads, entries)
         assert aggregate.mean.dtype == aggregate.m2.dtype == np.float64
@@ -235,8 +243,10 @@ def test_the_batch_size_changes_nothing(
 
 def test_one_token_has_one_entry_of_each(model: Path) -> None:
     profiles = measure(model, np.array([[5], [6]], np.int32)).means["profiles"]
-    assert {a.mean.shape[-1] for a in profiles.values()} == {1}
-    assert means_table(KIND, 0, profiles, EVERY).num_rows == (len(ALL) - 2) * 3 * 4 + 2 * 3
+    entries = {name: aggregate.mean.shape[-1] for name, aggregate in profiles.items()}
+    assert entries == {name: D_MODEL if "dimension" in name else 1 for name in ALL}
+    rows_of_layer = (len(ALL) - len(SHARED)) * 4 + 2 + D_MODEL
+    assert means_table(KIND, 0, profiles, EVERY).num_rows == 3 * rows_of_layer
 
 
 def test_a_scan_without_profiles_measures_none(model: Path, tokens: np.ndarray) -> None:
@@ -290,13 +300,33 @@ def aggregates_of_all_sequences(plan: Plan) -> Aggregates:
 def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
     table = pq.ParquetFile(plan.run.data_file("profiles", "none", 1)).read()
     rows = table.drop_columns(["run_id", "intervention"])
-    assert rows.schema.equals(KIND.table.schema())
+    assert rows.schema.equals(schema_of_rows(KIND, PROFILES.values()))
     assert rows.column_names == [
-        "shard", "layer", "head", "profile", "query", "key", "lag", "count", "mean", "m2"
+        "shard", "layer", "head", "profile", "query", "key", "lag", "count", "mean", "m2",
+        "dimension",
     ]  # fmt: skip
     assert table.schema.field("m2").metadata[b"description"].startswith(b"Sum over the sequences")
     assert table["profile"].unique().to_pylist() == ALL
     assert set(table["shard"].to_pylist()) == {1}
+
+
+def test_runs_from_before_there_were_dimensions_are_read_beside_others(
+    tmp_path: Path, model: Path
+) -> None:
+    names = ["attention_by_lag", "sink_resid_post_by_dimension"]
+    runs = [
+        measure_shards(begin(tmp_path, model, profiles=names[: 1 + i], interventions=["none"])).run
+        for i in range(2)
+    ]
+    columns = [
+        pq.ParquetFile(run.data_file("profiles", "none", 0)).schema_arrow.names for run in runs
+    ]
+    assert ["dimension" in names_of_run for names_of_run in columns] == [False, True]
+    question = "SELECT profile, count(*), count(lag), count(dimension) FROM profile_means"
+    lags, dimensions = (names[0], 84, 84, 0), (names[1], 96, 0, 96)
+    by_run = f"{question} WHERE run_id = '{runs[1].run_id}' GROUP BY ALL ORDER BY ALL"
+    assert ask(connect(tmp_path), by_run) == [lags, dimensions]
+    assert ask(connect(runs[0].path), f"{question} GROUP BY ALL") == [lags]
 
 
 def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
@@ -304,9 +334,9 @@ def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
     for name, profile in PROFILES.items():
         rows = table.filter(pc.equal(table["profile"], name))  # pyright: ignore[reportAttributeAccessIssue]
         axes = {"pair": ["query", "key"]}.get(profile.axis, [profile.axis])
-        assert [a for a in ("query", "key", "lag") if rows[a].null_count == 0] == axes
-        assert all(rows[a].null_count == len(rows) for a in {"query", "key", "lag"} - set(axes))
-        assert rows["head"].null_count == (len(rows) if name.startswith("resid") else 0)
+        assert [a for a in PLACES if rows[a].null_count == 0] == axes
+        assert all(rows[a].null_count == len(rows) for a in {*PLACES} - set(axes))
+        assert rows["head"].null_count == (len(rows) if name in SHARED else 0)
     pairs = table.filter(pc.equal(table["profile"], "score_by_pair"))  # pyright: ignore[reportAttributeAccessIssue]
     first = pairs.slice(0, 4).select(["query", "key"]).to_pylist()
     assert first == [{"query": q, "key": k} for q, k in ((0, 0), (1, 0), (1, 1), (2, 0))]
@@ -328,7 +358,7 @@ def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> 
             f"SELECT {columns} FROM profile_means "
             f"WHERE profile = '{name}' AND intervention = 'none'"
         )
-        rows = ask(connection, f"{question} ORDER BY layer, head, query, key, lag")
+        rows = ask(connection, f"{question} ORDER BY layer, head, query, key, lag, dimension")
         n = int(expected.count.flat[0])
         assert [row[2] for row in rows] == [n] * expected.mean.size
         np.testing.assert_allclose(
@@ -364,9 +394,9 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     standard_error = pytest.approx(math.sqrt(27.2 / 20))
     keys = ("a-1", "toy", "none")
     assert ask(connect(run.path), "profile_means") == [
-        # layer, head, label, query, key, lag, count
-        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, 5, mean, sd, standard_error),
-        (*keys, "resid_pre_norm_by_key", 0, None, None, None, 0, None, 1, 7.0, None, None),
+        # layer, head, label, query, key, lag, dimension, count
+        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, None, 5, mean, sd, standard_error),
+        (*keys, "resid_pre_norm_by_key", 0, None, None, None, 0, None, None, 1, 7.0, None, None),
     ]
 
 
@@ -461,8 +491,8 @@ def test_compacting_keeps_every_row(tmp_path: Path, model: Path) -> None:
     assert compact(run).problems == []
     assert len(list(local(run.path).glob("profiles/intervention=*/*.parquet"))) == 2
     assert before["profiles"] == rows("profiles")
-    means = [pytest.approx(row[10]) for row in before["profile_means"]]
-    assert [row[10] for row in rows("profile_means")] == means
+    means = [pytest.approx(row[12]) for row in before["profile_means"]]
+    assert [row[12] for row in rows("profile_means")] == means
 
 
 def test_a_run_that_measured_other_profiles_is_not_gone_on_with(

@@ -127,9 +127,9 @@ def test_a_wrong_value_is_one_line_with_key_expectation_and_value(
             "profiles: expected each name once, got ['attention_by_lag', 'attention_by_lag']",
         ),
         (
-            {"profiles": ["score_by_pair"], "n_ctx": 65},
+            {"profiles": ["score_by_pair"], "n_ctx": 257},
             "profiles: score_by_pair keeps every pair of a query and a key, so it expects n_ctx "
-            "<= 64, got 65; lower n_ctx or leave it out",
+            "<= 256, got 257; lower n_ctx or leave it out",
         ),
         ({"n_ctxt": 8}, f"unknown key 'n_ctxt': did you mean 'n_ctx'? Known: {KNOWN}"),
         ({"zzz": 8}, f"unknown key 'zzz': Known: {KNOWN}"),
@@ -157,9 +157,9 @@ def test_an_unknown_profile_is_answered_with_the_nearest_name():
     )
 
 
-def test_profiles_default_to_none_and_pairs_are_allowed_up_to_64_tokens():
+def test_profiles_default_to_none_and_pairs_are_allowed_up_to_256_tokens():
     assert parse_scan(MINIMAL | {"profiles": []}).names(PROFILES) == ()
-    pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 64})
+    pairs = parse_scan(MINIMAL | {"profiles": ["score_by_pair"], "n_ctx": 256})
     assert pairs.names(PROFILES) == ("score_by_pair",)
 
 

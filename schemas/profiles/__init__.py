@@ -4,6 +4,7 @@ all.
 
 from schemas.profiles import (
     attention,
+    first_position,
     norms_by_position,
     score_shifts,
     scores_by_key,
@@ -21,6 +22,7 @@ __all__ = [
     "PROFILES",
     "Profile",
     "attention",
+    "first_position",
     "norms_by_position",
     "profile",
     "score_shifts",

@@ -16,11 +16,15 @@ from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
 from schemas.statistics.statistic_registry import LAYER_VALUES
 
-Axis = Literal["key", "query", "lag", "pair"]
-"""What a profile runs over: keys, queries, lags d = q-k, or pairs of a query and a key k ≤ q."""
+Axis = Literal["key", "query", "lag", "pair", "dimension"]
+"""What a profile runs over.
 
-MOST_PAIRED = 64
-"""Longest sequences whose pairs are stored: 64 · 65 / 2 = 2,080 pairs in every head."""
+Keys, queries, lags d = q-k, pairs of a query and a key k ≤ q, or coordinates of the residual
+stream.
+"""
+
+MOST_PAIRED = 256
+"""Longest sequences whose pairs are stored: 256 · 257 / 2 = 32,896 pairs in every head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ def _refuse_long_pairs(profiles: Iterable[Profile], scan: ScanFacts) -> None:
 KIND = Kind(
     field="profiles",
     word="profile",
-    meaning="Profiles (means by key, query, lag or pair) of the profiles table: a list of names. "
+    meaning="Profiles (means by key, query, lag, pair or dimension) of the profiles table: a list of names. "
     "Default: none.",
     registry=PROFILES,
     table=tables.PROFILES,

@@ -405,6 +405,32 @@ def sink_resid_post_top3(h: Head) -> float:
     return sum(squares[:3]) / sum(squares) if sum(squares) > 0 else math.nan
 
 
+# Mixing
+
+
+def spread(rows: Array) -> float:
+    """Σ_k ‖row[k] - mean‖²."""
+    centre = sum(rows) / len(rows)
+    return float(sum((row - centre) @ (row - centre) for row in rows))
+
+
+@statistic
+def resid_post_spread(h: Head) -> float:
+    return math.sqrt(spread(h.resid_post))
+
+
+@statistic
+def resid_post_spread_share(h: Head) -> float:
+    others = h.resid_post[1:]
+    size = sum(float(row @ row) for row in others)
+    return spread(others) / size if len(others) >= 2 and size > 0 else math.nan
+
+
+@statistic
+def value_spread(h: Head) -> float:
+    return math.sqrt(spread(h.v))
+
+
 # Scores
 
 
@@ -551,6 +577,11 @@ def score_by_pair(h: Head) -> list[float]:
 def tail_attention_by_key(h: Head) -> list[float]:
     n = min(64, h.T)
     return [mean(h.A[q][k] for q in range(h.T - n, h.T)) for k in range(h.T)]
+
+
+@profile
+def sink_resid_post_by_dimension(h: Head) -> list[float]:
+    return h.resid_post[0].tolist()
 
 
 BY_PAIR |= {"attention_by_pair", "score_by_pair"}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from schemas.formulas import Along
 from schemas.kind import Kind
+from schemas.kinds import schema_of_rows
 from schemas.measured_heads import MeasuredHeads
 from schemas.parquet import table_of
 from workers.measurements.head_numbers import numbered
@@ -99,12 +100,18 @@ def merge(batches: Sequence[Aggregates]) -> Aggregates:
 
 def means_table(kind: Kind[Any], shard: int, means: Aggregates, heads: MeasuredHeads) -> pa.Table:
     """One row per layer × head × formula × entry, in the order formula, layer, head, entry."""
-    rows = [_rows(kind, shard, name, aggregate, heads) for name, aggregate in means.items()]
+    schema = schema_of_rows(kind, [kind.registry[name] for name in means])
+    rows = [_rows(kind, shard, name, means[name], heads, schema) for name in means]
     return pa.concat_tables(rows).combine_chunks()
 
 
 def _rows(
-    kind: Kind[Any], shard: int, name: str, aggregate: Aggregate, heads: MeasuredHeads
+    kind: Kind[Any],
+    shard: int,
+    name: str,
+    aggregate: Aggregate,
+    heads: MeasuredHeads,
+    schema: pa.Schema,
 ) -> pa.Table:
     """The rows of one formula."""
     assert kind.named_by is not None
@@ -122,7 +129,7 @@ def _rows(
         "mean": aggregate.mean.ravel()[existing],
         "m2": aggregate.m2.ravel()[existing],
     }
-    return table_of(columns, kind.table.schema())
+    return table_of(columns, schema)
 
 
 def places_on_axes(profile: Along, entries: int) -> dict[str, np.ndarray]:
