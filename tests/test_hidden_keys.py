@@ -18,12 +18,12 @@ from workers.model.model_info import find_model
 from workers.replica import InterventionMeasurements
 
 MASKS = (
-    "mask_first_keys",
-    "mask_first_keys(3)",
+    "mask_keys",
+    "mask_keys(0,3)",
+    "mask_keys(-4,4)",
+    "mask_keys(9,2)",
     "mask_recent_keys",
-    "mask_last_keys",
-    "mask_middle_keys",
-    "mask_random_keys",
+    "mask_random_span",
     "keep_window(1,5)",
 )
 N_CTX = 24
@@ -66,7 +66,7 @@ def test_a_score_statistic_is_null_where_it_reads_a_hidden_score(
     masked = replica.measure(tokens, mask)
     # The margin averages over all earlier keys, and the spread is of key 0 alone.
     assert np.isnan(masked.heads["sink_logit_margin"]).all()
-    hides_first = mask.startswith("mask_first_keys") or mask == "mask_recent_keys"
+    hides_first = mask in ("mask_keys", "mask_keys(0,3)", "mask_recent_keys")
     assert np.isnan(masked.heads["sink_logit_spread"]).all() == hides_first
     if not hides_first:
         np.testing.assert_allclose(
@@ -82,7 +82,7 @@ def test_a_score_statistic_is_null_where_it_reads_a_hidden_score(
 def test_entries_of_curves_and_profiles_are_null_where_their_score_is_hidden(
     replica: toy.TextReplica, plain: InterventionMeasurements, tokens: np.ndarray
 ) -> None:
-    masked = replica.measure(tokens, "mask_last_keys(4)")
+    masked = replica.measure(tokens, "mask_keys(-4,4)")
     hidden = np.arange(N_CTX) >= N_CTX - 4
     curve = masked.tables["curves"]["last_score_by_key"]
     assert np.isnan(curve[..., hidden]).all()
@@ -115,13 +115,13 @@ def test_weights_that_are_not_numbers_are_an_error_under_a_mask_too(tmp_path: Pa
         with pytest.raises(
             MeasureError, match="layer 1, head 0: sink_logit_margin is not finite for"
         ):
-            replica.measure(toy.repeating_tokens(9), "mask_first_keys")
+            replica.measure(toy.repeating_tokens(9), "mask_keys")
 
 
 def test_a_row_with_everything_hidden_is_refused(
     replica: toy.TextReplica, tokens: np.ndarray
 ) -> None:
-    for text in ("keep_window(1,0)+mask_first_keys", "mask_last_keys(39)+mask_first_keys"):
+    for text in ("keep_window(1,0)+mask_keys", f"mask_keys(1,{N_CTX - 1})+mask_keys"):
         with pytest.raises(ScanError, match=r"hides every key from query \d+"):
             replica.measure(tokens, text)
 

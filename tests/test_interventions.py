@@ -97,13 +97,13 @@ def test_only_the_layers_whose_pattern_is_edited_are_built(
     tokens = toy.repeating_tokens(17)
     methods = {
         name: replicas[0].measure(tokens, name).method
-        for name in ("zero_head(1,2)", "head_to_first(1,3)", "mask_first_keys")
+        for name in ("zero_head(1,2)", "head_to_first(1,3)", "mask_keys")
     }
     assert {method.engine for method in methods.values()} == {"fused"}
     assert {name: method.built_layers for name, method in methods.items()} == {
         "zero_head(1,2)": [],
         "head_to_first(1,3)": [1],
-        "mask_first_keys": [0, 1, 2],
+        "mask_keys": [0, 1, 2],
     }
 
 
@@ -130,7 +130,7 @@ def test_edits_do_what_they_say(replicas: tuple[toy.TextReplica, toy.TextReplica
     kept_norms = fused.measure(tokens, "keep_head(0,1)").heads["head_output_norm"][:, 0]
     assert (kept_norms[:, [0, 2, 3]] == 0).all()
     assert (kept_norms[:, 1] > 0).all()
-    masked = fused.measure(tokens, "mask_first_keys").heads
+    masked = fused.measure(tokens, "mask_keys").heads
     assert np.abs(masked["sink_mass"]).max() == 0
     window = fused.measure(tokens, "keep_window(0,1)").heads
     np.testing.assert_allclose(window["self_attention"], 1, atol=1e-6)

@@ -39,7 +39,7 @@ from workers.shard import intervention_tables, run_shard
 
 T = 12
 TOKENS = toy.repeating_tokens(T, batch=3)
-EDITS = ["none", "mask_first_keys(1)", "zero_random_heads(entropy,1.2)"]
+EDITS = ["none", "mask_keys(0,1)", "zero_random_heads(entropy,1.2)"]
 SUBSETS: dict[str, dict[str, Any]] = {
     "first layer": {"layers": [0]},
     "two layers": {"layers": [2, 0]},
@@ -234,7 +234,7 @@ def test_the_pattern_of_a_layer_between_is_not_questioned(
 
 def test_built_layers_are_those_that_a_pass_reaches(gpt2: Path) -> None:
     replica = toy.replica(gpt2, n_ctx=T, layers=[1])
-    assert replica.measure(TOKENS, "mask_first_keys(1)").method.built_layers == [0, 1]
+    assert replica.measure(TOKENS, "mask_keys(0,1)").method.built_layers == [0, 1]
 
 
 def test_a_number_that_is_none_is_in_the_layer_and_the_head_of_the_model(tmp_path: Path) -> None:

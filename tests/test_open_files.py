@@ -27,7 +27,7 @@ HEADINGS = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 SEQUENCES = 4
-MASKED = "mask_first_keys(1)"
+MASKED = "mask_keys(0,1)"
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def test_a_precision_that_an_intervention_cannot_have_is_refused_in_one_line(
 
 def test_methods_say_engine_precision_attention_and_built_layers(llama_path: Path) -> None:
     replica, tokens = toy.replica(llama_path), toy.repeating_tokens(9)
-    names = ["none", "swap_first_key(5)", "head_to_first(1,3)", "mask_first_keys"]
+    names = ["none", "swap_first_key(5)", "head_to_first(1,3)", "mask_keys"]
     methods = [replica.measure(tokens, name).method for name in names]
     assert [method.intervention for method in methods] == names
     assert [(method.engine, method.attention, method.built_layers) for method in methods] == [

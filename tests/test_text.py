@@ -41,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "n_ctx": 20,
             "sequences": 2,
             "out": str(folder / "runs"),
-            "interventions": ["none", "mask_first_keys(2)"],
+            "interventions": ["none", "mask_keys(0,2)"],
             "bos": False,
             "statistics": ["sink_mass", "entropy"],
             "input": {"family": "csv_texts", "files": str(folder / "texts.csv")},
@@ -92,7 +92,7 @@ def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
     assert "|B|\\xc3|\\xa4|r|" in call("text", run_of(home), "1")
 
 
-@pytest.mark.parametrize("intervention", ["none", "mask_first_keys(2)", "zero_query_bias"])
+@pytest.mark.parametrize("intervention", ["none", "mask_keys(0,2)", "zero_query_bias"])
 @pytest.mark.parametrize("head", [0, 1])
 def test_the_keys_of_a_head_are_those_of_its_pattern(
     home: Path, intervention: str, head: int

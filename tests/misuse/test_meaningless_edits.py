@@ -43,16 +43,39 @@ REFUSED = [
         "expected each edit once, got swap_first_key(3) 2 times",
     ),
     # Masks that hide nothing, everything, or less than they say.
-    ("mask_first_keys(0)", "count: expected 1 or more, got 0"),
-    ("mask_first_keys(-1)", "count: expected 1 or more, got -1"),
-    ("mask_first_keys(16)", "count: expected at most 15 (n_ctx - 1), got 16"),
-    ("mask_first_keys(500)", "count: expected at most 15 (n_ctx - 1), got 500"),
+    ("mask_keys(0,0)", "count: expected 1 or more, got 0"),
+    ("mask_keys(0,-1)", "count: expected 1 or more, got -1"),
+    ("mask_keys(0,16)", "hides every key; expected count at most 15, got 16"),
+    (
+        "mask_keys(0,500)",
+        "hides the keys 0 to 499 of 16 tokens; expected count at most 16, got 500",
+    ),
+    ("mask_keys(-4,5)", "hides the keys 12 to 16 of 16 tokens; expected count at most 4, got 5"),
+    (
+        "mask_keys(16)",
+        "first: expected -16 to 15, the keys of 16 tokens (negative: from the end), got 16",
+    ),
+    (
+        "mask_keys(-17,2)",
+        "first: expected -16 to 15, the keys of 16 tokens (negative: from the end), got -17",
+    ),
+    ("mask_keys(0.5)", "first: expected an integer, got 0.5"),
+    # Masks that are gone.
+    ("mask_first_keys", "mask_first_keys is gone; write mask_keys(0,1)"),
+    ("mask_first_keys(4)", "mask_first_keys is gone; write mask_keys(0,4)"),
+    ("mask_last_keys(8)", "mask_last_keys is gone; write mask_keys(-8,8)"),
+    (
+        "mask_middle_keys",
+        "mask_middle_keys is gone; write mask_keys(HALF,4), where HALF is half of n_ctx",
+    ),
+    (
+        "mask_random_keys(3,1)",
+        "mask_random_keys is gone; write mask_random_span(3), whose keys stand in a row",
+    ),
     ("mask_recent_keys(0)", "count: expected 1 or more, got 0"),
     ("mask_recent_keys(16)", "count: expected at most 15 (n_ctx - 1), got 16"),
-    ("mask_last_keys(99)", "count: expected at most 15 (n_ctx - 1), got 99"),
-    ("mask_middle_keys(9)", "count: expected at most 8 (the upper half of n_ctx), got 9"),
-    ("mask_random_keys(9)", "count: expected at most 8 (half of n_ctx), got 9"),
-    ("mask_random_keys(4,-1)", "draw: expected 0 or more, got -1"),
+    ("mask_random_span(9)", "count: expected at most 8 (half of n_ctx), got 9"),
+    ("mask_random_span(4,-1)", "draw: expected 0 or more, got -1"),
     ("keep_window(0,0)", "keeps no key; expected sinks or window of 1 or more"),
     ("keep_window(4,12)", "hides nothing; expected sinks + window below n_ctx = 16, got 16"),
     ("keep_window(99,1)", "hides nothing; expected sinks + window below n_ctx = 16, got 100"),
@@ -140,6 +163,8 @@ OPTIONS = [
     for type_, texts in BAD.items()
     if type_ in (parameter.annotation, *get_args(parameter.annotation))
     for text in texts
+    # A plain `int` has no range of its own.
+    if not (parameter.annotation is int and text == "-1")
 ]
 
 
@@ -161,9 +186,10 @@ def test_every_option_refuses_what_is_no_number_of_its_range(name: str, number: 
         "none",
         "scale_query_bias(1)",  # The end of a series of doses, which does nothing.
         "blend_first_position(1)",
-        "mask_first_keys(15)",
-        "mask_random_keys(8)",
-        "mask_middle_keys(8)",
+        "mask_keys(0,15)",
+        "mask_keys(-16,15)",
+        "mask_keys(15,1)",
+        "mask_random_span(8)",
         "keep_window(0,15)",
         "keep_window(4,0)",
         "zero_inactive_heads(sink_alpha,0)",
@@ -180,11 +206,12 @@ def test_what_means_something_is_taken(text: str):
     ("text", "problem"),
     [
         (
-            "mask_first_keys",
+            "mask_recent_keys",
             "n_ctx = 1 leaves nothing to hide (count is at most n_ctx - 1); raise n_ctx",
         ),
+        ("mask_keys", "n_ctx = 1 leaves nothing to hide; raise n_ctx"),
         (
-            "mask_random_keys",
+            "mask_random_span",
             "n_ctx = 1 leaves nothing to hide (count is at most half of n_ctx); raise n_ctx",
         ),
         ("swap_effective_positions", "positions 0 and 1 of a sequence, which has 1; raise n_ctx"),
@@ -203,8 +230,8 @@ LAYERS = "+".join(f"zero_head(0,{head})" for head in range(30))
     ("interventions", "line"),
     [
         (
-            ["mask_first_keys(0)"],
-            "interventions: 'mask_first_keys(0)': count: expected 1 or more, got 0",
+            ["mask_keys(0,0)"],
+            "interventions: 'mask_keys(0,0)': count: expected 1 or more, got 0",
         ),
         (
             ["none", "zero_inactive_heads(entropy,nan)"],
@@ -214,11 +241,16 @@ LAYERS = "+".join(f"zero_head(0,{head})" for head in range(30))
             ),
         ),
         (
-            ["mask_last_keys"],
-            "interventions: 'mask_last_keys': count: expected at most 3 (n_ctx - 1), got 4",
+            ["mask_recent_keys"],
+            "interventions: 'mask_recent_keys': count: expected at most 3 (n_ctx - 1), got 4",
         ),
         (
-            ["mask_last_keys(3)+mask_first_keys(3)"],
+            ["mask_keys(-2,3)"],
+            "interventions: 'mask_keys(-2,3)': hides the keys 2 to 4 of 4 tokens; expected count "
+            "at most 2, got 3",
+        ),
+        (
+            ["mask_keys(-3,3)+mask_keys(0,3)"],
             "interventions: an edit hides every key from query 1; leave each query a key",
         ),
         (

@@ -351,8 +351,23 @@ def hide(scores: Array, hidden: Callable[[int, int], bool]) -> Array:
 
 
 @of("attn_scores")
-def mask_first_keys(value: Array, place: Place, untouched: Weights, count: int = 1) -> Array:
-    return hide(value, lambda q, k: k < count and k != q)
+def mask_keys(
+    value: Array, place: Place, untouched: Weights, first: int = 0, count: int = 1
+) -> Array:
+    keys = list(range(len(place.tokens)))[first:][:count]
+    return hide(value, lambda q, k: k in keys and not (k == q and set(range(q)) <= set(keys)))
+
+
+@of("attn_scores")
+def mask_random_span(
+    value: Array, place: Place, untouched: Weights, count: int = 4, draw: int = 0
+) -> Array:
+    """Python's choice, seeded with the draw, of the places from `count` on that leave room."""
+    places = [k for k in range(count, len(place.tokens)) if k + count <= len(place.tokens)]
+    if not places:
+        return value
+    start = random.Random(draw).choice(places)
+    return hide(value, lambda q, k: start <= k < start + count)
 
 
 @of("attn_scores")
@@ -363,31 +378,6 @@ def mask_recent_keys(value: Array, place: Place, untouched: Weights, count: int 
 @of("attn_scores")
 def keep_window(value: Array, place: Place, untouched: Weights, sinks: int, window: int) -> Array:
     return hide(value, lambda q, k: not (q - window < k or k < sinks))
-
-
-@of("attn_scores")
-def mask_last_keys(value: Array, place: Place, untouched: Weights, count: int = 4) -> Array:
-    n_ctx = len(place.tokens)
-    return hide(value, lambda q, k: k >= n_ctx - count and k > 0)
-
-
-@of("attn_scores")
-def mask_middle_keys(value: Array, place: Place, untouched: Weights, count: int = 4) -> Array:
-    middle = len(place.tokens) // 2
-    return hide(value, lambda q, k: middle <= k < middle + count and k > 0)
-
-
-@of("attn_scores")
-def mask_random_keys(
-    value: Array, place: Place, untouched: Weights, count: int = 4, draw: int = 0
-) -> Array:
-    """torch's permutation of the positions, seeded with the draw; of it the first `count` that are
-    none of the first `count` positions.
-    """
-    generator = torch.Generator().manual_seed(draw)
-    order = torch.randperm(len(place.tokens), generator=generator).tolist()
-    keys = [k for k in order if k >= count and k > 0][:count]
-    return hide(value, lambda q, k: k in keys)
 
 
 # Patterns

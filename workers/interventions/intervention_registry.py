@@ -324,8 +324,30 @@ def needs_partners(interventions: Iterable[Intervention]) -> bool:
     return any(bind(intervention).needs_partner for intervention in interventions)
 
 
+REPLACED: dict[str, tuple[int, str]] = {
+    "mask_first_keys": (1, "mask_keys(0,{count})"),
+    "mask_last_keys": (4, "mask_keys(-{count},{count})"),
+    "mask_middle_keys": (4, "mask_keys(HALF,{count}), where HALF is half of n_ctx"),
+    "mask_random_keys": (4, "mask_random_span({count}), whose keys stand in a row"),
+}
+"""Interventions of version 0.2 and before: the default of their `count`, and what to write today.
+"""
+
+
+def _check_replaced(part: InterventionPart) -> None:
+    """Refuse an intervention that has another name today."""
+    if part.name not in REPLACED:
+        return
+    default_count, today = REPLACED[part.name]
+    count = part.arguments[0] if part.arguments else default_count
+    raise ScanError(
+        f"interventions: '{part}': {part.name} is gone; write {today.format(count=count)}"
+    )
+
+
 def _bound_part(part: InterventionPart) -> BoundPart:
     """A part of an intervention with its function, and with its options by name."""
+    _check_replaced(part)
     if part.name not in INTERVENTIONS:
         raise ScanError(f"interventions: {unknown('intervention', part.name, INTERVENTIONS)}")
     registered = INTERVENTIONS[part.name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ from workers.model.circuit import Circuit
 N_CTX_LESS_1 = LargestValue("n_ctx - 1", lambda info, n_ctx: n_ctx - 1)
 """The keys that the last query can see besides itself."""
 
-# `max`: with n_ctx = 1 the upper half would begin at key 0, which must stay visible.
-UPPER_HALF = LargestValue("the upper half of n_ctx", lambda info, n_ctx: n_ctx - max(n_ctx // 2, 1))
 HALF = LargestValue("half of n_ctx", lambda info, n_ctx: n_ctx // 2)
 D_MODEL = LargestValue("d_model", lambda info, n_ctx: info.d_model)
 HALF_D_MODEL = LargestValue("half of d_model", lambda info, n_ctx: info.d_model // 2)
@@ -31,6 +29,27 @@ def _whole_window(options: Mapping[str, Any], n_ctx: int) -> str | None:
         return "keeps no key; expected sinks or window of 1 or more"
     if visible_keys >= n_ctx:
         return f"hides nothing; expected sinks + window below n_ctx = {n_ctx}, got {visible_keys}"
+    return None
+
+
+def _span_of_keys(options: Mapping[str, Any], n_ctx: int) -> str | None:
+    """Why a span of keys is no part of a sequence; None if it is."""
+    if n_ctx == 1:
+        return "n_ctx = 1 leaves nothing to hide; raise n_ctx"
+    first, count = options["first"], options["count"]
+    if not -n_ctx <= first < n_ctx:
+        return (
+            f"first: expected {-n_ctx} to {n_ctx - 1}, the keys of {n_ctx} tokens (negative: from "
+            f"the end), got {first}"
+        )
+    start = _start_of_span(first, n_ctx)
+    if start + count > n_ctx:
+        return (
+            f"hides the keys {start} to {start + count - 1} of {n_ctx} tokens; expected count at "
+            f"most {n_ctx - start}, got {count}"
+        )
+    if count == n_ctx:
+        return f"hides every key; expected count at most {n_ctx - 1}, got {count}"
     return None
 
 
@@ -139,13 +158,40 @@ def zero_first_mlp_out(mlp_out: Tensor, *, layer: Index = 0) -> Tensor:
     return replaced(mlp_out, (slice(None), 0), 0)
 
 
-@intervention(most={"count": N_CTX_LESS_1})
-def mask_first_keys(attn_scores: Tensor, *, count: Count = 1) -> Tensor:
-    """The first keys cannot be attended to; the queries among them keep themselves (Xiao et al.
-    2023).
+@intervention(refuse=_span_of_keys)
+def mask_keys(attn_scores: Tensor, *, first: int = 0, count: Count = 1) -> Tensor:
+    """The keys `first` to `first + count - 1` cannot be attended to, not even by their own queries.
+    A query keeps itself if it has no other key. A negative `first` counts from the end (Xiao et al.
+    2023; Scheuer, attention-sink-profiler).
     """
-    queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
-    return hide(attn_scores, (queries[None] < count) & (queries[None] != queries[:, None]))
+    return _without_span(attn_scores, _start_of_span(first, attn_scores.shape[-1]), count)
+
+
+@intervention(most={"count": HALF})
+def mask_random_span(attn_scores: Tensor, *, count: Count = 4, draw: Seed = 0) -> Tensor:
+    """A control of `mask_keys(0,count)`: as many keys in a row from a random place on, none of the
+    first ones, the same in every head, layer and sequence (after Scheuer).
+    """
+    starts_after_first = range(count, attn_scores.shape[-1] - count + 1)
+    # Without such a place (one token alone) nothing is hidden.
+    if not starts_after_first:
+        return attn_scores
+    return _without_span(attn_scores, random.Random(draw).choice(starts_after_first), count)
+
+
+def _start_of_span(first: int, n_ctx: int) -> int:
+    """The position of a key that may be counted from the end."""
+    return first + n_ctx if first < 0 else first
+
+
+def _without_span(scores: Tensor, start: int, count: int) -> Tensor:
+    """Hide the keys `start` to `start + count - 1`."""
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    hidden = ((positions >= start) & (positions < start + count)).expand(len(positions), -1)
+    if start == 0:
+        # The queries of the first keys see no other keys, so each keeps its own.
+        hidden = hidden & (positions[None] != positions[:, None])
+    return hide(scores, hidden)
 
 
 @intervention(most={"count": N_CTX_LESS_1})
@@ -162,39 +208,3 @@ def keep_window(attn_scores: Tensor, *, sinks: Index, window: Index) -> Tensor:
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
     distance = queries[:, None] - queries[None]
     return hide(attn_scores, (distance >= window) & (queries[None] >= sinks))
-
-
-@intervention(most={"count": N_CTX_LESS_1})
-def mask_last_keys(attn_scores: Tensor, *, count: Count = 4) -> Tensor:
-    """The last keys of the sequence cannot be attended to, not even by their own queries; key 0
-    always can (Scheuer, attention-sink-profiler).
-    """
-    n_ctx = attn_scores.shape[-1]
-    return _without_keys(attn_scores, range(max(n_ctx - count, 1), n_ctx))
-
-
-@intervention(most={"count": UPPER_HALF})
-def mask_middle_keys(attn_scores: Tensor, *, count: Count = 4) -> Tensor:
-    """A control of mask_first_keys: as many keys from the middle of the sequence on (Scheuer,
-    attention-sink-profiler).
-    """
-    n_ctx = attn_scores.shape[-1]
-    return _without_keys(attn_scores, range(max(n_ctx // 2, 1), min(n_ctx // 2 + count, n_ctx)))
-
-
-@intervention(most={"count": HALF})
-def mask_random_keys(attn_scores: Tensor, *, count: Count = 4, draw: Seed = 0) -> Tensor:
-    """A control of mask_first_keys: as many random keys, none of the first, the same in every head
-    and layer (Scheuer).
-    """
-    generator = torch.Generator().manual_seed(draw)
-    keys_in_random_order = torch.randperm(attn_scores.shape[-1], generator=generator).tolist()
-    later_keys = [key for key in keys_in_random_order if key >= max(count, 1)]
-    return _without_keys(attn_scores, later_keys[:count])
-
-
-def _without_keys(scores: Tensor, keys: Iterable[int]) -> Tensor:
-    """Hide keys from every query. Key 0 must not be among them: query 0 has no other key."""
-    hidden = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
-    hidden[list(keys)] = True
-    return hide(scores, hidden)
