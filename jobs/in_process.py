@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -10,10 +10,15 @@ from jobs.plan import Plan
 from jobs.run_identity import begun_precisions
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
+from schemas.scan import Scan
 from workers.interventions.settlement import check_begun
+from workers.model.model_info import ModelInfo
 from workers.process import prepare_process
 from workers.replica import Replica, is_device_failure, resolve_device
 from workers.shard import failure_of, note_failure, run_shard
+
+MakeReplica = Callable[[ModelInfo, Scan, str], Replica]
+"""Makes the replica that measures: a class, or a function that shares a loaded model."""
 
 
 def measure_in_process(
@@ -21,7 +26,7 @@ def measure_in_process(
     shards: np.ndarray,
     device: str,
     cores: int = 0,
-    replica_class: type[Replica] = Replica,
+    make_replica: MakeReplica = Replica,
 ) -> Iterator[Commit | Failure]:
     """Measure `shards` one after the other; yields the commit or failure of each.
 
@@ -30,7 +35,7 @@ def measure_in_process(
     """
     device = resolve_device(device)
     prepare_process(threads=cores or None)
-    replica = replica_class(plan.info, plan.scan, device)
+    replica = make_replica(plan.info, plan.scan, device)
     check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
     for shard in shards.tolist():
         # The note of an earlier command says how often the shard has failed.

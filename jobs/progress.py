@@ -22,13 +22,18 @@ QUIET_SECONDS = 10.0
 
 
 def show_progress(
-    outcomes: Iterable[Commit | Failure], tokens: int, done: int, console: Console
+    outcomes: Iterable[Commit | Failure],
+    tokens: int,
+    done: int,
+    console: Console,
+    whole: WholeProgress | None = None,
 ) -> list[Failure]:
     """Show progress until the outcomes end; returns the failures.
 
-    `done` of all `tokens` were measured before.
+    `done` of all `tokens` were measured before. `whole` is the progress of several runs, of which
+    this is one.
     """
-    progress = _Progress(tokens, done)
+    progress = _Progress(tokens, done, whole)
     # A short scan prints no line but its summary.
     next_line = time.monotonic() + QUIET_SECONDS
     with _bar(console) as bar:
@@ -92,11 +97,35 @@ def index_line(progress: IndexProgress) -> str:
     return ", ".join(parts)
 
 
+class WholeProgress:
+    """How far several runs are that one command measures, one after the other."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        """Tokens that the command has to measure, over all runs."""
+        self.measured = 0
+        self.began = time.monotonic()
+
+    def add(self, tokens: int) -> None:
+        """Count tokens that were measured now."""
+        self.measured += tokens
+
+    def line(self) -> str:
+        """Share done and time left, in words. Loading and planning between runs count as well."""
+        if not self.measured:
+            return ""
+        tokens_left = max(0, self.tokens - self.measured)
+        seconds_left = tokens_left * (time.monotonic() - self.began) / self.measured
+        share = min(1.0, self.measured / self.tokens) if self.tokens else 1.0
+        return f"all scans: {share:.0%}, {duration(seconds_left)} left"
+
+
 class _Progress:
     """How many tokens are done, and how fast they were measured."""
 
-    def __init__(self, tokens: int, done: int) -> None:
+    def __init__(self, tokens: int, done: int, whole: WholeProgress | None = None) -> None:
         self.tokens = tokens
+        self.whole = whole
         self.done_before = done
         self.done = done
         self.failures: list[Failure] = []
@@ -117,6 +146,8 @@ class _Progress:
             # The host's clock may be wrong, so the shard's own duration is taken.
             self.began = time.monotonic() - outcome.seconds
         self.done += outcome.tokens
+        if self.whole is not None:
+            self.whole.add(outcome.tokens)
         self.compute_seconds += outcome.compute_seconds
         self.idle_seconds += outcome.idle_seconds
 
@@ -140,4 +171,6 @@ class _Progress:
             parts += [f"{speed:,.0f} tokens/s", f"{duration(seconds_left)} left"]
         if self.failures:
             parts.append(f"{counted(len(self.failures), 'shard')} failed")
+        if self.whole is not None and self.whole.measured:
+            parts.append(self.whole.line())
         return ", ".join(parts)

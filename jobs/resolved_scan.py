@@ -66,10 +66,14 @@ def check_scan(scan: Scan) -> list[BoundIntervention]:
     return interventions
 
 
-def resolve(scan: Scan) -> ResolvedScan:
-    """Look up everything that a scan names; every mistake that shows there is an error now."""
+def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
+    """Look up everything that a scan names; every mistake that shows there is an error now.
+
+    `info` describes the scan's model if it is known already: to hash its weights takes seconds.
+    """
     interventions = check_scan(scan)
-    info = describe(find_model(scan.model, scan.revision))
+    if info is None:
+        info = describe(find_model(scan.model, scan.revision))
     scan_of_model = scan.for_model(info)
     # Whether an edit fits depends on the model: a layer or a head may not exist.
     for intervention in interventions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,9 @@ from jobs.console import say
 from jobs.dispatch import dispatch
 from jobs.extension import check_unchanged, extend
 from jobs.in_process import measure_in_process
+from jobs.known_models import KnownModels
 from jobs.plan import Plan
-from jobs.progress import show_progress
+from jobs.progress import WholeProgress, show_progress
 from jobs.ray_cluster import Resources, connect
 from jobs.run_lock import locked
 from schemas.commits import COMMITS_PER_FOLD, Commit, Failure, commits_of, delete, drop, fold
@@ -45,12 +47,15 @@ def run_to_end(
     replica_class: type[Replica] = Replica,
     stop_at_failure: bool = False,
     allow_other_code: bool = False,
+    models: KnownModels | None = None,
+    whole: WholeProgress | None = None,
 ) -> list[Failure]:
     """Measure every shard that is not done; returns the failures.
 
     `verify` reads every data file and measures damaged ones again. `stop_at_failure` raises at the
     first failure instead of measuring the other shards. `allow_other_code` continues a run that
-    other measuring code began.
+    other measuring code began. `models` shares loaded models between runs in this process. `whole`
+    is told what is measured of several runs.
     """
     resources.check_here()
     with locked(plan.run):
@@ -67,13 +72,13 @@ def run_to_end(
         if not len(requested):
             return []
         tokens_done = plan.tokens - tokens_of(plan, requested)
-        outcomes = _outcomes(plan, requested, resources, console, replica_class)
+        outcomes = _outcomes(plan, requested, resources, console, replica_class, models)
         if stop_at_failure:
             outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
         outcomes = stop_if_none_succeeds(plan.run.run_id, outcomes)
         outcomes = fold_commits(plan.run, outcomes)
         # The generators above have measured nothing yet. They run as this asks for outcomes.
-        failures = show_progress(outcomes, plan.tokens, tokens_done, console)
+        failures = show_progress(outcomes, plan.tokens, tokens_done, console, whole)
     _say_failures(plan, failures, console)
     return failures
 
@@ -84,6 +89,7 @@ def _outcomes(
     resources: Resources,
     console: Console,
     replica_class: type[Replica],
+    models: KnownModels | None,
 ) -> Iterator[Commit | Failure]:
     """The outcomes of shards as they arrive, measured on Ray's replicas or in this process."""
 
@@ -93,9 +99,8 @@ def _outcomes(
     if resources.replicas:
         outcomes = dispatch(plan, shards, connect(resources), tell, replica_class)
     else:
-        outcomes = measure_in_process(
-            plan, shards, resources.device, resources.cores, replica_class
-        )
+        make_replica = replica_class if models is None else partial(replica_class, load=models.load)
+        outcomes = measure_in_process(plan, shards, resources.device, resources.cores, make_replica)
     return say_what_differs(plan.run, outcomes, tell)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +14,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from jobs.scan_commands import AllowOtherCode, DeviceOption, Overrides
+from jobs.console import say
+from jobs.scan_commands import AllowOtherCode, Cores, DeviceOption, LocalReplicas, Overrides
 from queries.query_commands import tell_user, warn_of_damage
-from schemas.errors import RunError, ScanError
+from schemas.errors import RunError, ScanError, counted
 
 if TYPE_CHECKING:
+    from reproduce.reproduction import PlannedSystem, SkippedSystem
     from reproduce.system import System
     from reproduce.verdicts import Finding
+
+SOMETHING_SKIPPED = 3
+"""Exit code if no finding failed, but a system that fits the model could not be measured."""
 
 
 def mount(app: typer.Typer) -> None:
@@ -40,7 +47,14 @@ def reproduce(
             help="A Hub id, a local directory, or bundled:NAME. Default: the system's miniature."
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Measure every system.")] = False,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Measure every system; with --model, every one that was published for a model of "
+            "these sizes.",
+        ),
+    ] = False,
     listed: Annotated[
         bool,
         typer.Option("--list", help="Print the systems, and the models they were published for."),
@@ -50,15 +64,32 @@ def reproduce(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Also write the findings to this file."),
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The authors' own text, for the systems that were published for one.",
+        ),
+    ] = None,
     overrides: Overrides = None,
+    replicas: LocalReplicas = 0,
+    cores: Cores = 0,
     device: DeviceOption = "auto",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Ray cluster that this machine belongs to. It needs --replicas.",
+        ),
+    ] = None,
     allow_other_code: AllowOtherCode = False,
 ) -> None:
-    """Measure a system of the literature again: scan, query, and a verdict beside every published
+    """Measure systems of the literature again: scan, query, and a verdict beside every published
     figure.
 
     A miniature is another model, so its numbers are not compared. What must hold in any model is
-    checked.
+    checked. What does not fit the model, or lacks a file, is said and skipped. Exit codes: 2 if a
+    finding fails, 3 if none fails but something was skipped that fits the model.
     """
     from reproduce.system import find_systems, systems
 
@@ -67,37 +98,100 @@ def reproduce(
         return
     if not names and not every:
         raise ScanError("expected the name of a system, or --all; --list names them")
-    if file is not None and not file.parent.is_dir():
-        raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
     selection = systems() if every else find_systems(names or [])
+    _check_files(file, text, selection)
     # These import torch, which takes seconds: a mistake above is answered without it.
-    from jobs.progress import watch_index
-    from reproduce.system_runs import measure_runs, plan_system
+    from jobs.known_models import KnownModels
+    from jobs.ray_cluster import Resources
+    from reproduce.reproduction import Reproduction
+    from reproduce.system_runs import check_overrides
     from workers.process import prepare_process
 
     prepare_process()
-
+    check_overrides([*selection.values()], overrides or [])
+    resources = Resources(replicas, cores, device, address)
+    resources.check_here()
     console = Console(highlight=False, stderr=True)
+    reproduction = Reproduction(
+        model=model,
+        only_fitting=every and model is not None,
+        out=out,
+        overrides=overrides or [],
+        text=text,
+        resources=resources,
+        allow_other_code=allow_other_code,
+        models=KnownModels(),
+        console=console,
+    )
+    if model is not None:
+        # A model that is not there is one mistake, and not a reason to skip every system.
+        reproduction.models.describe(model)
+
     findings: list[Finding] = []
-    for name, system in selection.items():
-        system_model = model or system.bundled_model
-        system_directory = f"{out.rstrip('/')}/{name}"
-        with watch_index(console) as watch:
-            plans = plan_system(system, system_model, system_directory, overrides or [], watch)
-        measure_runs(plans, device, console, allow_other_code)
-        # All runs of a system lie in one directory.
-        findings += _judge(name, system, system_model, plans[0].scan.out)
-    if file is not None:
-        _write_json(findings, file)
-    verdicts = [finding.verdict for finding in findings if finding.verdict != "not comparable"]
-    failures = verdicts.count("fail")
+    skipped: list[SkippedSystem] = []
+
+    def judge(planned: PlannedSystem) -> None:
+        findings.extend(_judge(planned))
+        write()
+
+    def skip(system: SkippedSystem) -> None:
+        say(console, f"{system.system}: skipped: {system.reason}")
+        skipped.append(system)
+        write()
+
+    def write() -> None:
+        # After every system, so that a command that is stopped leaves what it has found.
+        if file is not None:
+            _write_json([*findings, *(system.finding for system in skipped)], file)
+
+    planned_systems, unplanned = reproduction.plan(selection)
+    for system in unplanned:
+        skip(system)
+    write()
+    reproduction.measure(planned_systems, judge, skip)
+    _end(findings, skipped, len(selection), console)
+
+
+def _check_files(file: Path | None, text: str | None, selection: Mapping[str, System]) -> None:
+    """Refuse a file that cannot be written, and a text that is not there or that nobody reads."""
+    if file is not None and not file.parent.is_dir():
+        raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
+    if text is None:
+        return
+    readers = {name: system.text for name, system in selection.items() if system.text}
+    if not readers:
+        raise ScanError(
+            f"--text {text}: none of these systems reads a text of its authors; leave it out"
+        )
+    if not Path(text).expanduser().is_file():
+        wanted = "; ".join(sorted({reader.what for reader in readers.values()}))
+        raise RunError(f"--text {text}: no such file; expected {wanted}")
+
+
+def _end(
+    findings: Sequence[Finding], skipped: Sequence[SkippedSystem], systems: int, console: Console
+) -> None:
+    """Say how many findings have which verdict, and end with the code that belongs to them."""
+    # Of one system nothing else can be said.
+    if systems == 1 and skipped and skipped[0].error is not None:
+        raise skipped[0].error
+    if len(skipped) == systems:
+        raise RunError("no system could be measured; each line above says why")
+    counts = Counter(finding.verdict for finding in findings)
+    verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in VERDICT_ORDER)
+    measured = counted(systems - len(skipped), "system")
+    say(console, f"{measured} measured, {len(skipped)} skipped; findings: {verdicts}")
+    failures = counts["fail"]
     if failures:
         raise RunError(
-            f"{failures} of {len(verdicts)} findings differ from what was published or must hold"
+            f"{failures} of {failures + counts['pass']} findings differ from what was published "
+            "or must hold"
         )
+    if any(system.fits for system in skipped):
+        raise typer.Exit(SOMETHING_SKIPPED)
 
 
-def _judge(name: str, system: System, model: str, directory: str) -> list[Finding]:
+def _judge(planned: PlannedSystem) -> list[Finding]:
     """Print the findings on the runs of a system, and write its page beside the runs.
 
     There is no page if the runs lie in an object store.
@@ -107,12 +201,13 @@ def _judge(name: str, system: System, model: str, directory: str) -> list[Findin
     from reproduce.verdicts import judge, warning
     from schemas.places import place
 
-    database = open_system_runs(system, directory, tell_user)
+    name, system, model = planned.name, planned.system, planned.model
+    database = open_system_runs(system, planned.directory, tell_user)
     warn_of_damage(database)
-    findings = judge(name, system, model, database)
-    _print_findings(name, system, model, directory, findings)
+    findings = judge(name, system, planned.info, model, database, planned.has_text)
+    _print_findings(planned, findings)
     # Beside the directory, not in it: it is no file of a run.
-    page = place(f"{directory}.html")
+    page = place(f"{planned.directory}.html")
     if isinstance(page, Path):
         heading = Heading(
             system=name,
@@ -120,7 +215,7 @@ def _judge(name: str, system: System, model: str, directory: str) -> list[Findin
             source=system.source,
             model=model,
             runs=page.stem,
-            warning=warning(system, model),
+            warning=warning(system, planned.info, model),
         )
         write_page(page, heading, findings, system.figure, database)
         typer.echo(f"figures in {page}")
@@ -131,23 +226,35 @@ VERDICT_ORDER = ("fail", "pass", "not comparable")
 """The order in which findings are printed."""
 
 
-def _print_findings(
-    name: str, system: System, model: str, directory: str, findings: list[Finding]
-) -> None:
-    title = f"{name}: {system.title} ({system.source})\nmodel {model}, runs in {directory}"
+def _print_findings(planned: PlannedSystem, findings: Sequence[Finding]) -> None:
+    system = planned.system
+    title = (
+        f"{planned.name}: {system.title} ({system.source})\n"
+        f"model {planned.model}, runs in {planned.directory}"
+    )
     table = Table(
         "name", "published", "measured", "tolerance", "verdict", title=title, title_justify="left"
     )
+    # Of a table of thousands, those that fail are printed. All are in the page and in the JSON.
+    printed = [finding for finding in findings if not finding.file or finding.verdict == "fail"]
     # On a miniature nearly all published figures cannot be compared. That long list comes last.
-    for finding in sorted(findings, key=lambda finding: VERDICT_ORDER.index(finding.verdict)):
+    for finding in sorted(printed, key=lambda finding: VERDICT_ORDER.index(finding.verdict)):
         table.add_row(
             finding.name,
             _cell(finding.published),
             _cell(finding.measured),
-            _cell(finding.tolerance),
+            finding.tolerance_text,
             finding.verdict,
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    for (file, verdict), count in _counts_by_file(findings).items():
+        say(console, f"{file}: {count:,} {verdict}")
+
+
+def _counts_by_file(findings: Sequence[Finding]) -> Counter[tuple[str, str]]:
+    """How many figures of each table have which verdict."""
+    return Counter((finding.file, finding.verdict) for finding in findings if finding.file)
 
 
 def _cell(value: float | str | None) -> str:

@@ -9,15 +9,46 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
+from reproduce.published_values import PublishedValue, Scale, named_reason, read_values
 from schemas.errors import ScanError, unknown
 from schemas.places import reason
+from workers.model.model_info import ModelInfo
 
 SYSTEMS = Path(__file__).parent / "systems"
+
+TEXT = "$text"
+"""Stands for the user's text, or for the default text of the system, in a scan's input."""
+
+MODEL_FIELDS = tuple(field.name for field in dataclass_fields(ModelInfo))
+
+
+def _known_sizes(sizes: dict[str, int | str]) -> dict[str, int | str]:
+    """Refuse a field that no model's description has: it would never be equal."""
+    for field in sizes:
+        if field not in MODEL_FIELDS:
+            raise ValueError(unknown("field of a model", field, MODEL_FIELDS))
+    return sizes
+
+
+Sizes = Annotated[dict[str, int | str], AfterValidator(_known_sizes)]
+"""What a model must have, by field of its description (`workers.model.model_info`)."""
+
+Reasons = str | dict[str, str]
+"""One line why, for all names or by name. A name that ends in `*` stands for all that begin so."""
 
 
 class Check(BaseModel):
@@ -26,13 +57,76 @@ class Check(BaseModel):
     # A misspelt key in a file is an error.
     model_config = ConfigDict(extra="forbid", frozen=True)
     sql: str
-    published: dict[str, float]
-    tolerance: float
+    published: dict[str, float] = {}
+    file: str = ""
+    """A CSV file beside the system's, in place of `published`: the columns name and value, and if
+    needed model, tolerance and standard_error. A row with a `model` is compared only if the
+    measured model has the sizes that `published_models` gives for it.
+    """
+    tolerance: float | None = None
     """How far a measured value may lie from the published one."""
     relative: bool = False
     """Whether the tolerance is a share of the published value."""
-    sizes: dict[str, int] = {}
+    log10: bool = False
+    """Whether the tolerance is of the decimal logarithm: 1 allows a factor of 10."""
+    standard_error: float | dict[str, float] | None = None
+    """Scatter of the published value as its authors give it. A tolerance must allow for it."""
+    sizes: Sizes = {}
     """Sizes of the model that these were published for, if it is not the system's model."""
+    needs_text: bool = False
+    """Whether the figures are of the authors' own text: not comparable without `--text`."""
+    passes_random: Reasons = ""
+    """Why a model with random weights cannot be told from the published model."""
+    passes_null: Reasons = ""
+    """Why an edit that does nothing cannot be told from the published edit."""
+    _values: tuple[PublishedValue, ...] = PrivateAttr(())
+
+    @property
+    def values(self) -> tuple[PublishedValue, ...]:
+        """Every published value, from the file or from `published`."""
+        return self._values
+
+    @property
+    def scale(self) -> Scale:
+        """What the tolerance is measured in."""
+        if self.log10:
+            return "log10"
+        return "relative" if self.relative else "absolute"
+
+    @model_validator(mode="after")
+    def _read_values(self, info: ValidationInfo) -> Self:
+        if bool(self.published) and bool(self.file):
+            raise ValueError("expected either published or file, got both")
+        if self.relative and self.log10:
+            raise ValueError("expected either relative or log10, got both")
+        if self.file:
+            directory: Path = (info.context or {}).get("directory", SYSTEMS)
+            self._values = read_values(
+                directory / self.file, self.scale, self.tolerance, self.standard_error
+            )
+            return self
+        if self.tolerance is None:
+            raise ValueError("tolerance: missing; expected how far a measured value may lie")
+        errors = self.standard_error
+        self._values = tuple(
+            PublishedValue(
+                name=name,
+                value=value,
+                tolerance=self.tolerance,
+                scale=self.scale,
+                standard_error=errors.get(name) if isinstance(errors, dict) else errors,
+            )
+            for name, value in self.published.items()
+        )
+        return self
+
+    def why_random_passes(self, name: str) -> str:
+        """Why this figure cannot tell random weights from the published ones; empty if it can."""
+        return named_reason(self.passes_random, name)
+
+    def why_null_passes(self, name: str) -> str:
+        """Why this figure cannot tell an edit from one that does nothing; empty if it can."""
+        return named_reason(self.passes_null, name)
 
 
 class Phenomenon(BaseModel):
@@ -42,6 +136,10 @@ class Phenomenon(BaseModel):
     sql: str
     models: tuple[str, ...] = ()
     """Models that it is claimed of. Default: all."""
+    passes_random: Reasons = ""
+    """Why it holds in a model with random weights, too."""
+    passes_null: Reasons = ""
+    """Why it holds under edits that do nothing, too."""
 
     @property
     def words(self) -> str:
@@ -49,6 +147,24 @@ class Phenomenon(BaseModel):
         # The first column of the SQL is the claim, usually the template of a format().
         text = re.search(r"'(.+?)'", self.sql)
         return text[1] if text else self.sql
+
+    def why_random_passes(self, name: str) -> str:
+        """Why random weights show it, too; empty if they must not."""
+        return named_reason(self.passes_random, name)
+
+    def why_null_passes(self, name: str) -> str:
+        """Why edits that do nothing show it, too; empty if they must not."""
+        return named_reason(self.passes_null, name)
+
+
+class StandInText(BaseModel):
+    """The authors' text, which we do not ship, and what stands for it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    what: str
+    """What a user may give with `--text FILE`."""
+    default: str = "bundled:LICENSE"
+    """What is read without `--text`."""
 
 
 class Figure(BaseModel):
@@ -58,6 +174,10 @@ class Figure(BaseModel):
     title: str
     sql: str
     kind: Literal["line", "bar", "heat"] = "line"
+    square: bool = False
+    """Whether cells of a heat map are square, as in a picture of a pattern: keys across (x),
+    queries down (y).
+    """
     x: str = ""
     y: str = ""
 
@@ -72,8 +192,10 @@ class System(BaseModel):
     """What is measured, in a sentence."""
     published_model: str
     """The model whose figures were published, as a scan names it."""
-    published_sizes: dict[str, int]
+    published_sizes: Sizes
     """Sizes that a model must have for its numbers to be compared, by field of its description."""
+    published_models: dict[str, Sizes] = {}
+    """Sizes of further models, by name, for the rows of a check's file that name a model."""
     bundled_model: str
     """The miniature that shows the phenomena offline."""
     scan: dict[str, dict[str, Any]]
@@ -83,6 +205,8 @@ class System(BaseModel):
     runs are called NAME-DIRECTORY. With `sizes`, a list of tables, a scan runs only on models
     that have the sizes of one of them.
     """
+    text: StandInText | None = None
+    """What the value `"$text"` of an input's option stands for."""
     defaults: dict[str, Any] = {}
     """Fields that all scans share."""
     bundled: dict[str, Any] = {}
@@ -93,6 +217,35 @@ class System(BaseModel):
     phenomenon: tuple[Phenomenon, ...] = ()
     figure: tuple[Figure, ...] = ()
 
+    @model_validator(mode="after")
+    def _know_every_model(self) -> Self:
+        for check in self.check:
+            for value in check.values:
+                if value.model and value.model not in self.published_models:
+                    raise ValueError(
+                        f"{check.file}: {unknown('model', value.model, self.published_models)}; "
+                        "published_models gives the sizes of each"
+                    )
+        for name, scan in self.scan.items():
+            sizes = scan.get("sizes", [])
+            for alternative in sizes:
+                _known_sizes(alternative)
+            if self.text is None and TEXT in str([self.defaults, self.bundled, scan]):
+                raise ValueError(f"scan.{name}: reads {TEXT}, and the system has no table [text]")
+        return self
+
+    def sizes_of(self, check: Check, value: PublishedValue) -> dict[str, int | str]:
+        """The sizes that a model must have for a value to be compared."""
+        if value.model:
+            return self.published_models[value.model]
+        return check.sizes or self.published_sizes
+
+    @property
+    def all_sizes(self) -> list[dict[str, int | str]]:
+        """The sizes of every model that something was published for."""
+        sizes = [self.published_sizes, *self.published_models.values()]
+        return sizes + [check.sizes for check in self.check if check.sizes]
+
 
 def systems() -> dict[str, System]:
     """Every system we ship, by name."""
@@ -102,7 +255,8 @@ def systems() -> dict[str, System]:
 def read_system(file: Path) -> System:
     """Read one system's file."""
     try:
-        return System.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+        fields = tomllib.loads(file.read_text(encoding="utf-8"))
+        return System.model_validate(fields, context={"directory": file.parent})
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScanError(f"{file}: cannot be read ({reason(error)})") from None
     except ValidationError as error:

@@ -10,13 +10,15 @@ from typing import Any
 
 from rich.console import Console
 
+from jobs.known_models import KnownModels
 from jobs.plan import Plan, plan_run, prepare_run
+from jobs.progress import WholeProgress
 from jobs.ray_cluster import Device, Resources
 from jobs.resolved_scan import ResolvedScan, resolve
 from jobs.run_loop import run_to_end
 from queries.asking import RunDatabase, open_runs
 from queries.verified_files import Tell
-from reproduce.system import System
+from reproduce.system import TEXT, System
 from reproduce.verdicts import has_sizes
 from schemas.errors import RunError, ScanError, unknown
 from schemas.kinds import TABLES
@@ -24,13 +26,16 @@ from schemas.places import place
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, override_fields, parse_scan
 from workers.inputs.document_index import Watch, unwatched
-from workers.model.model_info import describe, find_model
+from workers.model.model_info import find_model
 
 SYSTEM_FIELDS = ("bundled", "checkpoints", "sizes")
 """What a system says of a scan beside the fields of a scan."""
 
 HEAD_FIELDS = ("layers", "heads")
-"""Fields of a scan that an override may not set."""
+"""Fields of a scan that an override may not set, because they choose heads."""
+
+PRECISION = "float32"
+"""What every system is measured in. Faster formats drift by more than some tolerances allow."""
 
 
 def plan_system(
@@ -39,17 +44,21 @@ def plan_system(
     out: str,
     overrides: Sequence[str] = (),
     watch: Watch = unwatched,
+    *,
+    text: str | None = None,
+    models: KnownModels | None = None,
 ) -> list[Plan]:
     """The plans of a system's runs.
 
     They lie in one directory, whose name is a fingerprint of all that they measure: with another
     model, formula or input the runs lie elsewhere. An override `SCAN.key=value` is for one scan of
-    the system, any other for all. `watch` is told how far the tokenising of a corpus is.
+    the system, any other for all. `watch` is told how far the tokenising of a corpus is. `text` is
+    the file of the authors' text. `models` describes each model once for several systems.
     """
-    _check_overrides(system, overrides)
+    check_overrides([system], overrides)
     # The name of the directory needs all resolved scans, and every plan needs the directory. So
     # scans are resolved first, with another `out`, which is no part of what they measure.
-    scans = _resolved_scans(system, model, out, overrides)
+    scans = _resolved_scans(system, model, out, overrides, text, models or KnownModels())
     identities = {
         name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
         for name, resolved in scans.items()
@@ -66,22 +75,41 @@ def plan_system(
 
 
 def measure_runs(
-    plans: Iterable[Plan], device: Device, console: Console, allow_other_code: bool = False
+    plans: Iterable[Plan],
+    device: Device,
+    console: Console,
+    allow_other_code: bool = False,
+    resources: Resources | None = None,
+    models: KnownModels | None = None,
+    whole: WholeProgress | None = None,
 ) -> None:
-    """Measure what is missing of runs, in this process: they are small.
+    """Measure what is missing of runs: in this process, or with the `resources` of a cluster.
 
     The first shard that fails is an error, because half a run says nothing about a system.
     """
+    # 0 replicas: no Ray, the model is loaded into this process.
+    resources = resources or Resources(replicas=0, device=device)
     for plan in plans:
         prepare_run(plan, "")
         run_to_end(
             plan,
-            # 0 replicas: no Ray, the model is loaded into this process.
-            Resources(replicas=0, device=device),
+            resources,
             console,
             stop_at_failure=True,
             allow_other_code=allow_other_code,
+            models=models,
+            whole=whole,
         )
+
+
+def tokens_to_measure(plans: Iterable[Plan]) -> int:
+    """Tokens that some runs still have to send through a model."""
+    tokens = 0
+    for plan in plans:
+        # Shards are of one size, except the last, so this is near enough for a time left.
+        share_missing = 1 - plan.shards_done / max(1, plan.manifest.shards)
+        tokens += round(plan.tokens * share_missing)
+    return tokens
 
 
 def open_system_runs(system: System, directory: str, tell: Tell = lambda line: None) -> RunDatabase:
@@ -104,9 +132,13 @@ def table_views() -> dict[str, str]:
     return views
 
 
-def _check_overrides(system: System, overrides: Iterable[str]) -> None:
-    """Refuse an override that names neither a scan of the system nor a field, or names heads."""
-    known_names = {*system.scan, *Scan.model_fields}
+def check_overrides(selection: Sequence[System], overrides: Iterable[str]) -> None:
+    """Refuse an override that names neither a field nor a scan of the systems, names heads, or
+    chooses a precision.
+    """
+    known_names = {*Scan.model_fields}
+    for system in selection:
+        known_names |= {*system.scan}
     for override in overrides:
         key, equals, _ = override.partition("=")
         first_name = key.partition(".")[0].strip()
@@ -121,23 +153,48 @@ def _check_overrides(system: System, overrides: Iterable[str]) -> None:
                 f"--set {override}: a system's figures are of the heads that its own scans name; "
                 "leave it out, or measure some heads with headcount scan"
             )
+        if last_name == "precision":
+            raise ScanError(
+                f"--set {override}: systems are measured in {PRECISION}, because other formats "
+                "drift by more than some tolerances allow; leave it out, or measure with "
+                "headcount scan"
+            )
+
+
+def overrides_of_system(overrides: Iterable[str], system: System) -> list[str]:
+    """The overrides that concern a system: of a field, or of one of its scans."""
+    own_names = {*system.scan, *Scan.model_fields}
+    return [
+        override
+        for override in overrides
+        if override.partition("=")[0].partition(".")[0].strip() in own_names
+    ]
 
 
 def _resolved_scans(
-    system: System, model: str, out: str, overrides: Sequence[str]
+    system: System,
+    model: str,
+    out: str,
+    overrides: Sequence[str],
+    text: str | None,
+    models: KnownModels,
 ) -> dict[str, ResolvedScan]:
     """The scans of a system that this model can have, by name."""
-    info = describe(find_model(model))
+    info = models.describe(model)
     scans: dict[str, ResolvedScan] = {}
     for scan_name, entry in system.scan.items():
         # Some scans are only for models with enough positions, or with a query bias.
         if "sizes" in entry and not any(has_sizes(info, sizes) for sizes in entry["sizes"]):
             continue
         scan_overrides = _overrides_of_scan(overrides, scan_name, system)
-        models = _models_by_run_name(scan_name, entry.get("checkpoints"), model)
-        for run_name, checkpoint in models.items():
-            fields = _scan_fields(system, entry, model) | {"model": checkpoint, "out": out}
-            scans[run_name] = resolve(parse_scan(override_fields(fields, scan_overrides)))
+        checkpoints = _models_by_run_name(scan_name, entry.get("checkpoints"), model)
+        for run_name, checkpoint in checkpoints.items():
+            fields = _scan_fields(system, entry, model, text)
+            fields |= {"model": checkpoint, "out": out}
+            scan = parse_scan(override_fields(fields, scan_overrides))
+            # An override may name another model, or a revision of it.
+            is_known = scan.model == checkpoint and scan.revision is None
+            scans[run_name] = resolve(scan, models.describe(checkpoint) if is_known else None)
     return scans
 
 
@@ -166,11 +223,24 @@ def _models_by_run_name(scan: str, checkpoints: str | None, model: str) -> dict[
     return {f"{scan}-{directory.name}": str(directory) for directory in directories}
 
 
-def _scan_fields(system: System, entry: dict[str, Any], model: str) -> dict[str, Any]:
+def _scan_fields(
+    system: System, entry: dict[str, Any], model: str, text: str | None
+) -> dict[str, Any]:
     """Fields of a scan. Later ones win: the defaults, its own, and those of the miniature."""
-    fields = dict(system.defaults)
+    fields = {"precision": PRECISION} | system.defaults
     fields |= {key: value for key, value in entry.items() if key not in SYSTEM_FIELDS}
     if model == system.bundled_model:
         fields |= system.bundled
         fields |= entry.get("bundled", {})
-    return fields
+    if system.text is None:
+        return fields
+    return _with_text(fields, text or system.text.default)
+
+
+def _with_text(value: Any, text: str) -> Any:  # noqa: ANN401 (what TOML holds)
+    """Fields in which every `$text` is the name of a file."""
+    if isinstance(value, dict):
+        return {key: _with_text(item, text) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_text(item, text) for item in value]
+    return text if value == TEXT else value

@@ -31,7 +31,7 @@ def systems_page() -> str:
 
 def _row(name: str, system: System) -> str:
     """A row of the table, as Markdown."""
-    figure_count = sum(len(check.published) for check in system.check)
+    figure_count = sum(len(check.values) for check in system.check)
     cells = [
         f"`{name}`",
         f"**{system.title}** ({system.source}). {system.measured}.",

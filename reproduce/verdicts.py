@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, SupportsFloat
 
 from queries.asking import Row, RunDatabase
 from reproduce.system import Check, Phenomenon, System
 from schemas.errors import QueryError, RunError
-from workers.model.model_info import ModelInfo, describe, find_model
+from workers.model.model_info import ModelInfo
 
-Verdict = Literal["pass", "fail", "not comparable"]
+Verdict = Literal["pass", "fail", "not comparable", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,40 @@ class Finding:
     """A number, or what must hold."""
     measured: float | None
     tolerance: float | None
+    """How far the measured value may lie from the published one: in its units, or in decades."""
     verdict: Verdict
     model: str
+    in_decades: bool = False
+    """Whether the tolerance is of the decimal logarithm."""
+    file: str = ""
+    """The file that the published number is from, if it is one of a table."""
+    reason: str = ""
+    """Why it is not comparable, or why the system was skipped."""
+
+    @property
+    def tolerance_text(self) -> str:
+        """The tolerance with its unit, if it has one."""
+        if self.tolerance is None:
+            return ""
+        return f"{self.tolerance:.4g}{' decades' if self.in_decades else ''}"
 
 
-def judge(name: str, system: System, model: str, database: RunDatabase) -> list[Finding]:
-    """Compare what was measured with what was published, and with what must hold."""
-    info = describe(find_model(model))
+def judge(
+    name: str,
+    system: System,
+    info: ModelInfo,
+    model: str,
+    database: RunDatabase,
+    has_text: bool = False,
+) -> list[Finding]:
+    """Compare what was measured with what was published, and with what must hold.
+
+    `model` is what the user calls the model that `info` describes. `has_text` says whether the
+    runs read the user's text instead of the one that stands for it.
+    """
     findings: list[Finding] = []
     for check in system.check:
-        comparable = has_sizes(info, check.sizes or system.published_sizes)
-        findings += _check_findings(name, check, comparable, model, database)
+        findings += _check_findings(name, system, check, info, model, database, has_text)
     for phenomenon in system.phenomenon:
         # A phenomenon without a list of models is claimed of all.
         if not phenomenon.models or model in phenomenon.models:
@@ -43,20 +67,41 @@ def judge(name: str, system: System, model: str, database: RunDatabase) -> list[
 
 
 def _check_findings(
-    name: str, check: Check, comparable: bool, model: str, database: RunDatabase
+    name: str,
+    system: System,
+    check: Check,
+    info: ModelInfo,
+    model: str,
+    database: RunDatabase,
+    has_text: bool,
 ) -> list[Finding]:
     """One finding for each published number."""
-    measured_values = _measured_values(name, check.sql, database)
+    measured_values = measured_by_name(name, check.sql, database)
+    lacks_text = check.needs_text and not has_text
     findings: list[Finding] = []
-    for key, published in check.published.items():
+    for published in check.values:
         # An override may leave out a part of the scan: then there is no number, and no pass.
-        value = _finite_number(measured_values.get(key))
-        tolerance = check.tolerance * abs(published) if check.relative else check.tolerance
-        verdict: Verdict = "not comparable"
-        if comparable:
-            is_near = value is not None and abs(value - published) <= tolerance
-            verdict = "pass" if is_near else "fail"
-        findings.append(Finding(name, key, published, value, tolerance, verdict, model))
+        value = finite_number(measured_values.get(published.name))
+        verdict: Verdict = "pass" if published.is_near(value) else "fail"
+        reason = ""
+        if not has_sizes(info, system.sizes_of(check, published)):
+            verdict, reason = "not comparable", "published for a model of other sizes"
+        elif lacks_text:
+            verdict, reason = "not comparable", "published for the authors' text: --text FILE"
+        findings.append(
+            Finding(
+                system=name,
+                name=published.full_name,
+                published=published.value,
+                measured=value,
+                tolerance=published.allowed_distance,
+                verdict=verdict,
+                model=model,
+                in_decades=published.scale == "log10",
+                file=check.file,
+                reason=reason,
+            )
+        )
     return findings
 
 
@@ -64,13 +109,13 @@ def _phenomenon_findings(
     name: str, phenomenon: Phenomenon, model: str, database: RunDatabase
 ) -> list[Finding]:
     """One finding for each row of the phenomenon's SQL, or one that says that there are no rows."""
-    rows = _rows(name, phenomenon.sql, 3, database)
+    rows = rows_of(name, phenomenon.sql, 3, database)
     if not rows:
         claim = f"{phenomenon.words}: no rows"
         return [Finding(name, claim, "holds", None, None, "not comparable", model)]
     findings: list[Finding] = []
     for claim, value, holds in rows:
-        measured = _finite_number(value)
+        measured = finite_number(value)
         # 0/0 is NaN. For SQL it is greater than every number, so a comparison with it may hold,
         # but it shows nothing.
         is_undefined = value is not None and measured is None
@@ -79,28 +124,25 @@ def _phenomenon_findings(
     return findings
 
 
-def has_sizes(info: ModelInfo, sizes: dict[str, int]) -> bool:
+def has_sizes(info: ModelInfo, sizes: Mapping[str, object]) -> bool:
     """Whether a model has these sizes, by field of its description."""
     facts = asdict(info)
-    return all(facts.get(field) == size for field, size in sizes.items())
+    return all(facts[field] == size for field, size in sizes.items())
 
 
-def warning(system: System, model: str) -> str:
+def warning(system: System, info: ModelInfo, model: str) -> str:
     """What a reader of the findings must know. Empty if the model is the published one."""
     incomparable = "its numbers are not comparable with the published ones"
     if model == system.published_model:
         return ""
     if model == system.bundled_model:
         return f"a miniature: {incomparable}"
-    info = describe(find_model(model))
-    published_sizes = [system.published_sizes]
-    published_sizes += [check.sizes for check in system.check if check.sizes]
-    if any(has_sizes(info, sizes) for sizes in published_sizes):
+    if any(has_sizes(info, sizes) for sizes in system.all_sizes):
         return "a model of the sizes of a published one: its numbers are compared, and may differ"
     return f"another model: {incomparable}"
 
 
-def _finite_number(value: SupportsFloat | str | None) -> float | None:
+def finite_number(value: SupportsFloat | str | None) -> float | None:
     """A number as JSON can hold it. None if it is undefined or infinite."""
     if value is None:
         return None
@@ -111,10 +153,10 @@ def _finite_number(value: SupportsFloat | str | None) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _measured_values(name: str, sql: str, database: RunDatabase) -> dict[str, Any]:
+def measured_by_name(name: str, sql: str, database: RunDatabase) -> dict[str, Any]:
     """The values that a check's SQL gives, by name."""
     values: dict[str, Any] = {}
-    for key, value in _rows(name, sql, 2, database):
+    for key, value in rows_of(name, sql, 2, database):
         # A later row would silently win over an earlier one.
         if str(key) in values:
             raise RunError(f"{name}: a check names {key!r} twice")
@@ -122,7 +164,7 @@ def _measured_values(name: str, sql: str, database: RunDatabase) -> dict[str, An
     return values
 
 
-def _rows(name: str, sql: str, column_count: int, database: RunDatabase) -> list[Row]:
+def rows_of(name: str, sql: str, column_count: int, database: RunDatabase) -> list[Row]:
     """The rows of a system's SQL. A mistake in it is one line that quotes its beginning."""
     first_line = sql.strip().partition("\n")[0]
     try:

@@ -20,8 +20,10 @@ from typer.testing import CliRunner
 from headcount import app
 from queries.asking import open_runs
 from reproduce.reproduce_commands import _judge
+from reproduce.reproduction import PlannedSystem
 from reproduce.system import Figure, systems
 from reproduce.system_figures import Heading, write_page
+from reproduce.system_runs import plan_system
 from reproduce.verdicts import Finding, Verdict, warning
 from schemas.errors import QueryError, RunError
 from tests import toy_models as toy
@@ -106,19 +108,15 @@ def test_the_banner(tmp_path: Path) -> None:
     assert "warning" not in markup(written_page(tmp_path))
 
 
-def test_what_the_banner_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_banner_says() -> None:
     system = systems()["previous_token"]
-    sizes = dict(system.published_sizes)
-    monkeypatch.setattr("reproduce.verdicts.find_model", lambda model: Path(model))
-    monkeypatch.setattr(
-        "reproduce.verdicts.describe",
-        lambda path: toy.toy_info(**sizes if str(path) == "same" else {"n_layers": 99}),
-    )
-    assert warning(system, system.published_model) == ""
+    same = toy.toy_info(**system.published_sizes)
+    other = toy.toy_info(n_layers=99)
+    assert warning(system, other, system.published_model) == ""
     other_warning = "its numbers are not comparable with the published ones"
-    assert warning(system, system.bundled_model) == f"a miniature: {other_warning}"
-    assert warning(system, "else") == f"another model: {other_warning}"
-    assert warning(system, "same").startswith("a model of the sizes of a published one: ")
+    assert warning(system, other, system.bundled_model) == f"a miniature: {other_warning}"
+    assert warning(system, other, "else") == f"another model: {other_warning}"
+    assert warning(system, same, "same").startswith("a model of the sizes of a published one: ")
 
 
 def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
@@ -205,8 +203,11 @@ def test_runs_on_a_disk_have_a_page_and_runs_in_a_store_have_none(
     write_run(tmp_path / "1234abcd", "a-1", {"sink_mass": lambda row: 1.0})
     database = open_runs(tmp_path / "1234abcd")
     monkeypatch.setattr("reproduce.system_runs.open_runs", lambda *_, **__: database)
+    (plan, *_) = plan_system(system, system.bundled_model, str(tmp_path / "plans"))
     for home in (str(tmp_path / "1234abcd"), "s3://bucket/previous_token/1234abcd"):
-        assert _judge("t", system, system.bundled_model, home) == []
+        moved = replace(plan, scan=plan.scan.model_copy(update={"out": home}))
+        planned = PlannedSystem("t", system, system.bundled_model, plan.info, [moved], False)
+        assert _judge(planned) == []
     assert [path.name for path in tmp_path.glob("*.html")] == ["1234abcd.html"]
 
 

@@ -15,11 +15,13 @@ import duckdb
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headcount import app
-from reproduce.system import Check, Phenomenon, System, systems
+from reproduce.published_values import PublishedValue
+from reproduce.system import Check, Phenomenon, System, read_system, systems
 from reproduce.system_runs import plan_system
 from reproduce.verdicts import Finding, judge
 from schemas.errors import ScanError
@@ -58,7 +60,7 @@ def test_every_system_runs_on_its_miniature_and_shows_its_phenomena(
     system = SYSTEMS[name]
     # Every published figure is there, and none is compared with a miniature.
     figures = [finding for finding in findings if finding["published"] != "holds"]
-    published_names = [key for check in system.check for key in check.published]
+    published_names = [value.full_name for check in system.check for value in check.values]
     assert {figure["verdict"] for figure in figures} == {"not comparable"}
     assert sorted(figure["name"] for figure in figures) == sorted(published_names)
     assert len(findings) - len(figures) >= len(system.phenomenon)
@@ -183,18 +185,16 @@ def toy_system(**fields: Any) -> System:
     return System.model_validate(base | fields)
 
 
-def verdicts(system: System, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+def verdicts(system: System) -> list[Finding]:
     """Findings on the published model, m, and on another one. The system's SQL reads no table."""
     database = without_runs(duckdb.connect())
-    monkeypatch.setattr("reproduce.verdicts.find_model", lambda model: Path(model))
-    monkeypatch.setattr(
-        "reproduce.verdicts.describe",
-        lambda path: toy.toy_info(n_layers=1 if str(path) == "m" else 2),
-    )
-    return judge("toy", system, "m", database) + judge("toy", system, "other", database)
+    published_info = toy.toy_info(n_layers=1)
+    other_info = toy.toy_info(n_layers=2)
+    findings = judge("toy", system, published_info, "m", database)
+    return findings + judge("toy", system, other_info, "other", database)
 
 
-def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts() -> None:
     checks = [
         Check(
             sql="VALUES ('near', 1.05), ('far', 1.2)",
@@ -209,7 +209,7 @@ def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
         Phenomenon(sql="SELECT 'n = {}', 'x', true WHERE false", models=("m",)),
     ]
     system = toy_system(check=checks, phenomenon=phenomena)
-    findings = verdicts(system, monkeypatch)
+    findings = verdicts(system)
     assert [(finding.name, finding.verdict, finding.model) for finding in findings] == [
         ("near", "pass", "m"),
         ("far", "fail", "m"),
@@ -229,6 +229,116 @@ def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = [finding.measured for finding in findings[:7]]
     assert measured == [1.05, 1.2, None, 215.0, 3.0, None, None]
     assert [finding.tolerance for finding in findings[:5]] == [0.1, 0.1, 0.1, 20.0, None]
+
+
+def system_in(directory: Path, text: str, **files: str) -> System:
+    """A system of one layer and two heads, from its file and the files beside it."""
+    for name, content in files.items():
+        (directory / f"{name}.csv").write_text(content)
+    head = """title = ""
+source = ""
+measured = ""
+published_model = "m"
+published_sizes = { n_layers = 1, n_heads = 2 }
+bundled_model = "b"
+scan = {}
+"""
+    (directory / "toy.toml").write_text(head + text)
+    return read_system(directory / "toy.toml")
+
+
+def test_a_file_of_published_values_may_name_models_and_tolerances(tmp_path: Path) -> None:
+    system = system_in(
+        tmp_path,
+        """
+published_models.large = { n_layers = 2 }
+[[check]]
+file = "values.csv"
+tolerance = 0.1
+sql = "VALUES ('a', 1.05), ('b', 3)"
+""",
+        values="name,value,model,tolerance\na,1,,\na,2,large,\nb,2.9,large,0.01\n",
+    )
+    assert [(f.name, f.tolerance, f.file, f.model, f.verdict) for f in verdicts(system)] == [
+        ("a", 0.1, "values.csv", "m", "pass"),
+        ("large: a", 0.1, "values.csv", "m", "not comparable"),
+        ("large: b", 0.01, "values.csv", "m", "not comparable"),
+        ("a", 0.1, "values.csv", "other", "not comparable"),
+        ("large: a", 0.1, "values.csv", "other", "fail"),
+        ("large: b", 0.01, "values.csv", "other", "fail"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "csv", "problem"),
+    [
+        ("tolerance = 1", "name,valu\n", "values.csv: expected the columns name and value"),
+        ("tolerance = 1", "name,value\na,x\n", "values.csv: a: value: expected a number, got 'x'"),
+        ("", "name,value\na,1\n", "values.csv: a: no tolerance, in the file or in the check"),
+        ("tolerance = 1", "name,value\na,1\na,2\n", "values.csv: names 'a' twice"),
+        ("tolerance = 1", "name,value,model\na,1,xl\n", "values.csv: unknown model 'xl'"),
+        ("published = { a = 1 }", "", "expected either published or file, got both"),
+        ("tolerance = 1\nsizes = { layers = 2 }", "", "unknown field of a model 'layers'"),
+        ("tolerance = 1\nrelative = true\nlog10 = true", "", "either relative or log10"),
+    ],
+)
+def test_mistakes_in_published_values_are_lines(
+    tmp_path: Path, text: str, csv: str, problem: str
+) -> None:
+    check = f"[[check]]\nsql = ''\nfile = 'values.csv'\n{text}\n"
+    with pytest.raises(ScanError, match=re.escape(problem)) as error:
+        system_in(tmp_path, check, values=csv)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_tolerance_of_the_logarithm_is_of_orders_of_magnitude() -> None:
+    published = PublishedValue("p", 1e-6, 1, "log10")
+    assert [published.is_near(value) for value in (1e-5, 1.1e-5, 1e-7, 0.9e-7, 0, -1e-6, None)] == [
+        True, False, True, False, False, False, False,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="p: log10: expected a value above 0, got 0"):
+        PublishedValue("p", 0, 1, "log10")
+
+
+def test_figures_of_the_authors_text_are_compared_only_with_that_text() -> None:
+    check = Check(sql="VALUES ('a', 1)", published={"a": 1}, tolerance=0.1, needs_text=True)
+    system = toy_system(check=[check])
+    database = without_runs(duckdb.connect())
+    info = toy.toy_info(n_layers=1)
+    (without,) = judge("toy", system, info, "m", database)
+    (with_text,) = judge("toy", system, info, "m", database, has_text=True)
+    assert (without.verdict, with_text.verdict) == ("not comparable", "pass")
+    assert "--text FILE" in without.reason
+
+
+def test_the_text_stands_wherever_a_system_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("It is what it is. " * 40)
+    scan = {
+        "n_ctx": 16,
+        "sequences": 1,
+        "statistics": ["sink_mass"],
+        "input": {"family": "text", "files": "$text", "packing": "concat"},
+    }
+    with pytest.raises(ValidationError, match=re.escape("reads $text, and the system has no")):
+        toy_system(scan={"s": scan})
+    system = toy_system(scan={"s": scan}, text={"what": "a text"})
+
+    def files(text: str | None) -> object:
+        (plan,) = plan_system(system, "bundled:gpt2-mini", str(tmp_path / "runs"), text=text)
+        return plan.scan.input.options["files"]
+
+    assert files(None) == "bundled:LICENSE"
+    assert files(str(tmp_path / "own.txt")) == str(tmp_path / "own.txt")
+
+
+def test_every_system_is_measured_in_float32(tmp_path: Path) -> None:
+    system = SYSTEMS["previous_token"]
+    plans = plan_system(system, system.bundled_model, str(tmp_path))
+    assert {plan.scan.precision for plan in plans} == {"float32"}
+    assert (
+        "systems are measured in float32"
+        in reproduce("previous_token", "--set", "precision=float64")[1]
+    )
 
 
 def test_no_phenomenon_compares_a_quotient_by_a_spread() -> None:

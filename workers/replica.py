@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,11 @@ from workers.measurements.batch_size import BatchSize
 from workers.measurements.requested import Requested
 from workers.measurements.weight_tables import tables_of_weights
 from workers.model.loading import load_model
+from workers.model.model import Model
 from workers.model.model_info import ModelInfo
+
+Load = Callable[[ModelInfo, str, str, torch.dtype], Model]
+"""Loads a model: its description, the processing of its weights, the device, their format."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,14 @@ class InterventionMeasurements(Measurements):
 class Replica:
     """A loaded model that measures."""
 
-    def __init__(self, info: ModelInfo, scan: Scan, device: str = "auto") -> None:
+    def __init__(
+        self, info: ModelInfo, scan: Scan, device: str = "auto", load: Load = load_model
+    ) -> None:
         self.device = resolve_device(device)
         self.scan = scan
         # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
-        self.model = load_model(info, scan.weight_processing, self.device, dtype)
+        self.model = load(info, scan.weight_processing, self.device, dtype)
         self.settlement = settle(self.model, scan, self.device)
         self.depth = scan.depth(self.model.info)
         """How many layers a forward pass goes through."""
