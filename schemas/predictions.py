@@ -27,10 +27,11 @@ PREDICTION_INPUTS: dict[str, str] = {
     "embeddings e [batch pos d_model]",
     "position_after_layer": "what positions change in the stream after the first layer [batch pos "
     "d_model]",
+    "first_mlp_out": "what the first MLP adds to the stream at position 0 [batch d_model]",
 }
 """Every name that a prediction may take as a parameter.
 
-The last three use the untouched weights, without any intervention. They are NaN unless
+The last four use the untouched weights, without any intervention. They are NaN unless
 `positions_known`.
 """
 
@@ -234,6 +235,44 @@ def position_cosine_layer(effective: Tensor, position_after_layer: Tensor) -> Te
     [[1.0]]
     """
     return _cosine(effective, position_after_layer)
+
+
+@prediction(
+    unit="euclidean norm",
+    range=(0, math.inf),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_known_positions,
+)
+def first_mlp_norm(first_mlp_out: Tensor) -> Tensor:
+    """Length of what the first MLP adds to the residual stream at position 0.
+
+    ‖m‖₂, m = output of the MLP of layer 0 at position 0
+
+    >>> first_mlp_norm(stream([3, 4])[0]).tolist()
+    [5.0]
+    """
+    return first_mlp_out.norm(dim=-1)
+
+
+@prediction(
+    unit="length along a direction",
+    range=(-math.inf, math.inf),
+    source="Ran-Milo et al. 2026, arXiv 2604.14722, intervention d",
+    defined=has_known_positions,
+    of_directions=True,
+)
+def first_mlp_position_part(first_mlp_out: Tensor, effective: Tensor) -> Tensor:
+    """How much of what the first MLP adds at position 0 lies along the first effective position:
+    what `swap_effective_positions` moves.
+
+    α = m·EPE[0] / ‖EPE[0]‖₂, m = output of the MLP of layer 0 at position 0, EPE[0] = W_pos[0] +
+    MLP_0(W_pos[0])
+
+    >>> first_mlp_position_part(stream([3, 4])[0], stream([0, 2], [9, 9])[0]).tolist()
+    [4.0]
+    """
+    first = effective[0]
+    return (first_mlp_out * first).sum(-1) / first.norm(dim=-1)
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ def _refuse_long_pairs(profiles: Iterable[Profile], scan: ScanFacts) -> None:
 KIND = Kind(
     field="profiles",
     word="profile",
-    meaning="Profiles (means by key, query, lag, pair or dimension) of the profiles table: a list of names. "
-    "Default: none.",
+    meaning="Profiles (means by key, query, lag, pair or dimension) of the profiles table: a list "
+    "of names. Default: none.",
     registry=PROFILES,
     table=tables.PROFILES,
     computed="in every layer",

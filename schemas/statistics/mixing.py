@@ -1,7 +1,8 @@
 """How different positions are from one another: heads that mix tokens make them alike.
 
 Over-mixing is the loss of these differences (Barbero et al. 2025). A sink slows it down, because a
-head that rests on it moves little.
+head that rests on it moves little. Their measure of a matrix is √T times the spread below:
+μ(X) = ‖X - (1/T) 11ᵀX‖_F. Less the factor, texts of different lengths can be compared.
 """
 
 import math
@@ -13,22 +14,24 @@ from schemas.statistics.statistic_registry import statistic
 BARBERO = "Barbero et al. 2025, arXiv 2504.02732"
 
 
-def deviations(vectors: Tensor) -> Tensor:
-    """Vectors `[batch pos …]` less their mean over the positions."""
-    return vectors - vectors.mean(1, keepdim=True)
+def squared_deviations(vectors: Tensor) -> Tensor:
+    """Squared distance of each of the vectors `[batch pos …]` from their mean: `[batch pos …]`."""
+    # Less the first one before the mean is taken: what all positions share then leaves no rounding.
+    from_first = vectors - vectors[:, :1]
+    return (from_first - from_first.mean(1, keepdim=True)).square().sum(-1)
 
 
 @statistic(unit="euclidean norm", range=(0, math.inf), source=BARBERO, standard=False)
 def resid_post_spread(resid_post: Tensor) -> Tensor:
-    """Length of what distinguishes positions in the residual stream after the layer: the
-    over-mixing measure μ; the same for all heads of a layer.
+    """Root mean square distance of positions from their mean in the residual stream after the
+    layer; the same for all heads of a layer.
 
-    ‖R - (1/T) 11ᵀR‖_F = √(Σ_k ‖R[k] - m‖₂²), R = resid_post, m = 1/T Σ_k R[k]
+    √(1/T Σ_k ‖R[k] - m‖₂²), R = resid_post, m = 1/T Σ_k R[k]
 
-    >>> resid_post_spread(stream([4, 1], [-4, 1], [0, 1])).square().round().item()
-    32.0
+    >>> resid_post_spread(stream([3, 1], [-3, 1], [3, 1], [-3, 1])).item()
+    3.0
     """
-    return deviations(resid_post).flatten(1).norm(dim=-1)
+    return squared_deviations(resid_post).mean(-1).sqrt()
 
 
 @statistic(
@@ -52,17 +55,16 @@ def resid_post_spread_share(resid_post: Tensor) -> Tensor:
     0.5
     """
     others = resid_post[:, 1:]
-    spread = deviations(others).square().flatten(1).sum(-1)
-    return spread / others.square().flatten(1).sum(-1)
+    return squared_deviations(others).sum(-1) / others.square().sum(-1).sum(-1)
 
 
 @statistic(unit="euclidean norm", range=(0, math.inf), source=BARBERO, standard=False)
 def value_spread(v: Tensor) -> Tensor:
-    """Length of what distinguishes positions in the values.
+    """Root mean square distance of the values from their mean.
 
-    ‖V - (1/T) 11ᵀV‖_F = √(Σ_k ‖v[k] - m‖₂²), m = 1/T Σ_k v[k]
+    √(1/T Σ_k ‖v[k] - m‖₂²), m = 1/T Σ_k v[k]
 
-    >>> value_spread(vectors([4, 1], [-4, 1], [0, 1])).square().round().item()
-    32.0
+    >>> value_spread(vectors([3, 1], [-3, 1], [3, 1], [-3, 1])).item()
+    3.0
     """
-    return deviations(v).transpose(1, 2).flatten(2).norm(dim=-1)
+    return squared_deviations(v).mean(1).sqrt()

@@ -416,7 +416,7 @@ def spread(rows: Array) -> float:
 
 @statistic
 def resid_post_spread(h: Head) -> float:
-    return math.sqrt(spread(h.resid_post))
+    return math.sqrt(spread(h.resid_post) / h.T)
 
 
 @statistic
@@ -428,7 +428,7 @@ def resid_post_spread_share(h: Head) -> float:
 
 @statistic
 def value_spread(h: Head) -> float:
-    return math.sqrt(spread(h.v))
+    return math.sqrt(spread(h.v) / h.T)
 
 
 # Scores
@@ -668,6 +668,34 @@ def position_cosine_layer(run: Run) -> list[float]:
         for edits in ([], [without])
     ]
     return [cosine(effective[i], after[0][i] - after[1][i]) for i in range(len(run.tokens))]
+
+
+def first_mlp_out(run: Run) -> Array | None:
+    """What the first MLP adds at position 0, if it and the effective positions are known."""
+    if run.weights.effective_positions() is None or run.weights.layers[0].mlp is None:
+        return None
+    outputs: list[Array] = []
+
+    def keep(value: Array, place: object) -> Array:
+        outputs.append(value[0].copy())
+        return value
+
+    forward(run.weights, run.tokens, [ActivationEdit("mlp_out", keep)], layers=1)
+    return outputs[0]
+
+
+@prediction
+def first_mlp_norm(run: Run) -> float:
+    m = first_mlp_out(run)
+    return math.nan if m is None else length(m)
+
+
+@prediction
+def first_mlp_position_part(run: Run) -> float:
+    m, EPE = first_mlp_out(run), run.weights.effective_positions()
+    if m is None or EPE is None or length(EPE[0]) == 0:
+        return math.nan
+    return float(m @ EPE[0]) / length(EPE[0])
 
 
 # All of it

@@ -24,7 +24,7 @@ from schemas.statistics import Statistic
 from schemas.tables import SEQUENCES, chance_column
 from workers.engine.engine import Engine
 from workers.engine.fused_pattern import uniform_pattern
-from workers.engine.prediction_inputs import PredictionInputs
+from workers.engine.prediction_inputs import COMPUTED_BY, PredictionInputs
 from workers.engine.token_pairs import find_matches
 from workers.measurements.finite_checks import (
     check_lists,
@@ -41,7 +41,12 @@ from workers.measurements.layer_formulas import (
 from workers.measurements.profile_means import Aggregate, aggregates, merge
 from workers.measurements.requested import Requested
 from workers.measurements.undefined import defined_or_nan
-from workers.model.layer_weights import effective_or_nan
+from workers.model.layer_weights import effective_or_nan, first_mlp_out_or_nan
+
+# The engine's room computes the other inputs.
+COMPUTED_BY["first_mlp_out"] = lambda inputs: {
+    "first_mlp_out": first_mlp_out_or_nan(inputs.model, inputs.tokens)
+}
 
 Columns = dict[str, np.ndarray]
 

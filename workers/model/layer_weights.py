@@ -26,12 +26,21 @@ def attention_weights(model: Model, layer: int, names: Iterable[str]) -> dict[st
 
 def effective_or_nan(model: Model, n_ctx: int) -> Tensor:
     """The effective positions `[pos d_model]` of the weights as they are now; NaN if not known."""
-    effective = model.effective_positions(n_ctx)
-    if effective is None:
+    return _known_or_nan(model, model.effective_positions(n_ctx), n_ctx)
+
+
+def first_mlp_out_or_nan(model: Model, tokens: Tensor) -> Tensor:
+    """What the first MLP adds at position 0 `[batch d_model]`; NaN if it is not known."""
+    return _known_or_nan(model, model.first_mlp_out(tokens), len(tokens))
+
+
+def _known_or_nan(model: Model, vectors: Tensor | None, rows: int) -> Tensor:
+    """Vectors of the stream `[row d_model]`, which are NaN if there are none."""
+    if vectors is None:
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-        shape = (n_ctx, model.info.d_model)
+        shape = (rows, model.info.d_model)
         return torch.full(shape, math.nan, dtype=dtype, device=model.device)
-    return at_least_float32(effective)
+    return at_least_float32(vectors)
 
 
 def _projection(model: Model, layer: int, name: str) -> Tensor:

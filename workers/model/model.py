@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +34,10 @@ LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 def at_least_float32(tensor: Tensor) -> Tensor:
     """A tensor in float32, or in float64 if it is that already: measuring uses no narrower one."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+class _SeenEnough(Exception):
+    """Ends a pass of which the rest is not needed."""
 
 
 class Hook(Protocol):
@@ -124,6 +129,25 @@ class Model:
         if positions is None or self.hides("mlp_out"):
             return None
         return effective_positions(positions[:n_ctx], self.modules("mlp_out"))
+
+    def first_mlp_out(self, tokens: Tensor) -> Tensor | None:
+        """What the first MLP adds at position 0 to sequences of tokens `[batch pos]`.
+
+        `[batch d_model]`, of the weights as they are now; None if the MLP is not a module of its
+        own, or there is none.
+        """
+        if not self.modules("mlp_out"):
+            return None
+        outputs: list[Tensor] = []
+
+        def keep_output(value: Tensor, hook: object) -> None:
+            outputs.append(value[:, 0])
+            raise _SeenEnough
+
+        # Later tokens change nothing at position 0.
+        with suppress(_SeenEnough):
+            self.run_with_hooks(tokens[:, :1], [(self.hook_name("mlp_out", 0), keep_output)])
+        return outputs[0]
 
     @cached_property
     def circuit(self) -> Circuit:
