@@ -1,5 +1,5 @@
-"""The tables of the attention-sink profiler as the systems `first_keys` and `masked_keys` hold them:
-complete, at the source's own places, and narrow enough to tell a wrong model.
+"""The profiler's tables in the systems `first_keys` and `masked_keys`: complete, at the places of the
+source, and narrow enough to tell a wrong model.
 """
 
 from __future__ import annotations
@@ -154,38 +154,25 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def tokens_by_scan(system: str, model: str, out: Path, text: Path) -> dict[str, np.ndarray]:
-    """The tokens of every scan that reads the text `[sequence position]`."""
-    plans = plan_system(SYSTEMS[system], model, str(out), text=str(text))
-    return {
-        re.sub(r"-[0-9a-f]+$", "", plan.run.run_id): plan.sequences.shard(0).tokens
-        for plan in plans
-        if plan.scan.input.family == "repeated_text"
-        and str(text) in str(plan.scan.input.options["files"])
-    }
+def test_the_paragraph_is_repeated_as_the_source_repeats_it(reader: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
 
-
-def source_tokens(model: str, passage: str) -> list[int]:
-    """A passage as the Hub's tokenizer reads it."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)(passage)["input_ids"]
-
-
-@pytest.mark.parametrize("system", ["first_keys", "masked_keys"])
-def test_the_sources_paragraph_is_repeated_as_the_source_repeats_it(
-    system: str, reader: str, tmp_path: Path
-) -> None:
     paragraph = source_file("paragraph.txt")
-    copy = source_tokens(reader, paragraph.read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.from_file(f"{reader}/tokenizer.json")
+    copy = tokenizer.encode(paragraph.read_text(encoding="utf-8")).ids
     assert len(copy) == 56
-    scans = tokens_by_scan(system, reader, tmp_path, paragraph)
-    lengths = {len(tokens[0]) for tokens in scans.values()}
-    assert lengths == set(LENGTHS if system == "first_keys" else (256, 512, 1024))
-    for name, tokens in scans.items():
-        assert len(tokens) == 1
-        expected = copy if not name.startswith("length") else [50256, *copy]
-        np.testing.assert_array_equal(tokens[0], np.resize(expected, tokens.shape[1]))
+    system = SYSTEMS["first_keys"]
+    scans = {name: system.scan[name] for name in ("length-6", "natural-3")}
+    plans = plan_system(
+        system.model_copy(update={"scan": scans}), reader, str(tmp_path), text=str(paragraph)
+    )
+    with_bos, without_bos = [plan.sequences.shard(0).tokens for plan in plans]
+    np.testing.assert_array_equal(with_bos, [np.resize([50256, *copy], 1024)])
+    np.testing.assert_array_equal(without_bos, [np.resize(copy, 512)])
+    # masked_keys reads the same sequence, and only one.
+    masked = SYSTEMS["masked_keys"].defaults
+    assert masked["input"] == system.scan["natural-3"]["input"]
+    assert (masked["bos"], masked["sequences"]) == (False, 1)
 
 
 # Hidden keys
@@ -215,7 +202,7 @@ def test_the_hidden_spans_are_the_sources(n_ctx: int) -> None:
         first, count = map(int, re.findall(r"-?\d+", name))
         hidden.add((first % n_ctx, count))
     assert hidden == set(source_spans(n_ctx).values())
-    spans = duckdb.sql(system.view["spans"]).fetchall()
+    spans = duckdb.connect().execute(system.view["spans"]).fetchall()
     names = {
         (f"{span}_trial{draw}" if span.startswith("random") else span): re.findall(r"-?\d+", name)
         for scan, name, span, draw in spans
@@ -255,7 +242,7 @@ def named_ratios() -> Callable[[dict[tuple[str, str], float]], dict[str, float]]
         database.executemany("INSERT INTO costs VALUES (?, ?, ?)", rows)
         for view in ("spans", "span_ratios", "named_ratios"):
             database.execute(f"CREATE VIEW {view} AS {SYSTEMS['masked_keys'].view[view]}")
-        return dict(database.sql("FROM named_ratios").fetchall())
+        return dict(database.execute("FROM named_ratios").fetchall())
 
     return ask
 
