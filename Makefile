@@ -57,6 +57,7 @@ docs: .venv/.installed
 	$(BIN)/python -m schemas.formula_pages
 	$(BIN)/python -m workers.edit_and_input_pages
 	$(BIN)/python -m reproduce.systems_page
+	$(BIN)/python -m reproduce.coverage
 	$(BIN)/python -m tests.reference_pages
 
 clean:

@@ -86,11 +86,17 @@ function heat(figure, width, theme) {
     hovertemplate: "%{x}, %{y}  %{z:.4~g}<extra></extra>",
     colorbar: { thickness: 8, outlinewidth: 0, xpad: 8, tickfont: { size: 10 } },
   };
-  const height = 60 + Math.max(120, Math.min(460, 24 * figure.rows.length));
+  // A pattern has a row for each query and a column for each key: its cells are square.
+  const height = figure.square
+    ? 60 + Math.min(width, 560)
+    : 60 + Math.max(120, Math.min(460, 24 * figure.rows.length));
   const margin = { l: 58, r: 14, t: 8, b: 44 };
   const layout = baseLayout(theme, Math.min(width, 620), height, margin);
   layout.xaxis = labelAxis(theme, figure.x, figure.columns, { showgrid: false });
-  layout.yaxis = labelAxis(theme, figure.y, figure.rows, { showgrid: false, autorange: "reversed" });
+  const order = { showgrid: false, autorange: "reversed" };
+  const shape = figure.square ? { scaleanchor: "x", constrain: "domain" } : {};
+  layout.yaxis = labelAxis(theme, figure.y, figure.rows, { ...order, ...shape });
+  if (figure.square) layout.xaxis.constrain = "domain";
   return [[trace], layout];
 }
 

@@ -74,7 +74,7 @@ def _card(system: str, figure: Figure, database: RunDatabase, page_figures: Figu
         return {"title": figure.title, "missing": str(reason)}
     except QueryError as error:
         raise RunError(f"{system}, figure {figure.title!r}: {error}") from None
-    axes = {"kind": figure.kind, "x": figure.x, "y": figure.y}
+    axes = {"kind": figure.kind, "square": figure.square, "x": figure.x, "y": figure.y}
     return {"title": figure.title} | page_figures.add(**axes, **content)
 
 
