@@ -1,5 +1,6 @@
-"""The profiler's tables in the systems `first_keys` and `masked_keys`: complete, at the places of the
-source, and narrow enough to tell a wrong model.
+"""The profiler's tables in the systems `first_keys` and `masked_keys`.
+
+They are complete, at the places of the source, and narrow enough to tell a wrong model.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def test_uniform_attention_is_not_taken_for_a_published_head() -> None:
     for name, (value, tolerance) in shares.items():
         if not name.endswith("entropy"):
             n_ctx, first = re.findall(r"T = (\d+).*first (\d)", name)[0]
-            assert abs(uniform_share(int(n_ctx), int(first)) - value) > 2 * tolerance, name
+            assert abs(uniform_share(int(n_ctx), int(first)) - value) > 1.1 * tolerance, name
 
 
 def test_odds_that_are_eight_percent_off_are_near_enough_and_a_quarter_is_not() -> None:
