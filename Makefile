@@ -1,5 +1,6 @@
 # make demo: a first look.  make test: what a pull request must pass.  make bench: how fast, on this machine.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
+# make controls: which figures pass for random weights, or for edits that do nothing.
 # make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ RUNS ?= runs/demo
 SCHEDULES ?= 20
 SEED ?= 0
 
-.PHONY: demo test check tests bench precision scale chaos docs clean
+.PHONY: demo test check tests bench precision scale chaos controls docs clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -52,6 +53,9 @@ scale: .venv/.installed
 chaos: .venv/.installed
 	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -q tests/test_damage.py -k no_damage_is_returned
 	@$(BIN)/python -m tests.chaos --schedules $(SCHEDULES) --seed $(SEED)
+
+controls: .venv/.installed
+	$(BIN)/python -m reproduce.controls $(SYSTEM)
 
 docs: .venv/.installed
 	$(BIN)/python -m schemas.formula_pages

@@ -1,0 +1,511 @@
+"""Whether figures and phenomena can fail: for random weights, and for edits that do nothing.
+
+A figure that a model with random weights passes says nothing about the published model. A figure of
+an edit that passes if the edit does nothing says nothing about the edit. Each must fail, or say
+in one line why it cannot (`passes_random`, `passes_null`). The other way round, a model that is
+right must pass: the scatter that the authors give is drawn many times (`scatter_problems`).
+
+* Random weights: a model of the published layers and heads with narrow heads, on few sequences of
+  the published scans, compared as if it were the published model.
+* Edits that do nothing: the same system, with every edit measured as `none`. What does not change
+  depends on no edit. What becomes 0, 1 or 100 is a change, a ratio or a percentage, and is compared
+  so. Any other value becomes that of a figure that depends on no edit, the untouched model's: its
+  published value is compared.
+
+`python -m reproduce.controls [NAME …]`, or `make controls` for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from jobs.plan import prepare_run
+from jobs.ray_cluster import Resources
+from jobs.run_loop import run_to_end
+from queries.asking import RunDatabase
+from reproduce.published_values import PublishedValue
+from reproduce.system import Check, System, find_systems, systems
+from reproduce.system_runs import open_system_runs, plan_system
+from reproduce.verdicts import finite_number, measured_by_name, rows_of
+from schemas.errors import HeadcountError, QueryError, RunError
+from schemas.intervention import NONE, Intervention
+from workers.inputs.text_files import located
+from workers.model.model_info import BUNDLED_MODELS, find_model
+from workers.process import prepare_process
+from workers.replica import InterventionMeasurements, Replica
+
+SEQUENCES = 6
+"""Sequences of each scan. A figure of random weights needs no precision to be wrong."""
+
+MOST_TOKENS = 1024
+"""Tokens of each scan, if two sequences have no more: losses over a large vocabulary take time."""
+
+D_HEAD = 4
+"""Width of a head of the random models."""
+
+UNTRAINED, LIVELY = 0.02, 0.3
+"""Standard deviation of random weights: as GPT-2 begins, and so large that every edit shows."""
+
+DRAWS = 20_000
+"""Pairs of a published and a measured value that are drawn for the scatter of one figure."""
+
+LEAST_PASSING = 0.99
+"""Share of right models that a figure must pass."""
+
+SAME = 1e-6
+"""Relative difference below which two measured values are one."""
+
+NOTHING = (0.0, 1.0, 100.0)
+"""What changes, ratios and percentages of an edit that does nothing are."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """What one control says of one figure or phenomenon."""
+
+    system: str
+    name: str
+    control: str
+    """random, null or scatter."""
+    is_wrong: bool
+    """Whether it passes although it must not, and no reason is given."""
+    text: str
+    """What was seen."""
+
+
+class NullReplica(Replica):
+    """A replica whose edits do nothing: each is measured as `none`, under its own name."""
+
+    _tokens: np.ndarray | None = None
+    _measured: InterventionMeasurements | None = None
+
+    def measure(
+        self,
+        tokens: np.ndarray,
+        intervention: Intervention = NONE,
+        labels: list[list[str]] | None = None,
+        partner: np.ndarray | None = None,
+    ) -> InterventionMeasurements:
+        """Measure the untouched model, once for all interventions of a shard."""
+        if self._tokens is not tokens or self._measured is None:
+            self._measured = super().measure(tokens, NONE, labels)
+            self._tokens = tokens
+        method = self._measured.method.model_copy(update={"intervention": str(intervention)})
+        return replace(self._measured, method=method)
+
+
+# Models
+
+
+def write_random_model(
+    directory: Path, like: str, sizes: Mapping[str, int | str], scale: float
+) -> Path:
+    """Write a model with random weights: the layout of a miniature, and some sizes of another
+    model.
+    """
+    miniature = find_model(like)
+    config = json.loads((miniature / "config.json").read_text(encoding="utf-8"))
+    directory.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", 8))
+    n_ctx, d_vocab = min(int(sizes.get("n_ctx", 1024)), 1024), int(sizes["d_vocab"])
+    if "model_type" in config:
+        _write_gpt2(directory, config, (n_layers, n_heads, n_ctx, d_vocab))
+    else:
+        _write_legacy(directory, miniature, config, (n_layers, n_heads, n_ctx, d_vocab))
+    state = load_file(directory / "model.safetensors")
+    for name, weight in sorted(state.items()):
+        # The gain of a norm stays 1. An untrained model has no biases.
+        is_gain = name.endswith((".ln_1.weight", ".ln_2.weight", "ln_f.weight", ".w"))
+        is_bias = name.rpartition(".")[2].startswith(("bias", "b", "b_"))
+        if is_gain or (is_bias and scale == UNTRAINED):
+            continue
+        weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(directory, d_vocab)
+    # A scan of checkpoints finds the same weights in each.
+    for step in miniature.glob("step-*"):
+        (directory / step.name).mkdir()
+        for file in directory.glob("*.*"):
+            (directory / step.name / file.name).symlink_to(file)
+    return directory
+
+
+def _write_tokenizer(directory: Path, d_vocab: int) -> None:
+    """Write the tokenizer of a miniature, with tokens that no text has up to the vocabulary."""
+    tokenizer = json.loads(
+        (BUNDLED_MODELS / "gpt2-mini" / "tokenizer.json").read_text(encoding="utf-8")
+    )
+    vocabulary = tokenizer["model"]["vocab"]
+    known = len({*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])})
+    vocabulary |= {f"<unused {token}>": token for token in range(known, d_vocab)}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def _write_gpt2(
+    directory: Path, config: Mapping[str, Any], shape: tuple[int, int, int, int]
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    n_layers, n_heads, n_ctx, d_vocab = shape
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=d_vocab,
+            n_positions=n_ctx,
+            n_embd=n_heads * D_HEAD,
+            n_layer=n_layers,
+            n_head=n_heads,
+            bos_token_id=min(config["bos_token_id"], d_vocab - 1),
+            eos_token_id=min(config["eos_token_id"], d_vocab - 1),
+        )
+    )
+    model.save_pretrained(directory)
+
+
+def _write_legacy(
+    directory: Path, miniature: Path, config: dict[str, Any], shape: tuple[int, int, int, int]
+) -> None:
+    n_layers, n_heads, n_ctx, d_vocab = shape
+    sizes = {"n_layers": n_layers, "n_heads": n_heads, "n_ctx": n_ctx, "d_vocab": d_vocab}
+    sizes |= {"d_vocab_out": d_vocab, "d_head": D_HEAD, "d_model": n_heads * D_HEAD}
+    (directory / "config.json").write_text(json.dumps(config | sizes), encoding="utf-8")
+    # The size of each axis of the miniature's weights says which size it is.
+    renamed = {config[name]: sizes[name] for name in ("n_ctx", "d_vocab", "n_heads", "d_head")}
+    state = {}
+    for name, weight in load_file(miniature / "model.safetensors").items():
+        axes = [renamed.get(size, size) for size in weight.shape]
+        # The width may be as large as the context, so it is told apart by its place.
+        if name.startswith("pos_embed"):
+            axes = [n_ctx, n_heads * D_HEAD]
+        else:
+            axes = [
+                n_heads * D_HEAD if size == config["d_model"] else axis
+                for size, axis in zip(weight.shape, axes, strict=True)
+            ]
+        is_gain = name.endswith(".w")
+        state[name] = torch.ones(axes) if is_gain else torch.zeros(axes)
+    save_file(state, directory / "model.safetensors")
+
+
+# Runs
+
+
+@contextlib.contextmanager
+def stand_in_files(system: System) -> Iterator[None]:
+    """Work in an empty directory with a file for each that a scan of the system names.
+
+    They hold lines of this project's licence, as if they were of three data sets.
+    """
+    words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        for name in _named_files(system):
+            lines = ["text,dataset"]
+            for row in range(3 * SEQUENCES):
+                text = " ".join(words[row * 11 : row * 11 + 400]).replace('"', "")
+                lines.append(f'"{text}",{("sst2", "gsm8k", "humaneval")[row % 3]}')
+            Path(name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        yield
+
+
+def _named_files(system: System) -> set[str]:
+    """The CSV files that the scans of a system read."""
+    texts = json.dumps([system.defaults, system.scan])
+    words = texts.replace('"', "\n").splitlines()
+    return {word for word in words if word.endswith(".csv") and "/" not in word}
+
+
+def short_scans(system: System, sizes: Mapping[str, int | str]) -> System:
+    """The system with few sequences, and with the scans that a model of these sizes has."""
+    scans: dict[str, dict[str, Any]] = {}
+    for name, entry in system.scan.items():
+        alternatives = entry.get("sizes")
+        if alternatives and not any(
+            sizes.get(field) == size for one in alternatives for field, size in one.items()
+        ):
+            continue
+        fields = {key: value for key, value in entry.items() if key != "sizes"}
+        source = fields.get("input") or system.defaults.get("input")
+        # A file that is not there: the miniature reads something else.
+        if source is None or "pile-mini" in str(source):
+            fields |= {"input": (system.bundled | entry.get("bundled", {}))["input"]}
+        n_ctx = int(fields.get("n_ctx") or system.defaults["n_ctx"])
+        few = max(2, min(SEQUENCES, MOST_TOKENS // n_ctx))
+        scans[name] = fields | {"sequences": few}
+    return system.model_copy(update={"scan": scans, "bundled": {}})
+
+
+def measured_system(
+    system: System, model: str, out: Path, replica_class: type[Replica] = Replica
+) -> RunDatabase:
+    """The runs of a system on a model, measured now."""
+    plans = plan_system(system, model, str(out))
+    for plan in plans:
+        prepare_run(plan, "")
+        resources = Resources(replicas=0, device="cpu")
+        console = Console(quiet=True)
+        run_to_end(plan, resources, console, replica_class=replica_class, stop_at_failure=True)
+    return open_system_runs(system, plans[0].scan.out)
+
+
+def measured_values(name: str, check: Check, database: RunDatabase) -> dict[str, float | None]:
+    """What a check measures, by name. Nothing if these runs lack what its SQL reads."""
+    try:
+        values = measured_by_name(name, check.sql, database)
+    except (RunError, QueryError):
+        return {}
+    return {key: finite_number(value) for key, value in values.items()}
+
+
+# Controls
+
+
+def random_controls(name: str, system: System, directory: Path) -> list[Control]:
+    """Figures and phenomena of a model with random weights."""
+    controls: list[Control] = []
+    for number, sizes in enumerate(_distinct_sizes(system)):
+        model = write_random_model(
+            directory / f"random-{number}", system.bundled_model, sizes, UNTRAINED
+        )
+        short = short_scans(system, sizes)
+        database = measured_system(short, str(model), directory / f"runs-{number}")
+        for check in system.check:
+            measured = measured_values(name, check, database)
+            for value in check.values:
+                if system.sizes_of(check, value) == sizes:
+                    controls += _random_control(name, check, value, measured.get(value.name))
+        if sizes == system.published_sizes:
+            controls += _random_phenomena(name, system, database)
+    return controls
+
+
+def _random_control(
+    name: str, check: Check, value: PublishedValue, measured: float | None
+) -> list[Control]:
+    if not value.is_near(measured):
+        return []
+    why = check.why_random_passes(value.name)
+    text = why or f"published {value.value:.4g}, random weights {measured:.4g}"
+    return [Control(name, value.full_name, "random", not why, text)]
+
+
+def _random_phenomena(name: str, system: System, database: RunDatabase) -> list[Control]:
+    controls: list[Control] = []
+    for phenomenon in system.phenomenon:
+        for claim, value, holds in _phenomenon_rows(name, phenomenon.sql, database):
+            if holds:
+                why = phenomenon.why_random_passes(claim) or phenomenon.why_random_passes(
+                    phenomenon.words
+                )
+                text = why or f"holds for random weights ({value})"
+                controls.append(Control(name, claim, "random", not why, text))
+    return controls
+
+
+def _phenomenon_rows(
+    name: str, sql: str, database: RunDatabase
+) -> list[tuple[str, float | None, bool]]:
+    """Claim, value and whether it holds, in the order of the rows."""
+    try:
+        rows = rows_of(name, sql, 3, database)
+    except (RunError, QueryError):
+        return []
+    results: list[tuple[str, float | None, bool]] = []
+    for claim, value, holds in rows:
+        number = finite_number(value)
+        is_undefined = value is not None and number is None
+        results.append((str(claim), number, bool(holds) and not is_undefined))
+    return results
+
+
+def null_controls(name: str, system: System, directory: Path) -> list[Control]:
+    """Figures of edits, if the edits did nothing; and phenomena on the miniature."""
+    if not _has_edits(system):
+        return []
+    controls: list[Control] = []
+    for number, sizes in enumerate(_distinct_sizes(system)):
+        model = write_random_model(
+            directory / f"lively-{number}", system.bundled_model, sizes, LIVELY
+        )
+        short = short_scans(system, sizes)
+        with_edits = measured_system(short, str(model), directory / f"edits-{number}")
+        without = measured_system(short, str(model), directory / f"null-{number}", NullReplica)
+        controls += _null_figures(name, system, sizes, with_edits, without)
+    return controls + null_phenomena(name, system, directory)
+
+
+def _null_figures(
+    name: str,
+    system: System,
+    sizes: Mapping[str, int | str],
+    with_edits: RunDatabase,
+    without: RunDatabase,
+) -> list[Control]:
+    pairs: list[tuple[Check, PublishedValue, float, float]] = []
+    for check in system.check:
+        edited = measured_values(name, check, with_edits)
+        null = measured_values(name, check, without)
+        for value in check.values:
+            before, after = edited.get(value.name), null.get(value.name)
+            if system.sizes_of(check, value) == sizes and before is not None and after is not None:
+                pairs.append((check, value, before, after))
+    untouched = [
+        (check, value, after)
+        for check, value, before, after in pairs
+        if math.isclose(before, after, rel_tol=SAME, abs_tol=SAME)
+    ]
+    controls: list[Control] = []
+    for check, value, before, after in pairs:
+        if math.isclose(before, after, rel_tol=SAME, abs_tol=SAME):
+            continue
+        null_value = _null_value(check, after, untouched)
+        if null_value is not None and value.is_near(null_value):
+            why = check.why_null_passes(value.name)
+            text = why or f"published {value.value:.4g}, an edit that does nothing {null_value:.4g}"
+            controls.append(Control(name, value.full_name, "null", not why, text))
+    return controls
+
+
+def _null_value(
+    check: Check, after: float, untouched: Sequence[tuple[Check, PublishedValue, float]]
+) -> float | None:
+    """The published value of a model whose edits do nothing; None if it was not published."""
+    for nothing in NOTHING:
+        if math.isclose(after, nothing, rel_tol=SAME, abs_tol=SAME):
+            return nothing
+    same = [
+        (other, value)
+        for other, value, measured in untouched
+        if math.isclose(after, measured, rel_tol=SAME)
+    ]
+    # The row of the same check comes first: another may be rounded otherwise.
+    same.sort(key=lambda pair: pair[0] is not check)
+    return same[0][1].value if same else None
+
+
+def null_phenomena(
+    name: str, system: System, directory: Path, model: str | None = None
+) -> list[Control]:
+    """Phenomena of edits that hold on the miniature, and hold if the edits do nothing."""
+    if not system.phenomenon or not _has_edits(system):
+        return []
+    model = model or system.bundled_model
+    with_edits = measured_system(system, model, directory / "miniature")
+    without = measured_system(system, model, directory / "miniature-null", NullReplica)
+    controls: list[Control] = []
+    for phenomenon in system.phenomenon:
+        rows = _phenomenon_rows(name, phenomenon.sql, with_edits)
+        null_rows = _phenomenon_rows(name, phenomenon.sql, without)
+        for claim, value, holds in null_rows:
+            # The same words with the same number: it depends on no edit.
+            if not holds or (claim, value, holds) in rows:
+                continue
+            why = phenomenon.why_null_passes(claim) or phenomenon.why_null_passes(phenomenon.words)
+            text = why or f"holds under edits that do nothing ({value})"
+            controls.append(Control(name, claim, "null", not why, text))
+    return controls
+
+
+def _has_edits(system: System) -> bool:
+    fields = [system.defaults, system.bundled, *system.scan.values()]
+    named = [edit for entry in fields for edit in entry.get("interventions", [])]
+    return any(edit != "none" for edit in named)
+
+
+def _distinct_sizes(system: System) -> list[dict[str, int | str]]:
+    """The sizes of each model that something was published for, each once."""
+    sizes: list[dict[str, int | str]] = []
+    for check in system.check:
+        for value in check.values:
+            if system.sizes_of(check, value) not in sizes:
+                sizes.append(dict(system.sizes_of(check, value)))
+    if system.published_sizes not in sizes:
+        sizes.append(dict(system.published_sizes))
+    return sizes
+
+
+def passing_share(value: PublishedValue) -> float:
+    """The share of right models that a figure passes, if published and measured values scatter."""
+    if not value.standard_error:
+        return 1.0
+    generator = np.random.default_rng(0)
+    draws = generator.standard_normal((2, DRAWS)) * value.standard_error + value.value
+    published, measured = draws
+    if value.scale == "log10":
+        both = (published > 0) & (measured > 0)
+        ratio = np.divide(measured, published, out=np.ones(DRAWS), where=both)
+        near = both & (np.abs(np.log10(ratio, where=both, out=np.zeros(DRAWS))) <= value.tolerance)
+    else:
+        unit = np.abs(published) if value.scale == "relative" else 1.0
+        near = np.abs(measured - published) <= value.tolerance * unit
+    return float(near.mean())
+
+
+def scatter_problems(name: str, system: System) -> list[Control]:
+    """Figures that a right model fails in more than one of a hundred cases."""
+    controls: list[Control] = []
+    for check in system.check:
+        for value in check.values:
+            share = passing_share(value)
+            # The draws themselves scatter by 0.0007.
+            if share < LEAST_PASSING - 0.002:
+                text = f"a right model passes in {share:.1%} of cases"
+                controls.append(Control(name, value.full_name, "scatter", True, text))
+    return controls
+
+
+def controls_of(name: str, system: System) -> list[Control]:
+    """Every control of one system."""
+    controls = scatter_problems(name, system)
+    with stand_in_files(system), tempfile.TemporaryDirectory() as directory:
+        controls += random_controls(name, system, Path(directory))
+        controls += null_controls(name, system, Path(directory))
+    return controls
+
+
+def main(words: Sequence[str]) -> int:
+    """Print which figures and phenomena pass that must not; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m reproduce.controls", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="systems; none means all")
+    parser.add_argument("--reasons", action="store_true", help="also print those with a reason")
+    options = parser.parse_args(words)
+    prepare_process()
+    selection = find_systems(options.names) if options.names else systems()
+    wrong = 0
+    for name, system in selection.items():
+        try:
+            controls = controls_of(name, system)
+        except HeadcountError as error:
+            print(f"{name}: no controls: {error}")
+            wrong += 1
+            continue
+        _print(name, controls, options.reasons)
+        wrong += sum(control.is_wrong for control in controls)
+    return 1 if wrong else 0
+
+
+def _print(name: str, controls: Iterable[Control], with_reasons: bool) -> None:
+    wrong = [control for control in controls if control.is_wrong]
+    excused = [control for control in controls if not control.is_wrong]
+    print(f"{name}: {len(wrong)} pass that must not, {len(excused)} with a reason", flush=True)
+    for control in [*wrong, *(excused if with_reasons else [])]:
+        print(f"  {control.control}: {control.name}: {control.text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
