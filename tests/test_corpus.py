@@ -964,3 +964,64 @@ def test_a_chunk_that_does_not_fit_is_refused(
 ):
     options = {"family": "repeated_text", "files": str(three_files[0]), "chunk": chunk}
     assert problem_of(info, three_files, input=options) == message
+
+
+@pytest.mark.parametrize("position", [1, 4])
+@pytest.mark.parametrize("token", [None, 7])
+def test_a_token_of_the_text_is_replaced_by_a_fixed_or_a_random_one(
+    three_files: list[Path], info: ModelInfo, position: int, token: int | None
+):
+    options = {
+        "family": "text_with_token",
+        "files": [str(file) for file in three_files],
+        "packing": "concat",
+        "position": position,
+    }
+    if token is not None:
+        options["token"] = token
+    changes: list[dict[str, Any]] = [
+        {},
+        {"input": options},
+        {"input": options, "sequences_per_shard": 2},
+    ]
+    text, edited, in_parts = (
+        np.array(all_tokens(open_corpus(info, three_files, "concat", n_ctx=9, bos=True, **change)))
+        for change in changes
+    )
+    assert edited.tolist() == in_parts.tolist()
+    assert (edited[:, 0] == BYTE_BOS).all()
+    others = np.arange(9) != position
+    assert (edited[:, others] == text[:, others]).all()
+    replaced = set(edited[:, position].tolist())
+    assert replaced == {7} if token == 7 else len(replaced) > 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position": 6}, "input.position: expected 0 to 5, the positions of text in a sequence"),
+        ({"token": 257}, "input.token: expected 0 to 256, the token ids of "),
+    ],
+)
+def test_a_token_or_a_position_that_is_not_there_is_refused(
+    three_files: list[Path], info: ModelInfo, options: dict[str, int], message: str
+):
+    family = {"family": "text_with_token", "files": str(three_files[0])}
+    assert problem_of(info, three_files, input=family | options).startswith(message)
+
+
+def test_the_licence_is_running_text_and_a_stream_of_windows(info: ModelInfo):
+    """No token is left out between two windows, and white space is single spaces."""
+    licence = " ".join(Path("LICENSE").read_text().split()).encode()
+    bundled = {"family": "text", "files": "bundled:LICENSE", "packing": "concat"}
+    sequences = open_corpus(info, [], n_ctx=65, bos=True, input=bundled)
+    windows = all_tokens(sequences)
+    assert len(windows) == len(licence) // 64
+    in_windows = bytes(token for window in windows for token in window[1:])
+    assert in_windows == licence[: len(windows) * 64]
+    # The file itself is as it is.
+    as_file = open_corpus(
+        info, [], n_ctx=64, input=bundled | {"files": str(Path("LICENSE").resolve())}
+    )
+    assert bytes(all_tokens(as_file)[0]).startswith(b"\n    ")
+    assert sequences.record != as_file.record

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from schemas.errors import HeadcountError, ModelError, ScanError
 from schemas.scan import Scan
 from tests.toy_models import BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs import InputFamily, Labelled
+from workers.inputs import InputFamily, Labelled, sentences
 from workers.inputs.sequences import Sequences
+from workers.inputs.text_files import read_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -235,6 +237,106 @@ def test_unigrams_of_a_table_are_those_of_its_texts(tmp_path: Path):
     assert counts[list(b"ab,")] / counts.sum() == pytest.approx([1 / 2, 1 / 3, 1 / 6], abs=0.01)
 
 
+TEMPLATE = "{1} and {2}: {3}>"
+"""A sentence of 11 bytes, whose names are one letter each."""
+
+
+def ioi_of(tmp_path: Path, n_ctx: int = 12, **options: Any) -> Sequences:
+    """Sentences of bytes."""
+    info = toy_info(
+        path=str(byte_tokenizer(tmp_path)), d_vocab=257, bos_token_id=256, eos_token_id=256
+    )
+    options = {"family": "ioi", "template": TEMPLATE, "names": list("PQRSTUV")} | options
+    return Sequences(toy_scan(n_ctx=n_ctx, sequences=40, input=options), info, partners=True)
+
+
+def test_sentences_name_the_subject_twice_and_its_partner_nobody(tmp_path: Path):
+    shard = ioi_of(tmp_path).shard(0)
+    other_shard = ioi_of(tmp_path, family="ioi_other_names").shard(0)
+    assert shard.partner is not None
+    assert shard.labels is not None
+    assert other_shard.partner is not None
+    assert shard.partner.tolist() == other_shard.tokens.tolist()
+    assert other_shard.partner.tolist() == shard.tokens.tolist()
+    orders: set[str] = set()
+    for tokens, labels, others in zip(
+        shard.tokens.tolist(), shard.labels, shard.partner.tolist(), strict=True
+    ):
+        io, s1, s2 = (bytes([tokens[labels.index(label)]]).decode() for label in ("IO", "S1", "S2"))
+        first, second = (io, s1) if labels.index("IO") < labels.index("S1") else (s1, io)
+        assert bytes(tokens[1:]).decode() == f"{first} and {second}: {s2}>"
+        assert s1 == s2 != io
+        names = {chr(token) for token in others[1:] if chr(token).isupper()}
+        assert len(names) == 3
+        assert not names & {io, s1}
+        orders.add("ABBA" if first == io else "BABA")
+    assert orders == {"ABBA", "BABA"}
+
+
+def test_an_order_of_names_changes_no_name(tmp_path: Path):
+    abba, baba = (ioi_of(tmp_path, order=order).shard(0) for order in ("ABBA", "BABA"))
+    assert {tuple(labels) for labels in abba.labels or []} == {
+        ("", "IO", "", "", "", "", "", "S1", "", "", "S2", "")
+    }
+    swapped = abba.tokens[:, [0, 7, *range(2, 7), 1, *range(8, 12)]]
+    assert swapped.tolist() == baba.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("n_ctx", "options", "message"),
+    [
+        (
+            13,
+            {},
+            "n_ctx: the sentence has 11 tokens besides the beginning-of-sequence token, the "
+            "sequence has room for 12; change n_ctx by -1",
+        ),
+        (
+            12,
+            {"names": ["Pat", "Quinn", "Ray", "Sam", "Tim", "Una"]},
+            "input.names: expected 5 or more names that the model's tokenizer takes for one token "
+            "each in '{1} and {2}: {3}>', got too few in Pat, Quinn, Ray, Sam, Tim, Una",
+        ),
+        (
+            12,
+            {"names": ["P", "Q", "R", "S"]},
+            "input.names: expected 5 or more names that the model's tokenizer takes for one token "
+            "each in '{1} and {2}: {3}>', got too few in P, Q, R, S",
+        ),
+    ],
+)
+def test_sentences_that_do_not_fit_are_refused(
+    tmp_path: Path, n_ctx: int, options: dict[str, Any], message: str
+):
+    with pytest.raises(ScanError) as caught:
+        ioi_of(tmp_path, n_ctx, **options).shard(0)
+    assert str(caught.value) == message
+
+
+GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2-tokenizer"
+
+
+@pytest.mark.skipif(not GPT2_TOKENIZER.is_dir(), reason=f"{GPT2_TOKENIZER} is not there")
+def test_gpt2_takes_every_default_name_for_one_token_and_the_licence_for_text():
+    info = toy_info(path=str(GPT2_TOKENIZER), d_vocab=50257, bos_token_id=50256, eos_token_id=50256)
+    scan = toy_scan(n_ctx=15, input={"family": "ioi", "order": "ABBA"}, sequences=1)
+    sequences = Sequences(scan, info)
+    labels = ["", "", "IO", "", "S1", *[""] * 5, "S2", "", "", "", ""]
+    assert sequences.shard(0).labels == [labels]
+    fitting = sentences._fitting(sentences.TEMPLATE, sentences.NAMES, sequences.tokenizer)  # pyright: ignore[reportPrivateUsage]
+    assert fitting.names == sentences.NAMES
+    # What the documentation of the family `text` says.
+    assert white_space(sequences, (ROOT / "LICENSE").read_text()) == (1104, 3169)
+    assert white_space(sequences, read_text("bundled:LICENSE")) == (0, 2066)
+
+
+def white_space(sequences: Sequences, text: str) -> tuple[int, int]:
+    """How many tokens of a text are white space, and how many there are."""
+    tokenizer = Tokenizer.from_file(str(GPT2_TOKENIZER / "tokenizer.json"))
+    tokens = sequences.tokenizer.encode(text)
+    return sum(not tokenizer.decode([token]).strip() for token in tokens), len(tokens)
+
+
 def labels_of(family: str, returned: object, n_ctx: int = 5) -> list[list[str]] | None:
     """The labels of a scan whose family returns that."""
     sequences = sequences_of(n_ctx=n_ctx, sequences=1)
@@ -316,6 +418,16 @@ def test_a_family_that_returns_too_little_is_named():
             {"files": "a", "packing": "x"},
             "input.packing: expected 'document' or 'concat', got 'x'",
         ),
+        (
+            "ioi",
+            {"template": "{2} and {1}: {3}"},
+            "input.template: expected the places {1}, {2}, {3} in this order, got {2} and {1}: {3}",
+        ),
+        (
+            "ioi",
+            {"order": "ABAB"},
+            "input.order: expected 'ABBA', 'BABA' or 'both', got 'ABAB'",
+        ),
         ("abac", {}, "input.second: missing; the family abac needs it"),
         ("corrupted_repeat", {"rate": "1"}, "input.rate: expected a number, got '1'"),
         ("backcopy", {}, "input.text: missing; the family backcopy needs it"),
@@ -335,9 +447,9 @@ def test_a_family_that_returns_too_little_is_named():
             {},
             "input.family: unknown input family 'uniform_randon': did you mean 'uniform_random'? "
             "Known: abac, backcopy, backcopy_test, corrupted_repeat, csv_texts, induction_pos0, "
-            "ngram_corrupt, ngram_order, ngram_overlap, ngram_reversed, pile, repeated_random, "
-            "repeated_text, shuffled_text, single_token_repeat, text, uniform_random, "
-            "unigram_random",
+            "ioi, ioi_other_names, ngram_corrupt, ngram_order, ngram_overlap, ngram_reversed, "
+            "pile, repeated_random, repeated_text, shuffled_text, single_token_repeat, text, "
+            "text_with_token, uniform_random, unigram_random",
         ),
     ],
 )

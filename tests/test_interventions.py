@@ -49,6 +49,10 @@ WITH_OPTIONS = {
     "blend_position": "(5)",
     "scale_position": "(5,3)",
     "zero_token": "(5)",
+    "zero_massive_activations": "(0,1.5,2)",
+    "set_massive_activation": "(1,3,-20)",
+    "ideal_backcopy": "(1,2)",
+    "ideal_induction": "(1,2)",
 }
 EVERY = [name + WITH_OPTIONS.get(name, "") for name in INTERVENTIONS]
 
@@ -82,11 +86,14 @@ def test_both_engines_see_the_same_edit(
     fused, dense = replicas
     tokens = toy.repeating_tokens(17, batch=3)
     partner = (tokens * 7 + 1) % toy.D_VOCAB
-    unedited, edited = fused.measure(tokens), fused.measure(tokens, name, partner=partner)
+    labels = [["trigger" if token % 3 == 0 else "" for token in row] for row in tokens.tolist()]
+    unedited, edited = (
+        fused.measure(tokens, edit, labels, partner=partner) for edit in ("none", name)
+    )
     assert edited.method.engine == "fused"
-    assert difference(edited, dense.measure(tokens, name, partner=partner)) < 1e-5
+    assert difference(edited, dense.measure(tokens, name, labels, partner=partner)) < 1e-5
     assert (difference(edited, unedited) > 1e-4) == (name != "none")
-    measured_again = fused.measure(tokens)
+    measured_again = fused.measure(tokens, "none", labels)
     for statistic in STATISTICS:
         np.testing.assert_array_equal(measured_again.heads[statistic], unedited.heads[statistic])
 
@@ -139,6 +146,54 @@ def test_edits_do_what_they_say(replicas: tuple[toy.TextReplica, toy.TextReplica
     np.testing.assert_allclose(
         tokens_alone["entropy"][0], np.log(np.arange(9) + 1).mean(), rtol=1e-5
     )
+
+
+def test_a_mean_of_the_bias_over_keys_leaves_the_pattern_of_no_bias(
+    replicas: tuple[toy.TextReplica, toy.TextReplica],
+) -> None:
+    """A softmax does not change by what all keys share: a bias acts by its differences alone."""
+    tokens = toy.repeating_tokens(17, batch=2)
+    zero, mean, plain = (
+        replicas[0].measure(tokens, name).heads
+        for name in ("zero_query_bias", "mean_query_bias", "none")
+    )
+    of_the_pattern = ("sink_mass", "entropy", "head_output_norm", "resid_post_norm")
+    for statistic in of_the_pattern:
+        np.testing.assert_allclose(mean[statistic], zero[statistic], rtol=1e-5, atol=1e-6)
+        assert np.abs(mean[statistic] - plain[statistic]).max() > 1e-3
+    # The bias that is averaged is the edited one.
+    doubled = replicas[0].measure(tokens, "scale_query_bias(2)+mean_query_bias").heads
+    np.testing.assert_allclose(doubled["sink_mass"], zero["sink_mass"], rtol=1e-5, atol=1e-6)
+
+
+def test_massive_activations_are_gone_after_their_layer(gpt2: Path, tmp_path: Path) -> None:
+    def make_massive(weights: dict[str, torch.Tensor]) -> None:
+        weights["transformer.h.0.mlp.c_proj.bias"][[3, 7]] = torch.tensor([5000.0, -90.0])
+
+    path = toy.copy_of(gpt2, tmp_path / "m", lambda model: toy.change_weights(model, make_massive))
+    names = ["sink_resid_post_massive", "resid_post_norm"]
+    replica = toy.replica(path, statistics=names)
+    tokens = toy.repeating_tokens(9)
+    massive, norm = (replica.measure(tokens).heads[name] for name in names)
+    assert massive[0, :2, 0].tolist() == [1, 1]
+    zeroed = replica.measure(tokens, "zero_massive_activations(0)").heads
+    assert zeroed["sink_resid_post_massive"].max() == 0
+    assert zeroed["resid_post_norm"][0, 0, 0] < 200 < 4900 < norm[0, 0, 0]
+    set_to_zero = replica.measure(tokens, "set_massive_activation(0,3,0)").heads
+    assert set_to_zero["sink_resid_post_massive"].max() == 0
+    elsewhere = replica.measure(tokens, "set_massive_activation(0,3,0,5)").heads
+    assert elsewhere["sink_resid_post_massive"][0, :2, 0].tolist() == [1, 1]
+
+
+def test_an_edit_that_reads_labels_needs_them(
+    replicas: tuple[toy.TextReplica, toy.TextReplica],
+) -> None:
+    tokens = toy.repeating_tokens(9)
+    with pytest.raises(ScanError, match="reads which tokens are labelled, and no labels are given"):
+        replicas[0].measure(tokens, "ideal_backcopy(0,1)")
+    # A sequence without a trigger looks at its first token alone.
+    heads = replicas[0].measure(tokens, "ideal_backcopy(0,1)", [[""] * 9]).heads
+    assert heads["sink_mass"][0, 0, 1] == 1
 
 
 def test_positions_alone_ignore_the_tokens(

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from schemas.commits import Method
-from schemas.errors import MeasureError, ModelError, counted
+from schemas.errors import MeasureError, ModelError, ScanError, counted
 from schemas.intervention import NONE, Intervention
 from schemas.scan import Scan
 from workers.engine.dense_engine import DenseEngine
+from workers.engine.edits import LABELS
 from workers.engine.engine import Engine
 from workers.engine.fused_engine import FusedEngine
 from workers.engine.kernel_check import proven_sweep
@@ -86,7 +87,7 @@ class Replica:
         """
         needs_partner = self._settled(intervention).bound.needs_partner
         needed_partner = partner if needs_partner else None
-        masks = _masks(labels) if labels and self.requested.reads("labels") else {}
+        masks = self._needed_masks(labels, intervention)
         sequences = _Sequences(tokens, masks, needed_partner)
         with self.engine_under(intervention, needed_partner) as engine:
             try:
@@ -98,6 +99,19 @@ class Replica:
                 raise MeasureError(f"{error}: {problem}") from None
         method = engine.method(str(intervention), self.depth)
         return InterventionMeasurements(**vars(measured), method=method)
+
+    def _needed_masks(
+        self, labels: list[list[str]] | None, intervention: Intervention
+    ) -> dict[str, np.ndarray]:
+        """Where each label stands: `[sequence pos]` by label; empty if nothing reads labels."""
+        needed_by_edit = self._settled(intervention).bound.needs_labels
+        if needed_by_edit and labels is None:
+            raise ScanError(
+                f"interventions: '{intervention}': reads which tokens are labelled, and no labels "
+                "are given"
+            )
+        is_read = needed_by_edit or self.requested.reads(LABELS)
+        return _masks(labels) if labels and is_read else {}
 
     @contextmanager
     def engine_under(
@@ -178,6 +192,8 @@ class Replica:
             name: self._on_device(torch.from_numpy(mask)) for name, mask in batch.masks.items()
         }
         partner = None if batch.partner is None else self._tokens_on_device(batch.partner)
+        if LABELS in engine.edits.reads:
+            engine = engine.edited(engine.edits.given({LABELS: labels}))
         patched_engine = with_partner(engine, partner, self.depth)
         return launch(patched_engine, self.requested, tokens, first, labels)
 

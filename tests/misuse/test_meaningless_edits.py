@@ -100,6 +100,13 @@ REFUSED = [
     ("scale_massive_keys(0,33)", "count: expected at most 32 (d_model), got 33"),
     ("scale_random_keys(-1)", "draw: expected 0 or more, got -1"),
     ("scale_random_keys(0,0,17)", "count: expected at most 16 (half of d_model), got 17"),
+    (
+        "set_massive_activation(0,32,1)",
+        "dimension: expected at most 31 (d_model - 1), got 32",
+    ),
+    ("set_massive_activation(0,1,1,16)", "position 16 of a sequence, which has 16"),
+    ("zero_massive_activations(0,0)", "size: expected more than 0, got 0"),
+    ("ideal_induction(0,4)", "head 4 of toy, which has 4"),
     # Thresholds that no head can be beyond.
     ("zero_inactive_heads(entropy,nan)", "threshold: expected a number, got 'nan'"),
     ("zero_inactive_heads(entropy,1e999)", "threshold: expected a finite number, got inf"),

@@ -56,6 +56,8 @@ class Place:
     """What the layer has made before, by its name in `LayerActivations`."""
     partner: Array | None
     """The same value in the run on the partner sequence."""
+    labels: Sequence[str] = ()
+    """The label of every token, "" if it has none; empty if the input has no labels."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,13 @@ def forward(
     edits: Sequence[ActivationEdit] = (),
     partner: Run | None = None,
     layers: int | None = None,
+    labels: Sequence[str] = (),
 ) -> Run:
     """Run one sequence; `layers` may stop it early.
 
     Without a partner, edits that patch do nothing: that is how the partner itself is run.
     """
-    forward_pass = _ForwardPass(weights, list(tokens), edits, partner)
+    forward_pass = _ForwardPass(weights, list(tokens), edits, partner, labels)
     stream = forward_pass.embedded()
     for number in range(len(weights.layers[:layers])):
         stream = forward_pass.after_layer(number, stream)
@@ -102,10 +105,12 @@ class _ForwardPass:
         tokens: list[int],
         edits: Sequence[ActivationEdit],
         partner: Run | None,
+        labels: Sequence[str],
     ) -> None:
         self.weights = weights
         self.edits = edits
         self.partner = partner
+        self.labels = labels
         self.run = Run(weights, tokens, [], np.zeros(0))
         self.known: dict[str, Array] = {}
         """What edits may read of the present layer."""
@@ -121,7 +126,7 @@ class _ForwardPass:
             from_partner = None
             if edit.patches and self.partner is not None:
                 from_partner = self.partner.values_before_edit[number, layer]
-            place = Place(self.run.tokens, layer, self.known, from_partner)
+            place = Place(self.run.tokens, layer, self.known, from_partner, self.labels)
             value = edit.function(value.copy(), place)
         return value
 

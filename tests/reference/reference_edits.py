@@ -54,14 +54,18 @@ def of(target: str) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
 
 
 def run_edited(
-    weights: Weights, tokens: Sequence[int], intervention: str, partner: Sequence[int]
+    weights: Weights,
+    tokens: Sequence[int],
+    intervention: str,
+    partner: Sequence[int],
+    labels: Sequence[str] = (),
 ) -> Run:
     """One sequence under an intervention such as `zero_query_bias+zero_head(1,2)`."""
     edited, activation_edits = parse(weights, intervention)
     partner_run = None
     if any(edit.patches for edit in activation_edits):
-        partner_run = forward(edited, partner, activation_edits)
-    return forward(edited, tokens, activation_edits, partner_run)
+        partner_run = forward(edited, partner, activation_edits, labels=labels)
+    return forward(edited, tokens, activation_edits, partner_run, labels=labels)
 
 
 def parse(weights: Weights, intervention: str) -> tuple[Weights, list[ActivationEdit]]:
@@ -430,7 +434,75 @@ def entropy_of(probabilities: Array) -> float:
     return -sum(p * math.log(p) for p in probabilities.tolist() if p > 0)
 
 
+@of("attn_scores")
+def mean_query_bias(value: Array, place: Place, untouched: Weights) -> Array:
+    """With c[k] = scale b_Q·k[k], the score loses c[k] and gains the mean of c[0] … c[q]."""
+    layer = untouched.layers[place.layer]
+    if layer.b_Q is None or untouched.rotated:
+        raise NotApplicable("no query bias, or one that is rotated")
+    for head in range(len(value)):
+        c = place.known["k"][head] @ layer.b_Q[head] * layer.scale
+        for q in range(len(c)):
+            value[head, q] += c[: q + 1].mean() - c
+    return value
+
+
+# The residual stream
+
+
+@of("resid_post")
+def zero_massive_activations(
+    value: Array,
+    place: Place,
+    untouched: Weights,
+    layer: int,
+    size: float = 100.0,
+    ratio: float = 1000.0,
+) -> Array:
+    """Beyond both bounds; the median is the lower middle one of every sixteenth position's."""
+    sizes = sorted(np.abs(value[::16]).ravel().tolist())
+    median = sizes[(len(sizes) - 1) // 2]
+    for position, dimension in np.ndindex(*value.shape):
+        if abs(value[position, dimension]) > max(size, ratio * median):
+            value[position, dimension] = 0
+    return value
+
+
+@of("resid_post")
+def set_massive_activation(
+    value: Array,
+    place: Place,
+    untouched: Weights,
+    layer: int,
+    dimension: int,
+    number: float,
+    position: int = 0,
+) -> Array:
+    value[position, dimension] = number
+    return value
+
+
 # Heads
+
+
+@of("pattern")
+def ideal_backcopy(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    assert place.labels
+    for q, label in enumerate(place.labels):
+        value[head, q] = 0
+        value[head, q, q - 1 if label == "trigger" and q > 0 else 0] = 1
+    return value
+
+
+@of("pattern")
+def ideal_induction(value: Array, place: Place, untouched: Weights, layer: int, head: int) -> Array:
+    tokens = place.tokens
+    for q, token in enumerate(tokens):
+        followers = [j + 1 for j in range(q) if tokens[j] == token] or [0]
+        value[head, q] = 0
+        for k in followers:
+            value[head, q, k] = 1 / len(followers)
+    return value
 
 
 @of("z")

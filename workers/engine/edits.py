@@ -5,7 +5,8 @@ in all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -51,6 +52,9 @@ So the pattern is one that answers questions.
 PARTNER = "partner"
 """Read by an edit that wants its own target from the run on the partner sequence."""
 
+LABELS = "labels"
+"""Read by an edit that wants to know which tokens the input family has labelled."""
+
 Index = int | slice | EllipsisType | Tensor | list[int]
 """What selects places along an axis of a tensor."""
 
@@ -59,9 +63,9 @@ def readable(target: str) -> tuple[str, ...]:
     """What an edit may read besides its target.
 
     >>> readable("v")
-    ('tokens', 'layer', 'partner', 'resid_pre')
+    ('tokens', 'layer', 'partner', 'labels', 'resid_pre')
     >>> readable("pattern")
-    ('tokens', 'layer', 'partner', 'resid_pre', 'q', 'k', 'v')
+    ('tokens', 'layer', 'partner', 'labels', 'resid_pre', 'q', 'k', 'v')
     """
     order = list(EDITABLE_ACTIVATIONS)
     # What is made at the same time as the target does not exist yet when the edit is made.
@@ -71,7 +75,8 @@ def readable(target: str) -> tuple[str, ...]:
     elif target in WHOLE_PATTERN:
         made_at = WHOLE_PATTERN[0]
     earlier = order[: order.index(made_at)]
-    return ("tokens", "layer", PARTNER, *(name for name in READABLE_ACTIVATIONS if name in earlier))
+    activations = [name for name in READABLE_ACTIVATIONS if name in earlier]
+    return ("tokens", "layer", PARTNER, LABELS, *activations)
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,13 @@ class Edits:
                 edited = edit.function(edited, {**readable_values, "layer": layer})
         return edited
 
+    def given(self, values: Mapping[str, Any]) -> Edits:
+        """The same edits, which may read these values too."""
+        return Edits(
+            replace(edit, function=partial(_with_values, edit.function, values))
+            for edit in self.edits
+        )
+
     def dense_layers(self, n_layers: int) -> list[int]:
         """Layers whose pattern has to be built."""
         return [
@@ -127,6 +139,15 @@ class Edits:
             for layer in range(n_layers)
             if any(self.touch(name, layer) for name in WHOLE_PATTERN)
         ]
+
+
+def _with_values(
+    function: Callable[[Tensor, Mapping[str, Any]], Tensor],
+    values: Mapping[str, Any],
+    value: Tensor,
+    readable_values: Mapping[str, Any],
+) -> Tensor:
+    return function(value, {**readable_values, **values})
 
 
 def hide(scores: Tensor, hidden: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ of text names a corpus, and its documents become sequences in these steps:
 5. `sequences` hands out shards of a scan, whichever the family.
 """
 
-from workers.inputs import bigram_backcopy, corpus_families, layouts, synthetic
+from workers.inputs import bigram_backcopy, corpus_families, layouts, sentences, synthetic
 from workers.inputs.input_registry import (
     INPUTS,
     Draw,
@@ -24,5 +24,5 @@ from workers.inputs.input_registry import (
 
 __all__ = [
     "INPUTS", "Draw", "InputFamily", "Labelled", "find_input", "input_family",
-    "bigram_backcopy", "corpus_families", "layouts", "synthetic",
+    "bigram_backcopy", "corpus_families", "layouts", "sentences", "synthetic",
 ]  # fmt: skip

@@ -116,6 +116,16 @@ def _conditions(
 
 
 @dataclass(frozen=True)
+class ReplacedToken:
+    """A position of every sequence that has another token than the text."""
+
+    position: int
+    """Counted from the beginning of the sequence, the beginning-of-sequence token included."""
+    token: int | None
+    """None means a random token for each sequence."""
+
+
+@dataclass(frozen=True)
 class Corpus:
     """What a family of text returns: sources in order, and how documents become sequences."""
 
@@ -132,6 +142,8 @@ class Corpus:
     """
     repeat_bos: bool = False
     """Whether the beginning-of-sequence token stands before every copy of the chunk."""
+    replaced: ReplacedToken | None = None
+    """The token that stands in the place of one of the text; None if none does."""
     choice: Choice = field(default_factory=Choice)
 
     @property

@@ -138,7 +138,7 @@ class Source:
 
     def place_of(self, row: int) -> str:
         """Where a row is, for people: counted from 1, as a line if the file consists of lines."""
-        if self.kind == "text":
+        if self.kind in ("text", "flowing text"):
             return printable(self.name)
         unit = "line" if self.kind == "jsonl" else "row"
         return f"{printable(self.name)}, {unit} {row + 1:,}"
@@ -366,6 +366,25 @@ def _read_text(source: Source, reading: Reading, first_row: int) -> Iterator[Rec
         yield Record(0, {reading.text_field: text})
 
 
+def _read_flowing_text(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+    """A file of plain text whose lines are joined: one document."""
+    for record in _read_text(source, reading, first_row):
+        content = record.content
+        if isinstance(content, dict):
+            text: str = content[reading.text_field]
+            content = {reading.text_field: flowing(text)}
+        yield record._replace(content=content)
+
+
+def flowing(text: str) -> str:
+    """A text with one space in the place of all white space, as running text has.
+
+    >>> flowing("  1. Definitions.\\n\\n      License shall mean")
+    '1. Definitions. License shall mean'
+    """
+    return " ".join(text.split())
+
+
 def _read_hub(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
     """The rows of one part of a Hub data set."""
     rows = open_hub(source.path, source.split)
@@ -390,6 +409,7 @@ READERS = {
     "parquet": _read_parquet,
     "csv": _read_csv,
     "text": _read_text,
+    "flowing text": _read_flowing_text,
     "hub": _read_hub,
 }
 """Reader of each kind of source: the records, from `first_row` or an earlier row on."""

@@ -149,6 +149,11 @@ class InputFamily:
     """Says what is wrong with the options as a whole; None if nothing is."""
 
     @property
+    def labels_tokens(self) -> bool:
+        """Whether its sequences are `Labelled`."""
+        return inspect.signature(self.function, eval_str=True).return_annotation is Labelled
+
+    @property
     def record(self) -> dict[str, Any]:
         """What a run's manifest keeps of it.
 

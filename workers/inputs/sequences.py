@@ -116,12 +116,28 @@ class Sequences:
         if self.options.get("repeat_bos") and not self.scan.bos:
             raise ScanError("input.repeat_bos: expected with bos = true only; leave it out")
         _check_range(self.options, self.info)
+        if "position" in self.options:
+            self._check_replaced_token(self.options["token"], self.options["position"])
         for key in ("files", "text"):
             value = self.options.get(key)
             paths = [value] if isinstance(value, str) else value or ()
             for path in paths:
                 if path != BUNDLED_TEXT:
                     check_bundled(f"input.{key}", path)
+
+    def _check_replaced_token(self, token: int | None, position: int) -> None:
+        """Refuse a token that the model does not have, and a position without text."""
+        if token is not None and token >= self.info.d_vocab:
+            raise ScanError(
+                f"input.token: expected 0 to {self.info.d_vocab - 1}, the token ids of "
+                f"{self.info.name}, got {token}"
+            )
+        first = int(self.scan.bos)
+        if not first <= position < self.scan.n_ctx:
+            raise ScanError(
+                f"input.position: expected {first} to {self.scan.n_ctx - 1}, the positions of text "
+                f"in a sequence, got {position}"
+            )
 
     # What the scan asks for
 
@@ -297,7 +313,7 @@ class Sequences:
             return self._drawn_shard(number, start, stop)
         bad_rows = self.reader.bad_rows(start, stop)
         text, origin = self.reader.read(start, stop)
-        tokens = self._with_bos(self._arranged(start, text))
+        tokens = self._with_replaced(start, self._with_bos(self._arranged(start, text)))
         if self.corpus.repeat_bos:
             # The first copy of the text, with its token in front, is repeated to the end.
             copied_from = np.arange(self.scan.n_ctx) % (self.text_length + self.scan.bos)
@@ -316,6 +332,20 @@ class Sequences:
                 [self._draw_of(start + i).rng.permutation(tokens) for i, tokens in enumerate(text)]
             )
         return text
+
+    def _with_replaced(self, start: int, tokens: np.ndarray) -> np.ndarray:
+        """Sequences of a corpus, with another token at a position if the family says so."""
+        assert self.corpus is not None
+        replaced = self.corpus.replaced
+        if replaced is None:
+            return tokens
+        column = [
+            self._draw_of(start + i).tokens(1)[0] if replaced.token is None else replaced.token
+            for i in range(len(tokens))
+        ]
+        edited = tokens.copy()
+        edited[:, replaced.position] = column
+        return edited
 
     def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
         """The sequences, with the beginning-of-sequence token in front if the scan asks for it."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from schemas.values import Index
 from workers.engine.edits import replaced
+from workers.engine.token_pairs import find_matches
 from workers.interventions.intervention_registry import intervention
 
 
@@ -56,3 +59,40 @@ def head_to_first(pattern: Tensor, *, layer: Index, head: Index) -> Tensor:
     edited[:, head] = 0
     edited[:, head, :, 0] = 1
     return edited
+
+
+@intervention
+def ideal_backcopy(
+    pattern: Tensor, labels: Mapping[str, Tensor], *, layer: Index, head: Index
+) -> Tensor:
+    """One head attends as the oracle of Bigram-Backcopy: a query labelled "trigger" to the token
+    before it, the others to the first token alone (Guo et al. 2024).
+    """
+    n_ctx = pattern.shape[-1]
+    ideal = _to_first(pattern[:, head])
+    if "trigger" in labels:
+        # A trigger at position 0 has no token before it.
+        is_trigger = labels["trigger"][:, 1:, None]  # [batch query-1 1]
+        previous = torch.eye(n_ctx, dtype=pattern.dtype, device=pattern.device)[:-1]
+        ideal[:, 1:] = torch.where(is_trigger, previous, ideal[:, 1:])
+    return replaced(pattern, (slice(None), head), ideal)
+
+
+@intervention
+def ideal_induction(pattern: Tensor, tokens: Tensor, *, layer: Index, head: Index) -> Tensor:
+    """One head attends as an ideal induction head: a query whose token occurred before, equally to
+    the keys that followed it; the others to the first token alone.
+    """
+    batch, n_ctx = tokens.shape
+    pairs = find_matches(tokens)["successors"].matrix(slice(0, batch), 0, n_ctx)
+    count = pairs.sum(-1, keepdim=True)  # [batch query 1]
+    equally = pairs.to(pattern.dtype) / count.clamp_min(1)
+    ideal = torch.where(count > 0, equally, _to_first(pattern[:, head]))
+    return replaced(pattern, (slice(None), head), ideal)
+
+
+def _to_first(pattern: Tensor) -> Tensor:
+    """A pattern `[batch query key]` of the same shape, all of whose queries attend to key 0."""
+    to_first = torch.zeros_like(pattern)
+    to_first[..., 0] = 1
+    return to_first

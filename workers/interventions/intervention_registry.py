@@ -8,10 +8,13 @@ change its arguments.
 Further positional parameters name what the edit reads:
 
 * `circuit`: what the unedited weights say of positions;
+* `b_Q` and `scale`: the query bias of the layer as it is under the edits of weights, and the factor
+  of its scores, only for an edit of `attn_scores` in a model without rotations;
 * `layer`: the number of the layer;
 * `tokens`, and activations that come before the edited one (`workers.engine.edits.readable`), only
   for an edit of an activation;
-* `partner`: the edited activation in the run on the partner sequences.
+* `partner`: the edited activation in the run on the partner sequences;
+* `labels`: which tokens the input family has labelled, a mask `[batch pos]` by label.
 
 Keyword-only parameters are options: numbers, or one of some names. A scan writes them in their
 order, `name(1,0.5)`. An option named `layer` says where the edit is made; without it, the edit is
@@ -37,7 +40,7 @@ from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
 from schemas.intervention import NONE, Argument, Intervention, InterventionPart
 from schemas.values import problem_of
-from workers.engine.edits import EDITABLE_ACTIVATIONS, PARTNER, Edit, Edits, readable
+from workers.engine.edits import EDITABLE_ACTIVATIONS, LABELS, PARTNER, Edit, Edits, readable
 from workers.model.model import Model
 from workers.model.model_info import ModelInfo
 
@@ -125,12 +128,29 @@ class BoundPart:
         reads = self.registered.reads
         # The circuit is asked for now, while the weights are unedited.
         circuit = {"circuit": model.circuit} if "circuit" in reads else {}
+        reads_bias = "b_Q" in reads
+        if reads_bias:
+            self._check_bias(model)
 
         def edit(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
             values = {**readable_values, **circuit}
+            if reads_bias:
+                layer = readable_values["layer"]
+                # Read now: an edit of weights in the same intervention may have changed it.
+                values |= {"b_Q": model.layer_weight(layer, "b_Q"), "scale": model.scale(layer)}
+            if LABELS in reads and LABELS not in values:
+                raise ScanError(f"interventions: {self.registered.name}: no labels are given")
             return function(value, *(values[name] for name in reads))
 
         return edit
+
+    def _check_bias(self, model: Model) -> None:
+        """Refuse a model in which the query bias has no part of a score for each key alone."""
+        name = f"{model.info.name}: {self.registered.name}"
+        if model.rotary:
+            raise ModelError(f"{name}: queries are rotated, and their bias with them")
+        if model.editable_weight("b_Q", 0) is None:
+            raise ModelError(f"{name}: the model has no b_Q")
 
 
 @dataclass(frozen=True)
@@ -193,6 +213,11 @@ class BoundIntervention:
     def needs_partner(self) -> bool:
         """Whether it takes something from a run on partner sequences."""
         return any(PARTNER in part.registered.reads for part in self.parts)
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether it reads which tokens the input family has labelled."""
+        return any(LABELS in part.registered.reads for part in self.parts)
 
 
 def _missing_place(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
@@ -281,6 +306,8 @@ def intervention(
 
 def _readable(target: str) -> tuple[str, ...]:
     """What the edit of a target may read besides the target itself."""
+    if target == "attn_scores":
+        return ("circuit", "b_Q", "scale", *readable(target))
     if target in EDITABLE_ACTIVATIONS:
         return ("circuit", *readable(target))
     if target in EDITABLE_WEIGHTS:

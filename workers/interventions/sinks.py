@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schemas.values import Count, Factor, Index, Seed
+from schemas.values import Count, Factor, Index, Positive, Seed
 from workers.engine.edits import hide, replaced
 from workers.interventions.intervention_registry import LargestValue, intervention
 from workers.model.circuit import Circuit
@@ -17,6 +17,7 @@ from workers.model.circuit import Circuit
 N_CTX_LESS_1 = LargestValue("n_ctx - 1", lambda info, n_ctx: n_ctx - 1)
 """The keys that the last query can see besides itself."""
 
+D_MODEL_LESS_1 = LargestValue("d_model - 1", lambda info, n_ctx: info.d_model - 1)
 HALF = LargestValue("half of n_ctx", lambda info, n_ctx: n_ctx // 2)
 D_MODEL = LargestValue("d_model", lambda info, n_ctx: info.d_model)
 HALF_D_MODEL = LargestValue("half of d_model", lambda info, n_ctx: info.d_model // 2)
@@ -77,6 +78,18 @@ def random_query_bias(b_Q: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0) -> Te
     """
     # Scaling by alpha moves the bias by (1 - alpha) times its norm.
     return b_Q + (1 - alpha) * b_Q.norm(dim=-1, keepdim=True) * random_directions(b_Q, draw)
+
+
+@intervention
+def mean_query_bias(attn_scores: Tensor, k: Tensor, b_Q: Tensor, scale: float) -> Tensor:
+    """The query bias' part of a score, scale·b_Q·k, becomes its mean over the keys that the query
+    sees. A softmax does not change by what all keys share, so the pattern is that of
+    zero_query_bias; queries keep their bias, and the scores another level.
+    """
+    bias_part = torch.einsum("bkhd,hd->bhk", k, b_Q.to(k.dtype)) * scale
+    visible_keys = torch.arange(1, bias_part.shape[-1] + 1, device=k.device)
+    mean_part = bias_part.cumsum(-1) / visible_keys  # [batch head query]
+    return attn_scores - bias_part[..., None, :] + mean_part[..., None]
 
 
 def random_directions(like: Tensor, draw: int) -> Tensor:
@@ -156,6 +169,31 @@ def zero_first_value(v: Tensor) -> Tensor:
 def zero_first_mlp_out(mlp_out: Tensor, *, layer: Index = 0) -> Tensor:
     """One layer's MLP adds nothing to position 0."""
     return replaced(mlp_out, (slice(None), 0), 0)
+
+
+@intervention
+def zero_massive_activations(
+    resid_post: Tensor, *, layer: Index, size: Positive = 100.0, ratio: Positive = 1000.0
+) -> Tensor:
+    """Massive activations of the residual stream after a layer are set to zero, at every position:
+    those larger than `size`, and than `ratio` times the median size (Sun et al. 2024, as
+    `sink_resid_post_massive` counts them).
+    """
+    sizes = resid_post.abs()
+    # The median of every sixteenth position, as the statistic takes it.
+    median = sizes[:, ::16].flatten(1).median(-1).values[:, None, None]
+    return resid_post.masked_fill((sizes > size) & (sizes > ratio * median), 0)
+
+
+@intervention(most={"dimension": D_MODEL_LESS_1})
+def set_massive_activation(
+    resid_post: Tensor, *, layer: Index, dimension: Index, value: Factor, position: Index = 0
+) -> Tensor:
+    """One dimension of the residual stream after a layer is set to a value at a position: to its
+    mean over sequences, which the profile `sink_resid_post_by_dimension` measures, or to any other
+    (Sun et al. 2024).
+    """
+    return replaced(resid_post, (slice(None), position, dimension), value)
 
 
 @intervention(refuse=_span_of_keys)
