@@ -424,6 +424,8 @@ def test_every_weight_statistic(shelf: Shelf, name: str) -> None:
     written: dict[str, Rows] = {statistic: {} for statistic in WEIGHT_STATISTICS}
     for row in shelf.replica(name, "dense").weights()["weights"].to_pylist():
         index = row["dimension"] if row["position"] is None else row["position"]
+        if row["earlier_layer"] is not None:
+            index = (row["earlier_layer"], row["earlier_head"])
         written[row["weight"]][row["layer"], row["head"], index] = row["value"]
     for statistic, define in WEIGHT_DEFINITIONS.items():
         expected = define(weights)

@@ -22,6 +22,7 @@ from jobs.run_loop import missing_shards
 from queries.answers import run_query
 from queries.connection import connect
 from schemas.errors import MeasureError, QueryError, RunError, ScanError
+from schemas.kinds import schema_of_rows
 from schemas.scan import parse_scan
 from schemas.weight_statistics import KIND, WEIGHT_STATISTICS, weight
 from tests import toy_models as toy
@@ -30,6 +31,8 @@ from workers.replica import Replica
 from workers.shard import run_shard
 
 ALL = list(WEIGHT_STATISTICS)
+OF_VALUES = {"value_output_norm", "value_composition", "copying_score"}
+"""Statistics that read values alone, which every model has."""
 T = 6
 
 Raw = dict[str, np.ndarray]
@@ -122,7 +125,7 @@ def rows_of(table: pa.Table, name: str) -> list[dict[str, Any]]:
 
 
 def check(table: pa.Table, expected: Raw) -> None:
-    assert table.schema.equals(KIND.table.schema())
+    assert table.schema.equals(schema_of_rows(KIND, WEIGHT_STATISTICS.values()))
     for name, values in expected.items():
         rows = rows_of(table, name)
         assert len(rows) == values.size, name
@@ -195,8 +198,8 @@ def test_the_shift_of_a_key_is_its_input_times_the_coupling(gpt2: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("LlamaConfig", set[str]()),  # Neither biases nor positions.
-        ("Qwen2Config", {"query_bias_norm"}),  # Biases, and keys that rotate.
+        ("LlamaConfig", OF_VALUES),  # Neither biases nor positions.
+        ("Qwen2Config", OF_VALUES | {"query_bias_norm"}),  # Biases, and keys that rotate.
     ],
 )
 def test_what_a_model_has_not_is_no_row(tmp_path: Path, family: str, expected: set[str]) -> None:
@@ -338,6 +341,60 @@ def test_a_run_has_them_once_of_the_untouched_model(plan: Plan, gpt2: Path) -> N
     check(table.drop_columns(["run_id", "intervention"]), expected_of(raw_gpt2(gpt2)))
     assert plan.manifest.kinds["weight_statistics"]["bias_key_coupling"]["axis"] == "dimension"
     assert set(plan.manifest.kinds["weight_statistics"]) == set(ALL)
+
+
+def test_a_run_without_pairs_of_heads_has_no_columns_for_them(tmp_path: Path, gpt2: Path) -> None:
+    changes = {"weight_statistics": ["query_bias_norm"], "statistics": ["sink_alpha"]}
+    run = measure_shards(begin(tmp_path, gpt2, **changes)).run
+    file = pq.ParquetFile(run.data_file("weights", "none", 0))
+    assert "earlier_head" not in file.schema_arrow.names
+    assert len(ask(local(run.path), "SELECT value FROM weights")) == 3 * 4
+
+
+def test_the_measured_heads_are_paired_with_every_earlier_head(gpt2: Path) -> None:
+    def pairs(**changes: Any) -> dict[tuple[int, int, int, int], float]:
+        rows = rows_of(table_of(gpt2, **changes), "key_composition")
+        return {
+            (row["layer"], row["head"], row["earlier_layer"], row["earlier_head"]): row["value"]
+            for row in rows
+        }
+
+    every = pairs()
+    assert set(every) == {
+        (layer, head, earlier, earlier_head)
+        for layer in range(3)
+        for head in range(4)
+        for earlier in range(layer)
+        for earlier_head in range(4)
+    }
+    some = pairs(heads=["L2H1", "L1H3"])
+    assert some == {key: every[key] for key in every if key[:2] in ((2, 1), (1, 3))}
+
+
+def test_a_head_that_reads_what_an_earlier_one_writes_composes_with_it(
+    gpt2: Path, tmp_path: Path
+) -> None:
+    """L0H1 writes one vector; the keys of L1H2 read it alone, those of L1H3 everything but it."""
+    written = torch.zeros(32)
+    written[:2] = torch.tensor([1.0, -1.0])
+
+    def compose(weights: dict[str, torch.Tensor]) -> None:
+        writes = weights["transformer.h.0.attn.c_proj.weight"]  # [head·d_head d_model]
+        reads = weights["transformer.h.1.attn.c_attn.weight"]  # [d_model 3·head·d_head]
+        writes[8:16] = writes[8:16, :1] * written
+        weights["transformer.h.1.ln_1.weight"][:] = 0.5
+        reads[:, 48:56] = written[:, None] * reads[:1, 48:56]
+        reads[:2, 56:64] = 0
+
+    path = toy.copy_of(gpt2, tmp_path / "a", lambda path: toy.change_weights(path, compose))
+    table = table_of(path, weight_statistics=["key_composition"])
+    values = {
+        row["head"]: row["value"]
+        for row in table.to_pylist()
+        if (row["layer"], row["earlier_layer"], row["earlier_head"]) == (1, 0, 1)
+    }
+    assert values[2] == pytest.approx(1, rel=1e-6)
+    assert values[3] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_query_reads_them_and_every_column_is_described(plan: Plan, gpt2: Path) -> None:

@@ -2,7 +2,13 @@
 all.
 """
 
-from schemas.weight_statistics import biases, geometry, position_vectors
+from schemas.weight_statistics import (
+    biases,
+    composition,
+    copying,
+    geometry,
+    position_vectors,
+)
 from schemas.weight_statistics.weight_registry import (
     KIND,
     WEIGHT_STATISTICS,
@@ -15,6 +21,8 @@ __all__ = [
     "WEIGHT_STATISTICS",
     "WeightStatistic",
     "biases",
+    "composition",
+    "copying",
     "geometry",
     "position_vectors",
     "weight",

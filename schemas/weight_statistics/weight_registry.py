@@ -15,16 +15,32 @@ from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
 from schemas.tables import WEIGHTS
 
-Axis = Literal["dimension", "position", "none"]
-"""What a weight statistic runs over: coordinates of the residual stream, positions, or nothing."""
+Axis = Literal["dimension", "position", "earlier head", "none"]
+"""What a weight statistic runs over: coordinates of the residual stream, positions, the heads of
+earlier layers, or nothing.
+"""
 
 LAYER_WEIGHTS: dict[str, str] = {
     "W_Q": "query projection [head d_model d_head]",
     "W_K": "key projection [head d_model d_head], repeated where query heads share it",
     "b_Q": "query bias [head d_head]",
     "b_K": "key bias [head d_head], repeated where query heads share it",
+    "W_O": "output projection [head d_head d_model]",
+    "read_Q": "W_Q as the stream meets it, with the norm before it [head d_model d_head]",
+    "read_K": "W_K as the stream meets it, repeated where query heads share it",
+    "read_V": "W_V as the stream meets it, repeated where query heads share it",
+    "earlier_read_V": "read_V of an earlier layer",
+    "earlier_W_O": "W_O of an earlier layer",
+    "copying_eigenvalues": "eigenvalues of W_E read_V W_O read_U that are not 0, read_U with the "
+    "last norm: real parts and sizes [head d_head 2]",
 }
-"""Weights that each layer has."""
+"""Weights that each layer has, and what is made of them.
+
+A norm multiplies each coordinate by a gain, and LayerNorm subtracts the mean of the coordinates
+before. Both are linear, so a matrix that reads the stream takes them over: read = N W, with
+N = (I - 11ᵀ/D) diag(gain), or diag(gain) if the norm keeps the mean. The division by the length of
+the stream remains.
+"""
 
 MODEL_WEIGHTS: dict[str, str] = {
     "W_pos": "position embeddings [pos d_model]",

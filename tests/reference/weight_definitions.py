@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tests.reference.definitions import cosine, length
-from tests.reference.weights import Array, Weights
+from tests.reference.weights import Array, Norm, Weights
 
-Rows = dict[tuple[int | None, int | None, int | None], float]
+Index = int | tuple[int, int] | None
+"""A position or a dimension, or layer and head of an earlier head."""
+Rows = dict[tuple[int | None, int | None, Index], float]
 """Values by layer, head and index; None for what has no such place."""
 
 WEIGHT_DEFINITIONS: dict[str, Callable[[Weights], Rows]] = {}
@@ -60,6 +62,98 @@ def bias_position_cosine(weights: Weights) -> Rows:
     if EPE is None or weights.rotary:
         return {}
     return by_head(weights, lambda b_Q, W_K: [cosine(b_Q, row @ W_K) for row in EPE])
+
+
+# Composition
+
+
+def read_through(norm: Norm, W: Array) -> Array:
+    """N W, the norm's linear part written out as a matrix."""
+    D = len(W)
+    N = np.diag(norm.weight)
+    return (np.eye(D) - np.ones((D, D)) / D) @ N @ W if norm.subtracts_mean else N @ W
+
+
+def size(M: Array) -> float:
+    """Frobenius norm."""
+    return math.sqrt(float((M * M).sum()))
+
+
+def matrices(weights: Weights, layer: int) -> list[tuple[Array, Array]]:
+    """W_QK and W_OV of every head of a layer, `[d_model d_model]`."""
+    block = weights.layers[layer]
+    norm = block.norm_before_attention
+    Q, K, V = block.W_Q, weights.shared(block.W_K), weights.shared(block.W_V)
+    return [
+        (
+            read_through(norm, Q[head]) @ read_through(norm, K[head]).T,
+            read_through(norm, V[head]) @ block.W_O[head],
+        )
+        for head in range(weights.n_heads)
+    ]
+
+
+def of_every_head(weights: Weights, define: Callable[[Array, Array], float]) -> Rows:
+    return {
+        (layer, head, None): define(QK, OV)
+        for layer in range(len(weights.layers))
+        for head, (QK, OV) in enumerate(matrices(weights, layer))
+    }
+
+
+def of_every_pair(weights: Weights, define: Callable[[Array, Array, Array], float]) -> Rows:
+    """Values of a head's W_QK and W_OV and an earlier head's W_OV."""
+    by_layer = [matrices(weights, layer) for layer in range(len(weights.layers))]
+    return {
+        (layer, head, (earlier, earlier_head)): define(QK, OV, X)
+        for layer, heads in enumerate(by_layer)
+        for head, (QK, OV) in enumerate(heads)
+        for earlier in range(layer)
+        for earlier_head, (_, X) in enumerate(by_layer[earlier])
+    }
+
+
+@weight_statistic
+def query_key_norm(weights: Weights) -> Rows:
+    return {} if weights.rotary else of_every_head(weights, lambda QK, OV: size(QK))
+
+
+@weight_statistic
+def value_output_norm(weights: Weights) -> Rows:
+    return of_every_head(weights, lambda QK, OV: size(OV))
+
+
+@weight_statistic
+def key_composition(weights: Weights) -> Rows:
+    if weights.rotary:
+        return {}
+    return of_every_pair(weights, lambda QK, OV, X: size(QK @ X.T) / size(QK) / size(X))
+
+
+@weight_statistic
+def query_composition(weights: Weights) -> Rows:
+    if weights.rotary:
+        return {}
+    return of_every_pair(weights, lambda QK, OV, X: size(X @ QK) / size(QK) / size(X))
+
+
+@weight_statistic
+def value_composition(weights: Weights) -> Rows:
+    return of_every_pair(weights, lambda QK, OV, X: size(X @ OV) / size(OV) / size(X))
+
+
+# Copying
+
+
+@weight_statistic
+def copying_score(weights: Weights) -> Rows:
+    W_U = read_through(weights.final_norm, weights.W_U)
+
+    def score(QK: Array, OV: Array) -> float:
+        eigenvalues = np.linalg.eigvals(weights.W_E @ OV @ W_U)
+        return float(eigenvalues.real.sum() / np.abs(eigenvalues).sum())
+
+    return of_every_head(weights, score)
 
 
 # Geometry

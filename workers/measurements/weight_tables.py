@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schemas.errors import MeasureError
 from schemas.formulas import evaluate
 from schemas.kind import Kind
+from schemas.kinds import schema_of_rows
 from schemas.measured_heads import MeasuredHeads
 from schemas.parquet import table_of
 from schemas.scan import Scan
@@ -25,6 +26,15 @@ from workers.model.model import Model
 
 Weights = dict[str, Tensor]
 """Weights by the names that statistics read, float64."""
+
+EARLIER_HEAD = "earlier head"
+"""The axis of statistics of pairs of heads."""
+
+LARGE = 1e6
+"""Size of the vectors that a norm is asked with: its ε is nothing beside their square."""
+
+VOCABULARY_CHUNK = 8192
+"""Tokens whose embeddings are held in float64 at a time."""
 
 
 def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
@@ -47,49 +57,145 @@ def weights_table(
 
     A statistic has no rows if the model does not have a weight that it reads.
     """
+    schema = schema_of_rows(kind, statistics)
     existing = [statistic for statistic in statistics if statistic.exists(model.rotary)]
     values = _values(model, existing, heads)
-    rows = [
-        _rows(kind, statistic, torch.stack(values[statistic.name]).numpy(), heads)
-        for statistic in existing
-        if values[statistic.name]
-    ]
+    rows: list[pa.Table] = []
+    for statistic in existing:
+        blocks = values[statistic.name]
+        # The heads of one layer have more earlier heads than those of another.
+        if statistic.axis == EARLIER_HEAD:
+            rows += [_rows_of_pairs(kind, statistic, block, heads, schema) for block in blocks]
+        elif blocks:
+            stacked = torch.stack([block.values for block in blocks]).numpy()
+            rows.append(_rows(kind, statistic, stacked, heads, schema))
     if not rows:
-        return kind.table.schema().empty_table()
+        return schema.empty_table()
     return pa.concat_tables(rows).combine_chunks()
+
+
+class _Block(NamedTuple):
+    """What a statistic is in a layer."""
+
+    values: Tensor
+    """`[head …]`, or without heads; `[head earlier_head]` by pair of heads."""
+    layer: int
+    earlier_layer: int | None = None
 
 
 def _values(
     model: Model, statistics: Sequence[WeightStatistic], heads: MeasuredHeads
-) -> dict[str, list[Tensor]]:
-    """By statistic, its value in each measured layer, or one value for the whole model."""
-    weight_names = {name for statistic in statistics for name in statistic.parameters}
-    values: dict[str, list[Tensor]] = {statistic.name: [] for statistic in statistics}
+) -> dict[str, list[_Block]]:
+    """By statistic, its value in each measured layer, or one value for the whole model.
+
+    By pair of heads, there is a value for each earlier layer.
+    """
+    names = {name for statistic in statistics for name in statistic.parameters}
+    values: dict[str, list[_Block]] = {statistic.name: [] for statistic in statistics}
     with torch.inference_mode():
-        model_weights = _model_weights(model, weight_names.intersection(MODEL_WEIGHTS))
+        model_weights = _model_weights(model, names.intersection(MODEL_WEIGHTS))
+        if "copying_eigenvalues" in names:
+            model_weights |= _token_product(model)
         _check_finite(model_weights, model.info.name)
         for layer in heads.layers:
-            layer_weights = _layer_weights(model, layer, weight_names.intersection(LAYER_WEIGHTS))
+            layer_weights = _layer_weights(model, layer, names.intersection(LAYER_WEIGHTS))
             _check_finite(layer_weights, f"{model.info.name}: layer {layer}")
+            if "copying_eigenvalues" in names:
+                layer_weights |= _copying_eigenvalues(model, layer, model_weights)
             weights = model_weights | layer_weights
             # A statistic of the whole model has one value, computed with the first layer.
             is_first_layer = layer == heads.layers[0]
             for statistic in statistics:
                 has_its_weights = all(name in weights for name in statistic.parameters)
                 if has_its_weights and (statistic.layered or is_first_layer):
-                    values[statistic.name].append(evaluate(statistic.compute, weights).cpu())
+                    value = evaluate(statistic.compute, weights).cpu()
+                    values[statistic.name].append(_Block(value, layer))
+            _add_pairs(model, layer, weights, statistics, values)
     return values
+
+
+def _add_pairs(
+    model: Model,
+    layer: int,
+    weights: Weights,
+    statistics: Sequence[WeightStatistic],
+    values: dict[str, list[_Block]],
+) -> None:
+    """Evaluate what runs over the heads of earlier layers, one earlier layer at a time."""
+    by_pair = [statistic for statistic in statistics if statistic.axis == EARLIER_HEAD]
+    for earlier_layer in range(layer) if by_pair else ():
+        earlier = _layer_weights(model, earlier_layer, {"read_V", "W_O"})
+        _check_finite(earlier, f"{model.info.name}: layer {earlier_layer}")
+        both = weights | {f"earlier_{name}": weight for name, weight in earlier.items()}
+        for statistic in by_pair:
+            if all(name in both for name in statistic.parameters):
+                value = evaluate(statistic.compute, both).cpu()
+                values[statistic.name].append(_Block(value, layer, earlier_layer))
 
 
 def _layer_weights(model: Model, layer: int, names: Iterable[str]) -> Weights:
     """Those of a layer's weights that it has, repeated where query heads share them."""
     n_heads = model.info.n_heads
-    weights = {name: model.layer_weight(layer, name) for name in names}
-    return {
-        name: weight.double().repeat_interleave(n_heads // len(weight), 0)
-        for name, weight in weights.items()
-        if weight is not None
-    }
+    weights: Weights = {}
+    for name in names:
+        raw = model.layer_weight(layer, name.replace("read_", "W_"))
+        if raw is None:
+            continue
+        weight = raw.double().repeat_interleave(n_heads // len(raw), 0)
+        if name.startswith("read_"):
+            weight = _read_through(model.modules("normed"), layer, weight)
+        if weight is not None:
+            weights[name] = weight
+    return weights
+
+
+def _read_through(norms: Sequence[nn.Module], number: int, weight: Tensor) -> Tensor | None:
+    """A matrix `[… d_model column]` with the linear part of the norm before it; None if the norm is
+    not known.
+
+    The norm is asked instead of read, because families keep gains in different ways.
+    """
+    if number >= len(norms):
+        return None
+    norm = copy.deepcopy(norms[number]).double()
+    # Of mean 0 and mean square 1, so a norm keeps it but for its gain.
+    signs = weight.new_ones(weight.shape[-2])
+    signs[1::2] = -1
+    signs -= signs.mean()
+    signs /= signs.square().mean().sqrt()
+    probes = torch.stack([0 * signs, LARGE * signs, torch.full_like(signs, LARGE)])
+    of_zero, of_signs, of_constant = norm(probes[None])[0].double()
+    gain = (of_signs - of_zero) / signs
+    read = gain[:, None] * weight
+    subtracts_mean = (of_constant - of_zero).abs().max() < 1e-3 * gain.abs().max()
+    return read - read.mean(-2, keepdim=True) if subtracts_mean else read
+
+
+def _token_product(model: Model) -> Weights:
+    """`read_U W_E` `[d_model d_model]`, in pieces of the vocabulary; empty if it is not known."""
+    embedding, unembedding = model.embedding, model.unembedding
+    if embedding is None or unembedding is None:
+        return {}
+    shape = (unembedding.shape[0], embedding.shape[1])
+    product = torch.zeros(shape, dtype=torch.float64, device=embedding.device)
+    for first in range(0, len(embedding), VOCABULARY_CHUNK):
+        tokens = slice(first, first + VOCABULARY_CHUNK)
+        product += unembedding[:, tokens].double() @ embedding[tokens].double()
+    read = _read_through(model.modules("normed_final"), 0, product)
+    return {} if read is None else {"read_U W_E": read}
+
+
+def _copying_eigenvalues(model: Model, layer: int, model_weights: Weights) -> Weights:
+    """Real parts and sizes of the eigenvalues of `W_E read_V W_O read_U` that are not 0.
+
+    AB and BA have the same eigenvalues but for zeros, so those of `W_O read_U W_E read_V` do.
+    """
+    weights = _layer_weights(model, layer, {"read_V", "W_O"})
+    if len(weights) < 2 or "read_U W_E" not in model_weights:
+        return {}
+    product = weights["W_O"] @ model_weights["read_U W_E"] @ weights["read_V"]
+    eigenvalues = torch.linalg.eigvals(product.cpu())
+    return {"copying_eigenvalues": torch.stack([eigenvalues.real, eigenvalues.abs()], dim=-1)}
 
 
 def _model_weights(model: Model, names: set[str]) -> Weights:
@@ -135,6 +241,7 @@ def _rows(
     statistic: WeightStatistic,
     values: np.ndarray,
     heads: MeasuredHeads,
+    schema: pa.Schema,
 ) -> pa.Table:
     """The rows of a statistic.
 
@@ -163,4 +270,27 @@ def _rows(
     }
     if not statistic.layered:
         del columns["layer"]
-    return table_of(columns, kind.table.schema())
+    return table_of(columns, schema)
+
+
+def _rows_of_pairs(
+    kind: Kind[WeightStatistic],
+    statistic: WeightStatistic,
+    block: _Block,
+    heads: MeasuredHeads,
+    schema: pa.Schema,
+) -> pa.Table:
+    """The rows of the measured heads of a layer, each with every head of one earlier layer."""
+    assert kind.named_by is not None
+    measured = np.array(heads.by_layer[block.layer])
+    values = block.values.numpy()[measured]
+    place, earlier_head = (places.ravel() for places in np.indices(values.shape))
+    columns: dict[str, Any] = {
+        "layer": np.full(values.size, block.layer),
+        "head": measured[place],
+        "earlier_layer": np.full(values.size, block.earlier_layer),
+        "earlier_head": earlier_head,
+        kind.named_by: [statistic.name] * values.size,
+        "value": values.ravel(),
+    }
+    return table_of(columns, schema)

@@ -259,11 +259,16 @@ def _modules_by_activation(
     # The adapter names where each component lies in the bare modules of its architecture.
     components: Any = bridge.adapter.component_mapping
     modules: dict[str, list[nn.Module]] = {}
-    for name in ("embed", "pos_embed", "unembed"):
+    for activation, name in (
+        ("embed", "embed"),
+        ("pos_embed", "pos_embed"),
+        ("normed_final", "ln_final"),
+        ("unembed", "unembed"),
+    ):
         present = name in components
-        modules[name] = [bare.get_submodule(components[name].name)] if present else []
+        modules[activation] = [bare.get_submodule(components[name].name)] if present else []
     components_of_block = components["blocks"].submodules
-    for activation, name in (("attn_out", "attn"), ("mlp_out", "mlp")):
+    for activation, name in (("normed", "ln1"), ("attn_out", "attn"), ("mlp_out", "mlp")):
         component = components_of_block.get(name)
         # Some architectures have an MLP that is not a module: its component has no name.
         attribute = None if component is None else component.name

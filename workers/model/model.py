@@ -252,6 +252,18 @@ class Model:
         weight = getattr(self._bridge.blocks[layer].attn, name, None)
         return weight if isinstance(weight, Tensor) else None
 
+    @property
+    def embedding(self) -> Tensor | None:
+        """`W_E [d_vocab d_model]`; None if the bridge does not show it."""
+        embedding = getattr(self._bridge, "W_E", None)
+        return embedding if isinstance(embedding, Tensor) else None
+
+    @property
+    def unembedding(self) -> Tensor | None:
+        """`W_U [d_model d_vocab]`; None if the bridge does not show it."""
+        unembedding = getattr(self._bridge, "W_U", None)
+        return unembedding if isinstance(unembedding, Tensor) else None
+
     def editable_weight(self, name: str, layer: int | None = None) -> EditableWeight | None:
         """A weight that can be edited: of a layer, or `W_pos` if `layer` is None.
 
@@ -337,8 +349,9 @@ class Model:
     def modules(self, activation: str) -> list[nn.Module]:
         """The bare modules whose output is an activation: one for each layer, or one in all.
 
-        The activation is `embed`, `pos_embed`, `attn_out`, `mlp_out`, or `unembed` for the logits.
-        The list is empty if the model hides or lacks it.
+        The activation is `embed`, `pos_embed`, `normed` for what the attention reads, `attn_out`,
+        `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits. The
+        list is empty if the model hides or lacks it.
         """
         return self._modules[activation]
 

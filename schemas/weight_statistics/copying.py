@@ -1,0 +1,21 @@
+"""Whether a head makes the tokens that it attends to more probable."""
+
+from schemas.pattern import Tensor
+from schemas.weight_statistics.composition import ELHAGE
+from schemas.weight_statistics.weight_registry import weight
+
+
+@weight(axis="none", unit="share", source=ELHAGE, of_directions=True)
+def copying_score(copying_eigenvalues: Tensor) -> Tensor:
+    """How much attending to a token raises its own logit: 1 if the head copies every combination of
+    tokens, -1 if it takes each away.
+
+    Σ_i Re λ_i / Σ_i |λ_i|, λ the eigenvalues of W_E read_V W_O read_U
+
+    read_V holds the norm before the attention, and read_U is W_U with the last norm.
+
+    >>> copying_score(head([[3, 3], [0, 1]])).tolist()
+    [0.75]
+    """
+    real_parts, sizes = copying_eigenvalues[..., 0], copying_eigenvalues[..., 1]
+    return real_parts.sum(-1) / sizes.sum(-1)
