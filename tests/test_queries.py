@@ -249,7 +249,8 @@ def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
 
 
 def test_every_shipped_query_answers_and_is_described(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, lambda row: 0.5))
+    received = {"attention_received_by_key": lambda row: [0.5] * 5}
+    write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, lambda row: 0.5), curves=received)
     connection = connect(tmp_path)
     descriptions = view_descriptions(connection)
     assert list(descriptions) == [*VIEWS, *sorted(file.stem for file in QUERIES.glob("*.sql"))]
@@ -366,7 +367,8 @@ def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_run_without_commits_is_empty_and_has_its_columns(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, sink_mass), commit=[])
+    curves = {"attention_received_by_key": lambda row: [0.5] * 5}
+    write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, sink_mass), commit=[], curves=curves)
     connection = connect(tmp_path)
     for name in ("heads", "sequences", *(file.stem for file in QUERIES.glob("*.sql"))):
         assert ask(connection, name) == []
@@ -512,7 +514,10 @@ def test_nothing_outside_the_runs_can_be_read(small: Path) -> None:
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        ("by_heads", r"unknown view 'by_heads': did you mean 'by_head'\? Known: by_head, by_layer"),
+        (
+            "by_heads",
+            r"unknown view 'by_heads': did you mean 'by_head'\? Known: attention_by_token, by_head",
+        ),
         ("FROM headz", r"unknown view 'headz': did you mean 'heads'"),
         ("SELECT qqqq FROM heads", r"unknown column 'qqqq': Nearest: "),
         ("SELECT lyer FROM heads", r"unknown column 'lyer': did you mean 'layer'"),

@@ -23,7 +23,7 @@ from schemas.places import Place
 from schemas.profiles import PROFILES
 from schemas.run_directory import RunDirectory
 from schemas.statistics import KIND, Statistic
-from schemas.tables import HEADS, SEQUENCES, WEIGHTS, chance_column
+from schemas.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, chance_column
 from schemas.tables import PROFILES as PROFILES_TABLE
 from schemas.weight_statistics import WEIGHT_STATISTICS
 
@@ -66,13 +66,14 @@ def write_run(
     model: str = "toy",
     fingerprints: Mapping[str, str] | None = None,
     profiles: Callable[[int], list[Entry]] | None = None,
+    curves: Mapping[str, Callable[[Row], list[float]]] | None = None,
     weights: Sequence[Entry] = (),
 ) -> RunDirectory:
     """Write a run.
 
     `columns` gives the value of each statistic for each row. `commit` names the shards to write,
-    by default all of them. `profiles` gives the rows of `profiles` of a shard, `weights` those of
-    `weights`, which are written with shard 0.
+    by default all of them. `profiles` gives the rows of `profiles` of a shard, `curves` the lists
+    of each row of `curves`, `weights` the rows of `weights`, which are written with shard 0.
     """
     statistics = KIND.select(list(columns))
     run = RunDirectory.of(out, name)
@@ -90,6 +91,8 @@ def write_run(
     if profiles:
         profile_names = {entry["profile"] for entry in profiles(0)}
         kinds["profiles"] = {profile: PROFILES[profile].record for profile in profile_names}
+    if curves:
+        kinds["curves"] = {name: PROFILES[name].record for name in curves}
     if weights:
         weight_names = {entry["weight"] for entry in weights}
         kinds["weight_statistics"] = {
@@ -143,6 +146,8 @@ def write_run(
             if profiles:
                 entries = [{**entry, "shard": shard} for entry in profiles(shard)]
                 tables["profiles"] = pa.Table.from_pylist(entries, schema=PROFILES_TABLE.schema())
+            if curves:
+                tables["curves"] = _curves(rows, curves, family, shard)
             for table, content in tables.items():
                 files.append(_write(run, table, intervention, shard, content))
         if weights and shard == 0:
@@ -212,15 +217,29 @@ def _heads(
     family: str,
     shard: int,
 ) -> pa.Table:
-    content: dict[str, list[Any]] = {
+    content = _keys(rows, family, shard)
+    content |= {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    return pa.table(content, schema=table_schema(HEADS, {KIND.field: statistics}))
+
+
+def _curves(
+    rows: list[Row], curves: Mapping[str, Callable[[Row], list[float]]], family: str, shard: int
+) -> pa.Table:
+    content = _keys(rows, family, shard)
+    content |= {name: [curve(row) for row in rows] for name, curve in curves.items()}
+    profiles = [PROFILES[name] for name in curves]
+    return pa.table(content, schema=table_schema(CURVES, {"curves": profiles}))
+
+
+def _keys(rows: list[Row], family: str, shard: int) -> dict[str, list[Any]]:
+    """The columns that say what a row is about."""
+    return {
         "input_family": [family] * len(rows),
         "shard": [shard] * len(rows),
         "sequence": [row.sequence for row in rows],
         "layer": [row.layer for row in rows],
         "head": [row.head for row in rows],
     }
-    content |= {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    return pa.table(content, schema=table_schema(HEADS, {KIND.field: statistics}))
 
 
 def _sequences(
