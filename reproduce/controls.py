@@ -215,6 +215,9 @@ def stand_in_files(system: System) -> Iterator[None]:
     words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         for name in _named_files(system):
+            if name.endswith(".txt"):
+                Path(name).write_text(" ".join(words), encoding="utf-8")
+                continue
             lines = ["text,dataset"]
             for row in range(3 * SEQUENCES):
                 text = " ".join(words[row * 11 : row * 11 + 400]).replace('"', "")
@@ -224,10 +227,10 @@ def stand_in_files(system: System) -> Iterator[None]:
 
 
 def _named_files(system: System) -> set[str]:
-    """The CSV files that the scans of a system read."""
+    """The files of texts that the scans of a system read from where the command is run."""
     texts = json.dumps([system.defaults, system.scan])
     words = texts.replace('"', "\n").splitlines()
-    return {word for word in words if word.endswith(".csv") and "/" not in word}
+    return {word for word in words if word.endswith((".csv", ".txt")) and "/" not in word}
 
 
 def short_scans(system: System, sizes: Mapping[str, int | str]) -> System:
