@@ -162,6 +162,7 @@ def test_the_paragraph_is_repeated_as_the_source_repeats_it(reader: str, tmp_pat
     tokenizer = Tokenizer.from_file(f"{reader}/tokenizer.json")
     copy = tokenizer.encode(paragraph.read_text(encoding="utf-8")).ids
     assert len(copy) == 56
+    # The source has a space between BOS and each copy, so that the first word is another token.
     system = SYSTEMS["first_keys"]
     scans = {name: system.scan[name] for name in ("length-6", "natural-3")}
     plans = plan_system(
