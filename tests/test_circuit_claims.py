@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 from transformers import GPT2LMHeadModel
 
-from jobs.known_models import KnownModels
 from queries.asking import Row, RunDatabase
 from reproduce.system import System, systems
 from reproduce.system_runs import measure_runs, open_system_runs, plan_system
 from tests import published
+from workers.model.known_models import KnownModels
 from workers.model.loading import load_model
 from workers.model.model import bridge_of
 from workers.model.model_info import describe, find_model

@@ -127,7 +127,7 @@ def imported_packages(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in module_names(file)}
 
 
-def imports() -> dict[str, set[str]]:
+def imports() -> dict[str, frozenset[str]]:
     """The modules of ours that each of our modules imports."""
     by_module = {module_of(file): file for file in all_sources()}
     return {
