@@ -41,7 +41,7 @@ def write_random_model(
         int(sizes["d_vocab"]),
     )
     if "model_type" in config:
-        _write_gpt2(directory, config, (n_layers, n_heads, n_ctx, d_vocab))
+        _write_gpt2(directory, (n_layers, n_heads, n_ctx, d_vocab))
     else:
         _write_legacy(directory, miniature, config, (n_layers, n_heads, n_ctx, d_vocab))
     state = load_file(directory / "model.safetensors")
@@ -73,9 +73,7 @@ def _write_tokenizer(directory: Path, d_vocab: int) -> None:
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def _write_gpt2(
-    directory: Path, config: Mapping[str, Any], shape: tuple[int, int, int, int]
-) -> None:
+def _write_gpt2(directory: Path, shape: tuple[int, int, int, int]) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
@@ -88,8 +86,9 @@ def _write_gpt2(
             n_embd=n_heads * D_HEAD,
             n_layer=n_layers,
             n_head=n_heads,
-            bos_token_id=min(config["bos_token_id"], d_vocab - 1),
-            eos_token_id=min(config["eos_token_id"], d_vocab - 1),
+            # The last token, as in GPT-2.
+            bos_token_id=d_vocab - 1,
+            eos_token_id=d_vocab - 1,
         )
     )
     model.save_pretrained(directory)
