@@ -198,7 +198,7 @@ def test_a_patch_needs_partners(paths: dict[str, Path]) -> None:
     with pytest.raises(
         ScanError,
         match=r"'patch_head\(0,0\)' .*has none; "
-        "families with partners: ngram_corrupt, ngram_overlap",
+        "families with partners: ioi, ioi_other_names, ngram_corrupt, ngram_overlap",
     ):
         make_plan(scan, "toy")
 
