@@ -160,16 +160,18 @@ def test_the_paragraph_is_repeated_as_the_source_repeats_it(reader: str, tmp_pat
 
     paragraph = source_file("paragraph.txt")
     tokenizer = Tokenizer.from_file(f"{reader}/tokenizer.json")
-    copy = tokenizer.encode(paragraph.read_text(encoding="utf-8")).ids
-    assert len(copy) == 56
-    # The source has a space between BOS and each copy, so that the first word is another token.
+    text = paragraph.read_text(encoding="utf-8")
+    copy = tokenizer.encode(text).ids
+    # The source puts the name of BOS and a space before each copy.
+    copy_with_bos = tokenizer.encode("<|endoftext|> " + text).ids
+    assert (len(copy), len(copy_with_bos)) == (56, 57)
     system = SYSTEMS["first_keys"]
     scans = {name: system.scan[name] for name in ("length-6", "natural-3")}
     plans = plan_system(
         system.model_copy(update={"scan": scans}), reader, str(tmp_path), text=str(paragraph)
     )
     with_bos, without_bos = [plan.sequences.shard(0).tokens for plan in plans]
-    np.testing.assert_array_equal(with_bos, [np.resize([50256, *copy], 1024)])
+    np.testing.assert_array_equal(with_bos, [np.resize(copy_with_bos, 1024)])
     np.testing.assert_array_equal(without_bos, [np.resize(copy, 512)])
     # masked_keys reads the same sequence, and only one.
     masked = SYSTEMS["masked_keys"].defaults

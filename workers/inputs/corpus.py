@@ -142,6 +142,8 @@ class Corpus:
     """
     repeat_bos: bool = False
     """Whether the beginning-of-sequence token stands before every copy of the chunk."""
+    before: str = ""
+    """What is put before every text."""
     replaced: ReplacedToken | None = None
     """The token that stands in the place of one of the text; None if none does."""
     choice: Choice = field(default_factory=Choice)
@@ -166,4 +168,4 @@ class Corpus:
     @property
     def reading(self) -> Reading:
         """What is read of each document."""
-        return self.choice.reading
+        return replace(self.choice.reading, before=self.before)

@@ -81,17 +81,27 @@ def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> C
 
 @input_family
 def repeated_text(
-    *, files: str | list[str], chunk: int, repeat_bos: bool = False, packing: Packing = "document"
+    *,
+    files: str | list[str],
+    chunk: int,
+    repeat_bos: bool = False,
+    after_space: bool = False,
+    packing: Packing = "document",
 ) -> Corpus:
     """The first `chunk` tokens of a text, repeated to the end of the sequence (Scheuer,
     attention-sink-profiler).
 
     With packing by document, each text gives one chunk. If the scan has BOS, it stands at position
-    0 and is not counted in `chunk`; with `repeat_bos` it stands before every copy.
+    0 and is not counted in `chunk`; with `repeat_bos` it stands before every copy. With
+    `after_space` the text is read with a space before it, which many tokenizers join to its first
+    word.
     """
     if chunk < 1:
         raise ScanError(f"input.chunk: expected 1 or more tokens, got {chunk}")
-    return Corpus(_sources(files, ANY_TEXT), packing, chunk=chunk, repeat_bos=repeat_bos)
+    before = " " if after_space else ""
+    return Corpus(
+        _sources(files, ANY_TEXT), packing, chunk=chunk, repeat_bos=repeat_bos, before=before
+    )
 
 
 @input_family

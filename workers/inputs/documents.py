@@ -64,6 +64,8 @@ class Reading:
     where: Conditions = ()
     columns: tuple[str, ...] = ()
     """Fields that are carried into `sequences`."""
+    before: str = ""
+    """What is put before every text."""
 
     @property
     def column_names(self) -> set[str]:
@@ -480,7 +482,7 @@ def _document_from_fields(row: int, fields: dict[str, Any], reading: Reading) ->
     name = field_of(fields_with_meta, "pile_set_name")
     return Document(
         row,
-        text,
+        reading.before + text,
         name if isinstance(name, str) and _is_unicode(name) else None,
         fits_where=all(
             _is_one_of(field_of(fields_with_meta, field), values) for field, values in reading.where
