@@ -10,6 +10,7 @@ from rich.console import Console
 from jobs.plan import Plan
 from jobs.progress import WholeProgress, watch_index
 from jobs.ray_cluster import Resources
+from reproduce.published_texts import how_to_get
 from reproduce.system import System
 from reproduce.system_runs import measure_runs, overrides_of_system, plan_system, tokens_to_measure
 from reproduce.verdicts import Finding, has_sizes
@@ -155,5 +156,7 @@ def _misfit(system: System, info: ModelInfo, model: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    """An error in one line."""
-    return str(error) if isinstance(error, HeadcountError) else reason(error)
+    """An error in one line, and the command that builds the file that is not there."""
+    line = str(error) if isinstance(error, HeadcountError) else reason(error)
+    command = how_to_get(line)
+    return f"{line}; {command} builds it" if command else line

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from headcount import app
-from reproduce import systems_page
+from reproduce import coverage, systems_page
 from schemas import formula_pages
 from schemas.scan import Scan
 from tests import page_commands, reference_pages
@@ -227,10 +227,16 @@ def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_a
 
 
 @pytest.mark.parametrize(
-    "name", [*formula_pages.PAGES, *edit_and_input_pages.PAGES, *systems_page.PAGES]
+    "name",
+    [
+        *formula_pages.PAGES,
+        *edit_and_input_pages.PAGES,
+        *systems_page.PAGES,
+        *coverage.PAGES,
+    ],
 )
 def test_pages_are_what_the_registries_say(name: str) -> None:
-    written_by = edit_and_input_pages.PAGES | systems_page.PAGES
+    written_by = edit_and_input_pages.PAGES | systems_page.PAGES | coverage.PAGES
     expected = written_by[name]() if name in written_by else formula_pages.page(name)
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == expected, "run: make docs"
 
