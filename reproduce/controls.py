@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 from rich.console import Console
@@ -325,7 +325,9 @@ def null_phenomena(
     return controls
 
 
-def _depends_on_no_edit(claim: str, value: object, rows_with_edits: Iterable[Row]) -> bool:
+def _depends_on_no_edit(
+    claim: str, value: SupportsFloat | str | None, rows_with_edits: Iterable[Row]
+) -> bool:
     """Whether a phenomenon has the same words and the same number with the edits."""
     null_value = finite_number(value)
     for other_claim, other_value, holds in rows_with_edits:
