@@ -64,11 +64,14 @@ def reproduce(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Also write the findings to this file."),
     ] = None,
-    text: Annotated[
-        str | None,
+    texts: Annotated[
+        list[str] | None,
         typer.Option(
-            metavar="FILE",
-            help="The authors' own text, for the systems that were published for one.",
+            "--text",
+            metavar="[NAME=]FILE",
+            help="The authors' own text, for the systems that were published for one. NAME is a "
+            "system; its text is also that of the other systems that were published for the same. "
+            "May be repeated.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -99,7 +102,9 @@ def reproduce(
     if not names and not every:
         raise ScanError("expected the name of a system, or --all; --list names them")
     selection = systems() if every else find_systems(names or [])
-    _check_files(file, text, selection)
+    if file is not None and not file.parent.is_dir():
+        raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
+    text_by_system = texts_of_systems(texts or [], selection)
     # These import torch, which takes seconds: a mistake above is answered without it.
     from jobs.ray_cluster import Resources
     from reproduce.reproduction import Reproduction
@@ -117,7 +122,7 @@ def reproduce(
         only_fitting=every and model is not None,
         out=out,
         overrides=overrides or [],
-        text=text,
+        texts=text_by_system,
         resources=resources,
         allow_other_code=allow_other_code,
         models=KnownModels(),
@@ -152,20 +157,29 @@ def reproduce(
     _end(findings, skipped, len(selection), console)
 
 
-def _check_files(file: Path | None, text: str | None, selection: Mapping[str, System]) -> None:
-    """Refuse a file that cannot be written, and a text that is not there or that nobody reads."""
-    if file is not None and not file.parent.is_dir():
-        raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
-    if text is None:
-        return
-    readers = {name: system.text for name, system in selection.items() if system.text}
-    if not readers:
-        raise ScanError(
-            f"--text {text}: none of these systems reads a text of its authors; leave it out"
-        )
-    if not Path(text).expanduser().is_file():
-        wanted = "; ".join(sorted({reader.what for reader in readers.values()}))
-        raise RunError(f"--text {text}: no such file; expected {wanted}")
+def texts_of_systems(options: Sequence[str], selection: Mapping[str, System]) -> dict[str, str]:
+    """The file of the authors' text, by system. A text that nobody reads is refused."""
+    wanted_by_system = {name: system.text.what for name, system in selection.items() if system.text}
+    files: dict[str, str] = {}
+    for option in options:
+        if not wanted_by_system:
+            raise ScanError(
+                f"--text {option}: none of these systems reads a text of its authors; leave it out"
+            )
+        name, equals, named_file = option.partition("=")
+        is_named = bool(equals) and name in wanted_by_system
+        wanted = {wanted_by_system[name]} if is_named else set(wanted_by_system.values())
+        text_file = named_file if is_named else option
+        if len(wanted) > 1:
+            choices = "; ".join(f"{name}={what}" for name, what in wanted_by_system.items())
+            raise ScanError(
+                f"--text {option}: these systems were published for different texts; expected "
+                f"NAME=FILE, for instance --text {next(iter(wanted_by_system))}=FILE ({choices})"
+            )
+        if not Path(text_file).expanduser().is_file():
+            raise RunError(f"--text {option}: no such file; expected {next(iter(wanted))}")
+        files |= {name: text_file for name, what in wanted_by_system.items() if what in wanted}
+    return files
 
 
 def _end(

@@ -75,7 +75,8 @@ class Reproduction:
     """Whether systems that were published for models of other sizes are left out."""
     out: str
     overrides: Sequence[str]
-    text: str | None
+    texts: Mapping[str, str]
+    """The file of the authors' text, by system."""
     resources: Resources
     allow_other_code: bool
     models: KnownModels
@@ -133,12 +134,12 @@ class Reproduction:
                     f"{self.out.rstrip('/')}/{name}",
                     overrides_of_system(self.overrides, system),
                     watch,
-                    text=self.text,
+                    text=self.texts.get(name),
                     models=self.models,
                 )
         except Exception as error:
             return SkippedSystem(name, model, _line(error), fits=True, error=error)
-        has_text = self.text is not None and system.text is not None
+        has_text = name in self.texts
         return PlannedSystem(name, system, model, info, plans, has_text)
 
 

@@ -9,18 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from reproduce.system import System
 from schemas.errors import ModelError
 from workers.model.model_info import find_model
 
 ROOT = Path(__file__).parent.parent
 DATA = [ROOT.parent / "shared" / "data", ROOT.parent / "shared" / "data" / "published"]
 
-LOCAL_TEXTS = {
-    "induction_sinks": ["--set", 'text.input={family="pile", files="pile-mini/*.jsonl.zst"}']
-}
-"""Options of systems that read a data set of the Hub, with which they read one that lies beside the
-project.
-"""
+PARAGRAPH = "attention_sink_profiler/paragraph.txt"
+"""The text of attention-sink-profiler, that of `first_keys` and `masked_keys`."""
 
 
 def weights(model: str) -> str:
@@ -46,6 +43,13 @@ def data_file(name: str) -> Path:
         if (directory / name).exists():
             return directory / name
     pytest.skip(f"{name} is not beside the project")
+
+
+def options_of_text(system: System) -> list[str]:
+    """Options that give a system its authors' text, if that lies beside the project."""
+    files = [folder / PARAGRAPH for folder in DATA if (folder / PARAGRAPH).exists()]
+    is_of_profiler = system.text is not None and "paragraph" in system.text.what
+    return ["--text", str(files[0])] if files and is_of_profiler else []
 
 
 def work_beside_the_texts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

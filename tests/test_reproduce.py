@@ -85,7 +85,7 @@ def test_a_system_of_the_published_model_runs_where_its_weights_are(
 ) -> None:
     model = published.weights(SYSTEMS[name].published_model)
     published.work_beside_the_texts(tmp_path, monkeypatch)
-    text_options = published.LOCAL_TEXTS.get(name, [])
+    text_options = published.options_of_text(SYSTEMS[name])
     words = [name, "--model", model, "--out", "published-runs", *text_options]
     exit_code, output = reproduce(*words)
     if "no file matches" in output:

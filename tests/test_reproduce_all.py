@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from headcount import app
 from jobs.progress import WholeProgress
-from reproduce.reproduce_commands import SOMETHING_SKIPPED
-from schemas.errors import RunError
+from reproduce.reproduce_commands import SOMETHING_SKIPPED, texts_of_systems
+from reproduce.system import StandInText, systems
+from schemas.errors import RunError, ScanError
 from tests import toy_models as toy
 from workers.model import known_models
 from workers.model.known_models import KnownModels
@@ -196,6 +197,26 @@ def test_a_text_is_for_systems_that_read_one(folder: Path, gpt2: str) -> None:
     with_text = system_file(3).replace("[defaults]", '[text]\nwhat = "a poem"\n[defaults]')
     (folder / "a.toml").write_text(with_text)
     assert "own.txt: no such file; expected a poem" in reproduce("a", "--text", "own.txt")[1]
+
+
+def test_a_text_is_for_all_systems_that_were_published_for_the_same(tmp_path: Path) -> None:
+    poem, novel = (tmp_path / name for name in ("poem.txt", "novel.txt"))
+    poem.write_text("a")
+    novel.write_text("b")
+    system = systems()["first_keys"]
+    selection = {
+        "a": system.model_copy(update={"text": StandInText(what="a poem")}),
+        "b": system.model_copy(update={"text": StandInText(what="a novel")}),
+        "c": system.model_copy(update={"text": StandInText(what="a poem")}),
+        "d": system.model_copy(update={"text": None}),
+    }
+    options = [f"c={poem}", f"b={novel}"]
+    assert texts_of_systems(options, selection) == {"a": str(poem), "c": str(poem), "b": str(novel)}
+    assert texts_of_systems([str(poem)], {"a": selection["a"], "d": selection["d"]}) == {
+        "a": str(poem)
+    }
+    with pytest.raises(ScanError, match="different texts; expected NAME=FILE"):
+        texts_of_systems([str(poem)], selection)
 
 
 def test_the_time_left_is_that_of_all_scans(monkeypatch: pytest.MonkeyPatch) -> None:
