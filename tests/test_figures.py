@@ -254,9 +254,15 @@ def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_
     assert [(line["name"], line["x"]) for line in figures[0]] == [
         (name, list(range(9))) for name in ("none", "zero_positions", "zero_tokens")
     ]
-    assert len(browser.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace")) == sum(
-        map(len, figures)
-    )
+    kinds = [trace["type"] for traces in figures for trace in traces]
+    drawn = {
+        "scatter": ".scatterlayer .trace",
+        "bar": ".barlayer .trace",
+        "heatmap": ".heatmaplayer .hm",
+    }
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        kind: len(browser.find_elements(By.CSS_SELECTOR, drawn[kind])) for kind in set(kinds)
+    }
     assert browser.find_element(By.CSS_SELECTOR, ".warning").text == (
         "a miniature: its numbers are not comparable with the published ones"
     )

@@ -1074,6 +1074,9 @@ def test_zeroing_the_first_value_changes_what_it_should_and_nothing_before_it(sh
             "sink_resid_post_top3",
             "head_result_norm_last",
             "head_output_norm_last",
+            "resid_post_spread",
+            "resid_post_spread_share",
+            "value_spread",
         }
         unsure = {"sink_logit_margin"} if name == "legacy-pth" else set()
         for statistic in STATISTICS.keys() - unsure:

@@ -108,8 +108,12 @@ def test_an_override_may_be_of_one_scan(tmp_path: Path) -> None:
         str(tmp_path),
         ["sequences=8", "with-bos.seed=7", "parts.input.distinct=true"],
     )
-    assert [(plan.scan.sequences, plan.scan.seed) for plan in plans] == [(8, 129), (8, 7), (8, 129)]
-    assert [plan.scan.input.options for plan in plans] == [{"distinct": True}, {}, {}]
+    scans = {plan.run.run_id.rpartition("-")[0]: plan.scan for plan in plans}
+    assert scans.keys() == system.scan.keys()
+    assert {scan.sequences for scan in scans.values()} == {8}
+    assert {name for name, scan in scans.items() if scan.seed == 7} == {"with-bos"}
+    assert scans["parts"].input.options == {"distinct": True}
+    assert scans["with-bos"].input.options == {}
 
 
 def test_heads_with_a_pattern_of_zeros_leave_the_bias_of_their_values_as_published(
