@@ -72,10 +72,10 @@ def test_a_system_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None
     def write_times() -> list[int]:
         return sorted(file.stat().st_mtime_ns for file in tmp_path.rglob("*.parquet"))
 
-    assert reproduce("previous_token", "--out", str(tmp_path))[0] == 0
+    assert reproduce("position_geometry", "--out", str(tmp_path))[0] == 0
     times_before = write_times()
     assert times_before
-    assert reproduce("previous_token", "--out", str(tmp_path))[0] == 0
+    assert reproduce("position_geometry", "--out", str(tmp_path))[0] == 0
     assert write_times() == times_before
 
 
