@@ -312,7 +312,7 @@ def test_figures_of_the_authors_text_are_compared_only_with_that_text() -> None:
     (without,) = judge("toy", system, info, "m", database)
     (with_text,) = judge("toy", system, info, "m", database, has_text=True)
     assert (without.verdict, with_text.verdict) == ("not comparable", "pass")
-    assert "--text FILE" in without.reason
+    assert "--text toy=FILE" in without.reason
 
 
 def test_the_text_stands_wherever_a_system_reads_it(tmp_path: Path) -> None:
