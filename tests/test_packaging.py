@@ -117,8 +117,12 @@ def run_in(directory: Path, *words: str | Path, said: str = "") -> str:
     return done.stdout
 
 
-SCANNED = r"(\S+: [\d,]+ tokens, \d+ shards?, 0 of them done\n[\d,]+ tokens in .*\n)"
-"""What a scan says of one run."""
+SCANNED = (
+    r"(\S+: [\d,]+ tokens, \d+ shards?, 0 of them done\n"
+    r"(?:[\d,]+ of [\d,]+ tokens, .* left\n)*"
+    r"[\d,]+ tokens in .*\n)"
+)
+"""What a scan says of one run. If it takes more than a moment, it also says how far it is."""
 
 
 def test_the_wheel_measures_and_answers_in_an_empty_environment(
