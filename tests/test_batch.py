@@ -176,22 +176,22 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_when_memory_ends_the_batch_is_halved_and_nothing_is_lost(tmp_path: Path) -> None:
-    """A process that may grow by 120 MB at most measures 16 sequences, requested in one batch."""
+    """A process that may grow by 120 MB at most measures 32 sequences, requested in one batch."""
     path = toy.save_model(tmp_path / "toy", toy.gpt2(n_positions=512, n_embd=256))
     script = f"""
         import resource
         import numpy as np
         from tests import toy_models as toy
         from pathlib import Path
-        replica = toy.replica(Path({str(path)!r}), batch_size=16)
-        tokens = toy.repeating_tokens(512, batch=16)
+        replica = toy.replica(Path({str(path)!r}), batch_size=32)
+        tokens = toy.repeating_tokens(512, batch=32)
         replica.measure(tokens[:1])
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 120_000_000,) * 2)
         heads = replica.measure(tokens).heads
-        assert 1 <= replica.batch.size < 16, replica.batch.size
+        assert 1 <= replica.batch.size < 32, replica.batch.size
         first = replica.measure(tokens[:1]).heads
-        assert all(len(v) == 16 for v in heads.values())
+        assert all(len(v) == 32 for v in heads.values())
         np.testing.assert_allclose(heads["entropy"][:1], first["entropy"], rtol=1e-5)
         print("halved to", replica.batch.size)
     """
