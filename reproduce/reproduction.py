@@ -108,10 +108,9 @@ class Reproduction:
             try:
                 measure_runs(
                     each.plans,
-                    self.resources.device,
+                    self.resources,
                     self.console,
                     self.allow_other_code,
-                    resources=self.resources,
                     models=self.models,
                     whole=whole,
                 )

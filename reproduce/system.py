@@ -51,12 +51,33 @@ Reasons = str | dict[str, str]
 """One line why, for all names or by name. A name that ends in `*` stands for all that begin so."""
 
 
-class Check(BaseModel):
-    """Numbers that were published, by name. `sql` gives rows (name, measured value)."""
+class ControlledQuery(BaseModel):
+    """SQL whose rows the controls try, and why some cannot fail.
+
+    `python -m reproduce.controls` demands that every row fails for random weights, and for edits
+    that do nothing, unless it says why here.
+    """
 
     # A misspelt key in a file is an error.
     model_config = ConfigDict(extra="forbid", frozen=True)
     sql: str
+    passes_random: Reasons = ""
+    """Why a model with random weights cannot be told from the published model."""
+    passes_null: Reasons = ""
+    """Why an edit that does nothing cannot be told from the published edit."""
+
+    def why_random_passes(self, name: str) -> str:
+        """Why a row of this name holds for random weights, too; empty if it must not."""
+        return named_reason(self.passes_random, name)
+
+    def why_null_passes(self, name: str) -> str:
+        """Why a row of this name holds if edits do nothing, too; empty if it must not."""
+        return named_reason(self.passes_null, name)
+
+
+class Check(ControlledQuery):
+    """Numbers that were published, by name. `sql` gives rows (name, measured value)."""
+
     published: dict[str, float] = {}
     file: str = ""
     """A CSV file beside the system's, in place of `published`: the columns name and value, and if
@@ -75,10 +96,6 @@ class Check(BaseModel):
     """Sizes of the model that these were published for, if it is not the system's model."""
     needs_text: bool = False
     """Whether the figures are of the authors' own text: not comparable without `--text`."""
-    passes_random: Reasons = ""
-    """Why a model with random weights cannot be told from the published model."""
-    passes_null: Reasons = ""
-    """Why an edit that does nothing cannot be told from the published edit."""
     _values: tuple[PublishedValue, ...] = PrivateAttr(())
 
     @property
@@ -120,26 +137,12 @@ class Check(BaseModel):
         )
         return self
 
-    def why_random_passes(self, name: str) -> str:
-        """Why this figure cannot tell random weights from the published ones; empty if it can."""
-        return named_reason(self.passes_random, name)
 
-    def why_null_passes(self, name: str) -> str:
-        """Why this figure cannot tell an edit from one that does nothing; empty if it can."""
-        return named_reason(self.passes_null, name)
-
-
-class Phenomenon(BaseModel):
+class Phenomenon(ControlledQuery):
     """Something that must hold. `sql` gives rows (name, value, whether it holds)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    sql: str
     models: tuple[str, ...] = ()
     """Models that it is claimed of. Default: all."""
-    passes_random: Reasons = ""
-    """Why it holds in a model with random weights, too."""
-    passes_null: Reasons = ""
-    """Why it holds under edits that do nothing, too."""
 
     @property
     def words(self) -> str:
@@ -147,14 +150,6 @@ class Phenomenon(BaseModel):
         # The first column of the SQL is the claim, usually the template of a format().
         text = re.search(r"'(.+?)'", self.sql)
         return text[1] if text else self.sql
-
-    def why_random_passes(self, name: str) -> str:
-        """Why random weights show it, too; empty if they must not."""
-        return named_reason(self.passes_random, name)
-
-    def why_null_passes(self, name: str) -> str:
-        """Why edits that do nothing show it, too; empty if they must not."""
-        return named_reason(self.passes_null, name)
 
 
 class StandInText(BaseModel):

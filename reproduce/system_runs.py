@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jobs.plan import Plan, plan_run, prepare_run
 from jobs.progress import WholeProgress
-from jobs.ray_cluster import Device, Resources
+from jobs.ray_cluster import Resources
 from jobs.resolved_scan import ResolvedScan, resolve
 from jobs.run_loop import run_to_end
 from queries.asking import RunDatabase, open_runs
@@ -76,19 +76,16 @@ def plan_system(
 
 def measure_runs(
     plans: Iterable[Plan],
-    device: Device,
+    resources: Resources,
     console: Console,
     allow_other_code: bool = False,
-    resources: Resources | None = None,
     models: KnownModels | None = None,
     whole: WholeProgress | None = None,
 ) -> None:
-    """Measure what is missing of runs: in this process, or with the `resources` of a cluster.
+    """Measure what is missing of runs: in this process if there are 0 replicas, else on Ray.
 
     The first shard that fails is an error, because half a run says nothing about a system.
     """
-    # 0 replicas: no Ray, the model is loaded into this process.
-    resources = resources or Resources(replicas=0, device=device)
     for plan in plans:
         prepare_run(plan, "")
         run_to_end(

@@ -87,10 +87,8 @@ def _check_findings(
         if not has_sizes(info, system.sizes_of(check, published)):
             verdict, reason = "not comparable", "published for a model of other sizes"
         elif lacks_text:
-            verdict, reason = (
-                "not comparable",
-                f"published for the authors' text: --text {name}=FILE",
-            )
+            verdict = "not comparable"
+            reason = f"published for the authors' text: --text {name}=FILE"
         findings.append(
             Finding(
                 system=name,

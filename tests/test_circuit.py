@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from transformers import GPT2LMHeadModel
 
+from jobs.ray_cluster import Resources
 from queries.asking import Row
 from reproduce.system import systems
 from reproduce.system_runs import measure_runs, open_system_runs, plan_system
@@ -183,7 +184,7 @@ def ask_system(name: str, model: str, out: Path, *overrides: str) -> Callable[[s
     """Measure a system; what puts SQL to its runs."""
     system = systems()[name]
     plans = plan_system(system, model, str(out), overrides)
-    measure_runs(plans, "cpu", Console(quiet=True))
+    measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True))
     return open_system_runs(system, plans[0].scan.out).rows
 
 

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from transformers import GPT2LMHeadModel
 
+from jobs.ray_cluster import Resources
 from queries.asking import Row, RunDatabase
 from reproduce.system import System, systems
 from reproduce.system_runs import measure_runs, open_system_runs, plan_system
@@ -57,7 +58,7 @@ def run_system(name: str, model: str, out: Path, *overrides: str) -> RunDatabase
     # The model is loaded once for all scans.
     models = KnownModels()
     plans = plan_system(CIRCUIT[name], model, str(out), overrides, models=models)
-    measure_runs(plans, "cpu", Console(quiet=True), models=models)
+    measure_runs(plans, Resources(0, device="cpu"), Console(quiet=True), models=models)
     return open_system_runs(CIRCUIT[name], plans[0].scan.out)
 
 

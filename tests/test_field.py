@@ -17,6 +17,7 @@ from rich.console import Console
 from transformers import GPT2LMHeadModel
 
 from jobs.plan import make_plan
+from jobs.ray_cluster import Resources
 from queries.connection import connect
 from reproduce.system_runs import measure_runs
 from schemas.scan import parse_scan
@@ -54,7 +55,7 @@ def connect_to_new_run(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBP
     scan = parse_scan(
         fields | {"input": {"family": "uniform_random"}, "statistics": COLUMNS} | changes
     )
-    measure_runs([make_plan(scan, "field")], "cpu", Console(quiet=True))
+    measure_runs([make_plan(scan, "field")], Resources(0, device="cpu"), Console(quiet=True))
     return connect(str(out))
 
 
