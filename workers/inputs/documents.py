@@ -55,25 +55,26 @@ Value = str | int | float | bool
 Conditions = tuple[tuple[str, tuple[Value, ...]], ...]
 """Names of fields, each with the values that it may have."""
 
+CHANGED = "changed while it was read; run the same command again"
+
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of each document, and which documents are taken."""
+    """What is read of each document."""
 
     text_field: str = "text"
-    where: Conditions = ()
-    columns: tuple[str, ...] = ()
-    """Fields that are carried into `sequences`."""
+    fields: tuple[str, ...] = ()
+    """Further fields that are kept of each document, sorted."""
     before: str = ""
     """What is put before every text."""
 
     @property
     def column_names(self) -> set[str]:
         """Columns of a Parquet file that are read if the file has them."""
-        fields = [self.text_field, *(name for name, _ in self.where), *self.columns]
+        fields = [self.text_field, *self.fields]
         # `body.plain` may be a column of that name, or a field of the column `body`.
         outer_fields = [name.partition(".")[0] for name in fields]
-        return {"meta", *fields, *outer_fields}
+        return {"meta", "pile_set_name", *fields, *outer_fields}
 
 
 EVERY_DOCUMENT = Reading()
@@ -83,14 +84,45 @@ class Problem(str):
     """What is wrong with a record. It takes the place of the record's content."""
 
 
+BLANK = Problem("blank line")
+"""The content of a blank line, which counts as a row and holds no document."""
+
+
 class Record(NamedTuple):
     """A document as its file holds it."""
 
     row: int
+    """Its number in what is read of the source."""
     content: object
     """A line of bytes, the parsed fields, or the `Problem` that the reader met."""
-    offset: int = FROM_THE_BEGINNING
-    """The byte of the file at which the record begins, if it can be read from there."""
+    stop: int
+    """Where the next record begins: a byte of the content of lines, or a row of the source."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What is read of a source: a range of it, and the place in the range where reading begins."""
+
+    start: int = 0
+    """A byte of the content of lines, or a row of other sources."""
+    stop: int | None = None
+    """None is the end of the source. Lines belong to the range that their first byte lies in."""
+    offset: int = 0
+    """The byte or the row at which reading begins; before `start` it means `start`."""
+    row: int = 0
+    """Rows of the range that lie before `offset`."""
+
+    @property
+    def first(self) -> int:
+        """The byte or the row from which on records are wanted."""
+        return max(self.start, self.offset)
+
+    def holds(self, place: int) -> bool:
+        """Whether a byte or a row lies before the end of the range."""
+        return self.stop is None or place < self.stop
+
+
+EVERYTHING = Stretch()
 
 
 @dataclass(frozen=True)
@@ -101,15 +133,13 @@ class Document:
     text: str = ""
     pile_set_name: str | None = None
     problem: str | None = None
-    fits_where: bool = True
-    """Whether it has the values that the corpus asks for in `where`."""
-    carried: tuple[str | None, ...] = ()
-    """The fields that are carried into `sequences`, as text."""
+    fields: tuple[str | None, ...] = ()
+    """The fields that a `Reading` names, as JSON; None if it does not have one, or it is null."""
 
     @property
     def content_hash(self) -> int:
-        """64 bits that identify everything that a run keeps of the document."""
-        labels = [self.pile_set_name, *self.carried]
+        """64 bits that identify everything that is kept of the document."""
+        labels = [self.pile_set_name, *self.fields]
         # A document that has none of the labels is known by its text alone, whichever are read.
         content = f"{self.text}\0{json.dumps(labels)}" if any(labels) else self.text
         digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8)
@@ -148,22 +178,18 @@ class Source:
     def documents(self, reading: Reading = EVERY_DOCUMENT) -> Iterator[Document]:
         """The documents in order. A problem of the whole file raises `CorpusError`."""
         for record in self.records(reading):
-            yield self.document_of(record, reading)
+            if record.content is not BLANK:
+                yield self.document_of(record, reading)
 
-    def records(self, reading: Reading = EVERY_DOCUMENT, first_row: int = 0) -> Iterator[Record]:
-        """The records from row `first_row` on, in order."""
+    def records(
+        self, reading: Reading = EVERY_DOCUMENT, stretch: Stretch = EVERYTHING
+    ) -> Iterator[Record]:
+        """The records of a stretch in order, and a record for each blank line."""
         with _refusing_unreadable(self):
-            for record in READERS[self.kind](self, reading, first_row):
+            for record in READERS[self.kind](self, reading, stretch):
                 # A reader may start earlier, at a place where its file can be entered.
-                if record.row >= first_row:
+                if record.row >= stretch.row:
                     yield record
-
-    def records_at(self, rows: Sequence[int], offsets: Sequence[int]) -> Iterator[Record]:
-        """The records of an uncompressed file of lines that begin at the given bytes."""
-        with _refusing_unreadable(self), _open_decompressed(self.path) as file:
-            for row, offset in zip(rows, offsets, strict=True):
-                file.seek(offset)
-                yield Record(row, file.readline(), offset)
 
     def document_of(self, record: Record, reading: Reading) -> Document:
         """The document that a record holds, or a document that names the record's problem."""
@@ -259,28 +285,51 @@ def _zstd_chunks(path: str, file: io.BufferedReader) -> Iterator[bytes]:
 # Readers: one for each kind of source
 
 
-def _read_lines(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
-    """The lines of a file that are not blank."""
+def _read_lines(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
+    """The lines that begin in a stretch of a file."""
     with _open_decompressed(source.path) as file:
-        yield from _lines_of(source, file)
+        yield from _lines_of(source, file, stretch)
 
 
-def _lines_of(source: Source, file: io.BufferedReader) -> Iterator[Record]:
-    # An offset counts decompressed bytes; a compressed file cannot be entered there.
-    seekable = not source.path.endswith(COMPRESSED)
-    offset = 0
-    for row, line in enumerate(file):
-        if line.strip():
-            yield Record(row, line, offset if seekable else FROM_THE_BEGINNING)
+def _lines_of(source: Source, file: io.BufferedReader, stretch: Stretch) -> Iterator[Record]:
+    offset = _go_to_line(file, stretch)
+    row = stretch.row
+    while stretch.holds(offset) and (line := file.readline()):
         offset += len(line)
+        yield Record(row, line if line.strip() else BLANK, offset)
+        row += 1
+    at_end_of_file = stretch.stop is not None and offset < stretch.stop
+    if at_end_of_file and not source.path.endswith(COMPRESSED):
+        raise CorpusError(
+            f"{printable(source.path)}: ends at byte {offset:,} and had {stretch.stop:,} or more; "
+            f"{CHANGED}"
+        )
 
 
-def _read_json(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+def _go_to_line(file: io.BufferedReader, stretch: Stretch) -> int:
+    """Go to the first line that begins in a stretch, and return its first byte."""
+    if stretch.offset > stretch.start or not stretch.first:
+        _go_to(file, stretch.first)
+        return stretch.first
+    # The line that holds the byte before the range began in the range before it, or ends there.
+    _go_to(file, stretch.start - 1)
+    return stretch.start - 1 + len(file.readline())
+
+
+def _go_to(file: io.BufferedReader, offset: int) -> None:
+    """Go from the beginning of a file to a byte of its content."""
+    if file.seekable():
+        file.seek(offset)
+        return
+    while offset > 0 and (skipped := file.read(min(offset, DECOMPRESSED_BUFFER))):
+        offset -= len(skipped)
+
+
+def _read_json(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """The objects of an array, which is read whole, or the lines of a file of objects."""
     with _open_decompressed(source.path) as file:
-        beginning = file.peek(1).removeprefix(UTF8_BYTE_ORDER_MARK).lstrip()
-        if beginning[:1] != b"[":
-            yield from _lines_of(source, file)
+        if not _begins_an_array(file):
+            yield from _lines_of(source, file, stretch)
             return
         content = file.read()
     try:
@@ -291,26 +340,41 @@ def _read_json(source: Source, reading: Reading, first_row: int) -> Iterator[Rec
             "or an object in each line"
         ) from None
     for row, fields in enumerate(rows):
-        yield Record(row, fields)
+        yield Record(row, fields, row + 1)
 
 
-def _read_parquet(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
-    """The rows of a Parquet file, from the row group that holds `first_row` on."""
+def _begins_an_array(file: io.BufferedReader) -> bool:
+    """Whether an open file of JSON holds an array rather than lines."""
+    beginning = file.peek(1).removeprefix(UTF8_BYTE_ORDER_MARK).lstrip()
+    return beginning[:1] == b"["
+
+
+def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
+    """The rows of a stretch of a Parquet file, from the row group that holds the first one on."""
     with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
         names: list[str] = file.schema_arrow.names
         _check_text_column(source.path, reading, names)
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = np.cumsum(sizes)
-        first_group = int(np.searchsorted(ends, first_row, side="right"))
+        first_group = int(np.searchsorted(ends, stretch.first, side="right"))
+        last_group = len(sizes)
+        if stretch.stop is not None:
+            last_group = int(np.searchsorted(ends, stretch.stop, side="left")) + 1
+        if last_group > len(sizes):
+            raise CorpusError(
+                f"{printable(source.path)}: has {file.metadata.num_rows:,} rows and had "
+                f"{stretch.stop:,} or more; {CHANGED}"
+            )
         row = int(ends[first_group - 1]) if first_group else 0
         batches = file.iter_batches(
             batch_size=PARQUET_BATCH,
-            row_groups=list(range(first_group, len(sizes))),
+            row_groups=list(range(first_group, last_group)),
             columns=[name for name in names if name in reading.column_names],
         )
         for batch in batches:
             for fields in _rows_of(batch):
-                yield Record(row, fields)
+                if stretch.start <= row and stretch.holds(row):
+                    yield Record(row - stretch.start, fields, row + 1)
                 row += 1
 
 
@@ -328,7 +392,7 @@ def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any] | Problem]:
         return [row for i in range(len(batch)) for row in _rows_of(batch.slice(i, 1))]
 
 
-def _read_csv(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+def _read_csv(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """The rows of a CSV file with a header."""
     with _open_decompressed(source.path) as content:
         # With "surrogateescape" a row that is not UTF-8 is a bad row, not a bad file.
@@ -339,7 +403,7 @@ def _read_csv(source: Source, reading: Reading, first_row: int) -> Iterator[Reco
         try:
             _check_text_column(source.path, reading, rows.fieldnames or ())
             for row, fields in enumerate(rows):
-                yield Record(row, _csv_fields(fields, reading.text_field))
+                yield Record(row, _csv_fields(fields, reading.text_field), row + 1)
         except csv.Error as error:
             raise CorpusError(
                 f"{printable(source.path)}, line {rows.reader.line_num}: not CSV ({error})"
@@ -356,21 +420,21 @@ def _csv_fields(fields: dict[str, Any], text_field: str) -> dict[str, Any] | Pro
     return {"pile_set_name": fields.get("dataset") or None} | fields
 
 
-def _read_text(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+def _read_text(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """A file of plain text: one document."""
     try:
         with _open_decompressed(source.path) as file:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        yield Record(0, Problem(f"not UTF-8 (byte {error.start})"))
+        yield Record(0, Problem(f"not UTF-8 (byte {error.start})"), 1)
     else:
         # The text is put under the name that the scan uses, because the file has no field names.
-        yield Record(0, {reading.text_field: text})
+        yield Record(0, {reading.text_field: text}, 1)
 
 
-def _read_flowing_text(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+def _read_flowing_text(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """A file of plain text whose lines are joined: one document."""
-    for record in _read_text(source, reading, first_row):
+    for record in _read_text(source, reading, stretch):
         content = record.content
         if isinstance(content, dict):
             text: str = content[reading.text_field]
@@ -387,15 +451,16 @@ def flowing(text: str) -> str:
     return " ".join(text.split())
 
 
-def _read_hub(source: Source, reading: Reading, first_row: int) -> Iterator[Record]:
+def _read_hub(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """The rows of one part of a Hub data set."""
     rows = open_hub(source.path, source.split)
     if source.parts > 1:
         rows = rows.shard(source.parts, source.part, contiguous=True)
     try:
-        for row, fields in enumerate(rows):
+        # Whole tables are skipped, without making Python objects of their rows.
+        for row, fields in enumerate(rows.skip(stretch.first), stretch.first):
             _check_text_column(f"data set {source.name!r}", reading, list(fields))
-            yield Record(row, fields)
+            yield Record(row, fields, row + 1)
     except CorpusError:
         raise
     except Exception as error:
@@ -414,7 +479,7 @@ READERS = {
     "flowing text": _read_flowing_text,
     "hub": _read_hub,
 }
-"""Reader of each kind of source: the records, from `first_row` or an earlier row on."""
+"""Reader of each kind of source: the records of a stretch, or from an earlier row on."""
 
 
 class HubRows(Protocol):
@@ -428,6 +493,10 @@ class HubRows(Protocol):
 
     def shard(self, num_shards: int, index: int, contiguous: bool) -> HubRows:
         """One part of the rows."""
+        ...
+
+    def skip(self, n: int) -> HubRows:
+        """All but the first rows."""
         ...
 
 
@@ -484,11 +553,15 @@ def _document_from_fields(row: int, fields: dict[str, Any], reading: Reading) ->
         row,
         reading.before + text,
         name if isinstance(name, str) and _is_unicode(name) else None,
-        fits_where=all(
-            _is_one_of(field_of(fields_with_meta, field), values) for field, values in reading.where
-        ),
-        carried=tuple(as_text(field_of(fields_with_meta, field)) for field in reading.columns),
+        fields=tuple(_as_json(field_of(fields_with_meta, field)) for field in reading.fields),
     )
+
+
+def _as_json(value: object) -> str | None:
+    """A field of a document as JSON in ASCII; None if it is missing or null."""
+    if value is MISSING or value is None:
+        return None
+    return json.dumps(value, default=str)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -535,7 +608,7 @@ def _parse_embedded_json(value: object) -> object:
         return value
 
 
-def _is_one_of(value: object, allowed: tuple[Value, ...]) -> bool:
+def is_one_of(value: object, allowed: tuple[Value, ...]) -> bool:
     """Whether a field has one of the values that `where` allows."""
     # 2 and 2.0 are the same number, though their texts differ. Python takes True for 1; JSON does
     # not.
