@@ -12,10 +12,11 @@ import numpy as np
 from schemas.document_fates import FATES, OTHER, Fates
 from schemas.errors import CorpusError, printable
 from workers.inputs.corpus import PART, Corpus
-from workers.inputs.document_block import BAD, FIELD, SKIPPED, DocumentBlock, Stretch
+from workers.inputs.document_block import SKIPPED, DocumentBlock, JoinedText
 from workers.inputs.documents import Value
 from workers.inputs.sequence_index import NO_SOURCE, BadRun, SequenceIndex
 from workers.inputs.sequence_reader import SequenceReader
+from workers.inputs.token_store import BAD, field_column
 
 LISTED_PARTS = 20
 """Parts of a corpus that an error message lists."""
@@ -84,7 +85,7 @@ class _Survey:
             self.reader.problem_of(block, document) for document in bad_documents[:room].tolist()
         ]
         for i, column in enumerate(self.reader.corpus.choice.columns):
-            values = block.labels[FIELD + column]
+            values = block.labels[field_column(column)]
             self.carried[i] += len(values) - values.null_count
 
     def _count_fates(self, block: DocumentBlock, fate: np.ndarray) -> None:
@@ -125,22 +126,22 @@ class _Survey:
         """Which documents have a token in one of the sequences, if documents are joined."""
         is_used = np.zeros(len(block), bool)
         sequences_left = self.sequences_left
-        for stretch in block.stretches:
-            used_end = self._used_end(number, block, stretch, sequences_left)
-            documents = np.arange(stretch.begin, stretch.end)
+        for text in block.texts:
+            used_end = self._used_end(number, block, text, sequences_left)
+            documents = np.arange(text.begin, text.end)
             is_used[documents] = block.begins_of(documents) < used_end
             sequences_left -= (
-                stretch.joined_end // block.length - stretch.joined_before // block.length
+                text.joined_end // block.length - text.joined_before // block.length
             )
         return is_used
 
     def _used_end(
-        self, number: int, block: DocumentBlock, stretch: Stretch, sequences_left: int
+        self, number: int, block: DocumentBlock, text: JoinedText, sequences_left: int
     ) -> int:
         """The token of a joined text behind the last sequence that is wanted."""
-        is_last = stretch is block.stretches[-1]
-        text_end = self.text_ends[number] if is_last else stretch.joined_end
-        sequences_before = stretch.joined_before // block.length
+        is_last = text is block.texts[-1]
+        text_end = self.text_ends[number] if is_last else text.joined_end
+        sequences_before = text.joined_before // block.length
         wanted = sequences_before + max(0, sequences_left)
         return min(text_end // block.length, wanted) * block.length
 

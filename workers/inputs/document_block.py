@@ -21,16 +21,17 @@ import pyarrow as pa
 
 from workers.inputs.corpus import PART, Choice, Corpus
 from workers.inputs.documents import as_text, is_one_of
-from workers.inputs.token_store import Piece, TokenStore, read_documents, read_tokens
-
-BAD = -1
-"""Number of tokens of a row that cannot be read."""
+from workers.inputs.token_store import (
+    BAD,
+    Piece,
+    TokenStore,
+    field_column,
+    read_documents,
+    read_tokens,
+)
 
 SKIPPED = -2
 """Number of tokens of a document that `skip` leaves out."""
-
-FIELD = "field:"
-"""What stands before the name of a kept field in the column names of the store."""
 
 SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
@@ -53,8 +54,8 @@ class PiecePlace(NamedTuple):
     """Tokens and separators of that source in earlier pieces."""
 
 
-class Stretch(NamedTuple):
-    """The documents of a block that belong to one source, and so to one joined text."""
+class JoinedText(NamedTuple):
+    """What a block holds of one joined text: documents of one source, or shuffled ones."""
 
     source: int
     begin: int
@@ -92,7 +93,7 @@ class DocumentBlock:
     """The hash of its content."""
     labels: pa.Table
     """Its `pile_set_name`, its `problem` and the fields that are kept."""
-    stretches: tuple[Stretch, ...]
+    texts: tuple[JoinedText, ...]
     """Joined texts that the documents belong to, in order."""
     others: dict[str, int]
     """By part: how many documents of the pieces `where` does not select."""
@@ -121,26 +122,26 @@ class DocumentBlock:
         A sequence may begin in an earlier block. It is counted where it ends, because there it is
         certain that it is whole.
         """
-        before = np.array([stretch.joined_before for stretch in self.stretches], np.int64)
-        end = np.array([stretch.joined_end for stretch in self.stretches], np.int64)
+        before = np.array([text.joined_before for text in self.texts], np.int64)
+        end = np.array([text.joined_end for text in self.texts], np.int64)
         return np.cumsum(end // self.length - before // self.length)
 
-    def joined_place(self, number: int) -> tuple[Stretch, int]:
+    def joined_place(self, number: int) -> tuple[JoinedText, int]:
         """The joined text in which sequence `number` of the block ends, and its first token."""
         i = int(np.searchsorted(self.sequence_ends, number, side="right"))
-        stretch = self.stretches[i]
-        number_in_stretch = number - (int(self.sequence_ends[i - 1]) if i else 0)
+        text = self.texts[i]
+        number_in_part = number - (int(self.sequence_ends[i - 1]) if i else 0)
         # A sequence that ends in an earlier block comes before those of this one.
-        number_in_text = stretch.joined_before // self.length + number_in_stretch
-        return stretch, number_in_text * self.length
+        number_in_text = text.joined_before // self.length + number_in_part
+        return text, number_in_text * self.length
 
     def last_document(self, number: int) -> int:
         """The document in which sequence `number` of the block ends."""
         if self.packing == "document":
             return int(self.long_documents[number])
-        stretch, start = self.joined_place(number)
+        text, start = self.joined_place(number)
         last_token = np.array([start + self.length - 1])
-        return int(self.documents_at(stretch, last_token)[0])
+        return int(self.documents_at(text, last_token)[0])
 
     # Labels of documents
 
@@ -154,7 +155,7 @@ class DocumentBlock:
 
     def carried(self, documents: np.ndarray, column: str) -> list[str | None]:
         """A field of some documents as a run keeps it."""
-        values = self.labels[FIELD + column].take(pa.array(documents)).to_pylist()
+        values = self.labels[field_column(column)].take(pa.array(documents)).to_pylist()
         return [None if value is None else as_text(json.loads(value)) for value in values]
 
     # Joined texts
@@ -167,28 +168,28 @@ class DocumentBlock:
         it begins.
         """
         ends = np.cumsum(_joined_lengths(self.n_tokens))
-        # Documents of earlier stretches belong to other texts, so each stretch has its own shift.
+        # The sum runs over all texts of the block, so each text has a shift of its own.
         shifts = [
-            stretch.joined_before - int(ends[stretch.begin - 1] if stretch.begin else 0)
-            for stretch in self.stretches
+            text.joined_before - int(ends[text.begin - 1] if text.begin else 0)
+            for text in self.texts
         ]
-        lengths = [stretch.end - stretch.begin for stretch in self.stretches]
+        lengths = [text.end - text.begin for text in self.texts]
         return ends + np.repeat(np.array(shifts, np.int64), lengths)
 
     def begins_of(self, documents: np.ndarray) -> np.ndarray:
         """Where documents begin in the joined text of their source."""
         return self.joined_ends[documents] - _joined_lengths(self.n_tokens[documents])
 
-    def documents_at(self, stretch: Stretch, tokens: np.ndarray) -> np.ndarray:
+    def documents_at(self, text: JoinedText, tokens: np.ndarray) -> np.ndarray:
         """The documents that hold some tokens of a joined text."""
-        ends = self.joined_ends[stretch.begin : stretch.end]
+        ends = self.joined_ends[text.begin : text.end]
         # side="right" finds the first document that ends behind a token, which is the one that
         # holds it, never one without tokens.
-        return stretch.begin + np.searchsorted(ends, tokens, side="right")
+        return text.begin + np.searchsorted(ends, tokens, side="right")
 
-    def joined_tokens(self, stretch: Stretch, start: int, stop: int, separator: int) -> np.ndarray:
+    def joined_tokens(self, text: JoinedText, start: int, stop: int, separator: int) -> np.ndarray:
         """The tokens `start .. stop-1` of a joined text, all of which lie in this block."""
-        first, last = self.documents_at(stretch, np.array([start, stop - 1])).tolist()
+        first, last = self.documents_at(text, np.array([start, stop - 1])).tolist()
         documents = np.arange(first, last + 1)
         documents = documents[self.n_tokens[documents] > 0]
         begins = self.first_token[documents]
@@ -242,7 +243,8 @@ def block_of_piece(
 ) -> DocumentBlock:
     """The documents that a scan takes from one piece, in the order of the files.
 
-    `length` is that of the text of a sequence. Only the first `documents` of the piece count, if that is given.
+    `length` is that of the text of a sequence. Only the first `documents` of the piece count, if
+    that is given.
     """
     table = read_documents(store, piece).slice(0, documents)
     is_taken = _is_taken(table, corpus.choice)
@@ -271,7 +273,7 @@ def block_of_piece(
         n_tokens=n_tokens,
         content=taken_table["content"].to_numpy(),
         labels=_labels_of(taken_table),
-        stretches=tuple(_stretches(source, n_tokens, where)),
+        texts=tuple(_joined_texts(source, n_tokens, where)),
         others=_counts_by_part(table.filter(pa.array(~is_taken))),
     )
 
@@ -303,7 +305,7 @@ def shuffled_block(blocks: list[DocumentBlock], choice: Choice) -> DocumentBlock
         n_tokens=n_tokens,
         content=joined("content"),
         labels=_joined_labels(blocks).take(pa.array(order)).combine_chunks(),
-        stretches=(Stretch(-1, 0, len(order), 0, total),),
+        texts=(JoinedText(-1, 0, len(order), 0, total),),
         others=others,
     )
 
@@ -319,7 +321,7 @@ def _is_taken(table: pa.Table, choice: Choice) -> np.ndarray:
     is_bad = table["problem"].is_valid().to_numpy()
     for name, allowed in choice.where:
         is_part = name == PART
-        column = table[name if is_part else FIELD + name].combine_chunks()
+        column = table[name if is_part else field_column(name)].combine_chunks()
         values = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
         # Many documents have few different values, so each value is looked at once.
         fits = [
@@ -338,8 +340,8 @@ def _with_skipped(n_tokens: np.ndarray, is_skipped: np.ndarray) -> np.ndarray:
 
 
 def _labels_of(table: pa.Table) -> pa.Table:
-    names = [name for name in table.column_names if name.startswith(FIELD)]
-    return table.select(["pile_set_name", "problem", *names]).combine_chunks()
+    not_labels = ("source", "row", "n_tokens", "content")
+    return table.drop_columns(list(not_labels)).combine_chunks()
 
 
 def _counts_by_part(table: pa.Table) -> dict[str, int]:
@@ -348,7 +350,9 @@ def _counts_by_part(table: pa.Table) -> dict[str, int]:
     return {entry["values"] or "": entry["counts"] for entry in counts.to_pylist()}
 
 
-def _stretches(source: np.ndarray, n_tokens: np.ndarray, where: PiecePlace) -> Iterator[Stretch]:
+def _joined_texts(
+    source: np.ndarray, n_tokens: np.ndarray, where: PiecePlace
+) -> Iterator[JoinedText]:
     """The joined text of each source that documents of a piece belong to."""
     if not len(source):
         return
@@ -357,4 +361,4 @@ def _stretches(source: np.ndarray, n_tokens: np.ndarray, where: PiecePlace) -> I
     for begin, end in pairwise(bounds):
         number = int(source[begin])
         before = where.joined_before if number == where.joined_source else 0
-        yield Stretch(number, begin, end, before, before + int(lengths[end] - lengths[begin]))
+        yield JoinedText(number, begin, end, before, before + int(lengths[end] - lengths[begin]))

@@ -14,14 +14,13 @@ import numpy as np
 
 from workers.inputs.corpus import Corpus
 from workers.inputs.document_block import (
-    BAD,
     DocumentBlock,
     PiecePlace,
     block_of_piece,
     shuffled_block,
 )
 from workers.inputs.portions import Portion
-from workers.inputs.token_store import Piece, TokenStore
+from workers.inputs.token_store import BAD, Piece, TokenStore
 
 NO_SOURCE = -1
 """Stands for the source of the last document if there was no document yet."""
@@ -169,8 +168,8 @@ class IndexBuilder:
         """The place of whatever comes behind a piece."""
         place = self._place
         source, joined = place.joined_source, place.joined_before
-        if block.stretches:
-            source, joined = block.stretches[-1].source, block.stretches[-1].joined_end
+        if block.texts:
+            source, joined = block.texts[-1].source, block.texts[-1].joined_end
         rows_before = place.rows_before
         if piece.ended:
             # Rows are counted from the beginning of a portion, and the next one may go on with the

@@ -11,8 +11,9 @@ import numpy as np
 from schemas.errors import printable
 from schemas.tables import carried_name
 from workers.inputs.corpus import Corpus
-from workers.inputs.document_block import BAD, DocumentBlock, Stretch
+from workers.inputs.document_block import DocumentBlock, JoinedText
 from workers.inputs.sequence_index import SequenceIndex
+from workers.inputs.token_store import BAD
 
 BLOCKS_IN_MEMORY = 4
 """Blocks of documents that are kept. They hold no tokens. A shard seldom spans more than two."""
@@ -37,7 +38,7 @@ class _Run(NamedTuple):
 
     block: int
     """The block in which they end, or all lie."""
-    stretch: Stretch
+    text: JoinedText
     """What the block holds of the text."""
     start: int
     stop: int
@@ -78,12 +79,10 @@ class SequenceReader:
         bad_rows: list[str] = []
         for number in range(first_block, min(last_block + 1, len(self.index.ends))):
             block = self.block(number)
-            is_bad = block.n_tokens == BAD
-            if number == first_block:
-                is_bad[:first_document] = False
-            if number == last_block:
-                is_bad[end:] = False
-            bad_rows += [self.problem_of(block, i) for i in np.flatnonzero(is_bad).tolist()]
+            begin = first_document if number == first_block else 0
+            lengths = block.n_tokens[begin : end if number == last_block else None]
+            bad_documents = begin + np.flatnonzero(lengths == BAD)
+            bad_rows += [self.problem_of(block, i) for i in bad_documents.tolist()]
         return bad_rows
 
     def place_of(self, block: DocumentBlock, document: int) -> str:
@@ -123,11 +122,12 @@ class SequenceReader:
         """Sequences of joined texts, as many at once as lie together."""
         for number, first, last in self._in_blocks(start, stop):
             block = self.block(number)
-            while first < last:
-                stretch, token = block.joined_place(first)
-                count = min(last - first, (stretch.joined_end - token) // self.length)
-                yield _Run(number, stretch, token, token + count * self.length)
-                first += count
+            done = first
+            while done < last:
+                text, token = block.joined_place(done)
+                count = min(last - done, (text.joined_end - token) // self.length)
+                yield _Run(number, text, token, token + count * self.length)
+                done += count
 
     def _beginnings(self, start: int, stop: int) -> Iterator[Beginnings]:
         """Where the sequences `start .. stop-1` begin."""
@@ -143,21 +143,21 @@ class SequenceReader:
                 inside = starts[(part.start <= starts) & (starts < part.stop)]
                 if len(inside):
                     block = self.block(part.block)
-                    documents = block.documents_at(part.stretch, inside)
+                    documents = block.documents_at(part.text, inside)
                     yield Beginnings(part.block, documents, inside - block.begins_of(documents))
 
     def _parts(self, run: _Run) -> list[_Run]:
         """A run divided by the blocks that its tokens lie in, in order."""
-        start = max(run.start, run.stretch.joined_before)
+        start = max(run.start, run.text.joined_before)
         parts = [run._replace(start=start)]
         number = run.block - 1
         while start > run.start:
-            stretches = self.block(number).stretches
+            texts = self.block(number).texts
             # A text that goes on in the next block is the last of its own.
-            if stretches and stretches[-1].source == run.stretch.source:
-                stretch, stop = stretches[-1], start
-                start = max(run.start, stretch.joined_before)
-                parts.append(_Run(number, stretch, start, stop))
+            if texts and texts[-1].source == run.text.source:
+                text, stop = texts[-1], start
+                start = max(run.start, text.joined_before)
+                parts.append(_Run(number, text, start, stop))
             number -= 1
         return parts[::-1]
 
@@ -175,7 +175,7 @@ class SequenceReader:
         documents: list[tuple[DocumentBlock, int]] = []
         for part in self._parts(run):
             block = self.block(part.block)
-            first, last = block.documents_at(part.stretch, np.array([part.start, part.stop - 1]))
+            first, last = block.documents_at(part.text, np.array([part.start, part.stop - 1]))
             documents += [(block, i) for i in range(first, last + 1) if block.n_tokens[i] > 0]
         return documents
 
@@ -194,9 +194,7 @@ class SequenceReader:
         ]
         return np.array(rows, np.int32).reshape(stop - start, self.length)
 
-    def _long_documents(
-        self, start: int, stop: int
-    ) -> Iterator[tuple[DocumentBlock, list[int]]]:
+    def _long_documents(self, start: int, stop: int) -> Iterator[tuple[DocumentBlock, list[int]]]:
         for number, first, last in self._in_blocks(start, stop):
             block = self.block(number)
             yield block, block.long_documents[first:last].tolist()
@@ -206,7 +204,7 @@ class SequenceReader:
         assert self.separator is not None
         parts = [
             self.block(part.block).joined_tokens(
-                part.stretch, part.start, part.stop, self.separator
+                part.text, part.start, part.stop, self.separator
             )
             for part in self._parts(run)
         ]
