@@ -51,7 +51,8 @@ class Findings:
 def findings(reader: SequenceReader, sequences: int) -> Findings:
     """What became of the documents, in a run of the first `sequences` of a corpus."""
     corpus = reader.corpus
-    index = reader.index.up_to(sequences, corpus)
+    is_everything = sequences >= len(reader)
+    index = reader.index if is_everything else reader.index.up_to(sequences, corpus)
     survey = _Survey(reader, index, sequences)
     for number, block in enumerate(index.blocks(corpus)):
         survey.add(number, block)

@@ -153,8 +153,9 @@ class SequenceReader:
         number = run.block - 1
         while start > run.start:
             texts = self.block(number).texts
-            # A text that goes on in the next block is the last of its own.
-            if texts and texts[-1].source == run.text.source:
+            # A text that goes on in the next block is the last of its own. A block may have nothing
+            # of it, if its documents are not taken.
+            if texts and texts[-1].source == run.text.source and texts[-1].joined_before < start:
                 text, stop = texts[-1], start
                 start = max(run.start, text.joined_before)
                 parts.append(_Run(number, text, start, stop))
