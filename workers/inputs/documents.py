@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from schemas.errors import CorpusError, printable
+from schemas.errors import CorpusError, counted, printable
 from schemas.places import open_whole, place, reason
 from workers.inputs.file_content import COMPRESSED, open_content
 
@@ -487,8 +487,8 @@ def _read_hub(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Re
     except Exception as error:
         why = str(error.__cause__ or error).strip().split("\n")[0]
         raise CorpusError(
-            f"data set {source.name!r}, split {source.split!r}: cannot be read from row "
-            f"{row + 1:,} on ({why}); run the same command again"
+            f"data set {source.name!r}, split {source.split!r}: cannot be read further than "
+            f"{counted(row, 'row')} ({why}); run the same command again"
         ) from None
 
 
