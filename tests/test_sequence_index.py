@@ -52,7 +52,7 @@ def cuts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def random_files(seed: int) -> list[list[Row]]:
     """Files of documents of random lengths, many of them empty and one longer than any piece."""
     rng = np.random.default_rng(seed)
-    lengths = [rng.choice([0, 1, 3, 6, 7, 13, 40], size) for size in (7, 1, 12, 4)]
+    lengths = [rng.choice([0, 1, 3, 6, 7, 13, 40], size) for size in (10, 1, 12, 4)]
     numbers = iter(range(1000))
     return [[document(next(numbers), int(length)) for length in file] for file in lengths]
 
