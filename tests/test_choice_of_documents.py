@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,14 +30,13 @@ from tests.toy_corpora import (
     open_corpus,
     plain_bytes,
     problem_of,
+    problems,
     write_jsonl,
     write_lines,
     write_parquet,
-    write_zst,
 )  # fmt: skip
 from tests.toy_models import BYTE_BOS
-from workers.inputs import find_input, sequence_reader
-from workers.inputs.document_index import BAD, Index
+from workers.inputs import find_input
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo
 
@@ -222,17 +220,15 @@ def test_what_no_document_fits_is_refused(tmp_path: Path, info: ModelInfo):
     options = {"family": "pile", "files": str(file), "where": {"pile_set_name": ["github", "x"]}}
     assert problem_of(info, file, input=options) == (
         "input.where: none of 30 documents has pile_set_name = 'github' or 'x'; pile_set_name is "
-        "Github (10), ArXiv (10), Pile-CC (10); change input.where"
+        "ArXiv (10), Github (10), Pile-CC (10); change input.where"
     )
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("per_shard", [1, 4, 100])
 def test_shuffled_documents_have_one_order_however_they_are_sharded(
-    tmp_path: Path, info: ModelInfo, form: str, per_shard: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, info: ModelInfo, form: str, per_shard: int
 ):
-    # So small a window that a file is gone through several times.
-    monkeypatch.setattr(sequence_reader, "TOKENS_IN_MEMORY", 200)
     file = write_fields(tmp_path, form)
     order = taken(choose(info, write_fields(tmp_path, "jsonl"), shuffle=5))
     assert sorted(order) == list(range(30))
@@ -259,8 +255,8 @@ def test_shuffled_documents_of_several_files_are_joined_in_their_order(
         write_jsonl(tmp_path / f"{i}.jsonl", rows)
     options = {"family": "pile", "files": str(tmp_path / "*.jsonl"), "packing": "concat"}
     sequences = open_corpus(info, tmp_path, input=options | {"shuffle": 1}, sequences_per_shard=3)
-    assert sequences.index is not None
-    source, row = sequences.index.source.tolist(), sequences.index.row.tolist()
+    block = sequences.reader.block(0)
+    source, row = block.source.tolist(), block.row.tolist()
     assert sorted(zip(source, row, strict=True)) == [
         (file_number, row_number)
         for file_number, n_rows in enumerate((5, 1, 3))
@@ -293,18 +289,9 @@ def test_bad_rows_keep_their_problem_in_another_order(tmp_path: Path, info: Mode
     lines[17] = b'{"text": 3}'
     file = write_lines(tmp_path / "a.jsonl", lines)
     sequences = choose(info, file, shuffle=3, bad_rows=0.1, skip=1)
-    index = sequences.index
-    assert index is not None
-    rows = index.row[index.n_tokens == BAD].tolist()
-    assert {
-        bad_row: index.problems[number]
-        for number, bad_row in zip(
-            np.flatnonzero(index.n_tokens == BAD).tolist(), rows, strict=True
-        )
-    } == {
-        4: "invalid JSON",
-        17: "text is int, expected a string",
-    }
+    assert problems(sequences) == [
+        f"{file}, line 5 (invalid JSON)", f"{file}, line 18 (text is int, expected a string)",
+    ]  # fmt: skip
     bad = [row for i in range(sequences.shards) for row in sequences.shard(i).bad_rows]
     assert sorted(bad) == [
         f"{file}, line 18 (text is int, expected a string)", f"{file}, line 5 (invalid JSON)",
@@ -384,59 +371,8 @@ def test_a_joined_sequence_carries_what_its_first_token_belongs_to(tmp_path: Pat
     assert all_tokens(sequences)[0] == [*b"abc", BYTE_BOS, *b"de"]
 
 
-def test_a_changed_field_that_is_carried_is_a_change(tmp_path: Path, info: ModelInfo):
-    line = '{"text": "abcdefgh", "n": %d, "m": %d}'
-    path = write_lines(tmp_path / "a.jsonl", [(line % (1, 1)).encode()])
-    sequences = open_corpus(info, path, columns=["n"])
-    write_lines(path, [(line % (1, 2)).encode()])
-    assert all_tokens(sequences) == [list(b"abcdef")]
-    write_lines(path, [(line % (2, 1)).encode()])
-    with pytest.raises(Exception, match="line 1: changed since the run began"):
-        Sequences(sequences.scan, info, sequences.index).shard(0)
-
-
-# The index
-
-
-def test_documents_that_are_known_are_not_tokenised_again(tmp_path: Path, info: ModelInfo):
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    sequences = open_corpus(info, path)
-    write_jsonl(path, [*ROWS[:3], ("another text", None), *ROWS[4:]])
-    with_known_index = Sequences(sequences.scan, info)
-    tokenised_texts: list[str] = []
-    encode_many = with_known_index.tokenizer.encode_many
-
-    def watched(texts: list[str]) -> list[list[int]]:
-        tokenised_texts.extend(texts)
-        return encode_many(texts)
-
-    with_known_index.tokenizer.encode_many = watched  # pyright: ignore[reportAttributeAccessIssue]
-    with_known_index.make_index(known=sequences.index)
-    assert tokenised_texts == ["another text"]
-    assert with_known_index.index is not None
-    assert with_known_index.index.n_tokens.tolist() == [8, 3, 20, 12, 7, 8, 9, 30]
-
-
-def test_an_index_of_before_reads_as_it_was(tmp_path: Path, info: ModelInfo):
-    path = write_lines(tmp_path / "a.jsonl", [*(line.encode() for line in as_json(ROWS)), b"{"])
-    sequences = open_corpus(info, path, bad_rows=0.2)
-    assert sequences.index is not None
-    table = pa.table(
-        {name: getattr(sequences.index, name) for name in ("source", "row", "n_tokens")}
-    )
-    metadata = {"problems": json.dumps({f"{path}:8": "invalid JSON"}), "whole_sources": "1"}
-    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "old.parquet")
-    old = Index.read(tmp_path / "old.parquet")
-    assert old.problems == {8: "invalid JSON"}
-    assert old.content is None
-    before = Sequences(sequences.scan, info, old)
-    assert all_tokens(before) == all_tokens(sequences)
-    assert before.fates is not None
-    assert before.fates.all == {"used": 6, "too short": 2, "bad": 1}
-
-
 @pytest.mark.parametrize("meta", ["struct", "json"])
-def test_a_parquet_file_is_read_from_the_row_group_that_is_needed(
+def test_a_parquet_file_of_many_row_groups_is_read_in_any_order(
     tmp_path: Path, info: ModelInfo, meta: str
 ):
     rows = documents(*[8] * 1000)
@@ -445,22 +381,3 @@ def test_a_parquet_file_is_read_from_the_row_group_that_is_needed(
     shards = [sequences.shard(i).tokens.tolist() for i in (99, 50, 51, 3)]
     expected = cut([rows], "document")
     assert shards == [expected[10 * i : 10 * i + 10] for i in (99, 50, 51, 3)]
-
-
-def test_a_packed_file_that_is_read_in_order_is_opened_once(
-    tmp_path: Path, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
-):
-    rows = documents(*[8] * 100)
-    sequences = open_corpus(
-        info, write_zst(tmp_path / "a.jsonl.zst", plain_bytes(rows)), sequences_per_shard=5
-    )
-    opened: list[int] = []
-    records = type(sequences.reader.corpus.sources[0]).records
-
-    def counted(*arguments: Any) -> Any:
-        opened.append(arguments[2])
-        return records(*arguments)
-
-    monkeypatch.setattr(type(sequences.reader.corpus.sources[0]), "records", counted)
-    assert all_tokens(sequences) == cut([rows], "document")
-    assert opened == [0]

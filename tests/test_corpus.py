@@ -27,6 +27,7 @@ from tests.toy_corpora import (
     byte_info,
     cut,
     documents,
+    make_index,
     open_corpus,
     plain_bytes,
     problem_of,
@@ -38,7 +39,7 @@ from tests.toy_corpora import (
     write_zst,
 )  # fmt: skip
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-
+from workers.inputs import preparation
 from workers.inputs.documents import Source
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo
@@ -157,7 +158,10 @@ def test_the_first_sequences_are_those_of_all(
 
 
 @pytest.mark.parametrize("packing", ["document", "concat"])
-def test_indexing_stops_when_there_is_enough(tmp_path: Path, info: ModelInfo, packing: str):
+def test_indexing_stops_when_there_is_enough(
+    tmp_path: Path, info: ModelInfo, packing: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", 100)
     rows = documents(*[9] * 2000)
     first, second = (
         write_jsonl(tmp_path / "0.jsonl", rows),
@@ -165,21 +169,9 @@ def test_indexing_stops_when_there_is_enough(tmp_path: Path, info: ModelInfo, pa
     )
     sequences = open_corpus(info, [first, second], packing, sequences=600)
     assert sequences.index is not None
-    assert len(sequences.index.row) == {"document": 1024, "concat": 512}[packing]
+    # Tokens are needed up to document 600, or up to token 3,600 of 10 a document.
+    assert len(sequences.index.pieces) == {"document": 6, "concat": 4}[packing]
     assert all_tokens(sequences) == cut([rows], packing)[:600]
-
-
-def test_the_index_survives_its_file(three_files: list[Path], info: ModelInfo, tmp_path: Path):
-    write_lines(three_files[1], [b"{", *(line.encode() for line in as_json(documents(*[8] * 120)))])
-    sequences = open_corpus(info, three_files)
-    assert sequences.index is not None
-    (tmp_path / "index.parquet").write_bytes(sequences.index.to_parquet())
-    index_read = Index.read(tmp_path / "index.parquet")
-    assert problems(sequences) == [f"{three_files[1]}, line 1 (invalid JSON)"]
-    assert index_read.problems == sequences.index.problems
-    for name in ("source", "row", "n_tokens", "content", "offset", "part"):
-        assert getattr(index_read, name).tolist() == getattr(sequences.index, name).tolist()
-    assert all_tokens(Sequences(sequences.scan, info, index_read)) == all_tokens(sequences)
 
 
 # Formats
@@ -245,7 +237,7 @@ def test_a_local_data_set_reads_like_its_files(tmp_path: Path, info: ModelInfo, 
     fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "sequences_per_shard": 3}
     options = {"family": "pile", "dataset": str(tmp_path), "packing": packing}
     sequences = Sequences(toy_scan(**fields, input=options), info)
-    sequences.make_index()
+    make_index(sequences)
     assert all_tokens(sequences) == cut(THREE_FILES, packing)
     assert sequences.shard(1).tokens.tolist() == cut(THREE_FILES, packing)[3:6]
     origins = all_origins(sequences)
@@ -290,7 +282,7 @@ def open_data_set(info: ModelInfo, dataset: str) -> Sequences:
         "input": {"family": "pile", "dataset": dataset},
     }
     sequences = Sequences(toy_scan(**fields), info)
-    sequences.make_index()
+    make_index(sequences)
     return sequences
 
 
@@ -482,7 +474,10 @@ def test_a_corpus_with_too_large_a_share_of_bad_rows_is_refused(
     )
 
 
-def test_too_many_bad_rows_in_a_row_end_the_reading(tmp_path: Path, info: ModelInfo):
+def test_too_many_bad_rows_in_a_row_end_the_reading(
+    tmp_path: Path, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preparation, "PIECE_DOCUMENTS", 100)
     good = [line.encode() for line in as_json(documents(*[8] * 3000))]
     path = write_lines(tmp_path / "a.jsonl", [*good[:10], *[b"{"] * 6, *good[10:]])
     bad_places = ", ".join(f"{path}, line {i} (invalid JSON)" for i in (11, 12, 13))
@@ -494,9 +489,9 @@ def test_too_many_bad_rows_in_a_row_end_the_reading(tmp_path: Path, info: ModelI
     assert len(sequences) == 3000
     fields = {"sequences": "all", "input": {"family": "pile", "files": str(path)}}
     stopped = Sequences(toy_scan(bos=False, n_ctx=LENGTH, bad_rows_in_a_row=5, **fields), info)
-    stopped.make_index()
+    make_index(stopped)
     assert stopped.index is not None
-    assert len(stopped.index.row) == 512
+    assert stopped.index.documents == 100
 
 
 def test_a_shard_names_the_bad_rows_that_it_spans(tmp_path: Path, info: ModelInfo):
@@ -554,14 +549,16 @@ def test_every_document_has_one_fate_and_the_parts_add_up(tmp_path: Path, info: 
     sequences = open_corpus(info, path, sequences=3, bad_rows=0.2)
     assert sequences.fates is not None
     assert sequences.fates.parts == {
-        "": {"used": 1, "too short": 1, "not needed": 1, "bad": 1},
-        "ArXiv": {"used": 1, "too short": 2, "empty": 1},
-        "Pile-CC": {"used": 1, "too short": 1, "not needed": 1},
+        "": {"used": 1, "too short": 1, "bad": 1},
+        "ArXiv": {"used": 1, "too short": 1, "empty": 1},
+        "Pile-CC": {"used": 1},
     }
-    assert sequences.fates.all == {
-        "used": 3, "too short": 4, "not needed": 2, "bad": 1, "empty": 1,
-    }  # fmt: skip
-    assert sum(sequences.fates.all.values()) == len(lines)
+    # Documents behind the last sequence do not count.
+    assert sequences.fates.all == {"used": 3, "too short": 2, "bad": 1, "empty": 1}
+    everything = open_corpus(info, path, bad_rows=0.2).fates
+    assert everything is not None
+    assert everything.all == {"used": 5, "too short": 4, "bad": 1, "empty": 1}
+    assert sum(everything.all.values()) == len(lines)
 
 
 def test_joined_documents_are_used_or_not_needed(tmp_path: Path, info: ModelInfo):
@@ -569,7 +566,14 @@ def test_joined_documents_are_used_or_not_needed(tmp_path: Path, info: ModelInfo
     sequences = open_corpus(info, path, "concat", sequences=2)
     assert sequences.fates is not None
     # 3 + 1, 1 + 1 are the first six tokens, 4 + 1 and one of the fourth document the next.
-    assert sequences.fates.all == {"used": 4, "not needed": 1}
+    assert sequences.fates.all == {"used": 4}
+    everything = open_corpus(info, path, "concat", n_ctx=14).fates
+    assert everything is not None
+    # One sequence of 14 of 29 tokens ends in the fourth document, two in the last.
+    assert everything.all == {"used": 5}
+    longer = open_corpus(info, path, "concat", n_ctx=20).fates
+    assert longer is not None
+    assert longer.all == {"used": 4, "not needed": 1}
 
 
 def test_small_parts_are_counted_together(tmp_path: Path, info: ModelInfo):
@@ -709,7 +713,7 @@ def test_the_pile_is_files_or_a_data_set(info: ModelInfo, options: dict[str, str
     with pytest.raises(
         ScanError, match=r"^input: the family pile needs either files .* or dataset .*$"
     ):
-        Sequences(toy_scan(sequences="all", input={"family": "pile", **options}), info).make_index()
+        make_index(Sequences(toy_scan(sequences="all", input={"family": "pile", **options}), info))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
@@ -766,43 +770,11 @@ def test_an_empty_file_holds_nothing(tmp_path: Path, info: ModelInfo, name: str)
     )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda path: write_jsonl(path, documents(8, 9, 7, 8)),
-        lambda path: write_jsonl(path, documents(8, 8)),
-        # As long as before: another text, and the same texts in another order.
-        lambda path: write_jsonl(path, documents(8, 8, 8, 8, first=1)),
-        lambda path: write_jsonl(path, reversed(documents(8, 8, 8, 8))),
-        lambda path: write_lines(path, [as_json(documents(8))[0].encode(), b"{", b"{", b"{"]),
-    ],
-)
-def test_a_file_that_changed_after_it_was_indexed_is_named(
-    tmp_path: Path, info: ModelInfo, change: Any
-):
-    path = write_jsonl(tmp_path / "a.jsonl", documents(8, 8, 8, 8))
+def test_a_corpus_that_is_prepared_is_not_read_again(tmp_path: Path, info: ModelInfo):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(8, 9, 8, 8))
     sequences = open_corpus(info, path)
-    change(path)
-    with pytest.raises(CorpusError) as caught:
-        sequences.shard(0)
-    assert str(caught.value).startswith(f"{path}, line ")
-    assert str(caught.value).endswith(
-        ": changed since the run began; run the same command again, which looks at the whole "
-        "corpus anew"
-    )
-
-
-def test_a_file_that_was_missing_for_a_while_is_read_again(tmp_path: Path, info: ModelInfo):
-    files = [documents(8, 8), documents(9, 9, first=2)]
-    first, second = (write_jsonl(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate(files))
-    sequences = open_corpus(info, [first, second], sequences_per_shard=2)
-    assert sequences.shard(0).tokens.tolist() == cut(files, "document")[:2]
-    content = second.read_bytes()
-    second.unlink()
-    with pytest.raises(CorpusError, match="cannot be read"):
-        sequences.shard(1)
-    second.write_bytes(content)
-    assert sequences.shard(1).tokens.tolist() == cut(files, "document")[2:]
+    path.unlink()
+    assert all_tokens(sequences) == cut([documents(8, 9, 8, 8)], "document")
 
 
 def test_packing_by_concat_needs_a_token_to_join_with(three_files: list[Path], info: ModelInfo):
@@ -901,7 +873,7 @@ def test_the_published_texts_are_300_sequences_of_40_tokens():
     )
     sequences = open_corpus(info, SINK_TEXTS, family="csv_texts", n_ctx=40)
     assert len(sequences) == 300
-    assert set(sequences.index.n_tokens.tolist() if sequences.index else []) == {40}
+    assert set(sequences.reader.block(0).n_tokens.tolist()) == {40}
     names = all_origins(sequences)["pile_set_name"]
     assert {name: names.count(name) for name in names} == {
         "sst2": 100,

@@ -15,6 +15,7 @@ from tests.toy_corpora import (
     Row,
     all_origins,
     all_tokens,
+    as_json,
     byte_info,
     cut,
     document,
@@ -23,7 +24,6 @@ from tests.toy_corpora import (
     problems,
     write_jsonl,
     write_lines,
-    as_json,
 )  # fmt: skip
 from tests.toy_models import toy_scan
 from workers.inputs import portions, preparation
@@ -100,7 +100,9 @@ def test_chosen_documents_are_the_same_however_they_are_stored(
     pattern = write_files(tmp_path, files)
     chosen = [[row for row in rows if row[1] == "ArXiv"] for rows in files]
     where = {"pile_set_name": "ArXiv"}
-    assert all_tokens(open_corpus(info, pattern, packing, where=where)) == expected_cut(chosen, packing)
+    assert all_tokens(open_corpus(info, pattern, packing, where=where)) == expected_cut(
+        chosen, packing
+    )
     first_file = chosen[0]
     assert len(first_file) > 2
     sequences = open_corpus(info, pattern, packing, where=where, skip=2)
@@ -144,8 +146,8 @@ def test_what_a_run_says_of_its_corpus_ends_with_its_last_sequence(
         assert sequences.fates.all == {"used": used - 1 + (packing == "concat"), "bad": 1}
         assert problems(sequences) == [f"{path}, line 6 (invalid JSON)"]
         assert all_tokens(sequences) == all_tokens(everything)[:12]
-        bad_rows = [sequences.shard(i).bad_rows for i in range(3)]
-        assert sum(bad_rows, []) == problems(sequences)
+        bad_rows = [row for i in range(3) for row in sequences.shard(i).bad_rows]
+        assert bad_rows == problems(sequences)
     assert len(problems(everything)) == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo
 
 LENGTH = 6
+
+CORPORA = tempfile.TemporaryDirectory(prefix="headcount-corpora-")
+"""Where the token stores of these corpora lie. They are told apart by the paths of their files."""
 
 Row = tuple[str, str | None]
 """Text and pile_set_name."""
@@ -87,13 +91,13 @@ def open_corpus(
 def make_index(sequences: Sequences) -> None:
     """Prepare as much of a corpus as its sequences need, and give them their index."""
     assert sequences.corpus is not None
-    store = sequences.store(Path(sequences.info.path) / "corpora")
+    store = sequences.store(Path(CORPORA.name))
     store.create()
     builder = sequences.index_builder(store)
     for portion in portions_of(sequences.corpus.sources):
-        builder.add(portion, prepare_portion(store, portion, sequences.tokenizer))
-        if builder.may_stop:
-            break
+        for piece in prepare_portion(store, portion, sequences.tokenizer):
+            if not builder.may_stop:
+                builder.add(portion, [piece])
     sequences.use_index(builder.index())
 
 

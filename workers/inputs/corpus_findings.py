@@ -131,9 +131,7 @@ class _Survey:
             used_end = self._used_end(number, block, text, sequences_left)
             documents = np.arange(text.begin, text.end)
             is_used[documents] = block.begins_of(documents) < used_end
-            sequences_left -= (
-                text.joined_end // block.length - text.joined_before // block.length
-            )
+            sequences_left -= text.joined_end // block.length - text.joined_before // block.length
         return is_used
 
     def _used_end(
@@ -163,14 +161,12 @@ def _ends_of_texts(index: SequenceIndex) -> list[int]:
         return [sys.maxsize] * len(index.ends)
     behind = [index.place(number + 1) for number in range(len(index.pieces))]
     ends: list[int] = []
-    text = NO_SOURCE
+    text, end = NO_SOURCE, 0
+    # Backwards, the first end of a text that is met is its last.
     for place in reversed(behind):
-        # Backwards, the first end of a text that is met is its last.
-        if place.joined_source == text:
-            ends.append(ends[-1])
-        else:
-            ends.append(place.joined_before)
-        text = place.joined_source
+        if place.joined_source != text:
+            text, end = place.joined_source, place.joined_before
+        ends.append(end)
     return ends[::-1]
 
 

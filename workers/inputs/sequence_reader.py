@@ -204,9 +204,7 @@ class SequenceReader:
         """The tokens of all sequences of a run."""
         assert self.separator is not None
         parts = [
-            self.block(part.block).joined_tokens(
-                part.text, part.start, part.stop, self.separator
-            )
+            self.block(part.block).joined_tokens(part.text, part.start, part.stop, self.separator)
             for part in self._parts(run)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
