@@ -9,7 +9,6 @@ than reading it.
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import io
 import json
@@ -25,23 +24,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from schemas.errors import CorpusError, printable
+from schemas.errors import CorpusError, counted, printable
 from schemas.places import open_whole, place, reason
+from workers.inputs.file_content import COMPRESSED, open_content
 
-COMPRESSED = (".zst", ".gz")
-"""Endings of compressed files. The ending before it says what the file contains."""
+LARGEST_RECORD = 32 << 20
+"""Bytes of the largest line or text that is read. Tokenising takes 120 to 135 bytes of memory for
+each byte of text, so 4 GB for this one: what a cluster's machine has for each core.
+"""
 
-READ_BUFFER = 1 << 17
-"""Bytes that are read at once from a file in a store."""
+TOO_LARGE = (
+    f"has more than {LARGEST_RECORD >> 20} MiB, which take too much memory to tokenise; split it "
+    "into several documents"
+)
 
-COMPRESSED_CHUNK = 1 << 18
-"""Bytes of a compressed file that are decompressed at once."""
-
-DECOMPRESSED_BUFFER = 1 << 20
-"""Bytes of a compressed file's content that are held at once."""
+LINE_PIECE = 1 << 20
+"""Bytes of a line that are dropped at once if the line is too long."""
 
 PARQUET_BATCH = 256
-"""Rows of a Parquet file that are held at once."""
+"""Rows of a Parquet file that are held at once at most."""
+
+BATCH_BYTES = 16 << 20
+"""Bytes of a Parquet file's content that are held at once, if its rows are alike."""
 
 FROM_THE_BEGINNING = -1
 """The offset of a record that is found only by reading everything before it."""
@@ -146,7 +150,7 @@ class Document:
         return int.from_bytes(digest.digest(), "little")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """A file of documents, or one shard of a Hub data set."""
 
@@ -185,7 +189,7 @@ class Source:
         self, reading: Reading = EVERY_DOCUMENT, stretch: Stretch = EVERYTHING
     ) -> Iterator[Record]:
         """The records of a stretch in order, and a record for each blank line."""
-        with _refusing_unreadable(self):
+        with refusing_unreadable(self):
             for record in READERS[self.kind](self, reading, stretch):
                 # A reader may start earlier, at a place where its file can be entered.
                 if record.row >= stretch.row:
@@ -204,7 +208,7 @@ class Source:
 
 
 @contextmanager
-def _refusing_unreadable(source: Source) -> Iterator[None]:
+def refusing_unreadable(source: Source) -> Iterator[None]:
     """Turn what a library raises about a broken file into a `CorpusError` that names the file."""
     try:
         yield
@@ -215,123 +219,62 @@ def _refusing_unreadable(source: Source) -> Iterator[None]:
         ) from None
 
 
-# Compression
-
-
-@contextmanager
-def _open_decompressed(path: str) -> Iterator[io.BufferedReader]:
-    """The content of a file, decompressed if its name says so."""
-    with open_whole(place(path)) as file:
-        # A file in a store is Arrow's, which cannot peek or iterate over lines.
-        stored = io.BufferedReader(file, READ_BUFFER) if isinstance(file, pa.NativeFile) else file
-        if path.endswith(".zst"):
-            yield io.BufferedReader(_ZstdContent(path, stored), DECOMPRESSED_BUFFER)
-        elif path.endswith(".gz"):
-            gzip_content: Any = gzip.GzipFile(fileobj=stored)
-            yield io.BufferedReader(gzip_content, DECOMPRESSED_BUFFER)
-        else:
-            yield stored
-
-
-class _ZstdContent(io.RawIOBase):
-    """The content of a .zst file of one or more frames, as a raw stream.
-
-    zstandard's own reader takes a file that ends inside a frame for a complete one. Here that is an
-    error, because documents would be missing.
-    """
-
-    def __init__(self, path: str, file: io.BufferedReader) -> None:
-        self._chunks = _zstd_chunks(path, file)
-        self._unread = memoryview(b"")
-
-    def readable(self) -> bool:
-        """True: `io.BufferedReader` asks before it reads."""
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:
-        """Fill the buffer as far as the current chunk allows; return 0 at the end of the file."""
-        target = memoryview(buffer)
-        while not self._unread:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._unread = memoryview(chunk)
-        count = min(len(target), len(self._unread))
-        target[:count] = self._unread[:count]
-        self._unread = self._unread[count:]
-        return count
-
-
-def _zstd_chunks(path: str, file: io.BufferedReader) -> Iterator[bytes]:
-    """The decompressed content of all frames of a file, piece by piece."""
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    between_frames = True
-    while compressed := file.read(COMPRESSED_CHUNK):
-        # One chunk may hold the end of a frame and the beginning of the next.
-        while compressed:
-            between_frames = False
-            yield frame.decompress(compressed)
-            compressed = b""
-            if frame.eof:
-                between_frames = True
-                compressed = frame.unused_data
-                frame = zstandard.ZstdDecompressor().decompressobj()
-    if not between_frames:
-        raise CorpusError(
-            f"{printable(path)}: the zstd stream ends in the middle; fetch the file again"
-        )
-
-
 # Readers: one for each kind of source
 
 
 def _read_lines(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """The lines that begin in a stretch of a file."""
-    with _open_decompressed(source.path) as file:
-        yield from _lines_of(source, file, stretch)
-
-
-def _lines_of(source: Source, file: io.BufferedReader, stretch: Stretch) -> Iterator[Record]:
-    offset = _go_to_line(file, stretch)
+    goes_on = stretch.offset > stretch.start
+    # The line that holds the byte before a range began in the range before it, or ends there.
+    entry = stretch.offset if goes_on else max(0, stretch.start - 1)
+    offset = entry
     row = stretch.row
-    while stretch.holds(offset) and (line := file.readline()):
+    with open_content(source.path, entry) as file:
+        if stretch.start and not goes_on:
+            _, offset = _next_line(file, entry)
+        while stretch.holds(offset):
+            line, stop = _next_line(file, offset)
+            if stop == offset:
+                _check_end(source, stretch, offset)
+                return
+            offset = stop
+            yield Record(row, line, offset)
+            row += 1
+
+
+def _next_line(file: io.BufferedReader, offset: int) -> tuple[bytes | Problem, int]:
+    """A line and the byte behind it; a problem if it is blank or too long.
+
+    A line that is too long is never held whole.
+    """
+    line = file.readline(LARGEST_RECORD + 1)
+    offset += len(line)
+    if len(line) <= LARGEST_RECORD:
+        return line if line.strip() else BLANK, offset
+    while line and not line.endswith(b"\n"):
+        line = file.readline(LINE_PIECE)
         offset += len(line)
-        yield Record(row, line if line.strip() else BLANK, offset)
-        row += 1
-    at_end_of_file = stretch.stop is not None and offset < stretch.stop
-    if at_end_of_file and not source.path.endswith(COMPRESSED):
+    return Problem(TOO_LARGE), offset
+
+
+def _check_end(source: Source, stretch: Stretch, end: int) -> None:
+    """Refuse a file that ends before a range that lay in it."""
+    # How much a compressed file holds is an estimate, so its ranges may lie behind its end.
+    if stretch.stop is not None and not source.path.endswith(COMPRESSED):
         raise CorpusError(
-            f"{printable(source.path)}: ends at byte {offset:,} and had {stretch.stop:,} or more; "
+            f"{printable(source.path)}: ends at byte {end:,}, expected {stretch.stop:,} or more; "
             f"{CHANGED}"
         )
 
 
-def _go_to_line(file: io.BufferedReader, stretch: Stretch) -> int:
-    """Go to the first line that begins in a stretch, and return its first byte."""
-    if stretch.offset > stretch.start or not stretch.first:
-        _go_to(file, stretch.first)
-        return stretch.first
-    # The line that holds the byte before the range began in the range before it, or ends there.
-    _go_to(file, stretch.start - 1)
-    return stretch.start - 1 + len(file.readline())
-
-
-def _go_to(file: io.BufferedReader, offset: int) -> None:
-    """Go from the beginning of a file to a byte of its content."""
-    if file.seekable():
-        file.seek(offset)
-        return
-    while offset > 0 and (skipped := file.read(min(offset, DECOMPRESSED_BUFFER))):
-        offset -= len(skipped)
-
-
 def _read_json(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """The objects of an array, which is read whole, or the lines of a file of objects."""
-    with _open_decompressed(source.path) as file:
-        if not _begins_an_array(file):
-            yield from _lines_of(source, file, stretch)
-            return
-        content = file.read()
+    with open_content(source.path) as file:
+        is_array = begins_an_array(file)
+        content = file.read() if is_array else b""
+    if not is_array:
+        yield from _read_lines(source, reading, stretch)
+        return
     try:
         rows = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -343,71 +286,143 @@ def _read_json(source: Source, reading: Reading, stretch: Stretch) -> Iterator[R
         yield Record(row, fields, row + 1)
 
 
-def _begins_an_array(file: io.BufferedReader) -> bool:
+def begins_an_array(file: io.BufferedReader) -> bool:
     """Whether an open file of JSON holds an array rather than lines."""
     beginning = file.peek(1).removeprefix(UTF8_BYTE_ORDER_MARK).lstrip()
     return beginning[:1] == b"["
 
 
 def _read_parquet(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
-    """The rows of a stretch of a Parquet file, from the row group that holds the first one on."""
+    """The rows of a stretch of a Parquet file."""
     with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
         names: list[str] = file.schema_arrow.names
         _check_text_column(source.path, reading, names)
-        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-        ends = np.cumsum(sizes)
-        first_group = int(np.searchsorted(ends, stretch.first, side="right"))
-        last_group = len(sizes)
-        if stretch.stop is not None:
-            last_group = int(np.searchsorted(ends, stretch.stop, side="left")) + 1
-        if last_group > len(sizes):
+        row_groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        ends = np.cumsum([group.num_rows for group in row_groups])
+        stop = file.metadata.num_rows if stretch.stop is None else stretch.stop
+        if stop > file.metadata.num_rows:
             raise CorpusError(
-                f"{printable(source.path)}: has {file.metadata.num_rows:,} rows and had "
-                f"{stretch.stop:,} or more; {CHANGED}"
+                f"{printable(source.path)}: has {file.metadata.num_rows:,} rows, expected "
+                f"{stop:,} or more; {CHANGED}"
             )
-        row = int(ends[first_group - 1]) if first_group else 0
+        # The groups that hold the first and the last row; empty groups before them are left out.
+        first_group = int(np.searchsorted(ends, stretch.first, side="right"))
+        last_group = int(np.searchsorted(ends, stop - 1, side="right"))
         batches = file.iter_batches(
-            batch_size=PARQUET_BATCH,
-            row_groups=list(range(first_group, last_group)),
+            batch_size=_rows_at_once(row_groups[first_group : last_group + 1]),
+            row_groups=list(range(first_group, min(last_group + 1, len(row_groups)))),
             columns=[name for name in names if name in reading.column_names],
         )
+        row = int(ends[first_group - 1]) if first_group else 0
         for batch in batches:
-            for fields in _rows_of(batch):
-                if stretch.start <= row and stretch.holds(row):
-                    yield Record(row - stretch.start, fields, row + 1)
-                row += 1
+            rows_before = max(0, stretch.first - row)
+            wanted = batch.slice(rows_before, max(0, stop - row - rows_before))
+            for i, fields in enumerate(_rows_of(wanted, reading.text_field), row + rows_before):
+                yield Record(i - stretch.start, fields, i + 1)
+            row += len(batch)
 
 
-def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any] | Problem]:
-    """The rows of a batch, with a problem in the place of each row that is not UTF-8.
+def _rows_at_once(row_groups: Sequence[pq.RowGroupMetaData]) -> int:
+    """Rows that are held at once: fewer if they are long."""
+    row_bytes = [group.total_byte_size // max(1, group.num_rows) for group in row_groups]
+    return min(PARQUET_BATCH, max(1, BATCH_BYTES // max(1, *row_bytes, 1)))
 
-    Parquet does not check that its strings are UTF-8.
-    """
+
+def _rows_of(batch: pa.RecordBatch, text_field: str) -> list[dict[str, Any] | Problem]:
+    """The rows of a batch, with a problem in the place of each row that cannot be converted."""
+    has_text_column = text_field in batch.schema.names
+    if not has_text_column or batch.column(text_field).nbytes <= LARGEST_RECORD:
+        try:
+            return batch.to_pylist()
+        except UnicodeDecodeError:
+            # Parquet does not check that its strings are UTF-8. The error does not name the row.
+            pass
+    return [_row_of(batch.slice(i, 1), text_field) for i in range(len(batch))]
+
+
+def _row_of(row: pa.RecordBatch, text_field: str) -> dict[str, Any] | Problem:
+    """The only row of a batch. A text that is too large is not made a Python string."""
+    if text_field in row.schema.names:
+        text = row.column(text_field)[0]
+        is_string = pa.types.is_string(text.type) or pa.types.is_large_string(text.type)
+        if is_string and text.is_valid and len(text.as_buffer()) > LARGEST_RECORD:
+            return Problem(TOO_LARGE)
     try:
-        return batch.to_pylist()
+        return row.to_pylist()[0]
     except UnicodeDecodeError:
-        # The error does not say which row it is, so the rows are converted one by one.
-        if len(batch) == 1:
-            return [Problem("not UTF-8")]
-        return [row for i in range(len(batch)) for row in _rows_of(batch.slice(i, 1))]
+        return Problem("not UTF-8")
 
 
 def _read_csv(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """The rows of a CSV file with a header."""
-    with _open_decompressed(source.path) as content:
+    with open_content(source.path) as content:
         # With "surrogateescape" a row that is not UTF-8 is a bad row, not a bad file.
-        lines = io.TextIOWrapper(
-            content, encoding="utf-8-sig", errors="surrogateescape", newline=""
-        )
+        text = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        lines = _CsvLines(text)
         rows = csv.DictReader(lines, strict=True)
         try:
             _check_text_column(source.path, reading, rows.fieldnames or ())
-            for row, fields in enumerate(rows):
-                yield Record(row, _csv_fields(fields, reading.text_field), row + 1)
-        except csv.Error as error:
+            row = 0
+            while (fields := _next_csv_row(rows, lines, reading.text_field)) is not None:
+                yield Record(row, fields, row + 1)
+                row += 1
+        except (csv.Error, _TooLargeRowError) as error:
             raise CorpusError(
                 f"{printable(source.path)}, line {rows.reader.line_num}: not CSV ({error})"
             ) from None
+
+
+class _TooLargeRowError(Exception):
+    """A row of a CSV file that is too large. Its lines have been read."""
+
+
+class _CsvLines:
+    """The lines of a CSV file, of which no row holds more than `LARGEST_RECORD` letters."""
+
+    def __init__(self, file: io.TextIOWrapper) -> None:
+        self.file = file
+        self.begin_row()
+
+    def begin_row(self) -> None:
+        """The next line begins a row."""
+        self.row_letters = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """The next line. The csv module asks for a row's second line only within quotes."""
+        within_quotes = self.row_letters > 0
+        line = self.file.readline(LARGEST_RECORD + 1 - self.row_letters)
+        # The csv module takes no notice of blank lines between rows.
+        if within_quotes or line.strip("\r\n"):
+            self.row_letters += len(line)
+        if self.row_letters > LARGEST_RECORD:
+            self._drop_row(line, within_quotes)
+            raise _TooLargeRowError(TOO_LARGE)
+        if not line:
+            raise StopIteration
+        return line
+
+    def _drop_row(self, piece: str, within_quotes: bool) -> None:
+        """Read on to the end of a row, which is a line end outside quotes."""
+        while piece:
+            within_quotes ^= piece.count('"') % 2 == 1
+            if piece.endswith(("\n", "\r")) and not within_quotes:
+                return
+            piece = self.file.readline(LINE_PIECE)
+
+
+def _next_csv_row(
+    rows: csv.DictReader[str], lines: _CsvLines, text_field: str
+) -> dict[str, Any] | Problem | None:
+    """The fields of the next row; None at the end of the file."""
+    lines.begin_row()
+    try:
+        fields = next(rows, None)
+    except _TooLargeRowError:
+        return Problem(TOO_LARGE)
+    return None if fields is None else _csv_fields(fields, text_field)
 
 
 def _csv_fields(fields: dict[str, Any], text_field: str) -> dict[str, Any] | Problem:
@@ -423,8 +438,12 @@ def _csv_fields(fields: dict[str, Any], text_field: str) -> dict[str, Any] | Pro
 def _read_text(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Record]:
     """A file of plain text: one document."""
     try:
-        with _open_decompressed(source.path) as file:
-            text = file.read().decode("utf-8-sig")
+        with open_content(source.path) as file:
+            content = file.read(LARGEST_RECORD + 1)
+        if len(content) > LARGEST_RECORD:
+            yield Record(0, Problem(TOO_LARGE), 1)
+            return
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         yield Record(0, Problem(f"not UTF-8 (byte {error.start})"), 1)
     else:
@@ -456,17 +475,20 @@ def _read_hub(source: Source, reading: Reading, stretch: Stretch) -> Iterator[Re
     rows = open_hub(source.path, source.split)
     if source.parts > 1:
         rows = rows.shard(source.parts, source.part, contiguous=True)
+    row = stretch.first
     try:
         # Whole tables are skipped, without making Python objects of their rows.
-        for row, fields in enumerate(rows.skip(stretch.first), stretch.first):
+        for fields in rows.skip(stretch.first):
             _check_text_column(f"data set {source.name!r}", reading, list(fields))
             yield Record(row, fields, row + 1)
+            row += 1
     except CorpusError:
         raise
     except Exception as error:
         why = str(error.__cause__ or error).strip().split("\n")[0]
         raise CorpusError(
-            f"data set {source.name!r}, split {source.split!r}: cannot be read ({why})"
+            f"data set {source.name!r}, split {source.split!r}: cannot be read further than "
+            f"{counted(row, 'row')} ({why}); run the same command again"
         ) from None
 
 
@@ -504,8 +526,33 @@ def open_hub(name: str, split: str) -> HubRows:
     """A Hub data set (or a local directory of one) as a stream of rows."""
     from datasets import load_dataset
 
-    try:
+    with _refusing_to_open(name, split):
         return cast("HubRows", load_dataset(name, split=split, streaming=True))
+
+
+def hub_version(name: str, split: str) -> str:
+    """Identifies what a data set holds, without reading it.
+
+    It covers how the data set is read and every file: its commit on the Hub, or when a local file
+    was changed.
+    """
+    from datasets import load_dataset_builder
+
+    with _refusing_to_open(name, split):
+        builder: Any = load_dataset_builder(name)
+    files = {
+        str(split_name): [list(files), [list(origin) for origin in files.origin_metadata]]
+        for split_name, files in (builder.config.data_files or {}).items()
+    }
+    version = json.dumps([builder.hash, builder.config_id, files], sort_keys=True)
+    return hashlib.sha256(version.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _refusing_to_open(name: str, split: str) -> Iterator[None]:
+    """Turn what the library datasets raises into a `CorpusError` that names the data set."""
+    try:
+        yield
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise CorpusError(
@@ -546,6 +593,9 @@ def _document_from_fields(row: int, fields: dict[str, Any], reading: Reading) ->
     if not _is_unicode(text):
         problem = f"{reading.text_field} has lone surrogates, which are not UTF-8"
         return Document(row, problem=problem)
+    # A letter has four bytes at most, so most texts need not be encoded to know it.
+    if len(text) > LARGEST_RECORD // 4 and len(text.encode()) > LARGEST_RECORD:
+        return Document(row, problem=TOO_LARGE)
     # `meta` is parsed once here rather than by every look-up below.
     fields_with_meta = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
     name = field_of(fields_with_meta, "pile_set_name")
