@@ -38,7 +38,7 @@ from tests.toy_corpora import (
     write_zst,
 )  # fmt: skip
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs.document_index import Index
+
 from workers.inputs.documents import Source
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo

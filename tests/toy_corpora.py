@@ -16,8 +16,9 @@ import zstandard
 
 from schemas.errors import CorpusError, HeadcountError, ScanError
 from tests.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs.document_index import named_problems
 from workers.inputs.input_registry import CHOICE
+from workers.inputs.portions import portions_of
+from workers.inputs.preparation import prepare_portion
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo
 
@@ -78,9 +79,22 @@ def open_corpus(
     options = {"family": family, "files": files, "packing": packing, **choice}
     fields = {"bos": False, "n_ctx": LENGTH, "sequences": "all", "input": options} | changes
     sequences = Sequences(toy_scan(**fields), info)
-    sequences.make_index()
+    make_index(sequences)
     sequences.check_index()
     return sequences
+
+
+def make_index(sequences: Sequences) -> None:
+    """Prepare as much of a corpus as its sequences need, and give them their index."""
+    assert sequences.corpus is not None
+    store = sequences.store(Path(sequences.info.path) / "corpora")
+    store.create()
+    builder = sequences.index_builder(store)
+    for portion in portions_of(sequences.corpus.sources):
+        builder.add(portion, prepare_portion(store, portion, sequences.tokenizer))
+        if builder.may_stop:
+            break
+    sequences.use_index(builder.index())
 
 
 def all_tokens(sequences: Sequences) -> list[list[int]]:
@@ -94,9 +108,8 @@ def all_origins(sequences: Sequences) -> dict[str, list[Any]]:
 
 def problems(sequences: Sequences) -> list[str]:
     """The bad documents of a corpus."""
-    assert sequences.index is not None
-    assert sequences.corpus is not None
-    return named_problems(sequences.index, sequences.corpus)
+    assert sequences.findings is not None
+    return list(sequences.findings.problems)
 
 
 def cut(files: Iterable[Iterable[Row]], packing: str, length: int = LENGTH) -> list[list[int]]:

@@ -11,10 +11,16 @@ from typing import Any, Protocol
 
 from schemas.errors import ScanError
 from schemas.tables import carried_name
-from workers.inputs.documents import EVERY_DOCUMENT, Reading, Source, Value
+from workers.inputs.documents import Reading, Source, Value
 
 AllowedValues = Value | list[Value]
 """What `where` may say of a field: the value, or the values that it may have."""
+
+Conditions = tuple[tuple[str, tuple[Value, ...]], ...]
+"""Names of fields, each with the values that it may have."""
+
+PART = "pile_set_name"
+"""The field that names the part of the Pile. It is kept of every document."""
 
 
 class Tokenizer(Protocol):
@@ -33,7 +39,10 @@ class Tokenizer(Protocol):
 class Choice:
     """Which documents of a corpus are taken, in which order, and what is read of them."""
 
-    reading: Reading = EVERY_DOCUMENT
+    text_field: str = "text"
+    where: Conditions = ()
+    columns: tuple[str, ...] = ()
+    """Fields that are carried into `sequences`."""
     shuffle: bool | int = False
     """The seed of their order. True means the seed of the scan, False the order of the files."""
     skip: int = 0
@@ -82,8 +91,13 @@ def choice(
     for name, values in conditions:
         if not values:
             raise ScanError(f"input.where.{name}: expected a value or some values, got []")
-    reading = Reading(text_field or "text", conditions, tuple(columns or []))
-    return Choice(reading, False if shuffle is None else shuffle, skip or 0)
+    return Choice(
+        text_field or "text",
+        conditions,
+        tuple(columns or []),
+        False if shuffle is None else shuffle,
+        skip or 0,
+    )
 
 
 def _check_columns(fields: list[str]) -> None:
@@ -167,5 +181,10 @@ class Corpus:
 
     @property
     def reading(self) -> Reading:
-        """What is read of each document."""
-        return replace(self.choice.reading, before=self.before)
+        """What the token store keeps of each document.
+
+        All scans that need the same fields read one store, whichever documents they take.
+        """
+        tested_fields = {name for name, _ in self.choice.where if name != PART}
+        fields = tested_fields | set(self.choice.columns)
+        return Reading(self.choice.text_field, tuple(sorted(fields)), self.before)

@@ -16,21 +16,16 @@ import numpy as np
 
 from schemas.document_fates import Fates
 from schemas.errors import CorpusError, ModelError, ScanError
+from schemas.places import Place
 from schemas.scan import Scan
 from workers.inputs import Draw, InputFamily, Labelled, find_input
 from workers.inputs.bigram_backcopy import BUNDLED_TEXT
 from workers.inputs.corpus import Corpus
-from workers.inputs.document_index import (
-    BadRows,
-    Index,
-    Watch,
-    build_index,
-    check_choice,
-    named_problems,
-    unwatched,
-)
+from workers.inputs.corpus_findings import BadRows, Findings, check_choice, findings
+from workers.inputs.sequence_index import IndexBuilder, SequenceIndex
 from workers.inputs.sequence_reader import Origin, SequenceReader
 from workers.inputs.text_files import check_bundled, text_record
+from workers.inputs.token_store import TokenStore
 from workers.model.model_info import ModelInfo, no_token
 from workers.model.text_tokenizer import TextTokenizer
 
@@ -63,8 +58,8 @@ class _DrawnSequence(NamedTuple):
 class Sequences:
     """Sequences `0 .. len-1` of a scan.
 
-    A corpus needs an `index`, which is built (`make_index`) or read from a file. A `corpus` is
-    given if its files were listed before. `partners` says whether partner sequences are drawn too,
+    A corpus needs an `index`, which an `index_builder` makes. A `corpus` is given if its files were
+    listed before. `partners` says whether partner sequences are drawn too,
     for interventions that take something from them.
     """
 
@@ -72,7 +67,7 @@ class Sequences:
         self,
         scan: Scan,
         info: ModelInfo,
-        index: Index | None = None,
+        index: SequenceIndex | None = None,
         corpus: Corpus | None = None,
         partners: bool = False,
     ) -> None:
@@ -82,6 +77,7 @@ class Sequences:
         self.partners = partners
         self.least_sequences = 0
         """Sequences that a run has already. The index must reach as far as they do."""
+        self._last_findings: tuple[int, Findings] | None = None
         if corpus is not None:
             self.corpus = self._with_resolved_choice(corpus)
         self.family = find_input(scan.input.family)
@@ -209,58 +205,53 @@ class Sequences:
 
     # The index of a corpus
 
-    def use_index(self, index: Index | None) -> None:
+    def store(self, corpora: Place) -> TokenStore:
+        """The token store that the sequences are read from, among those in a place."""
+        assert self.corpus is not None
+        return TokenStore.of(corpora, self.tokenizer, self.corpus.reading)
+
+    def index_builder(self, store: TokenStore) -> IndexBuilder:
+        """What makes the index of the sequences while the pieces of the store become ready."""
+        assert self.corpus is not None
+        # Refused before anything is tokenised.
+        self._check_separator()
+        return IndexBuilder(
+            self.corpus, store, self.text_length, self.enough, self.bad_rows.in_a_row
+        )
+
+    def use_index(self, index: SequenceIndex | None) -> None:
         """Read the corpus by another index; None means that one is still to be made."""
         self.index = index
-        # The cached reader belongs to the index of before.
+        # What is cached belongs to the index of before.
         self.__dict__.pop("reader", None)
+        self._last_findings = None
 
     def indexed_enough(self, least: int) -> bool:
         """Whether the index has as many sequences as the scan needs, and `least` at least."""
-        assert self.corpus is not None
         assert self.index is not None
         if self.scan.sequences == "all":
-            return self.index.whole_sources == len(self.corpus.sources)
+            return self.index.whole
         return len(self.reader) >= max(least, self.scan.sequences)
-
-    def make_index(self, watch: Watch = unwatched, known: Index | None = None) -> None:
-        """Index the corpus as far as the scan needs it, unless there is an index already.
-
-        Documents that `known` has are not tokenised again. A synthetic family needs no index.
-        """
-        if self.corpus is not None and self.index is None:
-            self.index = build_index(
-                self.corpus,
-                self.tokenizer,
-                self.text_length,
-                self.enough,
-                watch,
-                known,
-                self.bad_rows.in_a_row,
-            )
 
     def check_index(self) -> None:
         """Refuse a corpus that is too bad, or has nothing of what the scan asks for."""
         if self.corpus is not None and self.index is not None:
-            self.bad_rows.check(self.index, self.corpus)
-            check_choice(self.index, self.corpus)
+            found = self._findings(len(self.reader))
+            self.bad_rows.check(found)
+            check_choice(found, self.corpus)
 
     @cached_property
     def reader(self) -> SequenceReader:
         """The sequences of the corpus, by the index."""
         assert self.corpus is not None
         if self.index is None:
-            raise RuntimeError("make_index() comes first")
-        if self.corpus.packing == "concat" and self._separator is None:
-            raise ModelError(
-                f"{no_token(self.info, 'eos_token_id', 'end-of-text')} to join documents with; "
-                "pack by document"
-            )
+            raise RuntimeError("the corpus has no index yet")
         return self.reader_of(self.index, self.corpus)
 
-    def reader_of(self, index: Index, corpus: Corpus) -> SequenceReader:
+    def reader_of(self, index: SequenceIndex, corpus: Corpus) -> SequenceReader:
         """Sequences of this scan by another index of its corpus."""
-        return SequenceReader(corpus, index, self.tokenizer, self.text_length, self._separator)
+        self._check_separator()
+        return SequenceReader(corpus, index, self._separator)
 
     @property
     def _separator(self) -> int | None:
@@ -268,10 +259,31 @@ class Sequences:
         end_of_text = self.info.eos_token_id
         return self.info.bos_token_id if end_of_text is None else end_of_text
 
+    def _check_separator(self) -> None:
+        """Refuse to join documents for a model that has no token for it."""
+        assert self.corpus is not None
+        if self.corpus.packing == "concat" and self._separator is None:
+            raise ModelError(
+                f"{no_token(self.info, 'eos_token_id', 'end-of-text')} to join documents with; "
+                "pack by document"
+            )
+
+    @property
+    def findings(self) -> Findings | None:
+        """What became of the documents of a corpus; None if the family is synthetic."""
+        return None if self.corpus is None else self._findings(len(self))
+
+    def _findings(self, sequences: int) -> Findings:
+        """What became of the documents, in a run of the first `sequences`."""
+        # A look at every document of the corpus: the last one is kept.
+        if self._last_findings is None or self._last_findings[0] != sequences:
+            self._last_findings = sequences, findings(self.reader, sequences)
+        return self._last_findings[1]
+
     @property
     def fates(self) -> Fates | None:
-        """What became of the documents of a corpus; None if the family is synthetic."""
-        return None if self.corpus is None else self.reader.fates(len(self))
+        """How many documents of a corpus have which fate; None if the family is synthetic."""
+        return None if self.findings is None else self.findings.fates
 
     # Sequences and shards
 
@@ -285,19 +297,18 @@ class Sequences:
         return available if requested == "all" else requested
 
     def _too_small_error(self, available: int, corpus: Corpus) -> CorpusError:
-        assert self.index is not None
+        found = self._findings(available)
         requested = self.scan.sequences
         wanted = "at least 1" if requested == "all" else f"{requested:,}"
         advice = ["lower n_ctx or sequences"]
         if corpus.packing != "concat":
             advice.append("or pack with concat")
-        problems = named_problems(self.index, corpus)
-        if problems:
-            advice.append(f"or mend {problems[0]}")
+        if found.problems:
+            advice.append(f"or mend {found.problems[0]}")
         return CorpusError(
             f"input: the corpus holds {available:,} sequences of {self.text_length} tokens of text "
             f"({corpus.packing} packing), {wanted} wanted, of "
-            f"{self.reader.fates(available).line}; {', '.join(advice)}"
+            f"{found.fates.line}; {', '.join(advice)}"
         )
 
     @property

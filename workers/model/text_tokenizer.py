@@ -92,6 +92,11 @@ class TextTokenizer:
         """The library that applies the tokenizer, and its version."""
         return f"tokenizers {version('tokenizers')}"
 
+    @cached_property
+    def ids_end(self) -> int:
+        """One more than the largest token id; ids may have gaps."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,162 @@
+"""Parquet files of token ids, which are read from any token to any other.
+
+The ids lie in row groups of 65,536. Reading decodes only the row groups that it needs, and a
+process keeps a few files open and their last row groups decoded.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.errors import CorpusError, counted
+from schemas.places import Place, StorePath, reason
+
+TOKENS_PER_GROUP = 1 << 16
+"""Tokens that are decoded at once: half a millisecond."""
+
+OPEN_FILES = 8
+"""Files that a process keeps open."""
+
+DECODED_GROUPS = 32
+"""Row groups that are kept of each open file: 4 MiB if the ids have 16 bits."""
+
+READ_AHEAD = 16
+"""Row groups that are fetched at once from a store if a file is read forward: about 1.6 MB."""
+
+COLUMN = "token"
+
+
+def token_bytes(
+    tokens: Sequence[np.ndarray], token_type: pa.DataType, record: Mapping[str, str]
+) -> pa.Buffer:
+    """The tokens of some documents, one after the other, as the content of a file.
+
+    `record` says which tokens they are. Whoever reads the file must say the same.
+    """
+    chunks = [pa.array(ids, token_type) for ids in tokens]
+    schema = pa.schema([pa.field(COLUMN, token_type, nullable=False)])
+    table = pa.table([pa.chunked_array(chunks, token_type)], schema=schema)
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        schema,
+        compression="zstd",
+        use_dictionary=False,
+        # Nobody looks for a token by its number.
+        write_statistics=False,
+        write_page_checksum=True,
+    ) as writer:
+        writer.write_table(table.combine_chunks(), row_group_size=TOKENS_PER_GROUP)
+        writer.add_key_value_metadata(dict(record))
+    return sink.getvalue()
+
+
+class TokenFile:
+    """A file of tokens that is open for reading. Threads may share it."""
+
+    def __init__(self, file: Place, tokens: int, record: Mapping[str, str]) -> None:
+        """`tokens` and `record` are those that the file must have."""
+        self._place = file
+        self._in_store = isinstance(file, StorePath)
+        self._lock = threading.Lock()
+        self._decoded: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._next_group = 0
+        """The row group behind the last one that was read."""
+        try:
+            # A file of Python's own would have to be closed.
+            content: Any = file.open() if isinstance(file, StorePath) else pa.OSFile(str(file))
+            self._parquet = pq.ParquetFile(
+                content, page_checksum_verification=True, pre_buffer=self._in_store
+            )
+        except (OSError, pa.ArrowException) as error:
+            raise unreadable(file, error) from None
+        metadata = self._parquet.metadata
+        content_record = metadata.metadata or {}
+        if any(content_record.get(key.encode()) != text.encode() for key, text in record.items()):
+            raise damaged(file, "it holds the tokens of other documents")
+        if metadata.num_rows != tokens:
+            raise damaged(file, f"expected {counted(tokens, 'token')}, got {metadata.num_rows:,}")
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from `start` to `stop`, as an array of the caller's own."""
+        if start >= stop:
+            return np.empty(0, self._parquet.schema_arrow.field(COLUMN).type.to_pandas_dtype())
+        first_group = start // TOKENS_PER_GROUP
+        groups = self._groups(first_group, -(-stop // TOKENS_PER_GROUP))
+        offset = first_group * TOKENS_PER_GROUP
+        if len(groups) == 1:
+            return groups[0][start - offset : stop - offset].copy()
+        # The ends are cut before the groups are joined, so that joining is the only copy.
+        groups[0] = groups[0][start - offset :]
+        groups[-1] = groups[-1][: (stop - 1) % TOKENS_PER_GROUP + 1]
+        return np.concatenate(groups)
+
+    def _groups(self, first: int, end: int) -> list[np.ndarray]:
+        """The row groups from `first` to before `end`, decoded."""
+        with self._lock:
+            groups = {i: self._decoded[i] for i in range(first, end) if i in self._decoded}
+            missing = [i for i in range(first, end) if i not in groups]
+            if missing:
+                groups |= self._fetch(missing[0], missing[-1] + 1)
+            self._next_group = end
+            for i in range(first, end):
+                self._decoded[i] = groups[i]
+                self._decoded.move_to_end(i)
+            while len(self._decoded) > DECODED_GROUPS:
+                self._decoded.popitem(last=False)
+        return [groups[i] for i in range(first, end)]
+
+    def _fetch(self, first: int, end: int) -> dict[int, np.ndarray]:
+        """Row groups that are read and decoded now, perhaps with some behind them."""
+        reads_forward = first == self._next_group
+        if self._in_store and reads_forward:
+            # A request takes as long as a megabyte takes.
+            end = min(max(end, first + READ_AHEAD), self._parquet.num_row_groups)
+        try:
+            table = self._parquet.read_row_groups(list(range(first, end)), use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise unreadable(self._place, error) from None
+        tokens = table.column(0).to_numpy()
+        groups: dict[int, np.ndarray] = {}
+        for i in range(first, end):
+            begin = (i - first) * TOKENS_PER_GROUP
+            groups[i] = tokens[begin : begin + TOKENS_PER_GROUP]
+            self._decoded[i] = groups[i]
+        return groups
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def open_token_file(file: Place, tokens: int, record: tuple[tuple[str, str], ...]) -> TokenFile:
+    """An open file. A process keeps the last ones that it used."""
+    return TokenFile(file, tokens, dict(record))
+
+
+def forget_open_files() -> None:
+    """Close the files that this process keeps open, for example because they are deleted."""
+    open_token_file.cache_clear()
+
+
+def unreadable(file: Place, error: BaseException) -> CorpusError:
+    """The error about a file of a token store that is missing or cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return CorpusError(f"{file}: not there; run the same command, which prepares it again")
+    return damaged(file, f"cannot be read ({reason(error)})")
+
+
+def damaged(file: Place, why: str) -> CorpusError:
+    """The error about a file of a token store that does not hold what it should."""
+    return CorpusError(
+        f"{file}: {why}; if it is damaged, delete it, then run the same command, which prepares "
+        "it again"
+    )
