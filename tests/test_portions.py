@@ -683,6 +683,19 @@ def test_fields_are_kept_as_json(tmp_path: Path) -> None:
     assert len({document.content_hash for document in found}) == 3
 
 
+def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
+    # Whether it can be parsed and written again depends on how deep the program already is.
+    lines = [b'{"text": "a", "f": %s}\n' % (b"[" * n + b"]" * n) for n in range(900, 1000)]
+    source = write(tmp_path / "a.jsonl", b"".join(lines))
+    found = [document for _, _, document in read(portions_of([source]), Reading(fields=("f",)))]
+    assert len(found) == 100
+    assert {document.problem for document in found} <= {
+        None,
+        "invalid JSON",
+        "has a field that is nested too deeply",
+    }
+
+
 def test_the_part_of_a_parquet_row_is_a_column_or_in_meta(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     columns = {"text": ["a", "b"], "pile_set_name": ["ArXiv", None], "more": [1, 2]}

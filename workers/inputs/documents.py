@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -170,7 +169,7 @@ class Source:
     @property
     def file_name(self) -> str:
         """The name without the source's place on this machine."""
-        return self.name if self.kind == "hub" else Path(self.path).name
+        return self.name if self.kind == "hub" else self.path.rpartition("/")[2]
 
     def place_of(self, row: int) -> str:
         """Where a row is, for people: counted from 1, as a line if the file consists of lines."""
@@ -599,11 +598,15 @@ def _document_from_fields(row: int, fields: dict[str, Any], reading: Reading) ->
     # `meta` is parsed once here rather than by every look-up below.
     fields_with_meta = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
     name = field_of(fields_with_meta, "pile_set_name")
+    try:
+        kept = tuple(_as_json(field_of(fields_with_meta, field)) for field in reading.fields)
+    except RecursionError:
+        return Document(row, problem="has a field that is nested too deeply")
     return Document(
         row,
         reading.before + text,
         name if isinstance(name, str) and _is_unicode(name) else None,
-        fields=tuple(_as_json(field_of(fields_with_meta, field)) for field in reading.fields),
+        fields=kept,
     )
 
 

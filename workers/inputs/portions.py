@@ -43,8 +43,8 @@ COMPRESSED_RANGE_BYTES = 256 << 20
 
 COMPRESSED_RANGES = 64
 """Ranges into which one compressed file is cut at most. Whoever reads a range decompresses all
-that lies before it, half the file on average: at 1 GB/s of zstd and 2 MB/s of tokenising, 64 ranges
-cost 6 % more time, however large the file is. For .gz, at a third of that speed, it is 20 %.
+that lies before it, half the file on average. Measured at 0.74 GB/s of zstd, 0.24 GB/s of gzip and
+2 MB/s of tokenising, 64 ranges cost 9 % more time (.gz: 27 %), however large the file is.
 """
 
 EXPECTED_COMPRESSION = 8
@@ -126,8 +126,8 @@ def _listed_objects(sources: Sequence[Source]) -> dict[str, tuple[int, int]]:
 
 def _size_and_time(source: Source) -> tuple[int, int]:
     """The size of a file and when it was changed; zeros if there is no such file."""
-    # Whoever reads a file that is not there says so.
-    path = place(source.path)
+    # A place is made of addresses only: of a million paths it would take as long as `os.stat`.
+    path = place(source.path) if "://" in source.path else os.path.expanduser(source.path)
     if isinstance(path, StorePath):
         try:
             info = path.filesystem.get_file_info(path.key)
@@ -137,6 +137,7 @@ def _size_and_time(source: Source) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except OSError:
+        # Whoever reads a file that is not there says so.
         return 0, 0
     return status.st_size, status.st_mtime_ns
 

@@ -23,7 +23,15 @@ from schemas.errors import CorpusError, RunError
 from schemas.places import reason
 from workers.inputs.documents import Document
 from workers.inputs.portions import Portion, PortionReader, Position
-from workers.inputs.token_store import BAD, Piece, TokenStore, chain_of, commit_piece, field_column
+from workers.inputs.token_store import (
+    BAD,
+    LOCK_FILE,
+    Piece,
+    TokenStore,
+    chain_of,
+    commit_piece,
+    field_column,
+)
 
 PIECE_TOKENS = 1 << 23
 """Tokens of a piece at most, unless a single document has more."""
@@ -359,7 +367,7 @@ def _alone(preparation: _Preparation) -> Iterator[None]:
     if not isinstance(folder, Path):
         yield
         return
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _wait_for(lock, preparation)

@@ -2,6 +2,9 @@
 
 The ids lie in row groups of 65,536. Reading decodes only the row groups that it needs, and a
 process keeps a few files open and their last row groups decoded.
+
+Parquet's own checksums cover the content of pages, but neither their headers nor the footer, where
+a flipped bit can change what is read. So a file also has a digest of the tokens of each row group.
 """
 
 # pyarrow has no types.
@@ -9,6 +12,8 @@ process keeps a few files open and their last row groups decoded.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from schemas.digests import digest_of
 from schemas.errors import CorpusError, counted
 from schemas.places import Place, StorePath, reason
 
@@ -36,6 +42,11 @@ READ_AHEAD = 16
 
 COLUMN = "token"
 
+DIGEST_BYTES = 8
+
+UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException)
+"""What is raised of a file that is missing, or whose content is broken."""
+
 
 def token_bytes(
     tokens: Sequence[np.ndarray], token_type: pa.DataType, record: Mapping[str, str]
@@ -45,8 +56,12 @@ def token_bytes(
     `record` says which tokens they are. Whoever reads the file must say the same.
     """
     chunks = [pa.array(ids, token_type) for ids in tokens]
+    column = pa.chunked_array(chunks, token_type).combine_chunks()
     schema = pa.schema([pa.field(COLUMN, token_type, nullable=False)])
-    table = pa.table([pa.chunked_array(chunks, token_type)], schema=schema)
+    groups = [
+        digest_of_array(column.slice(start, TOKENS_PER_GROUP).to_numpy())
+        for start in range(0, len(column), TOKENS_PER_GROUP)
+    ]
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
@@ -57,9 +72,30 @@ def token_bytes(
         write_statistics=False,
         write_page_checksum=True,
     ) as writer:
-        writer.write_table(table.combine_chunks(), row_group_size=TOKENS_PER_GROUP)
-        writer.add_key_value_metadata(dict(record))
+        writer.write_table(pa.table([column], schema=schema), row_group_size=TOKENS_PER_GROUP)
+        writer.add_key_value_metadata(guarded({**record, "groups": groups}))
     return sink.getvalue()
+
+
+def digest_of_array(values: np.ndarray) -> str:
+    """A digest of the values of an array."""
+    content = np.ascontiguousarray(values).data
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def guarded(record: Mapping[str, Any]) -> dict[str, str]:
+    """What a file says about itself, as metadata with a digest."""
+    content = json.dumps(record)
+    return {"record": content, "digest": digest_of(content.encode())}
+
+
+def guarded_record(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    """What a file says about itself; raises ValueError or KeyError if that is broken."""
+    metadata = metadata or {}
+    content = metadata[b"record"]
+    if digest_of(content).encode() != metadata[b"digest"]:
+        raise ValueError("its record is damaged")
+    return json.loads(content)
 
 
 class TokenFile:
@@ -79,14 +115,14 @@ class TokenFile:
             self._parquet = pq.ParquetFile(
                 content, page_checksum_verification=True, pre_buffer=self._in_store
             )
-        except (OSError, pa.ArrowException) as error:
+            actual_record = guarded_record(self._parquet.metadata.metadata)
+            self._digests: list[str] = actual_record.pop("groups")
+        except UNREADABLE as error:
             raise unreadable(file, error) from None
-        metadata = self._parquet.metadata
-        content_record = metadata.metadata or {}
-        if any(content_record.get(key.encode()) != text.encode() for key, text in record.items()):
-            raise damaged(file, "it holds the tokens of other documents")
-        if metadata.num_rows != tokens:
-            raise damaged(file, f"expected {counted(tokens, 'token')}, got {metadata.num_rows:,}")
+        if actual_record != record:
+            raise unreadable(file, ValueError("it holds the tokens of other documents"))
+        if self._parquet.metadata.num_rows != tokens:
+            raise unreadable(file, ValueError(f"it does not hold {counted(tokens, 'token')}"))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from `start` to `stop`, as an array of the caller's own."""
@@ -125,14 +161,16 @@ class TokenFile:
             end = min(max(end, first + READ_AHEAD), self._parquet.num_row_groups)
         try:
             table = self._parquet.read_row_groups(list(range(first, end)), use_threads=False)
-        except (OSError, pa.ArrowException) as error:
+            tokens = table.column(0).to_numpy()
+            groups: dict[int, np.ndarray] = {}
+            for i in range(first, end):
+                begin = (i - first) * TOKENS_PER_GROUP
+                groups[i] = tokens[begin : begin + TOKENS_PER_GROUP]
+                if digest_of_array(groups[i]) != self._digests[i]:
+                    raise ValueError("its content is not what was written")
+        except UNREADABLE as error:
             raise unreadable(self._place, error) from None
-        tokens = table.column(0).to_numpy()
-        groups: dict[int, np.ndarray] = {}
-        for i in range(first, end):
-            begin = (i - first) * TOKENS_PER_GROUP
-            groups[i] = tokens[begin : begin + TOKENS_PER_GROUP]
-            self._decoded[i] = groups[i]
+        self._decoded |= groups
         return groups
 
 
@@ -151,12 +189,7 @@ def unreadable(file: Place, error: BaseException) -> CorpusError:
     """The error about a file of a token store that is missing or cannot be read."""
     if isinstance(error, FileNotFoundError):
         return CorpusError(f"{file}: not there; run the same command, which prepares it again")
-    return damaged(file, f"cannot be read ({reason(error)})")
-
-
-def damaged(file: Place, why: str) -> CorpusError:
-    """The error about a file of a token store that does not hold what it should."""
     return CorpusError(
-        f"{file}: {why}; if it is damaged, delete it, then run the same command, which prepares "
-        "it again"
+        f"{file}: cannot be read ({reason(error)}); if it is damaged, delete it, then run the same "
+        "command, which prepares it again"
     )

@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 
-from schemas.digests import digest_of
-from schemas.errors import CorpusError, RunError, counted
+from schemas.errors import CorpusError, RunError
 from schemas.places import (
     Place,
     StorePath,
@@ -45,13 +45,18 @@ from schemas.places import (
 from workers.inputs.documents import Reading
 from workers.inputs.portions import Portion, Position
 from workers.inputs.token_files import (
-    damaged,
+    UNREADABLE,
+    digest_of_array,
     forget_open_files,
+    guarded,
+    guarded_record,
     open_token_file,
     token_bytes,
     unreadable,
 )
 from workers.model.text_tokenizer import TextTokenizer
+
+pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
 FORMAT = 1
 """Version of the layout. A store of another version has another key."""
@@ -62,6 +67,8 @@ BAD = -1
 TOKENS = ".tokens.parquet"
 DOCUMENTS = ".documents.parquet"
 STORE_FILE = "store.json"
+LOCK_FILE = ".lock"
+"""In the folder of a portion on a disk: held by the process that prepares the portion."""
 
 SMALL_IDS = 1 << 16
 """Tokens of a tokenizer whose ids fit into 16 bits."""
@@ -120,37 +127,42 @@ class TokenStore:
         fields = [pa.field(field_column(name), pa.string()) for name in self.reading.fields]
         return pa.schema([*columns, *fields])
 
-    def create(self) -> None:
-        """Write `store.json` if it is not there; refuse a store that is not this one."""
-        expected = self._description()
+    @classmethod
+    def read(cls, folder: Place) -> TokenStore | None:
+        """The store in a folder, or None; refuse one of another version, or a broken one."""
+        file = folder / STORE_FILE
         try:
-            content = (self.folder / STORE_FILE).read_bytes()
+            description = json.loads(file.read_bytes())
+            if description["format"] != FORMAT:
+                raise _unusable(folder, f"expected format {FORMAT}, got {description['format']}")
+            reading = description["reading"]
+            fields = tuple(reading["fields"])
+            return cls(
+                folder=folder,
+                reading=Reading(reading["text_field"], fields, reading["before"]),
+                tokenizer=description["tokenizer"],
+                library=description["library"],
+                d_vocab=description["d_vocab"],
+            )
         except FileNotFoundError:
-            write_whole(self.folder / STORE_FILE, json.dumps(expected, indent=1).encode())
-            return
+            return None
         except OSError as error:
-            raise RunError(
-                f"{self.folder / STORE_FILE}: cannot be read ({reason(error)}); make it readable, "
-                "or choose another place with corpora"
-            ) from None
-        found = described(content)
-        for name, value in expected.items():
-            if found.get(name) != value:
-                raise RunError(
-                    f"{self.folder / STORE_FILE}: expected {name} {json.dumps(value)}, got "
-                    f"{json.dumps(found.get(name))}; remove this store (headcount corpus remove "
-                    f"{self.key}), or choose another place with corpora"
-                )
+            raise _unusable(folder, f"cannot be read ({reason(error)})") from None
+        except (ValueError, KeyError, TypeError):
+            raise _unusable(folder, "not the description of a token store") from None
 
-    def _description(self) -> dict[str, Any]:
-        reading = asdict(self.reading)
-        return {
-            "format": FORMAT,
-            "tokenizer": self.tokenizer,
-            "library": self.library,
-            "d_vocab": self.d_vocab,
-            "reading": reading | {"fields": list(self.reading.fields)},
-        }
+    def create(self) -> None:
+        """Write `store.json` if it is not there; refuse a folder that holds another store."""
+        existing = TokenStore.read(self.folder)
+        if existing is None:
+            description = asdict(self) | {"format": FORMAT}
+            del description["folder"]
+            write_whole(self.folder / STORE_FILE, json.dumps(description, indent=1).encode())
+            return
+        for name in ("tokenizer", "library", "d_vocab", "reading"):
+            expected, actual = getattr(self, name), getattr(existing, name)
+            if expected != actual:
+                raise _unusable(self.folder, f"expected {name} {expected}, got {actual}")
 
     def pieces(self, portion: Portion, first: Sequence[Piece] = ()) -> list[Piece]:
         """The committed pieces from the portion's beginning on, in order and without a gap.
@@ -208,13 +220,11 @@ def field_column(name: str) -> str:
     return f"field:{name}"
 
 
-def described(content: bytes) -> dict[str, Any]:
-    """What a `store.json` says; nothing if it is broken."""
-    try:
-        description = json.loads(content)
-    except ValueError:
-        return {}
-    return description if isinstance(description, dict) else {}
+def _unusable(folder: Place, why: str) -> RunError:
+    return RunError(
+        f"{folder / STORE_FILE}: {why}; remove this store (headcount corpus remove {folder.name}) "
+        "or choose another place with corpora"
+    )
 
 
 # Pieces
@@ -239,11 +249,6 @@ class Piece:
         """Name of its files, without the ending."""
         return f"{_position_name(self.start)}_{_position_name(self.stop)}"
 
-    @property
-    def record(self) -> tuple[tuple[str, str], ...]:
-        """What its tokens file says about itself."""
-        return ("portion", self.portion_key), ("piece", self.name)
-
 
 def _position_name(position: Position) -> str:
     return f"{position.source}-{position.offset}-{position.row}"
@@ -255,6 +260,7 @@ class FilePart:
 
     source: int
     """Its number within the portion."""
+    kind: str
     name: str
     """Path or address."""
     bytes: int
@@ -270,20 +276,17 @@ class PieceRecord:
     piece: Piece
     token_bytes: int
     """Size of the tokens file."""
-    token_digest: str
-    """Digest of the tokens file."""
     portion_start: int
     """Where the portion begins in its only source, as `Portion.start`."""
+    portion_stop: int | None
     files: tuple[FilePart, ...]
-
-    def content(self) -> str:
-        """The record as text."""
-        return json.dumps(asdict(self))
+    columns: dict[str, str]
+    """A digest of each column of the documents file."""
 
     @classmethod
-    def parsed(cls, text: str) -> PieceRecord:
-        """The record that a text holds; raises KeyError, TypeError or ValueError if it is none."""
-        fields = json.loads(text)
+    def read(cls, metadata: Mapping[bytes, bytes] | None) -> PieceRecord:
+        """The record in a file's metadata; raises KeyError, TypeError or ValueError if broken."""
+        fields = guarded_record(metadata)
         piece = fields.pop("piece")
         start, stop = Position(**piece.pop("start")), Position(**piece.pop("stop"))
         files = tuple(FilePart(**part) for part in fields.pop("files"))
@@ -323,12 +326,8 @@ def _read_record(folder: Place, name: str) -> PieceRecord | None:
     except FileNotFoundError:
         return None
     try:
-        metadata = pq.read_metadata(pa.BufferReader(tail)).metadata or {}
-        content = metadata[b"record"]
-        if metadata[b"digest"] != digest_of(content).encode():
-            return None
-        record = PieceRecord.parsed(content.decode())
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
+        record = PieceRecord.read(pq.read_metadata(pa.BufferReader(tail)).metadata)
+    except (*UNREADABLE, TypeError):
         return None
     return record if record.piece.name + DOCUMENTS == name else None
 
@@ -355,18 +354,25 @@ def commit_piece(
     of the store's schema.
     """
     folder = store.folder / portion.key
-    token_content = token_bytes(tokens, store.token_type, dict(piece.record))
+    token_content = token_bytes(tokens, store.token_type, dict(_token_record(store, piece)))
+    write_whole(folder / (piece.name + TOKENS), token_content)
+    arrays = [pa.array(documents[field.name], field.type) for field in store.schema]
+    table = pa.Table.from_arrays(arrays, schema=store.schema)
     record = PieceRecord(
         store=store.key,
         piece=piece,
         token_bytes=token_content.size,
-        token_digest=digest_of(token_content),
         portion_start=portion.start,
+        portion_stop=portion.stop,
         files=_files_of(portion, piece),
+        columns={name: _digest_of_column(table[name]) for name in table.column_names},
     )
-    write_whole(folder / (piece.name + TOKENS), token_content)
-    document_content = _document_bytes(store.schema, documents, record)
-    write_whole(folder / (piece.name + DOCUMENTS), document_content)
+    write_whole(folder / (piece.name + DOCUMENTS), _document_bytes(table, record))
+
+
+def _token_record(store: TokenStore, piece: Piece) -> tuple[tuple[str, str], ...]:
+    """What the tokens file of a piece says about itself."""
+    return ("store", store.key), ("portion", piece.portion_key), ("piece", piece.name)
 
 
 def _files_of(portion: Portion, piece: Piece) -> tuple[FilePart, ...]:
@@ -375,6 +381,7 @@ def _files_of(portion: Portion, piece: Piece) -> tuple[FilePart, ...]:
     return tuple(
         FilePart(
             number,
+            portion.sources[number].kind,
             portion.sources[number].name,
             portion.files[number].bytes,
             portion.files[number].changed,
@@ -383,25 +390,35 @@ def _files_of(portion: Portion, piece: Piece) -> tuple[FilePart, ...]:
     )
 
 
-def _document_bytes(
-    schema: pa.Schema, documents: Mapping[str, Sequence[Any]], record: PieceRecord
-) -> pa.Buffer:
-    arrays = [pa.array(documents[field.name], field.type) for field in schema]
-    content = record.content()
+def _document_bytes(table: pa.Table, record: PieceRecord) -> pa.Buffer:
     # Texts repeat. Numbers of tokens and hashes hardly do.
-    repeating: Any = [name for name in schema.names if name not in ("n_tokens", "content", "row")]
+    distinct = ("row", "n_tokens", "content")
+    repeating: Any = [name for name in table.column_names if name not in distinct]
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
-        schema,
+        table.schema,
         compression="zstd",
         use_dictionary=repeating,
         column_encoding={"row": "DELTA_BINARY_PACKED"},
         write_page_checksum=True,
     ) as writer:
-        writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-        writer.add_key_value_metadata({"record": content, "digest": digest_of(content.encode())})
+        writer.write_table(table)
+        writer.add_key_value_metadata(guarded(asdict(record)))
     return sink.getvalue()
+
+
+def _digest_of_column(column: pa.ChunkedArray) -> str:
+    """A digest of the values of a column, whichever way Arrow stores them."""
+    if not pa.types.is_string(column.type) and not pa.types.is_dictionary(column.type):
+        return digest_of_array(column.to_numpy())
+    texts = pa.chunked_array([column.combine_chunks().cast(pa.string())]).combine_chunks()
+    # No text has a length of -1, so NULL and an empty text differ.
+    lengths = pc.fill_null(pc.binary_length(texts), -1).to_numpy(zero_copy_only=False)
+    content = pc.binary_join(pa.ListArray.from_arrays([0, len(texts)], pc.fill_null(texts, "")), "")
+    return digest_of_array(lengths) + digest_of_array(
+        np.frombuffer(content[0].as_buffer(), np.uint8)
+    )
 
 
 def forget(store: TokenStore, pieces: Iterable[Piece]) -> None:
@@ -428,16 +445,21 @@ def read_documents(
     """The documents of a piece, one row each; `columns` are by default those of the schema."""
     file = store.folder / piece.portion_key / (piece.name + DOCUMENTS)
     column_names = store.schema.names if columns is None else list(columns)
+    schema = pa.schema([store.schema.field(name) for name in column_names])
     try:
         with open_at_once(file) as content:
             parquet = pq.ParquetFile(content, page_checksum_verification=True)
+            record = PieceRecord.read(parquet.metadata.metadata)
             # A name that begins a longer one, as `field:meta` and `field:meta.year`, brings both.
             table = parquet.read(columns=column_names, use_threads=False).select(column_names)
-    except (OSError, KeyError, pa.ArrowException) as error:
+            table = table.cast(schema)
+            if (record.store, record.piece) != (store.key, piece):
+                raise ValueError("it holds other documents")
+            for name in column_names:
+                if _digest_of_column(table[name]) != record.columns[name]:
+                    raise ValueError("its content is not what was written")
+    except (*UNREADABLE, TypeError) as error:
         raise unreadable(file, error) from None
-    if table.num_rows != piece.documents:
-        expected = counted(piece.documents, "document")
-        raise damaged(file, f"expected {expected}, got {table.num_rows:,}")
     return table
 
 
@@ -449,4 +471,4 @@ def read_tokens(store: TokenStore, piece: Piece, start: int, stop: int) -> np.nd
             f"{piece.tokens:,}, got {start:,} to {stop:,}; the run's index is another corpus's"
         )
     file = store.folder / piece.portion_key / (piece.name + TOKENS)
-    return open_token_file(file, piece.tokens, piece.record).read(start, stop)
+    return open_token_file(file, piece.tokens, _token_record(store, piece)).read(start, stop)
