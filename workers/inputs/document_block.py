@@ -33,6 +33,9 @@ from workers.inputs.token_store import (
 SKIPPED = -2
 """Number of tokens of a document that `skip` leaves out."""
 
+MOST_READ_PER_TOKEN = 16
+"""Tokens that are read at most for each one that is wanted, if documents are read together."""
+
 SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
 
@@ -216,12 +219,24 @@ class DocumentBlock:
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    # Single documents
+    # The beginnings of documents
 
-    def first_tokens(self, document: int, count: int) -> np.ndarray:
-        """The first tokens of a document."""
-        begin = int(self.first_token[document])
-        return self._tokens_of_piece(int(self.piece[document]), begin, begin + count)
+    def first_tokens(self, documents: np.ndarray, count: int) -> np.ndarray:
+        """The first tokens of some documents, `[document count]`."""
+        pieces = self.piece[documents]
+        begins = self.first_token[documents]
+        lowest, end = int(begins.min()), int(begins.max()) + count
+        is_near = end - lowest <= MOST_READ_PER_TOKEN * count * len(documents)
+        if is_near and (pieces == pieces[0]).all():
+            # Short sequences lie close together. Reading what is between them costs less than a
+            # reading for each.
+            tokens = self._tokens_of_piece(int(pieces[0]), lowest, end)
+            return tokens[(begins - lowest)[:, None] + np.arange(count)]
+        rows = [
+            self._tokens_of_piece(piece, begin, begin + count)
+            for piece, begin in zip(pieces.tolist(), begins.tolist(), strict=True)
+        ]
+        return np.array(rows)
 
     def _tokens_of_piece(self, number: int, start: int, stop: int) -> np.ndarray:
         """Tokens of one of the pieces."""

@@ -188,17 +188,11 @@ class SequenceReader:
 
     def _first_tokens(self, start: int, stop: int) -> np.ndarray:
         """Sequences that are the first tokens of one document each."""
-        rows = [
-            block.first_tokens(document, self.length)
-            for block, documents in self._long_documents(start, stop)
-            for document in documents
-        ]
-        return np.array(rows, np.int32).reshape(stop - start, self.length)
-
-    def _long_documents(self, start: int, stop: int) -> Iterator[tuple[DocumentBlock, list[int]]]:
+        rows: list[np.ndarray] = []
         for number, first, last in self._in_blocks(start, stop):
             block = self.block(number)
-            yield block, block.long_documents[first:last].tolist()
+            rows.append(block.first_tokens(block.long_documents[first:last], self.length))
+        return np.concatenate(rows)
 
     def _joined_tokens(self, run: _Run) -> np.ndarray:
         """The tokens of all sequences of a run."""
