@@ -293,7 +293,7 @@ def test_one_frame_of_any_size_and_a_line_of_any_length_take_little_memory(tmp_p
 @pytest.fixture
 def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "LARGEST_RECORD", 1000)
-    monkeypatch.setattr(documents, "LINE_PIECE", 64)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
 
 
 TEXTS = ["before it", "x" * 3000, "behind it", "é" * 990, "", "y" * 1001, "z" * 900]
@@ -342,6 +342,18 @@ def test_a_record_that_is_too_large_is_a_bad_row(
         assert list(rows) == list(range(len(TEXTS)))
         assert {row: rows[row].text for row in FITTING} == {row: TEXTS[row] for row in FITTING}
         assert {row for row in rows if rows[row].problem == documents.TOO_LARGE} == {1, 3, 5}
+
+
+def test_an_array_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = texts_in_array(tmp_path / "a.json")
+    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes)
+    assert len(read(portions_of([source]))) == len(TEXTS)
+    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes - 1)
+    told = problem(lambda: read(portions_of([source])))
+    assert told.startswith(f"{source.path}: an array of more than ")
+    assert told.endswith("; write an object in each line (.jsonl)")
 
 
 @pytest.mark.usefixtures("small_records")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 
 from schemas.errors import CorpusError, RunError
@@ -69,8 +70,16 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(preparation, "PIECE_TOKENS", 1000)
     monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 300)
     monkeypatch.setattr(preparation, "LOOK_SECONDS", 0.02)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     yield
     forget_open_files()
+
+
+def test_one_core_is_kept_and_all_cores_are_given_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    assert preparation._cores() == len(psutil.Process().cpu_affinity() or [0])
+    preparation.use_one_core()
+    assert preparation._cores() == 1
 
 
 def names_of(pieces: list[Piece]) -> list[str]:
@@ -325,7 +334,7 @@ def test_a_place_that_is_a_file_is_one_line(
 ) -> None:
     portion = write_texts(tmp_path / "texts.jsonl")
     (tmp_path / "corpora" / store.key / portion.key).write_text("")
-    with pytest.raises(RunError, match=r"cannot be written .*choose another place") as caught:
+    with pytest.raises(RunError, match=r"cannot be written .*choose another out") as caught:
         prepare_portion(store, portion, tokenizer)
     assert "\n" not in str(caught.value)
 

@@ -2,8 +2,7 @@
 data sets on the Hub.
 
 A file is read as records, in order. A record is a document as its file holds it, for example a line
-of bytes. It is made into a `Document` only when a sequence needs it: parsing a record costs more
-than reading it.
+of bytes. It is made into a `Document` apart: parsing a record costs more than reading it.
 """
 
 from __future__ import annotations
@@ -37,8 +36,11 @@ TOO_LARGE = (
     "into several documents"
 )
 
-LINE_PIECE = 1 << 20
-"""Bytes of a line that are dropped at once if the line is too long."""
+LARGEST_ARRAY = 1 << 30
+"""Bytes of the largest array of JSON that is read. Parsing takes 3 bytes of memory for each."""
+
+PIECE_BYTES = 1 << 20
+"""Bytes of a file that are read at once, or dropped if they are a part of a line too long."""
 
 PARQUET_BATCH = 256
 """Rows of a Parquet file that are held at once at most."""
@@ -46,19 +48,16 @@ PARQUET_BATCH = 256
 BATCH_BYTES = 16 << 20
 """Bytes of a Parquet file's content that are held at once, if its rows are alike."""
 
-FROM_THE_BEGINNING = -1
-"""The offset of a record that is found only by reading everything before it."""
-
 LISTED_NAMES = 8
 """Fields of a document that an error message lists."""
 
 UTF8_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-Value = str | int | float | bool
-Conditions = tuple[tuple[str, tuple[Value, ...]], ...]
-"""Names of fields, each with the values that it may have."""
-
 CHANGED = "changed while it was read; run the same command again"
+"""What is said of a file that is no longer as it was when it was listed."""
+
+Value = str | int | float | bool
+"""A value that `where` may ask for."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ def _next_line(file: io.BufferedReader, offset: int) -> tuple[bytes | Problem, i
     if len(line) <= LARGEST_RECORD:
         return line if line.strip() else BLANK, offset
     while line and not line.endswith(b"\n"):
-        line = file.readline(LINE_PIECE)
+        line = file.readline(PIECE_BYTES)
         offset += len(line)
     return Problem(TOO_LARGE), offset
 
@@ -270,10 +269,15 @@ def _read_json(source: Source, reading: Reading, stretch: Stretch) -> Iterator[R
     """The objects of an array, which is read whole, or the lines of a file of objects."""
     with open_content(source.path) as file:
         is_array = begins_an_array(file)
-        content = file.read() if is_array else b""
+        content = _read_at_most(file, LARGEST_ARRAY) if is_array else b""
     if not is_array:
         yield from _read_lines(source, reading, stretch)
         return
+    if content is None:
+        raise CorpusError(
+            f"{printable(source.path)}: an array of more than {LARGEST_ARRAY >> 20:,} MiB, which "
+            "take too much memory to parse; write an object in each line (.jsonl)"
+        )
     try:
         rows = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -283,6 +287,19 @@ def _read_json(source: Source, reading: Reading, stretch: Stretch) -> Iterator[R
         ) from None
     for row, fields in enumerate(rows):
         yield Record(row, fields, row + 1)
+
+
+def _read_at_most(file: io.BufferedReader, most: int) -> bytes | None:
+    """The rest of a file; None if it has more bytes than that."""
+    # Reading all at once would allocate `most` for the smallest file.
+    pieces: list[bytes] = []
+    length = 0
+    while piece := file.read(PIECE_BYTES):
+        pieces.append(piece)
+        length += len(piece)
+        if length > most:
+            return None
+    return b"".join(pieces)
 
 
 def begins_an_array(file: io.BufferedReader) -> bool:
@@ -409,7 +426,7 @@ class _CsvLines:
             within_quotes ^= piece.count('"') % 2 == 1
             if piece.endswith(("\n", "\r")) and not within_quotes:
                 return
-            piece = self.file.readline(LINE_PIECE)
+            piece = self.file.readline(PIECE_BYTES)
 
 
 def _next_csv_row(
@@ -438,8 +455,8 @@ def _read_text(source: Source, reading: Reading, stretch: Stretch) -> Iterator[R
     """A file of plain text: one document."""
     try:
         with open_content(source.path) as file:
-            content = file.read(LARGEST_RECORD + 1)
-        if len(content) > LARGEST_RECORD:
+            content = _read_at_most(file, LARGEST_RECORD)
+        if content is None:
             yield Record(0, Problem(TOO_LARGE), 1)
             return
         text = content.decode("utf-8-sig")

@@ -7,6 +7,7 @@ second waits for the first and takes over its pieces, in a store both write the 
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections import deque
@@ -19,8 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from filelock import FileLock, Timeout
 
-from schemas.errors import CorpusError, RunError
-from schemas.places import reason
+from schemas.errors import CorpusError
 from workers.inputs.documents import Document
 from workers.inputs.portions import Portion, PortionReader, Position
 from workers.inputs.token_store import (
@@ -43,10 +43,13 @@ PIECE_CHARACTERS = 1 << 26
 """Characters that the fields of a piece's documents have at most, its texts not counted."""
 
 BATCH_CHARACTERS = 1 << 20
-"""Characters that are tokenised at once, unless a single document has more."""
+"""Characters that are tokenised at once for each core, unless a single document has more."""
 
-BATCH_DOCUMENTS = 512
+BATCH_DOCUMENTS = 1 << 12
 """Documents that are tokenised at once."""
+
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+"""Environment variable that the library tokenizers reads whenever it tokenises."""
 
 CHARACTERS_PER_TOKEN = 4
 """About how long a token is. It decides how much is read at once for a few tokens."""
@@ -85,6 +88,23 @@ Watch = Callable[[PreparationProgress], None]
 
 def unwatched(progress: PreparationProgress) -> None:
     """Watch a portion being prepared and show nothing."""
+
+
+def use_one_core() -> None:
+    """Have tokenizers use no more than one core, in a process that has only one.
+
+    Otherwise it starts a thread for every core of the machine.
+    """
+    os.environ[PARALLELISM] = "false"
+
+
+def _cores() -> int:
+    """Cores that tokenizers uses in this process."""
+    if os.environ.get(PARALLELISM) == "false":
+        return 1
+    # macOS cannot bind a process to cores.
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def prepare_portion(
@@ -275,7 +295,7 @@ class _TokenisedDocuments:
         """The next batch of documents, of about so many characters at most."""
         batch: list[tuple[int, Document, Position]] = []
         texts: list[str] = []
-        characters_left = min(characters, BATCH_CHARACTERS)
+        characters_left = min(characters, BATCH_CHARACTERS * _cores())
         for number, record in self._records:
             document = self._portion.sources[number].document_of(record, self._reading)
             batch.append((number, document, self._reader.position))
@@ -371,13 +391,9 @@ def _alone(preparation: _Preparation) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _wait_for(lock, preparation)
-    except NotImplementedError:
+    except (OSError, NotImplementedError):
+        # If the folder cannot be written, writing a piece says so.
         pass
-    except OSError as error:
-        raise RunError(
-            f"{folder}: cannot be written ({reason(error)}); make it writable or choose another "
-            "place with corpora, then run the same command"
-        ) from None
     try:
         yield
     finally:
