@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from rich.console import Console
 from benchmarks.measured_on import machine
 from schemas.places import Place, place
 from tests.s3_server import S3Server
-from workers.inputs.documents import Document, Reading, Source
+from workers.inputs.documents import Document, Reading, Record, Source
 from workers.inputs.portions import Portion, PortionReader, Position, portions_of
 from workers.inputs.preparation import PIECE_TOKENS, prepare_portion
 from workers.inputs.token_files import forget_open_files
@@ -88,27 +89,29 @@ def main() -> None:
 def measure_preparation(
     folder: Path, tokenizer: TextTokenizer, corpora: Path
 ) -> tuple[dict[str, float], np.ndarray]:
-    """Seconds of each step of preparing the .jsonl.zst files of a folder, and their tokens."""
-    files = sorted(folder.glob("*.jsonl.zst"))
-    portions = portions_of([Source("jsonl", str(file), file.stat().st_size) for file in files])
+    """Seconds of each step of preparing the first .jsonl.zst file of a folder, and its tokens."""
+    file = min(folder.glob("*.jsonl.zst"))
+    [portion] = portions_of([Source("jsonl", str(file), file.stat().st_size)])
     reading = Reading()
-    store = TokenStore.of(corpora, tokenizer, reading)
-    store.create()
-    read_seconds, records = timed(lambda: [list(PortionReader(p, reading)) for p in portions])
-    parse_seconds, documents = timed(lambda: parsed(portions, records, reading))
+    read_seconds, records = timed(lambda: list(PortionReader(portion, reading)))
+    parse_seconds, documents = timed(lambda: parsed(portion, records, reading))
     hash_seconds, _ = timed(lambda: [document.content_hash for document in documents])
     texts = [document.text for document in documents]
-    tokenizer_seconds, _ = timed(lambda: in_batches(tokenizer, texts))
-    seconds, pieces = timed(lambda: [prepare_portion(store, p, tokenizer) for p in portions])
-    tokens = np.concatenate(
-        [read_tokens(store, piece, 0, piece.tokens) for chain in pieces for piece in chain]
-    )
+    tokenizer_seconds: list[float] = []
+    seconds: list[float] = []
+    # In turn, so that both have the same share of quiet and busy moments.
+    for attempt in range(ATTEMPTS):
+        tokenizer_seconds.append(timed(lambda: in_batches(tokenizer, texts))[0])
+        store = TokenStore.of(corpora / str(attempt), tokenizer, reading)
+        seconds.append(timed(partial(prepare_portion, store, portion, tokenizer))[0])
+    [piece] = store.pieces(portion)
+    tokens = read_tokens(store, piece, 0, piece.tokens)
     figures = {
         "tokens": len(tokens),
-        "tokens per second": len(tokens) / seconds,
-        "share of the tokenizer alone": tokenizer_seconds / seconds,
-        "seconds": seconds,
-        "seconds of the tokenizer alone": tokenizer_seconds,
+        "tokens per second": len(tokens) / min(seconds),
+        "share of the tokenizer alone": min(tokenizer_seconds) / min(seconds),
+        "seconds": min(seconds),
+        "seconds of the tokenizer alone": min(tokenizer_seconds),
         "seconds of reading and decompressing": read_seconds,
         "seconds of parsing": parse_seconds,
         "seconds of hashing": hash_seconds,
@@ -116,13 +119,9 @@ def measure_preparation(
     return figures, tokens
 
 
-def parsed(portions: list[Portion], records: list[Any], reading: Reading) -> list[Document]:
-    """The documents of some records, by portion."""
-    return [
-        portion.sources[number].document_of(record, reading)
-        for portion, records_of_portion in zip(portions, records, strict=True)
-        for number, record in records_of_portion
-    ]
+def parsed(portion: Portion, records: list[tuple[int, Record]], reading: Reading) -> list[Document]:
+    """The documents of some records."""
+    return [portion.sources[number].document_of(record, reading) for number, record in records]
 
 
 def in_batches(tokenizer: TextTokenizer, texts: list[str]) -> None:

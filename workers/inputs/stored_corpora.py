@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from schemas.errors import RunError, printable, unknown
 from schemas.places import Place, StorePath, names, reason, stats
 from workers.inputs.documents import Source
-from workers.inputs.token_files import forget_open_files
+from workers.inputs.token_files import forget_open_files, values_of
 from workers.inputs.token_store import (
     BAD,
     LOCK_FILE,
@@ -195,14 +195,14 @@ def _stretches_of(store: TokenStore, records: Iterable[PieceRecord]) -> Iterator
         return
     columns = ["source", "row", "n_tokens", "problem"]
     documents = pa.concat_tables([read_documents(store, piece, columns) for piece in chain])
-    source = documents["source"].to_numpy()
+    source = values_of(documents["source"])
     files = {part.source: part for piece in chain for part in records_by_piece[piece].files}
     record, last = records_by_piece[chain[0]], chain[-1]
     for number, file in files.items():
         # Sources ascend, so those of one file lie together.
         first, end = np.searchsorted(source, [number, number + 1])
         of_file = documents.slice(first, end - first)
-        n_tokens = of_file["n_tokens"].to_numpy()
+        n_tokens = values_of(of_file["n_tokens"])
         is_bad = n_tokens == BAD
         bad_documents = of_file.filter(pa.array(is_bad)).slice(0, LISTED_PROBLEMS)
         yield _Stretch(

@@ -53,6 +53,7 @@ from workers.inputs.token_files import (
     open_token_file,
     token_bytes,
     unreadable,
+    values_of,
 )
 from workers.model.text_tokenizer import TextTokenizer
 
@@ -411,10 +412,10 @@ def _document_bytes(table: pa.Table, record: PieceRecord) -> pa.Buffer:
 def _digest_of_column(column: pa.ChunkedArray) -> str:
     """A digest of the values of a column, whichever way Arrow stores them."""
     if not pa.types.is_string(column.type) and not pa.types.is_dictionary(column.type):
-        return digest_of_array(column.to_numpy())
+        return digest_of_array(values_of(column))
     texts = pa.chunked_array([column.combine_chunks().cast(pa.string())]).combine_chunks()
     # No text has a length of -1, so NULL and an empty text differ.
-    lengths = pc.fill_null(pc.binary_length(texts), -1).to_numpy(zero_copy_only=False)
+    lengths = values_of(pc.fill_null(pc.binary_length(texts), -1))
     content = pc.binary_join(pa.ListArray.from_arrays([0, len(texts)], pc.fill_null(texts, "")), "")
     return digest_of_array(lengths) + digest_of_array(
         np.frombuffer(content[0].as_buffer(), np.uint8)
