@@ -132,6 +132,9 @@ class TokenFile:
             self._digests: list[str] = actual_record.pop("groups")
         except UNREADABLE as error:
             raise unreadable(file, error) from None
+        # A damaged footer may name any other type.
+        if self._parquet.schema_arrow.types not in ([pa.uint16()], [pa.uint32()]):
+            raise unreadable(file, ValueError("it does not hold token ids"))
         if actual_record != record:
             raise unreadable(file, ValueError("it holds the tokens of other documents"))
         if self._parquet.metadata.num_rows != tokens:

@@ -1,4 +1,4 @@
-"""How fast a token store is written and read: `python -m benchmarks.token_store`.
+"""How fast a token store is written and read: `python -m benchmarks.stored_tokens`.
 
 * What share of preparation is tokenising, and how near is it to the tokenizer alone?
 * How many bytes does a token take?
