@@ -4,12 +4,14 @@ A synthetic family draws each sequence from a random stream of its own (`input_r
 of text names a corpus, and its documents become sequences in these steps:
 
 1. `corpus_families` lists the files and says how documents are packed: a `Corpus`.
-2. `documents` reads each file as records, and makes documents of them.
-3. `document_index` tokenises the documents once. It notes the number of tokens of each, in the
-   order in which the scan takes them: an `Index`.
-4. `sequence_reader` cuts the documents into sequences by their lengths. It reads any sequence
-   again from the file, and says what became of each document.
-5. `sequences` hands out shards of a scan, whichever the family.
+2. `portions` cuts the files into what one task reads, by their sizes alone. `documents` reads a
+   portion as records, and makes documents of them.
+3. `preparation` tokenises the documents of a portion, and commits them in pieces to the
+   `token_store`. That is done once for all scans of these files.
+4. `sequence_index` says how many sequences end in each piece. `document_block` chooses the
+   documents of a piece and says where they lie in sequences; `sequence_reader` reads any sequence.
+5. `corpus_findings` says what became of each document.
+6. `sequences` hands out shards of a scan, whichever the family.
 """
 
 from workers.inputs import bigram_backcopy, corpus_families, layouts, sentences, synthetic
