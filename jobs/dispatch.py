@@ -47,7 +47,7 @@ import ray.exceptions
 from ray import cloudpickle
 
 from jobs.endings import is_finishing, work_begins
-from jobs.metrics import SHARDS, SHARDS_REPEATED, add, show
+from jobs.metrics import RunMetrics
 from jobs.plan import Plan
 from jobs.preemption import draining_nodes, node_is_gone
 from jobs.ray_cluster import Resources, lack_of_room, last_line
@@ -177,6 +177,7 @@ class _Dispatcher:
         """Nodes that vanished under each shard."""
         self.failures = 0
         """Shards that were reported as failed."""
+        self.metrics = RunMetrics(plan.run.run_id)
         self.last_look = 0.0
         """When the cluster was last looked at, by the monotonic clock."""
         # More replicas than shards would have nothing to do.
@@ -257,7 +258,7 @@ class _Dispatcher:
                     or "no replica yet: the model is being loaded, or all cores are taken"
                 )
                 last_notice = time.monotonic()
-        self._show_shards()
+        self._show_progress()
 
     def _next_outcomes(self) -> Iterator[Commit | Failure]:
         """Wait for an event; yields the outcome that it brings, if any."""
@@ -287,9 +288,9 @@ class _Dispatcher:
         for replica in self.replicas:
             if replica.place is not None and replica.place.node_id in draining:
                 self._ask_to_leave(replica, "its node is being drained")
-        self._show_shards()
+        self._show_progress()
 
-    def _show_shards(self) -> None:
+    def _show_progress(self) -> None:
         running = {call.shard for replica in self.replicas for call in replica.calls.values()}
         n_running = sum(bool(self.is_open[shard]) for shard in running)
         counts = {
@@ -298,8 +299,7 @@ class _Dispatcher:
             "done": self.n_shards - self.open_count - self.failures,
             "failed": self.failures,
         }
-        for state, count in counts.items():
-            show(SHARDS, count, {"run_id": self.plan.run.run_id, "state": state})
+        self.metrics.show(counts)
 
     def _ask_to_leave(self, replica: _RemoteReplica, reason: str) -> None:
         if replica.ready and not replica.was_asked_to_leave:
@@ -313,6 +313,8 @@ class _Dispatcher:
 
     def _await_start(self, replica: _RemoteReplica) -> None:
         """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""
+        if replica.place is not None:
+            self.metrics.ended(replica.place.name)
         replica.ready = False
         replica.is_leaving = False
         replica.notice = None
@@ -423,7 +425,7 @@ class _Dispatcher:
         patience = max(LEAST_PATIENCE, SLOW * statistics.median(self.durations))
         if time.monotonic() - last_start[oldest] <= patience:
             return None
-        self._note_repeat("straggler")
+        self.metrics.repeated("straggler")
         return oldest
 
     def _end_call(
@@ -451,12 +453,13 @@ class _Dispatcher:
             return None
         if result is None:
             # It was told to leave before it measured the shard, or has ended for such a reason.
-            self._note_repeat(replica.excuse or "preempted")
+            self.metrics.repeated(replica.excuse or "preempted")
             # What was measured alone must stay alone.
             (self.suspects if had_suspect else self.retries).append(call.shard)
             return None
         if isinstance(result, Commit):
             self.durations.append(time.monotonic() - call.started)
+            self.metrics.committed(result)
             self._close(call.shard)
             return result
         return self._retry_or_report(result, died)
@@ -468,9 +471,6 @@ class _Dispatcher:
         self.lost_nodes[shard] += 1
         return self.lost_nodes[shard] < MOST_LOST_NODES
 
-    def _note_repeat(self, reason: str) -> None:
-        add(SHARDS_REPEATED, 1, {"run_id": self.plan.run.run_id, "reason": reason})
-
     def _retry_or_report(self, failure: Failure, died: bool) -> Failure | None:
         """Queue a shard again and return none; after enough attempts, return its failure."""
         shard = failure.shard
@@ -479,7 +479,7 @@ class _Dispatcher:
         if self.failed_attempts_here[shard] < ATTEMPTS:
             queue = self.suspects if died else self.retries
             queue.append(shard)
-            self._note_repeat("died" if died else "failed")
+            self.metrics.repeated("died" if died else "failed")
             return None
         self._close(shard)
         self.failures += 1

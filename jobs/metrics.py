@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workers.shard import MeasuredShard
 
 IDLE_WINDOW = 20
-"""Shards over which a replica's idle share is taken."""
+"""Commits over which a replica's idle share is taken."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ IDLE_SHARE = Metric(
     "gauge",
     "share, 0 to 1",
     ("run_id", "node", "replica"),
-    f"Share of its time that a replica waited for tokens, over its last {IDLE_WINDOW} shards.",
+    f"Share of its time that a replica waited for tokens, over its last {IDLE_WINDOW} commits.",
 )
 BAD_ROWS = Metric(
     "headcount_bad_rows",
@@ -129,21 +129,15 @@ class ReplicaMetrics:
 
     def __init__(self, run_id: str) -> None:
         self._tags = {"run_id": run_id, "node": node_name()}
-        self._idle: deque[tuple[float, float]] = deque(maxlen=IDLE_WINDOW)
-        """Seconds of waiting and of measuring, of the last shards."""
 
     def read(self, seconds: float) -> None:
         """Count the reading of a shard."""
         self._phase("reading", seconds)
 
-    def measured(self, shard: MeasuredShard, replica: str) -> None:
-        """Count a shard that went through the model; `replica` tells replicas of a node apart."""
+    def measured(self, shard: MeasuredShard) -> None:
+        """Count a shard that went through the model."""
         self._phase("measuring", shard.seconds)
         add(TOKENS_MEASURED, shard.input.tokens.size * len(shard.measured), self._tags)
-        self._idle.append((shard.idle_seconds, shard.seconds))
-        idle = sum(idle for idle, _ in self._idle)
-        busy = sum(busy for _, busy in self._idle)
-        show(IDLE_SHARE, idle / (idle + busy), {**self._tags, "replica": replica})
 
     def written(self, commit: Commit, seconds: float) -> None:
         """Count a shard whose tables and commit are there."""
@@ -152,6 +146,43 @@ class ReplicaMetrics:
 
     def _phase(self, phase: str, seconds: float) -> None:
         add(PHASE_SECONDS, seconds, {**self._tags, "phase": phase})
+
+
+class RunMetrics:
+    """What the driver tells of a run.
+
+    Ray forgets a gauge when it was read once. So the driver, which is always awake, sets all of
+    them again and again, those of the replicas too.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._commits: dict[str, deque[Commit]] = {}
+        """The last commits of each replica, by its name."""
+
+    def committed(self, commit: Commit) -> None:
+        """Note how long a replica had waited for a shard."""
+        commits = self._commits.setdefault(commit.replica, deque(maxlen=IDLE_WINDOW))
+        commits.append(commit)
+
+    def ended(self, replica: str) -> None:
+        """Forget a replica that is no more."""
+        self._commits.pop(replica, None)
+
+    def repeated(self, reason: str) -> None:
+        """Count a shard that is handed out again."""
+        add(SHARDS_REPEATED, 1, {"run_id": self._run_id, "reason": reason})
+
+    def show(self, shards_by_state: Mapping[str, int]) -> None:
+        """Set all gauges."""
+        for shard_state, count in shards_by_state.items():
+            show(SHARDS, count, {"run_id": self._run_id, "state": shard_state})
+        for replica, commits in self._commits.items():
+            idle = sum(commit.idle_seconds for commit in commits)
+            busy = sum(commit.compute_seconds for commit in commits)
+            share = idle / (idle + busy) if idle else 0.0
+            tags = {"run_id": self._run_id, "node": commits[0].host, "replica": replica}
+            show(IDLE_SHARE, share, tags)
 
 
 def table() -> str:

@@ -29,7 +29,14 @@ from workers.model.model_info import ModelInfo, describe, find_model
 from workers.process import prepare_process
 from workers.provenance.code_fingerprint import code_fingerprint
 from workers.replica import Replica, is_device_failure
-from workers.shard import MeasuredShard, commit_shard, failure_of, measure_shard, note_failure
+from workers.shard import (
+    MeasuredShard,
+    commit_shard,
+    failure_of,
+    measure_shard,
+    note_failure,
+    replica_name,
+)
 
 DEPTH = 3
 """Shards that a replica works at: one is read, one is measured, one is written."""
@@ -44,6 +51,8 @@ class ReplicaPlace(NamedTuple):
     node_id: str
     """As Ray knows the node."""
     host: str
+    name: str
+    """As commits name the replica."""
 
 
 @ray.remote
@@ -108,7 +117,8 @@ class ReplicaActor:
         """
         if self.leave_notice.came:
             threading.Event().wait()
-        return ReplicaPlace(ray.get_runtime_context().get_node_id(), node_name())
+        node_id = ray.get_runtime_context().get_node_id()
+        return ReplicaPlace(node_id, node_name(), replica_name())
 
     def told_to_leave(self) -> str:
         """Wait until the replica is told to leave; returns why."""
@@ -151,7 +161,7 @@ class ReplicaActor:
         if shard_input is None or self.leave_notice.came:
             return None
         measured = measure_shard(self.replica, shard_input)
-        self.metrics.measured(measured, str(os.getpid()))
+        self.metrics.measured(measured)
         return measured
 
     def _commit(self, measured: MeasuredShard, attempt: int) -> Commit:
