@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.phases import runs_with_notes
@@ -12,6 +14,9 @@ from schemas.run_directory import RunDirectory, find_runs
 
 if TYPE_CHECKING:
     from jobs.submission import Job
+
+STORE_READERS = 16
+"""Runs that are read at a time from a store."""
 
 
 def runs_in(out: Place) -> list[RunDirectory]:
@@ -29,12 +34,24 @@ def rows_of(out: Place, may_be_empty: bool = False) -> tuple[list[Row], list[str
         status = read_status_before(run)
         if status is not None:
             rows_before.append(line_before(status.run_id, status.phase))
-    for run in _begun(out, may_be_empty or bool(rows_before)):
-        try:
-            rows.append(list_line(run))
-        except RunError as error:
-            problems.append(str(error))
+    runs = _begun(out, may_be_empty or bool(rows_before))
+    # A disk answers at once; a store is asked for many runs at a time.
+    readers = 1 if isinstance(out, Path) else STORE_READERS
+    with ThreadPoolExecutor(readers) as pool:
+        for row_or_problem in pool.map(_row_or_problem, runs):
+            if isinstance(row_or_problem, str):
+                problems.append(row_or_problem)
+            else:
+                rows.append(row_or_problem)
     return rows + rows_before, problems
+
+
+def _row_or_problem(run: RunDirectory) -> Row | str:
+    """The row of a run, or why it cannot be read."""
+    try:
+        return list_line(run)
+    except RunError as error:
+        return str(error)
 
 
 def row_of_job(job: Job) -> Row:
