@@ -365,12 +365,14 @@ def _is_begun(run: RunDirectory) -> bool:
 
 def _reason(error: BaseException) -> str:
     """Why a command ended, in one line."""
-    if isinstance(error, HeadcountError):
-        return reason(error)
-    if isinstance(error, Exception):
-        return f"{type(error).__name__}: {reason(error)}"
-    # An interrupt, or a signal from a scheduler.
-    return "it was stopped"
+    cause: BaseException | None = error
+    while cause is not None:
+        # An interrupt, or a signal from a scheduler. Ray makes an error of its own of it.
+        if not isinstance(cause, Exception):
+            return "it was stopped"
+        cause = cause.__cause__ or cause.__context__
+    name = "" if isinstance(error, HeadcountError) else f"{type(error).__name__}: "
+    return f"{name}{reason(error)}"
 
 
 def _now() -> datetime:

@@ -19,6 +19,7 @@ import pytest
 from jobs import phases
 from jobs.cluster_commands import list_runs
 from jobs.cluster_commands import status as print_status
+from jobs.endings import Stopped
 from jobs.scan_runs import next_run
 from jobs.status import as_lines, read_status, read_status_before
 from schemas.errors import CorpusError, RunError
@@ -190,13 +191,20 @@ def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
     assert phases.read_note(run) is None
 
 
-def test_a_job_that_was_stopped_says_so(run: RunDirectory, job: None) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Stopped(signal.SIGTERM), SystemError])
+def test_a_job_that_was_stopped_says_so(
+    run: RunDirectory, job: None, error: type[BaseException] | BaseException
+) -> None:
     @phases.taken()
     def scan() -> None:
         phases.note("waiting for a replica")
-        raise KeyboardInterrupt
+        try:
+            raise Stopped(signal.SIGTERM)
+        except Stopped as stopped:
+            # A library may make an error of its own of it.
+            raise error from stopped
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, Stopped, SystemError)):
         scan()
     note = phases.read_note(run)
     assert note is not None

@@ -18,14 +18,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
+from typing import get_args
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.phases import PhaseName
 from jobs.plan import make_plan, prepare_run
 from jobs.portable_scan import portable_scan
 from jobs.replan import replan
@@ -178,16 +181,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     words = (*submit, *(word for variable in halting for word in ("--env", variable)))
     variables = {"FAR_AWAY": SECRET, "RAY_ADDRESS": "192.0.2.1:6379"} | halting
     both = [start(*words, **variables) for _ in range(2)]
-    messages: list[str] = []
-    for command in both:
-        code, printed, errors = command.ended()
-        assert (code, printed.strip()) == (0, name), errors
-        messages.append(errors)
-    lines = sorted((message.splitlines() for message in messages), key=len)
-    assert [len(said) for said in lines] == [1, 2]
-    assert f"{name}: already submitted to {cluster}" in lines[0][0]
-    assert lines[1][0] == f"{name}: submitted to {cluster}"
-    assert lines[1][1].startswith(f"{name}: its driver is there: ")
+    check_what_was_submitted(cluster, run, [command.ended() for command in both])
 
     # Stopped in the middle, it can be resumed.
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -198,6 +192,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert code == 0
     assert f"{name}: STOPPED; headcount resume {path}" in errors
     assert len(list(run.commits())) == SHARDS // 2
+    assert ": it was stopped\n" in headcount("status", path).stdout
     refusal = refused(*submit, FAR_AWAY=SECRET)
     assert f"{name}: has ended, STOPPED" in refusal
     assert f"headcount resume {path} --address {cluster} continues the run" in refusal
@@ -244,6 +239,76 @@ def halt_after_commits(orders: Path, commits: int) -> dict[str, str]:
     for number in range(SHARDS):
         (orders / f"wait@commit.{number}").touch()
     return {"PYTHONPATH": str(ROOT / "tests" / "faults"), "FAULTS": str(orders)}
+
+
+def check_what_was_submitted(cluster: str, run: RunDirectory, commands: list[Ended]) -> None:
+    """Compare what two commands say that submitted one run, and what is said while it runs."""
+    name, at = run.run_id, ("--address", cluster)
+    for code, printed, errors in commands:
+        assert (code, printed.strip()) == (0, name), errors
+    second, first = sorted((command.stderr.splitlines() for command in commands), key=len)
+    assert len(second) == 1
+    assert f"{name}: already submitted to {cluster}" in second[0]
+    assert len(first) == 2
+    assert first[0] == f"{name}: submitted to {cluster}"
+    # The command that waits has the phase from the job's log.
+    phase = first[1].removeprefix(f"{name}: its driver is there: ")
+    assert phase in get_args(PhaseName)
+
+    lines = headcount("status", str(run.path), *at).stdout.splitlines()
+    assert any(line.split()[0] in ("phase", "speed") for line in lines), lines
+    (job,) = headcount("list", *at).stdout.splitlines()[1:]
+    assert job.startswith(f"{name}  RUNNING")
+    assert any(phase in job for phase in get_args(PhaseName))
+
+
+def test_a_driver_that_dies_at_once_is_said_with_the_last_lines_of_its_log(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    out.mkdir()
+    run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
+    # The head's Python lacks a library.
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\")")
+    submit = ("submit", str(scan_file), "--set", f"out={out}", "--env", "PYTHONPATH")
+    submit += ("--address", cluster)
+    name = run.run_id
+    code, printed, errors = start_without(tmp_path, *submit).ended()
+    assert (code, printed.strip()) == (2, name), errors
+    lines = errors.splitlines()
+    assert lines[:2] == [
+        f"{name}: submitted to {cluster}",
+        f"error: {name}: the job has ended at once, FAILED with exit code 1; the last lines of its "
+        "log:",
+    ]
+    assert "error:   ModuleNotFoundError: No module named 'typer'" in lines
+    assert "lacks a library: install what deploy/requirements.txt names" in lines[-2]
+    assert lines[-1] == "error: mend the cause, then submit it again (without --new)"
+    end = f"ended while submitted: {name}: the job has ended at once, FAILED with exit code 1"
+    assert end in headcount("list", str(out)).stdout
+    assert end in headcount("status", str(run.path)).stdout
+
+    # There is nothing to resume, so the same command submits it again. A cluster that takes its
+    # time does not hold the command up.
+    no_patience = {"jobs.job_start.DRIVER_SECONDS": 0.0}
+    code, _, errors = start_without(tmp_path, *submit, constants=no_patience).ended()
+    assert code == 0
+    lines = errors.splitlines()
+    assert lines[0] == f"{name}.2: submitted to {cluster}"
+    assert lines[1].startswith(f"{name}.2: queued: the cluster has not started it in 0 s")
+    assert lines[1].endswith(f"headcount stop {name} --address {cluster} takes it back")
+
+
+def start_without(
+    folder: Path, *words: str, constants: Mapping[str, float] = MappingProxyType({})
+) -> Command:
+    """A command whose jobs find the modules of a folder before those that are installed."""
+    return Command(
+        *words,
+        environment=environment() | {"PYTHONPATH": str(folder)},
+        directory=ROOT,
+        constants=constants,
+    )
 
 
 def check_what_is_said_of_a_run(cluster: str, run: RunDirectory, out: Path) -> None:
