@@ -10,9 +10,11 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -35,7 +37,11 @@ if TYPE_CHECKING:
     from jobs.ray_cluster import Resources
     from jobs.status import Status, StatusBefore
     from jobs.submission import Job, JobClient, Submission
+    from schemas.places import Place
     from schemas.run_directory import RunDirectory
+
+SILENCE_SECONDS = 10.0
+"""Say so if a store has not answered for this long."""
 
 URL = "http://HOST:8265"
 Address = Annotated[str, typer.Option(metavar=URL, help="Address of the cluster's dashboard.")]
@@ -149,7 +155,8 @@ def status(
     redraws = watch and sys.stdout.isatty()
     lines_on_screen = 0
     while True:
-        run_status, job_state = _status(directory, address)
+        with _told_if_silent(directory.path):
+            run_status, job_state = _status(directory, address)
         if format_ == "json":
             record = as_json(run_status)
             if job_state is not None:
@@ -197,6 +204,20 @@ def _status(
         # killed could not say so itself.
         before = StatusBefore(directory.run_id, str(directory.path), phase_of(cluster, job))
     return before, job.state
+
+
+@contextmanager
+def _told_if_silent(where: Place) -> Iterator[None]:
+    """Say that a store has not answered for a while: a request to it is given up after minutes."""
+    line = f"{where}: the store has not answered for {SILENCE_SECONDS:.0f} s; asking it again"
+    timer = Timer(SILENCE_SECONDS, _tell, [line])
+    timer.daemon = True
+    if not isinstance(where, Path):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _clear_lines(count: int) -> None:
@@ -250,7 +271,8 @@ def _list_directory(runs: str, address: str | None) -> None:
     jobs = {} if address is None else _last_jobs(address)
     jobs_here = {id_: job for id_, job in jobs.items() if job.run == f"{out}/run_id={id_}"}
     at_work = [job for job in jobs_here.values() if not job.ended]
-    rows, problems = rows_of(out, may_be_empty=bool(at_work))
+    with _told_if_silent(out):
+        rows, problems = rows_of(out, may_be_empty=bool(at_work))
     # The driver of a job may not have said anything yet.
     listed = {row[0] for row in rows}
     rows += [row_of_job(job) for job in at_work if job.run_id not in listed]

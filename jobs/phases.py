@@ -177,6 +177,16 @@ def note_end(run: RunDirectory, why: str) -> None:
         _write(run, note.model_copy(update={"ended": why, "heard": _now()}))
 
 
+def forget(run: RunDirectory) -> None:
+    """Delete the note about a run, and the directory of the notes if it was the last one there."""
+    with contextlib.suppress(RunError, OSError):
+        file = _file(run)
+        file.unlink(missing_ok=True)
+        if isinstance(file, Path):
+            # Raises if there are other notes.
+            file.parent.rmdir()
+
+
 def last_in_log(log: str) -> str | None:
     """The last phase that a driver has said in the log of its job; none if it has said none."""
     said = [line for line in log.splitlines() if line.startswith(LOG_PREFIX)]
@@ -269,7 +279,7 @@ class PhaseNotes:
         previous, self._run = self._run, run
         if previous is not None and previous != run:
             # The job was submitted for one run and continues another.
-            _delete(previous)
+            forget(previous)
         self._news.set()
         self._start()
 
@@ -303,7 +313,7 @@ class PhaseNotes:
         if self._why_ended is not None and self._in_job:
             self._write(self._why_ended)
         elif self._run is not None:
-            _delete(self._run)
+            forget(self._run)
 
     def _write(self, ended: str | None) -> None:
         """Write the note as it is now."""
@@ -344,16 +354,6 @@ def _write(run: RunDirectory, note: Note) -> None:
     """Write a note, if that is possible: a run must not end because of a note about it."""
     with contextlib.suppress(RunError, OSError):
         write_whole(_file(run), note.model_dump_json(indent=1).encode())
-
-
-def _delete(run: RunDirectory) -> None:
-    """Delete the note about a run, and the directory of the notes if it was the last one."""
-    with contextlib.suppress(RunError, OSError):
-        file = _file(run)
-        file.unlink(missing_ok=True)
-        if isinstance(file, Path):
-            # Raises if there are other notes.
-            file.parent.rmdir()
 
 
 def _is_begun(run: RunDirectory) -> bool:

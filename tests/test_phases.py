@@ -16,16 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs import phases
+from jobs import cluster_commands, phases
 from jobs.cluster_commands import list_runs
 from jobs.cluster_commands import status as print_status
 from jobs.endings import Stopped
+from jobs.removal import check_removable, remove
 from jobs.scan_runs import next_run
 from jobs.status import as_lines, read_status, read_status_before
 from schemas.errors import CorpusError, RunError
 from schemas.places import place
 from schemas.run_directory import RunDirectory, find_runs
-from tests.s3_server import S3Server
+from tests.s3_server import Rule, S3Server
 from tests.test_status import NOW, fold_shards, make_run
 
 ROOT = Path(__file__).parent.parent
@@ -185,6 +186,8 @@ def test_the_end_of_a_job_is_kept_with_its_reason_until_the_run_goes_on(
     ]
     print_status("toy", runs=str(tmp_path))
     assert status.phase in capfd.readouterr().out
+    remove(check_removable(str(run.path)))
+    assert list(tmp_path.iterdir()) == []
 
     with phases.taken():
         phases.note("loading the model")
@@ -286,7 +289,7 @@ def test_notes_that_cannot_be_written_disturb_nobody(run: RunDirectory, tmp_path
     assert phases.read_note(run) is None
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def store() -> Iterator[S3Server]:
     before = dict(os.environ)
     with S3Server() as server:
@@ -313,3 +316,13 @@ def test_notes_lie_in_a_store_too(
         assert stopped is not None
         assert stopped.ended == "its job was stopped"
     assert phases.read_note(run) is None
+
+
+def test_a_store_that_is_silent_is_said_aloud(
+    store: S3Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster_commands, "SILENCE_SECONDS", 0.1)
+    store.set_rules(Rule({"delay": 0.5}))
+    with pytest.raises(RunError, match="no run here"):
+        list_runs("s3://bucket/none")
+    assert "s3://bucket/none: the store has not answered for 0 s" in capfd.readouterr().err
