@@ -193,7 +193,7 @@ def _status(
     from jobs.submission import JobClient
 
     cluster = JobClient(address)
-    job = cluster.last(directory.run_id)
+    job = cluster.last(directory)
     if job is None:
         return read_status_before(directory) or read_status(directory), "none"
     if directory.manifest_file.is_file():
@@ -268,9 +268,8 @@ def _list_directory(runs: str, address: str | None) -> None:
     from schemas.places import absolute
 
     out = absolute(runs)
-    jobs = {} if address is None else _last_jobs(address)
-    jobs_here = {id_: job for id_, job in jobs.items() if job.run == f"{out}/run_id={id_}"}
-    at_work = [job for job in jobs_here.values() if not job.ended]
+    jobs = _last_jobs(address) if address is not None else {}
+    at_work = [job for job in jobs.values() if not job.ended and _lies_in(out, job)]
     with _told_if_silent(out):
         rows, problems = rows_of(out, may_be_empty=bool(at_work))
     # The driver of a job may not have said anything yet.
@@ -279,7 +278,8 @@ def _list_directory(runs: str, address: str | None) -> None:
     headings = HEADINGS
     if address is not None:
         headings = (*HEADINGS, "job")
-        rows = [(*row, jobs[row[0]].state if row[0] in jobs else "none") for row in rows]
+        states = {job.run_id: job.state for job in jobs.values() if _lies_in(out, job)}
+        rows = [(*row, states.get(row[0], "none")) for row in rows]
     _print_table([headings, *rows])
     # Said below the table, so that one broken run does not hide the others.
     for problem in problems:
@@ -445,11 +445,15 @@ def _name_of(run_id: str) -> str:
 
 
 def _last_jobs(address: str) -> dict[str, Job]:
-    """The last job of each run, by the run's id."""
+    """The last job of each run, by the run's directory."""
     from jobs.submission import JobClient
 
     # Jobs of one run come in their order, so the last one stays in the dictionary.
-    return {job.run_id: job for job in JobClient(address).jobs()}
+    return {job.run: job for job in JobClient(address).jobs()}
+
+
+def _lies_in(out: Place, job: Job) -> bool:
+    return job.run == f"{out}/run_id={job.run_id}"
 
 
 def _list_jobs(address: str) -> None:

@@ -89,7 +89,7 @@ def _exit_code(job: Job) -> str:
 
 def _why_waiting(cluster: JobClient, job: Job) -> str:
     """Say that a job waits, and what the user can do."""
-    at = f"{job.run_id} --address {cluster.url}"
+    at = f"{job.job_id} --address {cluster.url}"
     if job.state == "PENDING":
         problem = f"queued: the cluster has not started it in {DRIVER_SECONDS:.0f} s"
         if job.message:

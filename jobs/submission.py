@@ -118,9 +118,12 @@ class JobClient:
         our_jobs = [job for job in jobs if job is not None]
         return sorted(our_jobs, key=lambda job: (job.run_id, job.attempt, job.started))
 
-    def last(self, run_id: str) -> Job | None:
-        """The last job of a run; none if it never had one."""
-        jobs = [job for job in self.jobs() if job.run_id == run_id]
+    def last(self, run: RunDirectory) -> Job | None:
+        """The last job of a run; none if it never had one.
+
+        The same scan with another `out` makes another run, with the same id.
+        """
+        jobs = [job for job in self.jobs() if job.run == str(run.path)]
         return jobs[-1] if jobs else None
 
     def find(self, name: str) -> Job:
@@ -148,10 +151,12 @@ class JobClient:
         `words` follow `headcount` on the job's command line. The scan file is sent with the code.
         """
         self._check_version()
-        last_job = self.last(run.run_id)
-        if last_job is not None and not last_job.ended:
-            return self._already_submitted(run, last_job)
-        attempt = 1 if last_job is None else last_job.attempt + 1
+        # All of this must be of one moment, or two commands could start two jobs.
+        same_id = [job for job in self.jobs() if job.run_id == run.run_id]
+        at_work = [job for job in same_id if job.run == str(run.path) and not job.ended]
+        if at_work:
+            return self._already_submitted(run, at_work[-1])
+        attempt = max((job.attempt for job in same_id), default=0) + 1
         job_id = run.run_id if attempt == 1 else f"{run.run_id}.{attempt}"
         metadata = {"headcount": run.run_id, "run": str(run.path), "attempt": str(attempt)}
         with self._explained(), staged_code() as code:
@@ -256,7 +261,7 @@ class JobClient:
             return run.manifest_file.is_file()
         if job.state == "SUCCEEDED":
             return True
-        jobs_of_run = [each for each in self.jobs() if each.run_id == job.run_id]
+        jobs_of_run = [each for each in self.jobs() if each.run == job.run]
         said = [phases.last_in_log(self.whole_log(each)) for each in jobs_of_run]
         return any(phase not in (None, *phases.PLANNING) for phase in said)
 
@@ -331,7 +336,7 @@ def submit(
     newest_or_next = next_run if new else last_run
     run = newest_or_next(first_run, submitted_run_ids)
 
-    last_job = cluster.last(run.run_id)
+    last_job = cluster.last(run)
     never_began = last_job is not None and last_job.ended and not cluster.has_begun(last_job)
     if last_job is not None and last_job.ended and not never_began and not _extends(run, scan):
         line = _line_of_ended(last_job, cluster)
