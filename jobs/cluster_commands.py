@@ -10,9 +10,11 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -33,8 +35,13 @@ from schemas.errors import RunError, counted, unknown
 
 if TYPE_CHECKING:
     from jobs.ray_cluster import Resources
-    from jobs.status import Status
+    from jobs.status import Status, StatusBefore
+    from jobs.submission import Job, JobClient, Submission
+    from schemas.places import Place
     from schemas.run_directory import RunDirectory
+
+SILENCE_SECONDS = 10.0
+"""Say so if a store has not answered for this long."""
 
 URL = "http://HOST:8265"
 Address = Annotated[str, typer.Option(metavar=URL, help="Address of the cluster's dashboard.")]
@@ -88,20 +95,39 @@ def submit(
 ) -> None:
     """Run a scan as a job of a Ray cluster.
 
-    The job runs the code of this machine. Submitting the same scan twice makes one job.
+    The job runs the code of this machine. Submitting the same scan twice makes one job. The command
+    ends when the job's driver is there, or says why it is not.
     """
     from jobs.portable_scan import portable_scan
     from jobs.ray_cluster import Resources
+    from jobs.submission import JobClient
     from jobs.submission import submit as submit_scan
     from workers.process import prepare_process
 
     prepare_process()
     scan = portable_scan(scan_file, overrides or [])
     resources = Resources(replicas, cores, device, address)
-    line, run = submit_scan(scan, scan_file, overrides or [], resources, env or [], new)
-    # A script reads the id from stdout; people read the line on stderr.
-    _tell(line)
-    print(run.run_id)
+    cluster = JobClient(address)
+    submission = submit_scan(cluster, scan, scan_file, overrides or [], resources, env or [], new)
+    # A script reads the id from stdout; people read the lines on stderr.
+    print(submission.run.run_id, flush=True)
+    _await_driver(cluster, submission)
+
+
+def _await_driver(cluster: JobClient, submission: Submission) -> None:
+    """Say what was submitted; if it is a new job, wait until its driver is there."""
+    from jobs import phases
+    from jobs.job_start import wait_for_driver
+
+    _tell(submission.line)
+    if not submission.is_new:
+        return
+    try:
+        _tell(wait_for_driver(cluster, submission.job_id))
+    except RunError as error:
+        first_line = str(error).partition("\n")[0]
+        phases.note_end(submission.run, first_line)
+        raise
 
 
 def status(
@@ -123,16 +149,14 @@ def status(
 
     With a cluster's address, also print the state of the run's job.
     """
-    from jobs.status import as_json, as_lines, read_status
+    from jobs.status import as_json, as_lines
 
     directory = _run_directory(run, runs)
     redraws = watch and sys.stdout.isatty()
     lines_on_screen = 0
     while True:
-        run_status = read_status(directory)
-        job_state = None
-        if address is not None:
-            job_state = _job_states(address).get(directory.run_id, "none")
+        with _told_if_silent(directory.path):
+            run_status, job_state = _status(directory, address)
         if format_ == "json":
             record = as_json(run_status)
             if job_state is not None:
@@ -157,6 +181,45 @@ def status(
         time.sleep(every)
 
 
+def _status(
+    directory: RunDirectory, address: str | None
+) -> tuple[Status | StatusBefore, str | None]:
+    """A run as it stands, and the state of its job if a cluster is asked."""
+    from jobs.status import StatusBefore, read_status, read_status_before
+
+    if address is None:
+        return read_status_before(directory) or read_status(directory), None
+    from jobs.job_start import phase_of
+    from jobs.submission import JobClient
+
+    cluster = JobClient(address)
+    job = cluster.last(directory)
+    if job is None:
+        return read_status_before(directory) or read_status(directory), "none"
+    if directory.manifest_file.is_file():
+        return read_status(directory), job.state
+    before = read_status_before(directory)
+    if before is None or job.ended:
+        # The run may lie on a disk of the cluster, which is not seen from here. And a job that was
+        # killed could not say so itself.
+        before = StatusBefore(directory.run_id, str(directory.path), phase_of(cluster, job))
+    return before, job.state
+
+
+@contextmanager
+def _told_if_silent(where: Place) -> Iterator[None]:
+    """Say that a store has not answered for a while: a request to it is given up after minutes."""
+    line = f"{where}: the store has not answered for {SILENCE_SECONDS:.0f} s; asking it again"
+    timer = Timer(SILENCE_SECONDS, _tell, [line])
+    timer.daemon = True
+    if not isinstance(where, Path):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _clear_lines(count: int) -> None:
     """Clear the last lines of the terminal, and put the cursor where they began."""
     if count:
@@ -164,10 +227,12 @@ def _clear_lines(count: int) -> None:
         print(f"{cursor_up}{clear_below}", end="")
 
 
-def _log_line(run_status: Status) -> str:
+def _log_line(run_status: Status | StatusBefore) -> str:
     """How far a run is, in one line with the time."""
-    from jobs.status import as_lines
+    from jobs.status import StatusBefore, as_lines
 
+    if isinstance(run_status, StatusBefore):
+        return f"{datetime.now(UTC):%H:%M:%S}  {run_status.phase}"
     # The second and third line begin with the words `shards` and `tokens`.
     _, shards_line, tokens_line, *_ = as_lines(run_status)
     _, shards = shards_line.split(maxsplit=1)
@@ -190,29 +255,35 @@ def list_runs(
     With --address alone, the cluster's jobs are listed. With a directory too, its runs are listed
     with the states of their jobs.
     """
-    from jobs.status import HEADINGS, list_line
-    from schemas.places import place
-    from schemas.run_directory import find_runs
-
     if runs is None and address is not None:
         _list_jobs(address)
         return
-    job_states = None if address is None else _job_states(address)
-    rows: list[tuple[str, ...]] = [HEADINGS if job_states is None else (*HEADINGS, "job")]
-    unreadable: list[RunError] = []
-    for run in find_runs(place(runs or "runs")):
-        try:
-            row: tuple[str, ...] = list_line(run)
-        except RunError as error:
-            # Said below the table, so that one broken run does not hide the others.
-            unreadable.append(error)
-            continue
-        if job_states is not None:
-            row = (*row, job_states.get(run.run_id, "none"))
-        rows.append(row)
-    _print_table(rows)
-    for error in unreadable:
-        _tell(str(error))
+    _list_directory(runs or "runs", address)
+
+
+def _list_directory(runs: str, address: str | None) -> None:
+    """Print the runs of a directory, with the states of their jobs if a cluster is asked."""
+    from jobs.run_table import row_of_job, rows_of
+    from jobs.status import HEADINGS
+    from schemas.places import absolute
+
+    out = absolute(runs)
+    jobs = _last_jobs(address) if address is not None else {}
+    at_work = [job for job in jobs.values() if not job.ended and _lies_in(out, job)]
+    with _told_if_silent(out):
+        rows, problems = rows_of(out, may_be_empty=bool(at_work))
+    # The driver of a job may not have said anything yet.
+    listed = {row[0] for row in rows}
+    rows += [row_of_job(job) for job in at_work if job.run_id not in listed]
+    headings = HEADINGS
+    if address is not None:
+        headings = (*HEADINGS, "job")
+        states = {job.run_id: job.state for job in jobs.values() if _lies_in(out, job)}
+        rows = [(*row, states.get(row[0], "none")) for row in rows]
+    _print_table([headings, *rows])
+    # Said below the table, so that one broken run does not hide the others.
+    for problem in problems:
+        _tell(problem)
 
 
 def logs(
@@ -237,17 +308,24 @@ def logs(
 
 def stop(run: RunOrJob, address: Address) -> None:
     """Stop a run's job. Committed shards stay, and `resume` continues the run."""
+    from jobs.phases import note_end
     from jobs.submission import JobClient
+    from schemas.places import place
+    from schemas.run_directory import RunDirectory
 
     cluster = JobClient(address)
     job = cluster.find(run)
     if job.ended:
         _tell(f"{job.job_id}: has ended before, {job.state}")
         return
-    _tell(
-        f"{job.job_id}: {cluster.stop(job).state}; headcount resume {job.run} --address "
-        f"{cluster.url} continues the run"
-    )
+    state = cluster.stop(job).state
+    # A driver that had not begun could not say so itself.
+    note_end(RunDirectory(place(job.run)), "its job was stopped")
+    if cluster.has_begun(job):
+        advice = f"headcount resume {job.run} --address {cluster.url} continues the run"
+    else:
+        advice = "nothing was measured; submit it again"
+    _tell(f"{job.job_id}: {state}; {advice}")
 
 
 def resume(
@@ -280,14 +358,16 @@ def resume(
     directory = _run_directory(run, runs)
     resources = Resources(replicas, cores, device, address)
     if address is not None:
+        from jobs.submission import JobClient
         from jobs.submission import resume as submit_resume
 
         # The job checks its overrides, too, but minutes later and in its log.
         check_overrides(directory, overrides or [])
-        line = submit_resume(
-            directory, resources, env or [], overrides or [], verify, allow_other_code
+        cluster = JobClient(address)
+        submission = submit_resume(
+            cluster, directory, resources, env or [], overrides or [], verify, allow_other_code
         )
-        _tell(line)
+        _await_driver(cluster, submission)
         return
     if env:
         raise RunError(
@@ -305,6 +385,7 @@ def _resume_here(
     allow_other_code: bool,
 ) -> None:
     """Continue a run with this process as its driver."""
+    from jobs import phases
     from jobs.replan import replan
     from jobs.run_loop import run_to_end
     from jobs.run_places import where_begun
@@ -316,8 +397,11 @@ def _resume_here(
     console = Console(highlight=False, stderr=True)
     command = ScanCommand.of_run(directory.manifest())
     # Relative names of the scan are meant from where the run was begun.
-    with where_begun(directory, overrides) as absolute_overrides:
+    with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
+        phases.about(directory)
+        phases.note("loading the model")
         plan = replan(directory, absolute_overrides, command)
+        phases.note("waiting for a replica")
         failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
     print(directory.path)
     if failures:
@@ -333,8 +417,9 @@ def _run_directory(run: str, runs: str) -> RunDirectory:
     A name or an id is looked for in the directory `runs`. A path becomes absolute, because the
     process may change its directory later.
     """
+    from jobs.run_table import runs_in
     from schemas.places import absolute
-    from schemas.run_directory import RunDirectory, find_runs
+    from schemas.run_directory import RunDirectory
 
     by_path = RunDirectory(absolute(run))
     # A path need not exist here: it may be one of the cluster that runs the job.
@@ -343,7 +428,7 @@ def _run_directory(run: str, runs: str) -> RunDirectory:
     if "/" in run or (isinstance(by_path.path, Path) and by_path.path.exists()):
         raise RunError(f"{run}: expected the directory of a run, …/run_id=NAME-HASH")
     directory = absolute(runs)
-    runs_by_id = {each.run_id: each for each in find_runs(directory)}
+    runs_by_id = {each.run_id: each for each in runs_in(directory)}
     matches = [each for run_id, each in runs_by_id.items() if run in (run_id, _name_of(run_id))]
     if not matches:
         message = unknown("run", run, runs_by_id)
@@ -359,21 +444,29 @@ def _name_of(run_id: str) -> str:
     return run_id.rpartition("-")[0]
 
 
-def _job_states(address: str) -> dict[str, str]:
-    """State of the last job of each run, by the run's id."""
+def _last_jobs(address: str) -> dict[str, Job]:
+    """The last job of each run, by the run's directory."""
     from jobs.submission import JobClient
 
     # Jobs of one run come in their order, so the last one stays in the dictionary.
-    return {job.run_id: job.state for job in JobClient(address).jobs()}
+    return {job.run: job for job in JobClient(address).jobs()}
+
+
+def _lies_in(out: Place, job: Job) -> bool:
+    return job.run == f"{out}/run_id={job.run_id}"
 
 
 def _list_jobs(address: str) -> None:
+    """Print the jobs of a cluster, and what those at work do."""
+    from jobs.job_start import phase_of
     from jobs.submission import JobClient
 
-    rows = [("job", "state", "started", "run")]
-    for job in JobClient(address).jobs():
+    cluster = JobClient(address)
+    rows = [("job", "state", "started", "phase", "run")]
+    for job in cluster.jobs():
         started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
-        rows.append((job.job_id, job.state, started, job.run))
+        phase = "-" if job.ended else phase_of(cluster, job)
+        rows.append((job.job_id, job.state, started, phase, job.run))
     _print_table(rows)
 
 

@@ -19,12 +19,16 @@ What can happen to a shard that was given out:
 * It fails with an exception: it is tried again on any replica, `ATTEMPTS` times in all.
 * Its replica dies: every shard in that replica may be to blame. Each of them becomes a suspect,
   which is tried again alone in a replica. If that replica dies too, the blame is clear.
-* Its node is taken back by the cloud: no shard is to blame, and the try does not count.
+* Its replica is told to leave, because the machine is taken back (`jobs.preemption`): the replica
+  finishes the shard that it measures and returns the others. No try counts.
+* Its node vanishes without notice: no try counts either, unless nodes vanish under one shard again
+  and again.
 * It takes far longer than others: it is a straggler, and another replica that has nothing else to
   do measures it too. The first outcome counts.
 
 `outcomes` is the loop that all of this happens in. It waits for one event at a time: a replica is
-loaded, or a call has ended.
+loaded, a replica was told to leave, or a call has ended. If the driver itself is told to end, it
+hands out nothing more, tells the replicas to leave, and takes what they still finish.
 """
 
 from __future__ import annotations
@@ -42,9 +46,12 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
+from jobs.endings import is_finishing, work_begins
+from jobs.metrics import RunMetrics
 from jobs.plan import Plan
+from jobs.preemption import draining_nodes, node_is_gone
 from jobs.ray_cluster import Resources, lack_of_room, last_line
-from jobs.replica_actor import DEPTH, ReplicaActor
+from jobs.replica_actor import CALLS, DEPTH, ReplicaActor, ReplicaPlace
 from jobs.run_identity import begun_precisions
 from jobs.spans import Spans
 from schemas.commits import Commit, Failure
@@ -54,6 +61,9 @@ from workers.shard import note_failure
 
 ATTEMPTS = 3
 """How often a command tries a shard before it reports it."""
+
+MOST_LOST_NODES = 10
+"""If so many nodes vanish under a shard, the shard may be the cause, and the next try counts."""
 
 SLOW = 3.0
 """A shard is a straggler after this many times the median duration."""
@@ -69,6 +79,9 @@ RESTART_PAUSE = 0.1
 
 RECENT_SHARDS = 64
 """Shards whose durations make the median."""
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the cluster: which nodes drain, and how far the shards are."""
 
 STARTING_NOTICE = 30.0
 """Seconds without any replica after which a line says why nothing happens."""
@@ -116,6 +129,16 @@ class _RemoteReplica:
     """The shards it works at, by Ray's reference of the result; `DEPTH` at most."""
     has_suspect: bool = False
     """Whether it measures a suspect, and so no other shard beside it."""
+    place: ReplicaPlace | None = None
+    """Where it was when it was last ready."""
+    notice: ray.ObjectRef | None = None
+    """Ray's reference that is fulfilled as soon as the replica is told to leave."""
+    was_asked_to_leave: bool = False
+    """Whether this driver has passed a notice on to it."""
+    is_leaving: bool = False
+    """Whether it was told to leave, so that it gets no further shard."""
+    excuse: str | None = None
+    """Why none of its shards is to blame for its end; none if one of them is."""
 
 
 class _Dispatcher:
@@ -135,7 +158,7 @@ class _Dispatcher:
         self.is_open = np.zeros(plan.manifest.shards, bool)
         """Whether a shard still needs an outcome, by shard."""
         self.is_open[shards] = True
-        self.open_count = len(shards)
+        self.n_shards = self.open_count = len(shards)
 
         # Where the next shard comes from, in this order.
         self.spans = Spans(shards)
@@ -150,6 +173,13 @@ class _Dispatcher:
         """Seconds from handing out a shard to its commit, of the last shards."""
         self.failed_starts = 0
         """Starts that failed since a replica was loaded."""
+        self.lost_nodes: Counter[int] = Counter()
+        """Nodes that vanished under each shard."""
+        self.failures = 0
+        """Shards that were reported as failed."""
+        self.metrics = RunMetrics(plan.run.run_id)
+        self.last_look = 0.0
+        """When the cluster was last looked at, by the monotonic clock."""
         # More replicas than shards would have nothing to do.
         start_replica = self._replica_starter(replica_class)
         self.replicas = [
@@ -172,7 +202,7 @@ class _Dispatcher:
         options = {
             "num_cpus": max(1, resources.cores) if on_gpu else resources.cores,
             "num_gpus": int(on_gpu),
-            "max_concurrency": DEPTH,
+            "max_concurrency": CALLS,
             "max_restarts": -1,  # A node that comes back, or a new one, gets the replica.
             "max_task_retries": 0,  # Which shard is tried again is decided here.
             "scheduling_strategy": "SPREAD",
@@ -209,19 +239,16 @@ class _Dispatcher:
             self.say(lack)
         last_notice = time.monotonic()
         while self.open_count:
-            for replica in self.replicas:
-                self._fill(replica)
-            starting = {r.readiness: r for r in self.replicas if r.readiness is not None}
-            working = {call: replica for replica in self.replicas for call in replica.calls}
-            # One second at most: a straggler shows by the clock, not by an event.
-            arrived, _ = ray.wait([*working, *starting], num_returns=1, timeout=1.0)
-            for reference in arrived:
-                if reference in starting:
-                    self._end_start(starting[reference], reference)
-                else:
-                    outcome = self._end_call(working[reference], reference)
-                    if outcome is not None:
-                        yield outcome
+            self._look_at_the_cluster()
+            if is_finishing():
+                if not any(replica.calls for replica in self.replicas):
+                    break
+                for replica in self.replicas:
+                    self._ask_to_leave(replica, "the scan is being stopped")
+            else:
+                for replica in self.replicas:
+                    self._fill(replica)
+            yield from self._next_outcomes()
             # A user who waits for a machine, or for a large model, must not think that this hangs.
             if any(replica.ready for replica in self.replicas):
                 last_notice = time.monotonic()
@@ -231,6 +258,53 @@ class _Dispatcher:
                     or "no replica yet: the model is being loaded, or all cores are taken"
                 )
                 last_notice = time.monotonic()
+        self._show_progress()
+
+    def _next_outcomes(self) -> Iterator[Commit | Failure]:
+        """Wait for an event; yields the outcome that it brings, if any."""
+        working = {call: replica for replica in self.replicas for call in replica.calls}
+        noticing = {r.notice: r for r in self.replicas if r.notice is not None}
+        starting = {r.readiness: r for r in self.replicas if r.readiness is not None}
+        # Ray takes the first of several that have arrived: a notice explains the calls that failed.
+        references = [*noticing, *working, *starting]
+        # One second at most: a straggler shows by the clock, not by an event.
+        arrived, _ = ray.wait(references, num_returns=1, timeout=1.0)
+        for reference in arrived:
+            if reference in starting:
+                self._end_start(starting[reference], reference)
+            elif reference in noticing:
+                self._heed_notice(noticing[reference], reference)
+            else:
+                outcome = self._end_call(working[reference], reference)
+                if outcome is not None:
+                    yield outcome
+
+    def _look_at_the_cluster(self) -> None:
+        """Tell replicas whose node drains to leave, and Prometheus how far the shards are."""
+        if time.monotonic() - self.last_look < LOOK_SECONDS:
+            return
+        self.last_look = time.monotonic()
+        draining = draining_nodes()
+        for replica in self.replicas:
+            if replica.place is not None and replica.place.node_id in draining:
+                self._ask_to_leave(replica, "its node is being drained")
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        running = {call.shard for replica in self.replicas for call in replica.calls.values()}
+        n_running = sum(bool(self.is_open[shard]) for shard in running)
+        counts = {
+            "waiting": self.open_count - n_running,
+            "running": n_running,
+            "done": self.n_shards - self.open_count - self.failures,
+            "failed": self.failures,
+        }
+        self.metrics.show(counts)
+
+    def _ask_to_leave(self, replica: _RemoteReplica, reason: str) -> None:
+        if replica.ready and not replica.was_asked_to_leave:
+            replica.was_asked_to_leave = True
+            replica.actor.leave.remote(reason)  # The answer is the replica's notice.
 
     def end(self) -> None:
         """Stop the replicas, whatever they are doing: a shard that is cut off has no commit."""
@@ -239,7 +313,11 @@ class _Dispatcher:
 
     def _await_start(self, replica: _RemoteReplica) -> None:
         """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""
+        if replica.place is not None:
+            self.metrics.ended(replica.place.name)
         replica.ready = False
+        replica.is_leaving = False
+        replica.notice = None
         replica.readiness = replica.actor.ready.remote()
 
     def _end_start(self, replica: _RemoteReplica, reference: ray.ObjectRef) -> None:
@@ -249,7 +327,7 @@ class _Dispatcher:
         every time, so that is an error at once.
         """
         try:
-            ray.get(reference)
+            place: ReplicaPlace = ray.get(reference)
         except ray.exceptions.ActorUnavailableError:
             # Ray is starting it again, which is no failed start. It says so at once, and would say
             # so thousands of times before the start has ended.
@@ -264,10 +342,42 @@ class _Dispatcher:
         else:
             replica.ready = True
             replica.readiness = None
+            replica.place = place
+            replica.notice = replica.actor.told_to_leave.remote()
+            replica.was_asked_to_leave = False
+            replica.excuse = None
             self.failed_starts = 0
+            work_begins()
+
+    def _heed_notice(self, replica: _RemoteReplica, reference: ray.ObjectRef) -> None:
+        """Give a replica no further shard because it was told to leave, or has died idle."""
+        replica.notice = None
+        try:
+            reason: str = ray.get(reference)
+        except ray.exceptions.RayError:
+            self._note_death(replica)
+            return
+        replica.is_leaving = True
+        replica.excuse = "preempted"
+        if not is_finishing() and replica.place is not None:
+            self.say(f"a replica on {replica.place.host} leaves: {reason}")
+
+    def _note_death(self, replica: _RemoteReplica) -> None:
+        """Find out why a replica died, once for all of its calls, and wait for its successor."""
+        if not replica.ready:
+            return
+        if replica.excuse is None and replica.place and node_is_gone(replica.place.node_id):
+            self.say(f"{replica.place.host} is gone: its shards are measured elsewhere")
+            replica.excuse = "node_lost"
+        self._await_start(replica)
 
     def _fill(self, replica: _RemoteReplica) -> None:
         """Give a replica as many shards as it takes at once; a suspect stays alone."""
+        if replica.is_leaving:
+            if not replica.calls:
+                # Nothing keeps it now. Its successor is the same actor in another process.
+                self._await_start(replica)
+            return
         while replica.ready and not replica.has_suspect and len(replica.calls) < DEPTH:
             shard = self._next_shard(replica)
             if shard is None:
@@ -313,41 +423,53 @@ class _Dispatcher:
             return None
         oldest = min(last_start, key=last_start.__getitem__)
         patience = max(LEAST_PATIENCE, SLOW * statistics.median(self.durations))
-        return oldest if time.monotonic() - last_start[oldest] > patience else None
+        if time.monotonic() - last_start[oldest] <= patience:
+            return None
+        self.metrics.repeated("straggler")
+        return oldest
 
     def _end_call(
         self, replica: _RemoteReplica, reference: ray.ObjectRef
     ) -> Commit | Failure | None:
         """The outcome of a call; none if its shard is tried again, or has an outcome already."""
         call = replica.calls.pop(reference)
-        replica.has_suspect = False
+        had_suspect, replica.has_suspect = replica.has_suspect, False
         died = False
         try:
-            result: Commit | Failure = ray.get(reference)
+            result: Commit | Failure | None = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             # The call itself raised, for example because its result could not be sent. The
             # replica lives.
             result = Failure(call.shard, last_line(str(error)))
         except ray.exceptions.RayError as error:
-            # The replica died. All its calls end here, one after the other. The first of them asks
-            # for news of the replica that Ray starts in its place.
-            if replica.ready:
-                self._await_start(replica)
-            if getattr(error, "preempted", False):
-                # The cloud took the node back. The shard may be done elsewhere: it was a straggler.
-                if self.is_open[call.shard]:
-                    self.retries.append(call.shard)
-                return None
+            # The replica died. All its calls end here, one after the other.
+            self._note_death(replica)
             result = Failure(call.shard, f"its replica died ({last_line(str(error))})")
             died = True
+            if replica.excuse is not None and self._is_excused(call.shard, replica.excuse):
+                result = None
         # Two replicas had this shard, and the other one was first.
         if not self.is_open[call.shard]:
             return None
+        if result is None:
+            # It was told to leave before it measured the shard, or has ended for such a reason.
+            self.metrics.repeated(replica.excuse or "preempted")
+            # What was measured alone must stay alone.
+            (self.suspects if had_suspect else self.retries).append(call.shard)
+            return None
         if isinstance(result, Commit):
             self.durations.append(time.monotonic() - call.started)
+            self.metrics.committed(result)
             self._close(call.shard)
             return result
         return self._retry_or_report(result, died)
+
+    def _is_excused(self, shard: int, excuse: str) -> bool:
+        """Whether a shard is not to blame that its replica died."""
+        if excuse != "node_lost":
+            return True
+        self.lost_nodes[shard] += 1
+        return self.lost_nodes[shard] < MOST_LOST_NODES
 
     def _retry_or_report(self, failure: Failure, died: bool) -> Failure | None:
         """Queue a shard again and return none; after enough attempts, return its failure."""
@@ -357,8 +479,10 @@ class _Dispatcher:
         if self.failed_attempts_here[shard] < ATTEMPTS:
             queue = self.suspects if died else self.retries
             queue.append(shard)
+            self.metrics.repeated("died" if died else "failed")
             return None
         self._close(shard)
+        self.failures += 1
         if died:
             # A replica leaves a note of a failure in the run. One that died could not.
             return note_failure(self.plan.run, failure, self.failed_attempts[shard])

@@ -34,6 +34,9 @@ CONTINUABLE = ("scan", "resume", "compact", "reproduce")
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command: from a terminal, from a scheduler, and after a lost connection."""
 
+FINISHING_SECONDS = 25.0
+"""After a first SIGTERM, work in hand is waited for so long. Schedulers kill after 30 s."""
+
 CLEANING_SECONDS = 20.0
 """Exit after this time even if the processes that the command started have not ended."""
 
@@ -63,6 +66,14 @@ class _ProcessState:
     """The signal that asked this process to end; none if none did."""
     has_children = False
     """Whether this process has started others, which must be ended with it."""
+    may_finish = False
+    """Whether this process is in a block that can finish its work in hand before it ends."""
+    has_work_in_hand = False
+    """Whether there is such work now."""
+    is_finishing = False
+    """Whether SIGTERM has come and the work in hand is being finished."""
+    time_limit: threading.Timer | None = None
+    """Ends the work in hand if it takes too long."""
 
 
 def processes_start() -> None:
@@ -71,6 +82,36 @@ def processes_start() -> None:
     From here on a command that is stopped unwinds, so that they are ended.
     """
     _ProcessState.has_children = True
+
+
+@contextlib.contextmanager
+def finishing_work_in_hand() -> Iterator[None]:
+    """Let a block finish what it has in hand after a first SIGTERM, within some seconds.
+
+    The block says `work_begins`, asks `is_finishing` and ends by itself. Then `Stopped` is raised,
+    as it is when the time is over and at a second signal.
+    """
+    _ProcessState.may_finish = True
+    _ProcessState.has_work_in_hand = _ProcessState.is_finishing = False
+    try:
+        yield
+        if _ProcessState.is_finishing:
+            raise Stopped(signal.SIGTERM)
+    finally:
+        _ProcessState.may_finish = False
+        if _ProcessState.time_limit is not None:
+            _ProcessState.time_limit.cancel()
+            _ProcessState.time_limit = None
+
+
+def work_begins() -> None:
+    """Say that from here on there is work in hand that is worth finishing."""
+    _ProcessState.has_work_in_hand = _ProcessState.may_finish
+
+
+def is_finishing() -> bool:
+    """Whether SIGTERM has come, so that the work in hand is finished and no other is begun."""
+    return _ProcessState.may_finish and _ProcessState.is_finishing
 
 
 @contextlib.contextmanager
@@ -153,14 +194,31 @@ def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
     return previous
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
+def _stop(number: int, frame: FrameType | None) -> None:
     """Unwind the command, or leave at once during an import if there is nothing to end."""
     _ProcessState.stop_signal = number
+    can_finish = _ProcessState.may_finish and _ProcessState.has_work_in_hand
+    if number == signal.SIGTERM and can_finish and not _ProcessState.is_finishing:
+        _ProcessState.is_finishing = True
+        _ProcessState.time_limit = _limit_finishing()
+        return
     if not _ProcessState.has_children and _is_importing(frame):
         _leave(number)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise Stopped(number)
+
+
+def _limit_finishing() -> threading.Timer:
+    """A timer that sends this process a second SIGTERM when the time for work in hand is over."""
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    # To the main thread, so that it interrupts what the thread waits for.
+    second_signal = (main_thread, int(signal.SIGTERM))
+    timer = threading.Timer(FINISHING_SECONDS, signal.pthread_kill, second_signal)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _is_importing(frame: FrameType | None) -> bool:

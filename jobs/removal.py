@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow.fs as pafs
 
+from jobs import phases
 from jobs.run_lock import locked
 from schemas.errors import RunError
 from schemas.places import Place, absolute, names, reason, settle
@@ -26,6 +27,8 @@ def check_removable(location: str) -> RunDirectory:
     A broken or half deleted run is accepted: its directory has the name of one.
     """
     run = RunDirectory(absolute(location))
+    if not _is_directory(run.path) and phases.read_note(run) is not None:
+        return run  # Its job ended before the run began.
     if not _is_directory(run.path):
         raise RunError(f"{run.path}: not there; expected the directory of a run")
     if isinstance(run.path, Path) and run.path.is_symlink():
@@ -48,7 +51,10 @@ def describe_run(run: RunDirectory) -> str:
 
 
 def remove(run: RunDirectory) -> None:
-    """Delete a run; refused while a process of this machine is at work on it."""
+    """Delete a run and its note; refused while a process of this machine is at work on it."""
+    phases.forget(run)
+    if not _is_directory(run.path):
+        return
     try:
         with locked(run):
             run.manifest_file.unlink(missing_ok=True)

@@ -8,27 +8,51 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import ray
 from ray import cloudpickle
 
+from jobs.metrics import ReplicaMetrics, node_name
+from jobs.preemption import LeaveNotice
 from jobs.ray_cluster import Resources
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan
-from workers.inputs.sequences import Sequences
+from workers.inputs.sequences import Sequences, ShardInput
 from workers.interventions import needs_partners
 from workers.interventions.settlement import check_begun
 from workers.model.model_info import ModelInfo, describe, find_model
 from workers.process import prepare_process
 from workers.provenance.code_fingerprint import code_fingerprint
 from workers.replica import Replica, is_device_failure
-from workers.shard import commit_shard, failure_of, measure_shard, note_failure
+from workers.shard import (
+    MeasuredShard,
+    commit_shard,
+    failure_of,
+    measure_shard,
+    note_failure,
+    replica_name,
+)
 
 DEPTH = 3
 """Shards that a replica works at: one is read, one is measured, one is written."""
+
+CALLS = DEPTH + 2
+"""Calls that an actor runs at once: its shards, the wait for a notice, and one short call."""
+
+
+class ReplicaPlace(NamedTuple):
+    """Where a replica runs."""
+
+    node_id: str
+    """As Ray knows the node."""
+    host: str
+    name: str
+    """As commits name the replica."""
 
 
 @ray.remote
@@ -47,6 +71,7 @@ class ReplicaActor:
         begun: frozenset[str],
         directory: str | None,
     ) -> None:
+        self.leave_notice = LeaveNotice()
         # Paths of the scan may be relative to the driver's directory, if it is on this machine.
         if directory is not None:
             os.chdir(directory)
@@ -82,24 +107,65 @@ class ReplicaActor:
             replica_class, local_info, scan, resources.device
         ).result()
         check_begun(begun, self.replica.precision, run.run_id, resources.device)
+        self.metrics = ReplicaMetrics(run.run_id)
+        self.leave_notice.is_loaded = True
 
-    def ready(self) -> None:
-        """Return as soon as the replica is loaded: Ray calls no method before `__init__` ends."""
+    def ready(self) -> ReplicaPlace:
+        """Where the replica is, as soon as it is loaded: Ray calls no method before that.
 
-    def measure(self, shard: int, attempt: int) -> Commit | Failure:
+        A replica that leaves is never ready again. Its process ends, and Ray makes another one.
+        """
+        if self.leave_notice.came:
+            threading.Event().wait()
+        node_id = ray.get_runtime_context().get_node_id()
+        return ReplicaPlace(node_id, node_name(), replica_name())
+
+    def told_to_leave(self) -> str:
+        """Wait until the replica is told to leave; returns why."""
+        return self.leave_notice.wait()
+
+    def leave(self, reason: str) -> None:
+        """Begin no further shard, finish the one that is measured, and exit."""
+        self.leave_notice.tell(reason)
+
+    def measure(self, shard: int, attempt: int) -> Commit | Failure | None:
         """Read, measure, write and commit one shard; returns its commit, or why it failed.
+
+        Returns none if the replica was told to leave before it measured the shard.
 
         Ray runs `DEPTH` of these calls at once, each in a thread. The lock lets one of them read,
         and the computing thread measures for one of them, so that they form a pipeline.
         """
-        try:
-            with self.reading:
-                shard_input = self.sequences.shard(shard)
-            measured = self.computing.submit(measure_shard, self.replica, shard_input).result()
-            return commit_shard(self.replica.scan, self.run, measured, attempt)
-        except Exception as error:
-            # The device is lost to this process, and every later call would fail. If the process
-            # dies, Ray restarts the actor in a new one.
-            if is_device_failure(error):
-                os._exit(1)
-            return note_failure(self.run, failure_of(shard, error), attempt)
+        with self.leave_notice.call():
+            try:
+                shard_input = self._read(shard)
+                measured = self.computing.submit(self._measure, shard_input).result()
+                return None if measured is None else self._commit(measured, attempt)
+            except Exception as error:
+                # The device is lost to this process, and every later call would fail. If the
+                # process dies, Ray restarts the actor in a new one.
+                if is_device_failure(error):
+                    os._exit(1)
+                return note_failure(self.run, failure_of(shard, error), attempt)
+
+    def _read(self, shard: int) -> ShardInput | None:
+        with self.reading:
+            if self.leave_notice.came:
+                return None
+            began = time.perf_counter()
+            shard_input = self.sequences.shard(shard)
+            self.metrics.read(time.perf_counter() - began)
+            return shard_input
+
+    def _measure(self, shard_input: ShardInput | None) -> MeasuredShard | None:
+        if shard_input is None or self.leave_notice.came:
+            return None
+        measured = measure_shard(self.replica, shard_input)
+        self.metrics.measured(measured)
+        return measured
+
+    def _commit(self, measured: MeasuredShard, attempt: int) -> Commit:
+        began = time.perf_counter()
+        commit = commit_shard(self.replica.scan, self.run, measured, attempt)
+        self.metrics.written(commit, time.perf_counter() - began)
+        return commit

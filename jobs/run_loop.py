@@ -18,6 +18,7 @@ from rich.console import Console
 
 from jobs.console import say
 from jobs.dispatch import dispatch
+from jobs.endings import finishing_work_in_hand, is_finishing, work_begins
 from jobs.extension import check_unchanged, extend
 from jobs.in_process import measure_in_process
 from jobs.plan import Plan
@@ -78,7 +79,8 @@ def run_to_end(
         outcomes = stop_if_none_succeeds(plan.run.run_id, outcomes)
         outcomes = fold_commits(plan.run, outcomes)
         # The generators above have measured nothing yet. They run as this asks for outcomes.
-        failures = show_progress(outcomes, plan.tokens, tokens_done, console, whole)
+        with finishing_work_in_hand():
+            failures = show_progress(outcomes, plan.tokens, tokens_done, console, whole)
     _say_failures(plan, failures, console)
     return failures
 
@@ -100,7 +102,9 @@ def _outcomes(
         outcomes = dispatch(plan, shards, connect(resources), tell, replica_class)
     else:
         make_replica = replica_class if models is None else partial(replica_class, load=models.load)
-        outcomes = measure_in_process(plan, shards, resources.device, resources.cores, make_replica)
+        outcomes = until_stopped(
+            measure_in_process(plan, shards, resources.device, resources.cores, make_replica)
+        )
     return say_what_differs(plan.run, outcomes, tell)
 
 
@@ -275,6 +279,16 @@ def _differences(begun: _Origin, origin: _Origin) -> list[str]:
     if begun.device and origin.device != begun.device:
         differences = [f"{origin.device}, begun on {begun.device}", *differences]
     return differences
+
+
+def until_stopped(outcomes: Iterable[Commit | Failure]) -> Iterator[Commit | Failure]:
+    """Pass outcomes on until the shard is finished that was measured when SIGTERM came."""
+    for outcome in outcomes:
+        # Before the first outcome the model was loaded, which is not worth waiting for.
+        work_begins()
+        yield outcome
+        if is_finishing():
+            return
 
 
 def stop_at_first_failure(

@@ -304,6 +304,7 @@ def scan(
     new: New = False,
 ) -> None:
     """Run scans. If a run was stopped or killed, the same command continues it."""
+    from jobs import phases
     from schemas.scan import load_scan
 
     if new and run is not None:
@@ -325,25 +326,30 @@ def scan(
     failures: list[Failure] = []
     advice: list[str] = []
     for scan_file, parsed_scan in scans:
-        command = ScanCommand.typed(scan_file, overrides or ())
-        try:
-            with watch_index(console) as watch:
-                scan_plan = make_plan(parsed_scan, scan_file.stem, run, watch, command, new)
-        except HeadcountError as error:
-            # Of several scans, say which one it is.
-            raise type(error)(f"{scan_file}: {error}" if len(scans) > 1 else str(error)) from None
-        prepare_run(scan_plan, _text_to_keep(scan_file, overrides or ()))
-        if new:
-            # The same command would start one more.
-            say(console, f"{scan_plan.run.run_id}: another run; {command.text()} continues it")
-        _print_bad_rows(console, scan_plan.bad_rows)
-        run_failures = run_to_end(
-            scan_plan, resources, console, verify, allow_other_code=allow_other_code
-        )
-        if run_failures:
-            failures += run_failures
-            advice.append(f"{command.text()} continues it, {scan_plan.alternative}")
-        print(scan_plan.run.path)
+        with phases.taken():
+            command = ScanCommand.typed(scan_file, overrides or ())
+            phases.note("loading the model")
+            try:
+                with watch_index(console) as watch:
+                    scan_plan = make_plan(parsed_scan, scan_file.stem, run, watch, command, new)
+            except HeadcountError as error:
+                # Of several scans, say which one it is.
+                name = f"{scan_file}: " if len(scans) > 1 else ""
+                raise type(error)(f"{name}{error}") from None
+            phases.about(scan_plan.run)
+            prepare_run(scan_plan, _text_to_keep(scan_file, overrides or ()))
+            if new:
+                # The same command would start one more.
+                say(console, f"{scan_plan.run.run_id}: another run; {command.text()} continues it")
+            _print_bad_rows(console, scan_plan.bad_rows)
+            phases.note("waiting for a replica")
+            run_failures = run_to_end(
+                scan_plan, resources, console, verify, allow_other_code=allow_other_code
+            )
+            if run_failures:
+                failures += run_failures
+                advice.append(f"{command.text()} continues it, {scan_plan.alternative}")
+            print(scan_plan.run.path)
     if failures:
         raise RunError(
             f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from jobs import phases
 from jobs.console import duration
-from schemas.damage import Damage
+from schemas.damage import BY_SIZE, Damage, files_damaged_by_size
 from schemas.document_fates import Fates
 from schemas.errors import printable
 from schemas.manifest import Manifest
@@ -38,6 +39,9 @@ PATIENCE_SHARDS = 5.0
 
 PATIENCE_SECONDS = 60.0
 """It is also at work if its last commit is no older than this, however short its shards are."""
+
+SHARDS_AT_ONCE = 10_000
+"""The ledger of a run with more shards is not read with the names of all files in one piece."""
 
 REASONS = 10
 """Failures and damaged files that are read and shown; the others are counted."""
@@ -106,6 +110,20 @@ class Status:
     replicas: list[Pace] = field(default_factory=list)
     at_work: bool | None = None
     """Whether a process of this machine has the run's lock; none if that cannot be known."""
+    phase: str | None = None
+    """What the driver does, or why it ended; none if it says nothing."""
+    driver_lives: bool = False
+    """Whether a driver was heard of lately."""
+
+
+@dataclass(frozen=True)
+class StatusBefore:
+    """A run that has no manifest yet: it is being prepared, or that failed."""
+
+    run_id: str
+    run: str
+    phase: str
+    complete: bool = False
 
 
 def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
@@ -128,6 +146,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     tokens_per_second = sum(pace.tokens_per_second for pace in paces) or None
     tokens_left = max(0, tokens - tokens_done)
     fates = run.fates()
+    note = None if complete else phases.read_note(run)
     return Status(
         run_id=run.run_id,
         run=str(run.path),
@@ -147,18 +166,46 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         seconds_left=tokens_left / tokens_per_second if tokens_per_second else None,
         replicas=paces,
         at_work=at_work,
+        phase=_phase(note, at_work, now_seconds),
+        driver_lives=note is not None and note.is_alive(now_seconds),
         **last_commit,
     )
+
+
+def _phase(note: phases.Note | None, at_work: bool | None, now: float) -> str | None:
+    """What a note says of the driver; none if it is about one that another has followed."""
+    if note is None or (at_work and note.end() is not None):
+        return None
+    return note.line(now)
+
+
+def read_status_before(run: RunDirectory, now: datetime | None = None) -> StatusBefore | None:
+    """What is known of a run that has no manifest yet; none if nothing is."""
+    if run.manifest_file.is_file():
+        return None
+    note = phases.read_note(run)
+    if note is None:
+        return None
+    now_seconds = (now or datetime.now(UTC)).timestamp()
+    return StatusBefore(run.run_id, str(run.path), note.line(now_seconds))
 
 
 def done_and_damaged(
     run: RunDirectory, manifest: Manifest, columns: Sequence[str]
 ) -> tuple[pa.Table, list[Damage]]:
     """The ledger of the shards that are done, and the files that are gone or of another size."""
-    ledger = run.ledger(columns)
-    # Sizes are checked in parts, because the names of all files take as much memory as everything
-    # else.
-    damages = run.damaged_by_size()
+    if manifest.shards <= SHARDS_AT_ONCE:
+        # Reading the ledger once is half the work of a list of a thousand small runs.
+        ledger = run.ledger([*columns, *BY_SIZE])
+        try:
+            damages = files_damaged_by_size(run.path, [ledger])
+        except OSError:
+            damages = run.damaged_by_size()  # It tries again, and explains the error.
+    else:
+        ledger = run.ledger(columns)
+        # Sizes are checked in parts, because the names of all files take as much memory as
+        # everything else.
+        damages = run.damaged_by_size()
     damaged_shards = [shard for damage in damages for shard in damage.shards]
     is_whole = ~np.isin(ledger["shard"].to_numpy(), damaged_shards)
     is_done = holds_whole_shard(manifest, ledger) & is_whole
@@ -273,13 +320,16 @@ def _is_locked(path: Place) -> bool | None:
     return any("FLOCK" in line and f":{inode} " in line for line in locks)
 
 
-def as_json(status: Status) -> dict[str, Any]:
+def as_json(status: Status | StatusBefore) -> dict[str, Any]:
     """A status as one JSON object."""
     return asdict(status)
 
 
-def as_lines(status: Status, most_replicas: int = 20) -> list[str]:
+def as_lines(status: Status | StatusBefore, most_replicas: int = 20) -> list[str]:
     """A status as lines for people, of which each begins with a word for its subject."""
+    if isinstance(status, StatusBefore):
+        lines = [f"run       {status.run}", f"phase     {status.phase}"]
+        return [printable(line) for line in lines]
     share = status.tokens_done / status.tokens if status.tokens else 1.0
     lines = [
         f"run       {status.run}",
@@ -289,6 +339,9 @@ def as_lines(status: Status, most_replicas: int = 20) -> list[str]:
         *_progress_lines(status),
         _commit_line(status),
     ]
+    # A speed says more than that the run is measured.
+    if status.phase and not (status.replicas and status.driver_lives):
+        lines.append(f"phase     {status.phase}")
     if status.at_work:
         lines.append("process   one of this machine is at work on this run")
     if status.documents:
@@ -312,7 +365,7 @@ def _progress_lines(status: Status) -> list[str]:
     if status.tokens_per_second is not None and status.seconds_left is not None:
         time_left = duration(status.seconds_left)
         return [f"speed     {status.tokens_per_second:,.0f} tokens/s, {time_left} left"]
-    if status.at_work is False:
+    if status.at_work is False and not status.driver_lives:
         return [
             "stopped   no process of this machine is at work on this run; headcount resume "
             f"{shlex.quote(status.run)} continues it"
@@ -349,17 +402,27 @@ def _problem_lines(status: Status) -> list[str]:
     return lines
 
 
-HEADINGS = ("run", "model", "input", "shards", "failed", "tokens", "created", "process")
+HEADINGS = ("run", "model", "input", "shards", "failed", "tokens", "created", "phase")
 """The columns of a table of runs."""
 
+Row = tuple[str, ...]
+"""A row of that table."""
 
-def list_line(run: RunDirectory) -> tuple[str, ...]:
+
+def list_line(run: RunDirectory, now: datetime | None = None) -> Row:
     """A run's row in a table of runs, under `HEADINGS`."""
     manifest = run.manifest()
     ledger, _ = done_and_damaged(run, manifest, ["stop", "tokens"])
     done_shards = ledger["shard"].to_numpy()
     tokens_done = pc.sum(ledger["tokens"]).as_py() or 0
     scan = manifest.identity["scan"]
+    phase = ""
+    if len(done_shards) < manifest.shards:
+        now_seconds = (now or datetime.now(UTC)).timestamp()
+        at_work = _is_locked(run.path)
+        phase = _phase(phases.read_note(run), at_work, now_seconds) or ""
+        if at_work and not phase:
+            phase = "at work"
     return (
         run.run_id,
         str(scan["model"]),
@@ -368,5 +431,10 @@ def list_line(run: RunDirectory) -> tuple[str, ...]:
         f"{len(_failed_shards(run, done_shards)):,}",
         f"{tokens_done:,}/{tokens_of(manifest):,}",
         manifest.created,
-        "at work" if _is_locked(run.path) else "",
+        phase,
     )
+
+
+def line_before(run_id: str, phase: str) -> Row:
+    """The row of a run that has no manifest yet."""
+    return (run_id, *("-" for _ in HEADINGS[1:-1]), phase)

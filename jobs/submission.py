@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,17 +20,21 @@ from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from ssl import SSLError
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import ray
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
+from jobs import phases
+from jobs.job_interpreter import SETUP_HOOK, command_line
 from jobs.ray_cluster import Resources, last_line, staged_code
 from jobs.scan_runs import last_run, next_run
 from schemas.errors import HeadcountError, RunError, unknown
-from schemas.places import reason
+from schemas.places import StorePath, place, reason
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, safe_name
 
@@ -40,6 +43,12 @@ CONNECT_SECONDS = 10.0
 
 STOP_SECONDS = 60.0
 """Give up after this many seconds if a job does not stop; Ray kills it after three."""
+
+AGENT_SECONDS = 60.0
+"""Give up after this many seconds if a head that has just started takes no job yet."""
+
+NO_AGENT = "No available agent to submit job"
+"""What Ray answers meanwhile."""
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 """States of a job that has ended."""
@@ -70,11 +79,25 @@ class Job:
     """Last line of Ray's message about it."""
     started: float
     """Seconds since 1970."""
+    exit_code: int | None = None
+    """Of the driver, if it has ended by itself."""
 
     @property
     def ended(self) -> bool:
         """Whether it has ended, well or not."""
         return self.state in ENDED
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What became of a command that submits a run."""
+
+    run: RunDirectory
+    job_id: str
+    line: str
+    """What was done, in words."""
+    is_new: bool
+    """Whether it started a job; otherwise the run has one that is at work or succeeded."""
 
 
 class JobClient:
@@ -95,9 +118,12 @@ class JobClient:
         our_jobs = [job for job in jobs if job is not None]
         return sorted(our_jobs, key=lambda job: (job.run_id, job.attempt, job.started))
 
-    def last(self, run_id: str) -> Job | None:
-        """The last job of a run; none if it never had one."""
-        jobs = [job for job in self.jobs() if job.run_id == run_id]
+    def last(self, run: RunDirectory) -> Job | None:
+        """The last job of a run; none if it never had one.
+
+        The same scan with another `out` makes another run, with the same id.
+        """
+        jobs = [job for job in self.jobs() if job.run == str(run.path)]
         return jobs[-1] if jobs else None
 
     def find(self, name: str) -> Job:
@@ -119,31 +145,29 @@ class JobClient:
         words: list[str],
         env: dict[str, str],
         scan_file: Path | None = None,
-    ) -> str:
-        """Start a job for a run unless one is at work; returns a line that says which it was.
+    ) -> Submission:
+        """Start a job for a run, unless one is at work.
 
         `words` follow `headcount` on the job's command line. The scan file is sent with the code.
         """
         self._check_version()
-        last_job = self.last(run.run_id)
-        if last_job is not None and not last_job.ended:
-            return self._already_submitted(last_job)
-        attempt = 1 if last_job is None else last_job.attempt + 1
+        # All of this must be of one moment, or two commands could start two jobs.
+        same_id = [job for job in self.jobs() if job.run_id == run.run_id]
+        at_work = [job for job in same_id if job.run == str(run.path) and not job.ended]
+        if at_work:
+            return self._already_submitted(run, at_work[-1])
+        attempt = max((job.attempt for job in same_id), default=0) + 1
         job_id = run.run_id if attempt == 1 else f"{run.run_id}.{attempt}"
+        metadata = {"headcount": run.run_id, "run": str(run.path), "attempt": str(attempt)}
         with self._explained(), staged_code() as code:
             if scan_file is not None:
                 shutil.copy(scan_file, code / f"{safe_name(scan_file.stem)}.toml")
+            # What Ray documents, `worker_process_setup_hook`, reaches the driver's workers, and not
+            # the actor that starts the driver. This variable is how Ray itself passes it on.
+            variables = env | {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: SETUP_HOOK}
+            runtime_env = {"working_dir": str(code), "env_vars": variables}
             try:
-                self.client.submit_job(
-                    entrypoint=shlex.join(["python", "-m", "headcount", *words]),
-                    submission_id=job_id,
-                    runtime_env={"working_dir": str(code), "env_vars": env},
-                    metadata={
-                        "headcount": run.run_id,
-                        "run": str(run.path),
-                        "attempt": str(attempt),
-                    },
-                )
+                self._submit(job_id, command_line(words), runtime_env, metadata)
             except (RuntimeError, OSError):
                 # Two commands may find the same last job and submit the same id: Ray refuses the
                 # second. Ray's answer may also be lost on the way. In both cases the job is there,
@@ -151,8 +175,29 @@ class JobClient:
                 jobs_by_id = {job.job_id: job for job in self.jobs()}
                 if job_id not in jobs_by_id:
                     raise
-                return self._already_submitted(jobs_by_id[job_id])
-        return f"{job_id}: submitted to {self.url}"
+                return self._already_submitted(run, jobs_by_id[job_id])
+        phases.note_submission(run, self.url)
+        return Submission(run, job_id, f"{job_id}: submitted to {self.url}", is_new=True)
+
+    def _submit(
+        self, job_id: str, command: str, runtime_env: dict[str, Any], metadata: dict[str, str]
+    ) -> None:
+        """Submit a job; a head that has just started is asked again for a while."""
+        deadline = time.monotonic() + AGENT_SECONDS
+        while True:
+            try:
+                self.client.submit_job(
+                    entrypoint=command,
+                    submission_id=job_id,
+                    runtime_env=runtime_env,
+                    metadata=metadata,
+                )
+            except RuntimeError as error:
+                if NO_AGENT not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+            else:
+                return
 
     def stop(self, job: Job) -> Job:
         """Stop a job and wait until it has ended; returns it with its last state."""
@@ -174,6 +219,13 @@ class JobClient:
         """The present state of a job."""
         with self._explained():
             return str(self.client.get_job_status(job.job_id))
+
+    def job(self, job_id: str) -> Job:
+        """The job with an id that `start` has returned, as it is at present."""
+        with self._explained():
+            job = _job_of(self.client.get_job_info(job_id))
+        assert job is not None
+        return job
 
     def log(self, job: Job, follow: bool = False) -> Iterator[str]:
         """Yield what a job's driver printed; with `follow`, also what it prints until it ends."""
@@ -198,11 +250,27 @@ class JobClient:
                 while (text := runner.run(next_text())) is not None:
                     yield text
 
-    def _already_submitted(self, job: Job) -> str:
-        return (
+    def whole_log(self, job: Job) -> str:
+        """What a job's driver has printed until now."""
+        return "".join(self.log(job))
+
+    def has_begun(self, job: Job) -> bool:
+        """Whether the run of a job is there to be resumed, as far as this machine can know."""
+        run = RunDirectory(place(job.run))
+        if isinstance(run.path, StorePath) or run.path.parent.is_dir():
+            return run.manifest_file.is_file()
+        if job.state == "SUCCEEDED":
+            return True
+        jobs_of_run = [each for each in self.jobs() if each.run == job.run]
+        said = [phases.last_in_log(self.whole_log(each)) for each in jobs_of_run]
+        return any(phase not in (None, *phases.PLANNING) for phase in said)
+
+    def _already_submitted(self, run: RunDirectory, job: Job) -> Submission:
+        line = (
             f"{job.job_id}: already submitted to {self.url}, {job.state}; "
             f"headcount logs {job.run_id} shows what it does"
         )
+        return Submission(run, job.job_id, line, is_new=False)
 
     def _check_version(self) -> None:
         """Refuse a cluster with another release of Ray: a job would end in a stack trace."""
@@ -245,19 +313,19 @@ class JobClient:
 
 
 def submit(
+    cluster: JobClient,
     scan: Scan,
     scan_file: Path,
     overrides: list[str],
     resources: Resources,
     env: list[str],
     new: bool = False,
-) -> tuple[str, RunDirectory]:
+) -> Submission:
     """Start the job of a scan's newest run, or with `new` of another run of the scan.
 
-    Returns a line that says what was done, and the run. A run whose job is at work, or succeeded,
-    is left alone.
+    A run whose job is at work, or succeeded, is left alone. A job that failed before the run began
+    leaves nothing to resume, so that the scan is submitted again.
     """
-    cluster = JobClient(resources.address or "")
     first_run = RunDirectory.of(scan.out, scan.run_id(scan_file.stem))
     # A run whose job has just started has no directory yet, so the cluster's jobs count too.
     submitted_run_ids = [
@@ -268,16 +336,18 @@ def submit(
     newest_or_next = next_run if new else last_run
     run = newest_or_next(first_run, submitted_run_ids)
 
-    last_job = cluster.last(run.run_id)
-    if last_job is not None and last_job.ended and not _extends(run, scan):
-        return _line_of_ended(last_job, cluster), run
+    last_job = cluster.last(run)
+    never_began = last_job is not None and last_job.ended and not cluster.has_begun(last_job)
+    if last_job is not None and last_job.ended and not never_began and not _extends(run, scan):
+        line = _line_of_ended(last_job, cluster)
+        return Submission(run, last_job.job_id, line, is_new=False)
     words = ["scan", f"{safe_name(scan_file.stem)}.toml", *_set_options(overrides)]
-    if new:
+    if new or (never_began and run != first_run):
         words.append("--new")
     elif run != first_run:
         words += ["--run", run.run_id]
     words += _resource_options(resources)
-    return cluster.start(run, words, _forwarded(env), scan_file), run
+    return cluster.start(run, words, _forwarded(env), scan_file)
 
 
 def _line_of_ended(job: Job, cluster: JobClient) -> str:
@@ -302,21 +372,22 @@ def _extends(run: RunDirectory, scan: Scan) -> bool:
 
 
 def resume(
+    cluster: JobClient,
     run: RunDirectory,
     resources: Resources,
     env: list[str],
     overrides: list[str],
     verify: bool,
     allow_other_code: bool,
-) -> str:
-    """Start another job for a run whose last one has ended; returns a line for the user."""
+) -> Submission:
+    """Start another job for a run whose last one has ended."""
     words = ["resume", str(run.path), *_set_options(overrides)]
     if verify:
         words.append("--verify")
     if allow_other_code:
         words.append("--allow-other-code")
     words += _resource_options(resources)
-    return JobClient(resources.address or "").start(run, words, _forwarded(env))
+    return cluster.start(run, words, _forwarded(env))
 
 
 def _set_options(overrides: list[str]) -> list[str]:
@@ -404,6 +475,7 @@ def _job_of(details: JobDetails) -> Job | None:
         state=str(details.status),
         message=last_line(details.message or ""),
         started=(details.start_time or 0) / 1000,  # Ray counts milliseconds.
+        exit_code=details.driver_exit_code,
     )
 
 

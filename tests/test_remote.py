@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -18,14 +19,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
+from typing import get_args
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.phases import PhaseName
 from jobs.plan import make_plan, prepare_run
 from jobs.portable_scan import portable_scan
 from jobs.replan import replan
@@ -89,10 +93,15 @@ def cluster() -> Iterator[str]:
         "temp-dir": directory,
     }
     programs = programs_without_spaces(Path(directory))
+    # As where the environment of a head was not activated: `python` is another one.
+    others = Path(directory) / "others"
+    others.mkdir()
+    (others / "python").write_text("#!/bin/sh\necho this is another Python\nexit 3\n")
+    (others / "python").chmod(0o755)
     command = [*DIES_WITH_ITS_PARENT, str(programs / "python"), "-m", "ray.scripts.scripts"]
     command += ["start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--{name}={value}" for name, value in options.items()]
-    env = environment() | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    env = environment() | {"PATH": os.pathsep.join([str(others), "/usr/bin", "/bin"])}
     log = Path(directory) / "head.log"
     with log.open("w") as written:
         head = psutil.Popen(command, env=env, stdout=written, stderr=subprocess.STDOUT)
@@ -173,13 +182,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     words = (*submit, *(word for variable in halting for word in ("--env", variable)))
     variables = {"FAR_AWAY": SECRET, "RAY_ADDRESS": "192.0.2.1:6379"} | halting
     both = [start(*words, **variables) for _ in range(2)]
-    messages: list[str] = []
-    for command in both:
-        code, printed, errors = command.ended()
-        assert (code, printed.strip()) == (0, name), errors
-        messages.append(errors)
-    assert sorted("already submitted" in message for message in messages) == [False, True]
-    assert all(len(message.splitlines()) == 1 for message in messages)
+    check_what_was_submitted(cluster, run, [command.ended() for command in both])
 
     # Stopped in the middle, it can be resumed.
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -190,12 +193,14 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert code == 0
     assert f"{name}: STOPPED; headcount resume {path}" in errors
     assert len(list(run.commits())) == SHARDS // 2
+    assert ": it was stopped\n" in headcount("status", path).stdout
     refusal = refused(*submit, FAR_AWAY=SECRET)
     assert f"{name}: has ended, STOPPED" in refusal
     assert f"headcount resume {path} --address {cluster} continues the run" in refusal
 
     code, _, errors = headcount("resume", path, *at)
-    assert (code, errors.strip()) == (0, f"{name}.2: submitted to {cluster}")
+    assert code == 0
+    assert errors.startswith(f"{name}.2: submitted to {cluster}\n{name}.2: ")
     code, printed, errors = headcount("logs", path, "-f", *at)
     assert (code, errors.strip()) == (0, f"{name}.2: SUCCEEDED")
     assert printed.splitlines()[-1] == path
@@ -237,6 +242,76 @@ def halt_after_commits(orders: Path, commits: int) -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT / "tests" / "faults"), "FAULTS": str(orders)}
 
 
+def check_what_was_submitted(cluster: str, run: RunDirectory, commands: list[Ended]) -> None:
+    """Compare what two commands say that submitted one run, and what is said while it runs."""
+    name, at = run.run_id, ("--address", cluster)
+    for code, printed, errors in commands:
+        assert (code, printed.strip()) == (0, name), errors
+    second, first = sorted((command.stderr.splitlines() for command in commands), key=len)
+    assert len(second) == 1
+    assert f"{name}: already submitted to {cluster}" in second[0]
+    assert len(first) == 2
+    assert first[0] == f"{name}: submitted to {cluster}"
+    # The command that waits has the phase from the job's log.
+    phase = first[1].removeprefix(f"{name}: its driver is there: ")
+    assert phase in get_args(PhaseName)
+
+    lines = headcount("status", str(run.path), *at).stdout.splitlines()
+    assert any(line.split()[0] in ("phase", "speed") for line in lines), lines
+    (job,) = headcount("list", *at).stdout.splitlines()[1:]
+    assert job.startswith(f"{name}  RUNNING")
+    assert any(phase in job for phase in get_args(PhaseName))
+
+
+def test_a_driver_that_dies_at_once_is_said_with_the_last_lines_of_its_log(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    out.mkdir()
+    run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
+    # The head's Python lacks a library.
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\")")
+    submit = ("submit", str(scan_file), "--set", f"out={out}", "--env", "PYTHONPATH")
+    submit += ("--address", cluster)
+    name = run.run_id
+    # The same scan may have run with another `out`: that is another run.
+    code, printed, errors = start_without(tmp_path, *submit).ended()
+    assert (code, printed.strip()) == (2, name), errors
+    check_quoted("the job has ended at once", errors)
+    end = "the job has ended at once, FAILED with exit code 1"
+    for words in (("list", str(out)), ("status", str(run.path))):
+        assert re.search(rf"ended while submitted: {name}[.\d]*: {end}", headcount(*words).stdout)
+
+    # There is nothing to resume, so the same command submits it again. A cluster that takes its
+    # time does not hold the command up.
+    no_patience = {"jobs.job_start.DRIVER_SECONDS": 0.0}
+    code, _, errors = start_without(tmp_path, *submit, constants=no_patience).ended()
+    assert code == 0
+    first_line, second_line = errors.splitlines()
+    assert re.fullmatch(rf"{name}\.\d: submitted to {cluster}", first_line)
+    check_quoted("queued: the cluster has not started it", second_line)
+
+
+def check_quoted(title: str, printed: str) -> None:
+    """Compare what was printed with what docs/troubleshooting.md quotes; `…` is anything."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    (quoted,) = re.findall(rf"\*\*{re.escape(title)}\*\*\n\n```text\n(.+?)```", page, re.DOTALL)
+    expected = re.escape(" ".join(quoted.split())).replace("…", ".*")
+    assert re.fullmatch(expected, " ".join(printed.split())), printed
+
+
+def start_without(
+    folder: Path, *words: str, constants: Mapping[str, float] = MappingProxyType({})
+) -> Command:
+    """A command whose jobs find the modules of a folder before those that are installed."""
+    return Command(
+        *words,
+        environment=environment() | {"PYTHONPATH": str(folder)},
+        directory=ROOT,
+        constants=constants,
+    )
+
+
 def check_what_is_said_of_a_run(cluster: str, run: RunDirectory, out: Path) -> None:
     """Compare what the commands say of a run that was stopped and resumed."""
     name, at = run.run_id, ("--address", cluster)
@@ -261,9 +336,10 @@ from pathlib import Path
 from jobs.submission import JobClient
 from schemas.run_directory import RunDirectory
 cluster, run = JobClient({cluster!r}), RunDirectory(Path({str(tmp_path / "run_id=both-1")!r}))
-cluster.last = lambda run_id: None
-print(cluster.start(run, ["--help"], {{}}))
-print(cluster.start(run, ["--help"], {{}}))
+unseen, jobs = [[], []], cluster.jobs
+cluster.jobs = lambda: unseen.pop() if unseen else jobs()
+print(cluster.start(run, ["--help"], {{}}).line)
+print(cluster.start(run, ["--help"], {{}}).line)
 """
     ended = subprocess.run(
         [*DIES_WITH_ITS_PARENT, sys.executable, "-c", program],

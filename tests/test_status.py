@@ -292,7 +292,7 @@ def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
     process = headcount("list", str(tmp_path))
     assert process.returncode == 0, process.stderr
     assert [line.split() for line in process.stdout.splitlines()] == [
-        ["run", "model", "input", "shards", "failed", "tokens", "created", "process"],
+        ["run", "model", "input", "shards", "failed", "tokens", "created", "phase"],
         ["toy-1a2b3c4d", "toy", "pile", "3/10", "1", "192/640", "2026-05-01T10:00:00+00:00"],
     ]
     assert "not a manifest" in process.stderr

@@ -99,7 +99,7 @@ def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt
         idle_seconds=round(measured.idle_seconds, 4),
         finished=datetime.now(UTC),
         host=socket.gethostname(),
-        replica=f"{socket.gethostname()}-{os.getpid()}",
+        replica=replica_name(),
         attempt=attempt,
         code=code_fingerprint(),
         device=measured.device,
@@ -111,6 +111,11 @@ def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt
     # Last of all, because readers follow commits: until now nobody sees the files.
     write_whole(run.commit_file(shard.shard), commit.model_dump_json(indent=1).encode())
     return commit
+
+
+def replica_name() -> str:
+    """The name of this process's replica, by which commits tell replicas apart."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _committed_meanwhile(scan: Scan, run: RunDirectory, shard: ShardInput) -> Commit | None:

@@ -1,0 +1,140 @@
+"""Machines that are taken back: how a replica hears of it, leaves in order, and how nodes vanish.
+
+Slurm, Kubernetes and clouds take a machine back with a notice of some seconds, or with none. A
+replica hears two kinds of notice: SIGTERM to its process, and Ray's draining of its node, which the
+driver passes on. It then begins no further shard, finishes the one that it measures, and exits.
+Ray starts it again on a node that stays.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray._private.state import state
+
+LEAVE_SECONDS = 25.0
+"""A replica that was told to leave exits after this time, whatever it is doing. Google Cloud and
+Slurm give 30 s.
+"""
+
+ANSWER_SECONDS = 1.0
+"""How long a leaving replica stays when it has nothing more to do: for its answers to be sent, and
+for calls that were on their way when it was told.
+"""
+
+PROBE_SECONDS = 2.0
+"""A node that does not accept a connection in this time is gone."""
+
+
+class LeaveNotice:
+    """Whether a replica's process was told to leave; ends the process when it was.
+
+    It is made in the main thread, before the model is loaded.
+    """
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+        """Whether the process has something to finish. One that is still loading exits at once."""
+        self._reason = ""
+        self._told = threading.Event()
+        self._calls = 0
+        self._waits = 0
+        """How often somebody has begun to wait."""
+        self._lock = threading.Lock()
+        # Ray's main thread waits outside of Python, where no handler of Python's runs. But every
+        # signal is also written to this pipe at once, by the handler in C.
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        # Ray's own handler would end the process in the middle of its shards.
+        signal.signal(signal.SIGTERM, _do_nothing)
+        threading.Thread(target=self._listen, args=[reader], daemon=True).start()
+
+    @property
+    def came(self) -> bool:
+        """Whether the process was told to leave."""
+        return self._told.is_set()
+
+    def wait(self) -> str:
+        """Wait until the process is told to leave, or somebody else waits; returns why."""
+        # A driver that lost its connection asks again. Its first call must not keep a thread.
+        self._waits += 1
+        wait = self._waits
+        while not self._told.wait(timeout=1.0):
+            if wait != self._waits:
+                return ""
+        return self._reason
+
+    def tell(self, reason: str) -> None:
+        """Tell the process to leave. The first reason counts."""
+        with self._lock:
+            if self._told.is_set():
+                return
+            if not self.is_loaded:
+                _exit()
+            self._reason = reason
+            self._told.set()
+        threading.Thread(target=self._exit_in_order, daemon=True).start()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count a call, which the process tries to finish before it exits."""
+        with self._lock:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+
+    def _listen(self, reader: int) -> None:
+        """Read the numbers of signals until SIGTERM is one of them."""
+        while signal.SIGTERM not in os.read(reader, 64):
+            pass
+        self.tell("SIGTERM")
+
+    def _exit_in_order(self) -> None:
+        deadline = time.monotonic() + LEAVE_SECONDS
+        time.sleep(ANSWER_SECONDS)
+        while self._calls and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(ANSWER_SECONDS)
+        _exit()
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """Handle a signal that `LeaveNotice` reads from its pipe."""
+
+
+def _exit() -> None:
+    # Not `ray.actor.exit_actor`: Ray does not start an actor again that left by itself.
+    os._exit(128 + signal.SIGTERM)
+
+
+def draining_nodes() -> set[str]:
+    """The nodes that the cluster is about to lose, and that get no new actor."""
+    return set(state.get_draining_nodes())
+
+
+def node_is_gone(node_id: str) -> bool:
+    """Whether a node is dead, even if Ray's head has not noticed it yet.
+
+    The head notices by missed heartbeats, 15 s later. Ray's process on a dead node does not accept
+    connections any more.
+    """
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    if node is None or not node["Alive"]:
+        return True
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        socket.create_connection(address, timeout=PROBE_SECONDS).close()
+    except OSError:
+        return True
+    return False
