@@ -56,6 +56,8 @@ from jobs.run_identity import begun_precisions
 from jobs.spans import Spans
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
+from schemas.places import absolute
+from schemas.run_directory import RunDirectory
 from workers.replica import Replica
 from workers.shard import note_failure
 
@@ -213,7 +215,8 @@ class _Dispatcher:
         return lambda: start_actor(
             plan.scan,
             plan.info,
-            plan.run,
+            # Replicas on a cluster work in another directory than this process.
+            RunDirectory(absolute(plan.run.path)),
             plan.code,
             reference_bytes,
             resources,
@@ -308,8 +311,10 @@ class _Dispatcher:
 
     def end(self) -> None:
         """Stop the replicas, whatever they are doing: a shard that is cut off has no commit."""
-        for replica in self.replicas:
-            ray.kill(replica.actor)
+        # After Ray's end `ray.kill` would join another cluster of this machine.
+        if ray.is_initialized():
+            for replica in self.replicas:
+                ray.kill(replica.actor)
 
     def _await_start(self, replica: _RemoteReplica) -> None:
         """Ask Ray for news of a replica that is not loaded yet; do not wait for it here."""

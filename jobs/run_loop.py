@@ -7,8 +7,9 @@ those that stop the run, fold commits and show progress.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
+from jobs import phases
 from jobs.console import say
 from jobs.dispatch import dispatch
 from jobs.endings import finishing_work_in_hand, is_finishing, work_begins
@@ -73,14 +75,17 @@ def run_to_end(
         if not len(requested):
             return []
         tokens_done = plan.tokens - tokens_of(plan, requested)
-        outcomes = _outcomes(plan, requested, resources, console, replica_class, models)
-        if stop_at_failure:
-            outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
-        outcomes = stop_if_none_succeeds(plan.run.run_id, outcomes)
-        outcomes = fold_commits(plan.run, outcomes)
-        # The generators above have measured nothing yet. They run as this asks for outcomes.
-        with finishing_work_in_hand():
-            failures = show_progress(outcomes, plan.tokens, tokens_done, console, whole)
+        measured = _outcomes(plan, requested, resources, console, replica_class, models)
+        # An error keeps a generator alive. Closed here, replicas end while there is still a Ray.
+        with closing(measured):
+            outcomes = phases.of_outcomes(measured)
+            if stop_at_failure:
+                outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
+            outcomes = stop_if_none_succeeds(plan.run.run_id, outcomes)
+            outcomes = fold_commits(plan.run, outcomes)
+            # The generators above have measured nothing yet. They run as this asks for outcomes.
+            with finishing_work_in_hand():
+                failures = show_progress(outcomes, plan.tokens, tokens_done, console, whole)
     _say_failures(plan, failures, console)
     return failures
 
@@ -92,7 +97,7 @@ def _outcomes(
     console: Console,
     replica_class: type[Replica],
     models: KnownModels | None,
-) -> Iterator[Commit | Failure]:
+) -> Generator[Commit | Failure, None, None]:
     """The outcomes of shards as they arrive, measured on Ray's replicas or in this process."""
 
     def tell(line: str) -> None:
@@ -231,7 +236,7 @@ def _fold_loose_commits(run: RunDirectory, damaged: set[int]) -> None:
 
 def say_what_differs(
     run: RunDirectory, outcomes: Iterable[Commit | Failure], tell: Callable[[str], None]
-) -> Iterator[Commit | Failure]:
+) -> Generator[Commit | Failure, None, None]:
     """Pass outcomes on; name each device and each set of libraries that differ from the run's.
 
     Those of the run are what one of its first commits says, or else the first commit that arrives.

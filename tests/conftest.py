@@ -26,6 +26,8 @@ LONGEST_FILES = (
     "test_cluster.py",
     "test_kernel.py",
     "test_damage.py",
+    "test_preemption.py",
+    "test_metrics.py",
     "test_report.py",
 )
 """They come first, so that no worker begins a long file when the others have ended."""

@@ -56,6 +56,8 @@ ONLY_IN = {
     "psutil": ("jobs/ray_cluster.py", "workers/memory.py"),
     "ray": (
         "jobs/dispatch.py",
+        "jobs/metrics.py",
+        "jobs/preemption.py",
         "jobs/ray_cluster.py",
         "jobs/replica_actor.py",
         "jobs/submission.py",
