@@ -45,6 +45,7 @@ import typer  # noqa: E402
 
 import jobs.check_commands  # noqa: E402
 import jobs.cluster_commands  # noqa: E402
+import jobs.corpus_commands  # noqa: E402
 import jobs.run_model  # noqa: E402
 import jobs.scan_commands  # noqa: E402
 import queries.query_commands  # noqa: E402
@@ -65,6 +66,7 @@ app = typer.Typer(
 )
 # In the order of `headcount --help`.
 jobs.scan_commands.mount(app)
+jobs.corpus_commands.mount(app)
 jobs.check_commands.mount(app)
 jobs.cluster_commands.mount(app)
 # Questions import no models, so the front door hands them the class that opens one.

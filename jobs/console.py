@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 
 from schemas.errors import printable
@@ -28,3 +30,25 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes in the unit that leaves at most three digits before the point.
+
+    >>> in_bytes(999), in_bytes(1_234_567)
+    ('999 bytes', '1.23 MB')
+    """
+    size = count
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows in columns that are never cut, not even on a narrow terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())

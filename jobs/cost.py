@@ -127,7 +127,7 @@ class Rehearsal:
                 # Replicas read and write by themselves, so their speeds add up.
                 speeds.append(speed * max(1, self.replicas))
                 samples.append(sample)
-        tokens = len(plan.sequences) * plan.scan.n_ctx
+        tokens = plan.manifest.sequences * plan.scan.n_ctx
         # Engines do not depend on the device. The precision does.
         settled = {"precision": self.settlement.precision}
         costs = [
@@ -217,7 +217,7 @@ def _extrapolated_sizes(
     The bytes of a file are `file + each * n`, with a fixed part and a part for each of its n
     sequences. Two sizes determine both: that of the whole sample and that of half of it.
     """
-    sequences, shards = len(plan.sequences), plan.manifest.shards
+    sequences, shards = plan.manifest.sequences, plan.manifest.shards
     # Every column has one row for each sequence of the sample.
     count = len(next(iter(measured.heads.values())))
     half = count // 2

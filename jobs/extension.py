@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jobs.compaction import DamagedShards, clean, merge
 from jobs.plan import Plan, write_manifest
-from jobs.run_corpus import write_index
+from jobs.run_corpus import write_corpus
 from schemas.commits import Commit, delete, drop
 from schemas.errors import RunError
 from schemas.run_directory import RunDirectory
@@ -25,8 +25,8 @@ def extend(plan: Plan) -> None:
     # completed: its data files would stand beside the commit of the shorter shard for a moment.
     if is_longer and plan.manifest.stops(last_shard) > previous.sequences:
         take_back(plan.run, last_shard)
-    if is_longer or plan.has_new_index:
-        write_index(plan.run, plan.sequences)
+    if plan.corpus is not None and (is_longer or plan.has_new_index):
+        write_corpus(plan.run, plan.corpus, plan.sequences)
     write_manifest(plan)
 
 

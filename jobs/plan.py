@@ -13,8 +13,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from jobs.corpus_estimate import CorpusEstimate, estimate_corpus
+from jobs.corpus_preparation import HERE, Preparation, corpora_of
 from jobs.resolved_scan import ResolvedScan, resolve
-from jobs.run_corpus import index_continued_run, index_new_run, write_index
+from jobs.run_corpus import RunCorpus, index_continued_run, index_new_run, write_corpus
 from jobs.run_identity import LIBRARIES, changed_versions, check_same_identity
 from jobs.run_places import any_relative, places_of
 from jobs.scan_runs import (
@@ -30,7 +32,6 @@ from schemas.manifest import Manifest
 from schemas.places import names, write_whole
 from schemas.run_directory import RunDirectory, holds_whole_shard
 from schemas.scan import Scan
-from workers.inputs.document_index import Watch, named_problems, unwatched
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import ModelInfo
 
@@ -54,19 +55,25 @@ class Plan:
     """How many sequences were asked for; the run may have more."""
     alternative: str = ""
     """A command that measures the scan in another run, and what it does, in words."""
+    corpus: RunCorpus | None = None
+    """What the run keeps of its corpus; none if it has none, or if it is only estimated."""
     has_new_index: bool = False
-    """Whether the corpus grew or was mended, so that the run gets another index of it."""
+    """Whether the corpus grew, was mended or moved, so that the run keeps another record of it."""
+    estimate: CorpusEstimate | None = None
+    """What the corpus probably holds, if its tokens are not ready and only a cost is asked for.
+    Then `sequences` are those of a sample.
+    """
 
     @property
     def tokens(self) -> int:
         """Tokens that go through the model, over all interventions."""
-        return len(self.sequences) * self.scan.n_ctx * len(self.scan.interventions)
+        return self.manifest.sequences * self.scan.n_ctx * len(self.scan.interventions)
 
     @property
     def rows(self) -> int:
         """Rows of the `heads` table."""
         heads = self.scan.measured_heads(self.info).count
-        return len(self.sequences) * heads * len(self.scan.interventions)
+        return self.manifest.sequences * heads * len(self.scan.interventions)
 
     @property
     def needs_permission(self) -> bool:
@@ -101,22 +108,22 @@ class Plan:
     @property
     def bad_rows(self) -> list[str]:
         """The corpus's rows that cannot be read, with their problems."""
-        index, corpus = self.sequences.index, self.sequences.corpus
-        return [] if index is None or corpus is None else named_problems(index, corpus)
+        findings = None if self.estimate else self.sequences.findings
+        return [] if findings is None else list(findings.problems)
 
 
 def make_plan(
     scan: Scan,
     name: str,
     run_id: str | None = None,
-    watch: Watch = unwatched,
+    preparation: Preparation = HERE,
     command: ScanCommand = UNKNOWN,
     new: bool = False,
 ) -> Plan:
     """Plan the newest run of a scan that measures the same, or a run of its own if there is none.
 
     With `new` it is always another run. `run_id` names an existing run, which the scan must fit.
-    `watch` is told how far the tokenising of a corpus is.
+    `preparation` makes the tokens of a corpus ready.
     """
     resolved = resolve(scan)
     if run_id is not None:
@@ -124,7 +131,8 @@ def make_plan(
     else:
         first_run = RunDirectory.of(scan.out, resolved.scan.run_id(name))
         run = find_run(resolved, first_run, command, new)
-    return plan_run(resolved, run, must_exist=run_id is not None, watch=watch, command=command)
+    must_exist = run_id is not None
+    return plan_run(resolved, run, must_exist, preparation=preparation, command=command)
 
 
 def find_run(
@@ -156,24 +164,24 @@ def plan_run(
     resolved: ResolvedScan,
     run: RunDirectory,
     must_exist: bool = False,
-    watch: Watch = unwatched,
+    preparation: Preparation = HERE,
     command: ScanCommand = UNKNOWN,
 ) -> Plan:
     """Plan one run, which fits what lies in its directory already."""
     previous = run.manifest() if run.manifest_file.is_file() else None
-    if previous is None:
-        _check_can_begin(run, must_exist, command)
-    elif not command.words:
-        # Advice in errors then names the command that began the run.
-        command = ScanCommand.of_run(previous)
+    command = _check_run(resolved, run, previous, must_exist, command)
     sequences = resolved.sequences
+    corpora = corpora_of(resolved.scan)
+    corpus, has_new_index = None, False
     with naming_the_alternative(run, command):
-        if previous is None:
-            has_new_index = False
-            _find_new_input(run, sequences, watch)
+        if sequences.corpus is None:
+            sequences.shard(0)  # Impossible options show when the first sequences are drawn.
+        elif previous is None:
+            corpus = index_new_run(sequences, corpora, preparation)
         else:
-            check_same_identity(run, previous, resolved)
-            has_new_index = _find_continued_input(run, previous, sequences, watch)
+            corpus, has_new_index = index_continued_run(
+                run, previous, sequences, corpora, preparation
+            )
 
     # Of a corpus, this is known only now that it has an index.
     requested = len(sequences)
@@ -183,7 +191,7 @@ def plan_run(
         # A run never shrinks: a scan that asks for fewer sequences measures only those.
         total = max(requested, previous.sequences)
         sequences.scan = resolved.scan.model_copy(update={"sequences": total})
-        manifest = _continued_manifest(previous, resolved, has_new_index)
+        manifest = _continued_manifest(previous, resolved, total, has_new_index)
     return Plan(
         scan=resolved.scan if previous is None else sequences.scan,
         info=resolved.info,
@@ -194,8 +202,64 @@ def plan_run(
         code=resolved.code,
         requested_sequences=requested,
         alternative=command.alternative(run),
+        corpus=corpus,
         has_new_index=has_new_index,
     )
+
+
+def estimated_plan(
+    resolved: ResolvedScan, run: RunDirectory, command: ScanCommand = UNKNOWN
+) -> Plan:
+    """Plan one run to say what it will cost: of a corpus without tokens, only a sample is read.
+
+    Such a plan is not for measuring. If the token store has all that the scan needs, it is exact.
+    """
+    sequences = resolved.sequences
+    if sequences.corpus is None:
+        return plan_run(resolved, run, command=command)
+    previous = run.manifest() if run.manifest_file.is_file() else None
+    if previous is not None:
+        sequences.least_sequences = previous.sequences
+    estimate = estimate_corpus(sequences, corpora_of(resolved.scan))
+    if estimate is None:
+        return plan_run(resolved, run, command=command)
+    command = _check_run(resolved, run, previous, False, command)
+    total = estimate.sequences
+    if previous is None:
+        manifest = _new_manifest(run, resolved, total, command)
+    else:
+        manifest = _continued_manifest(previous, resolved, max(total, previous.sequences), False)
+    return Plan(
+        scan=resolved.scan,
+        info=resolved.info,
+        sequences=estimate.sample,
+        run=run,
+        manifest=manifest,
+        previous_manifest=previous,
+        code=resolved.code,
+        requested_sequences=total,
+        alternative=command.alternative(run),
+        estimate=estimate,
+    )
+
+
+def _check_run(
+    resolved: ResolvedScan,
+    run: RunDirectory,
+    previous: Manifest | None,
+    must_exist: bool,
+    command: ScanCommand,
+) -> ScanCommand:
+    """Refuse a run that the scan does not fit; returns the command that errors advise."""
+    if previous is None:
+        _check_can_begin(run, must_exist, command)
+        return command
+    if not command.words:
+        # Advice in errors then names the command that began the run.
+        command = ScanCommand.of_run(previous)
+    with naming_the_alternative(run, command):
+        check_same_identity(run, previous, resolved)
+    return command
 
 
 def _check_can_begin(run: RunDirectory, must_exist: bool, command: ScanCommand) -> None:
@@ -212,22 +276,6 @@ def _check_can_begin(run: RunDirectory, must_exist: bool, command: ScanCommand) 
         )
 
 
-def _find_new_input(run: RunDirectory, sequences: Sequences, watch: Watch) -> None:
-    if sequences.corpus is not None:
-        index_new_run(run, sequences, watch)
-    else:
-        sequences.shard(0)  # Impossible options show when the first sequences are drawn.
-
-
-def _find_continued_input(
-    run: RunDirectory, previous: Manifest, sequences: Sequences, watch: Watch
-) -> bool:
-    """Find the input of a run that exists; returns whether its corpus has a new index."""
-    if sequences.corpus is None:
-        return False
-    return index_continued_run(run, previous, sequences, watch)
-
-
 def _new_manifest(
     run: RunDirectory, resolved: ResolvedScan, total_sequences: int, command: ScanCommand
 ) -> Manifest:
@@ -237,7 +285,7 @@ def _new_manifest(
         run_id=run.run_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         identity=resolved.identity,
-        shards=resolved.sequences.shards,
+        shards=-(-total_sequences // scan.sequences_per_shard),  # Rounded up.
         sequences=total_sequences,
         batch_size=scan.batch_size,
         model=resolved.info.record,
@@ -251,31 +299,33 @@ def _new_manifest(
         places=places_of(scan),
         bad_rows=scan.bad_rows,
         bad_rows_in_a_row=scan.bad_rows_in_a_row,
+        corpora=scan.corpora,
     )
 
 
 def _continued_manifest(
-    previous: Manifest, resolved: ResolvedScan, has_new_index: bool
+    previous: Manifest, resolved: ResolvedScan, total_sequences: int, has_new_index: bool
 ) -> Manifest:
     """The manifest of a run that continues.
 
     It may have more sequences, a mended corpus, another batch size, other places or other code.
     """
-    sequences = resolved.sequences
-    scan = sequences.scan
+    scan = resolved.scan
     changes: dict[str, Any] = {
         "batch_size": scan.batch_size,
         "bad_rows": scan.bad_rows,
         "bad_rows_in_a_row": scan.bad_rows_in_a_row,
+        "corpora": scan.corpora,
     }
-    is_extended = len(sequences) > previous.sequences
+    is_extended = total_sequences > previous.sequences
     if has_new_index or is_extended:
         # Through JSON, as a manifest that is read has it: otherwise a manifest would differ from
         # itself.
         corpus = json.loads(json.dumps(resolved.identity["corpus"]))
         changes["identity"] = previous.identity | {"corpus": corpus}
     if is_extended:
-        changes |= {"sequences": len(sequences), "shards": sequences.shards}
+        shards = -(-total_sequences // scan.sequences_per_shard)
+        changes |= {"sequences": total_sequences, "shards": shards}
     places = places_of(scan)
     # A relative name means another place in another directory, even if it reads the same.
     has_moved = previous.begun_in != os.getcwd() and any_relative(places)
@@ -297,7 +347,8 @@ def prepare_run(plan: Plan, scan_text: str) -> None:
     if plan.run.manifest_file.is_file():
         return
     write_whole(plan.run.scan_file, scan_text.encode())
-    write_index(plan.run, plan.sequences)
+    if plan.corpus is not None:
+        write_corpus(plan.run, plan.corpus, plan.sequences)
     write_manifest(plan)
 
 

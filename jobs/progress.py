@@ -15,7 +15,7 @@ from schemas.commits import Commit, Failure
 from schemas.errors import counted
 
 if TYPE_CHECKING:
-    from workers.inputs.document_index import IndexProgress
+    from jobs.corpus_work import CorpusProgress
 
 QUIET_SECONDS = 10.0
 """Seconds between two lines if the console is not a terminal."""
@@ -57,43 +57,41 @@ def _bar(console: Console) -> Progress:
 
 
 @contextmanager
-def watch_index(console: Console) -> Iterator[Callable[[IndexProgress], None]]:
-    """Show how far the tokenising of a corpus is: a bar on a terminal, lines elsewhere.
+def watch_index(console: Console) -> Iterator[Callable[[CorpusProgress], None]]:
+    """Show how far the preparation of a corpus is: a bar on a terminal, lines elsewhere.
 
     Yields the function that takes each step of it.
     """
     next_line = time.monotonic() + QUIET_SECONDS
     with _bar(console) as bar:
-        task = bar.add_task("tokenising", total=None, state="", visible=False)
+        task = bar.add_task("preparing tokens", total=None, state="", visible=False)
 
-        def show(progress: IndexProgress) -> None:
+        def show(progress: CorpusProgress) -> None:
             nonlocal next_line
-            state = index_line(progress)
-            # A scan of all sequences does not know how many there are. Then the bar pulses.
-            bar.update(
-                task,
-                completed=progress.sequences,
-                total=progress.enough,
-                state=state,
-                visible=True,
-            )
+            state = corpus_line(progress)
+            # As long as nobody knows how much there is, the bar pulses.
+            total = None if progress.share is None else 1.0
+            bar.update(task, completed=progress.share, total=total, state=state, visible=True)
             if not console.is_terminal and time.monotonic() >= next_line:
-                console.print(f"tokenising: {state}", highlight=False, soft_wrap=True)
+                console.print(f"preparing tokens: {state}", highlight=False, soft_wrap=True)
                 next_line = time.monotonic() + QUIET_SECONDS
 
         yield show
 
 
-def index_line(progress: IndexProgress) -> str:
-    """How far the tokenising of a corpus is, in one line."""
-    needed = "" if progress.enough is None else f" of {progress.enough:,}"
-    parts = [
-        counted(progress.documents, "document"),
-        counted(progress.tokens, "token"),
-        f"{progress.sequences:,}{needed} sequences",
-    ]
-    if progress.sources > 1:
-        parts.append(f"file {progress.source:,} of {progress.sources:,}")
+def corpus_line(progress: CorpusProgress) -> str:
+    """How far the preparation of a corpus is, in one line."""
+    parts = [counted(progress.documents, "document"), counted(progress.tokens, "token")]
+    if progress.bad:
+        parts.append(counted(progress.bad, "bad row"))
+    if progress.share is not None:
+        parts.append(f"{progress.share:.0%}")
+    if progress.tokens_per_second is not None:
+        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.seconds_left is not None:
+        parts.append(f"{duration(progress.seconds_left)} left")
+    if progress.waiting:
+        parts.append("waiting for another process that prepares the same texts")
     return ", ".join(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jobs.corpus_preparation import HERE, Preparation
 from jobs.plan import Plan, make_plan
 from jobs.run_identity import check_not_older
 from jobs.run_places import PLACES, placed_fields
@@ -25,12 +26,16 @@ SCAN_FILE = "SCAN"
 
 
 def replan(
-    run: RunDirectory, overrides: Sequence[str] = (), command: ScanCommand | None = None
+    run: RunDirectory,
+    overrides: Sequence[str] = (),
+    command: ScanCommand | None = None,
+    preparation: Preparation = HERE,
 ) -> Plan:
     """Plan a run from its manifest alone; `overrides` may set what changes no row.
 
     Relative names are meant from the working directory: the caller moves there
-    (`jobs.run_places.where_begun`). `command` is the one that began the run.
+    (`jobs.run_places.where_begun`). `command` is the one that began the run. `preparation` makes
+    the tokens of a corpus ready.
     """
     manifest = run.manifest()
     command = command or ScanCommand.of_run(manifest)
@@ -52,7 +57,7 @@ def replan(
     fields = placed_fields(run, manifest, remembered, overrides)
     # A manifest does not record where the run lies, because a run may be moved.
     scan = parse_scan(fields | {"out": str(run.path.parent)})
-    return make_plan(scan, run.run_id, run.run_id, command=command)
+    return make_plan(scan, run.run_id, run.run_id, preparation, command)
 
 
 def check_overrides(

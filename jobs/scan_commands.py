@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from jobs.console import say
+from jobs.console import in_bytes, say
 from schemas.errors import HeadcountError, RunError, counted, printable
 
 if TYPE_CHECKING:
-    from jobs.corpus_index import KeptIndex
+    from jobs.corpus_estimate import CorpusEstimate
     from jobs.cost import Cost
     from jobs.plan import Plan
     from schemas.commits import Failure
@@ -79,6 +79,15 @@ Verify = Annotated[
     ),
 ]
 
+VerifyCorpus = Annotated[
+    bool,
+    typer.Option(
+        "--verify-corpus",
+        help="Read the texts of the corpus again and compare them with their tokens; prepare again "
+        "what differs.",
+    ),
+]
+
 MOST_BAD_ROWS = 5
 """Bad rows that are named; the others are counted."""
 
@@ -101,17 +110,15 @@ def plan(
 ) -> None:
     """Print what a scan measures and what it will cost.
 
-    The cost is measured on this machine, with a few batches of each intervention. Every field of
-    the scan is printed with its meaning.
+    The cost is measured on this machine, with a few batches of each intervention. A corpus that is
+    not prepared is estimated from a sample. Every field of the scan is printed with its meaning.
     """
     from schemas.scan import load_scan
 
     # A mistake in the scan file shows before the seconds that the imports below take.
     parsed_scan = load_scan(scan_file, overrides or ())
-    from jobs.corpus_index import KeptIndex
     from jobs.cost import Rehearsal, threads_of
-    from jobs.plan import find_run, plan_run
-    from jobs.progress import watch_index
+    from jobs.plan import estimated_plan, find_run
     from jobs.resolved_scan import resolve
     from jobs.run_identity import begun_precisions
     from jobs.scan_runs import ScanCommand
@@ -125,21 +132,15 @@ def plan(
     resolved = resolve(parsed_scan)
     first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
     run = find_run(resolved, first_run, command, new)
-    # A scan that cannot run is refused before the time that the tokenising of a corpus takes.
+    # A scan that cannot run is refused before any text is tokenised.
     rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
     precision = rehearsal.settlement.precision
     if run.manifest_file.is_file():
         check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
-    with watch_index(Console(highlight=False, stderr=True)) as watch:
-        scan_plan = plan_run(resolved, run, watch=watch, command=command)
-    kept_index = KeptIndex.of(scan_plan.sequences, scan_plan.run.path.parent)
-    if kept_index is not None:
-        # The scan that follows does not tokenise the corpus again.
-        kept_index.write(scan_plan.sequences)
-
+    scan_plan = estimated_plan(resolved, run, command)
     console = Console(highlight=False)
     _print_values(console, scan_plan, parsed_scan, every)
-    _print_cost(console, scan_plan, rehearsal.measure(scan_plan), kept_index)
+    _print_cost(console, scan_plan, rehearsal.measure(scan_plan))
     for note in scan_plan.notes:
         say(console, f"{scan_plan.run.run_id}: {note}")
     _print_bad_rows(console, scan_plan.bad_rows)
@@ -175,10 +176,10 @@ def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
         say(console, f"{counted(hidden, 'more field')} with the default; --all shows them")
 
 
-def _print_cost(console: Console, plan: Plan, cost: Cost, kept_index: KeptIndex | None) -> None:
+def _print_cost(console: Console, plan: Plan, cost: Cost) -> None:
     """Print what the scan will measure, how long it takes and what it writes."""
-    console.print(_run_table(plan, cost, kept_index))
-    if plan.sequences.fates is not None:
+    console.print(_run_table(plan, cost))
+    if plan.estimate is None and plan.sequences.fates is not None:
         console.print(_documents_table(plan.sequences.fates))
     console.print(_time_table(cost))
     console.print(_size_table(cost))
@@ -192,7 +193,7 @@ def _print_cost(console: Console, plan: Plan, cost: Cost, kept_index: KeptIndex 
         )
 
 
-def _run_table(plan: Plan, cost: Cost, kept_index: KeptIndex | None) -> Table:
+def _run_table(plan: Plan, cost: Cost) -> Table:
     """What the scan will measure, and on which device."""
     table = Table(
         "cost",
@@ -205,24 +206,39 @@ def _run_table(plan: Plan, cost: Cost, kept_index: KeptIndex | None) -> Table:
     table.add_row("batches", counted(cost.batch_size, "sequence"))
     shards_done = plan.shards_done
     done_note = f", {shards_done:,} done" if shards_done else ""
-    table.add_row("shards", f"{plan.manifest.shards:,}{done_note}")
-    table.add_row("sequences", f"{len(plan.sequences):,}")
-    table.add_row("tokens", f"{plan.tokens:,} through the model")
-    index = plan.sequences.index
-    if index is not None:
-        # Rows without tokens of their own, bad or skipped, have a negative number here.
-        tokens = int(index.n_tokens[index.n_tokens > 0].sum())
-        place = "not kept (a data set of the Hub)"
-        if kept_index is not None:
-            place = f"kept as {kept_index.file}"
+    estimate, index = plan.estimate, plan.sequences.index
+    about = "" if estimate is None else "at least " if estimate.is_least else "about "
+    table.add_row("shards", f"{about}{plan.manifest.shards:,}{done_note}")
+    table.add_row("sequences", f"{about}{plan.manifest.sequences:,}")
+    table.add_row("tokens", f"{about}{plan.tokens:,} through the model")
+    if estimate is not None:
+        for line in _estimate_lines(estimate, about):
+            table.add_row("corpus", line)
+    elif index is not None:
         documents = counted(index.documents, "document")
-        corpus = f"{documents} read, {counted(tokens, 'token')}; index {place}"
+        tokens = counted(index.tokens, "token")
+        corpus = f"{tokens} of {documents} are prepared in {index.store.folder}"
         table.add_row("corpus", escape(printable(corpus)))
-    memory = f"{_bytes(cost.peak_memory)} at the peak of one replica"
+    memory = f"{in_bytes(cost.peak_memory)} at the peak of one replica"
     if cost.gpu_memory:
-        memory += f", {_bytes(cost.gpu_memory)} on the GPU"
+        memory += f", {in_bytes(cost.gpu_memory)} on the GPU"
     table.add_row("memory", memory)
     return table
+
+
+def _estimate_lines(estimate: CorpusEstimate, about: str) -> list[str]:
+    """What a corpus probably holds, what of it is prepared, and what the rest takes."""
+    from jobs.console import duration
+
+    holds = f"{about}{estimate.documents:,} documents, {estimate.tokens:,} tokens"
+    if estimate.bad:
+        holds += f", {counted(estimate.bad, 'bad row')}"
+    sample = f"from a sample of {estimate.sampled_tokens:,} tokens"
+    missing = f"{about}{estimate.tokens_missing:,} tokens to prepare"
+    if estimate.tokens_there:
+        missing = f"{counted(estimate.tokens_there, 'token')} prepared, {missing}"
+    takes = f"about {duration(estimate.seconds)} on this machine, {in_bytes(estimate.bytes)}"
+    return [f"{holds} ({sample})", f"{missing}: {takes}"]
 
 
 def _documents_table(fates: Fates) -> Table:
@@ -274,9 +290,9 @@ def _size_table(cost: Cost) -> Table:
         Column("on disk", justify="right"),
     )
     for table_cost in cost.tables:
-        size = f"about {_bytes(table_cost.bytes)}"
+        size = f"about {in_bytes(table_cost.bytes)}"
         table.add_row(table_cost.table, f"{table_cost.rows:,}", size)
-    table.add_row("all", "", f"about {_bytes(cost.bytes_on_disk)}")
+    table.add_row("all", "", f"about {in_bytes(cost.bytes_on_disk)}")
     return table
 
 
@@ -300,6 +316,7 @@ def scan(
         ),
     ] = None,
     verify: Verify = False,
+    verify_corpus: VerifyCorpus = False,
     allow_other_code: AllowOtherCode = False,
     new: New = False,
 ) -> None:
@@ -312,6 +329,7 @@ def scan(
 
     # Read all files first: the imports below take seconds, and the first scan may take hours.
     scans = [(file, load_scan(file, overrides or ())) for file in scan_files]
+    from jobs.corpus_preparation import Preparation
     from jobs.plan import make_plan, prepare_run
     from jobs.progress import watch_index
     from jobs.ray_cluster import Resources
@@ -331,18 +349,21 @@ def scan(
             phases.note("loading the model")
             try:
                 with watch_index(console) as watch:
-                    scan_plan = make_plan(parsed_scan, scan_file.stem, run, watch, command, new)
+                    preparation = Preparation(
+                        resources, watch, verify_corpus, lambda line: say(console, line)
+                    )
+                    scan_plan = make_plan(
+                        parsed_scan, scan_file.stem, run, preparation, command, new
+                    )
             except HeadcountError as error:
                 # Of several scans, say which one it is.
                 name = f"{scan_file}: " if len(scans) > 1 else ""
                 raise type(error)(f"{name}{error}") from None
-            phases.about(scan_plan.run)
             prepare_run(scan_plan, _text_to_keep(scan_file, overrides or ()))
             if new:
                 # The same command would start one more.
                 say(console, f"{scan_plan.run.run_id}: another run; {command.text()} continues it")
             _print_bad_rows(console, scan_plan.bad_rows)
-            phases.note("waiting for a replica")
             run_failures = run_to_end(
                 scan_plan, resources, console, verify, allow_other_code=allow_other_code
             )
@@ -425,7 +446,7 @@ def compact(
         files_before = result.before.files
         verb = "is" if files_before == 1 else "are"
         files = f"{counted(files_before, 'file')} {verb} now {result.after.files:,}"
-        size = f"{_bytes(result.before.bytes)} are now {_bytes(result.after.bytes)}"
+        size = f"{in_bytes(result.before.bytes)} are now {in_bytes(result.after.bytes)}"
         say(console, f"{run.run_id}: {files}, {size}, in {duration(result.seconds)}")
         problems += [f"{run.run_id}: {problem}" for problem in result.problems]
         print(run.path)
@@ -487,13 +508,3 @@ def _print_bad_rows(console: Console, problems: list[str]) -> None:
     rows = counted(len(problems), "bad row")
     say(console, f"{rows} left out: {', '.join(problems[:MOST_BAD_ROWS])}{more}")
     say(console, "Lines and rows are counted from 1 here, and from 0 in sequences.row.")
-
-
-def _bytes(count: float) -> str:
-    """A number of bytes in the unit that leaves at most three digits before the point."""
-    size = count
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

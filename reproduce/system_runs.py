@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
+from jobs.corpus_preparation import FOLDER, Preparation
+from jobs.corpus_work import Watch, unwatched
 from jobs.plan import Plan, plan_run, prepare_run
 from jobs.progress import WholeProgress
 from jobs.ray_cluster import Resources
@@ -24,7 +26,6 @@ from schemas.kinds import TABLES
 from schemas.places import place
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, override_fields, parse_scan
-from workers.inputs.document_index import Watch, unwatched
 from workers.model.known_models import KnownModels
 from workers.model.model_info import find_model
 
@@ -52,7 +53,7 @@ def plan_system(
 
     They lie in one directory, whose name is a fingerprint of all that they measure: with another
     model, formula or input the runs lie elsewhere. An override `SCAN.key=value` is for one scan of
-    the system, any other for all. `watch` is told how far the tokenising of a corpus is. `text` is
+    the system, any other for all. `watch` is told how far the preparation of a corpus is. `text` is
     the file of the authors' text. `models` describes each model once for several systems.
     """
     check_overrides([system], overrides)
@@ -66,11 +67,15 @@ def plan_system(
     content = json.dumps(identities, sort_keys=True, default=str)
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:8]
     directory = str(place(out) / fingerprint)
+    # Runs of one system lie in many directories, and read the same texts.
+    corpora = str(place(out) / FOLDER)
     plans: list[Plan] = []
     for name, resolved in scans.items():
-        scan = resolved.scan.model_copy(update={"out": directory})
+        places = {"out": directory, "corpora": resolved.scan.corpora or corpora}
+        scan = resolved.scan.model_copy(update=places)
         run = RunDirectory.of(directory, scan.run_id(name))
-        plans.append(plan_run(replace(resolved, scan=scan), run, watch=watch))
+        preparation = Preparation(watch=watch)
+        plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
     return plans
 
 

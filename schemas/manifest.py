@@ -49,6 +49,8 @@ class Manifest(BaseModel):
     """The last setting; it does not change any row."""
     bad_rows_in_a_row: int = 100
     """The last setting; it does not change any row."""
+    corpora: str | None = None
+    """The last setting; it does not change any row."""
     kinds: Records
     """What each formula is, by field of the scan (`schemas.kinds.KINDS`) and name."""
     inputs: dict[str, dict[str, Any]] = {}

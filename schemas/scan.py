@@ -52,7 +52,7 @@ PARTITION_PREFIXES = ("run_id=", "intervention=")
 LONGEST_NAME = 100
 """Longest name of a scan. With a fingerprint it names a directory, a job and a part of URLs."""
 
-CHANGES_NO_ROW = ("batch_size", "sequences", "out", "bad_rows", "bad_rows_in_a_row")
+CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_rows_in_a_row")
 """Fields that say how, how much and where. A run is found again if only these differ."""
 
 RENAMED = {"outputs": "predictions", "weights": "weight_processing"}
@@ -146,6 +146,9 @@ class Scan(Measured):
     """Largest number of bad documents in a row; a damaged file has many."""
     out: Text = "runs"
     """Directory that holds the runs: a path, s3://… or gs://…"""
+    corpora: Text | None = None
+    """Directory that holds the tokens of corpora: a path, s3://… or gs://… Default: corpora in out.
+    """
 
     def names(self, kind: Kind[Any]) -> str | tuple[str, ...]:
         """The value of the field of a kind: names of formulas, or a word for some of them."""
@@ -342,21 +345,28 @@ def _check_precision(scan: Scan) -> None:
 
 def _check_paths(scan: Scan) -> None:
     """Refuse names that no file system takes, and directories that cannot hold runs."""
-    for key, path in (("model", scan.model), ("out", scan.out)):
+    directories = {"out": scan.out} | ({} if scan.corpora is None else {"corpora": scan.corpora})
+    for key, path in {"model": scan.model, **directories}.items():
         longest = max(path.split("/"), key=len)
         if len(longest.encode()) > LONGEST_FILE_NAME:
             raise ScanError(
                 f"{key}: expected names of at most {LONGEST_FILE_NAME} bytes, got "
                 f"{shortened(repr(longest), 60)}"
             )
+    for key, path in directories.items():
+        _check_directory(key, path)
+
+
+def _check_directory(key: str, path: str) -> None:
+    """Refuse what cannot be a directory beside runs."""
     # After expansion, a "~" at the start is the home of a user who does not exist.
-    location = place(scan.out)
-    if not scan.out.strip() or str(location).startswith(("~", "bundled:")):
-        raise ScanError(f"out: expected a directory that can be written, got {scan.out!r}")
-    for name in re.split(r"[/\\]", scan.out):
+    if not path.strip() or str(place(path)).startswith(("~", "bundled:")):
+        raise ScanError(f"{key}: expected a directory that can be written, got {path!r}")
+    for name in re.split(r"[/\\]", path):
         if name.startswith(PARTITION_PREFIXES):
+            holds = "runs" if key == "out" else "corpora"
             raise ScanError(
-                f"out: expected a directory that holds runs, got {scan.out!r}; a name that begins "
+                f"{key}: expected a directory that holds {holds}, got {path!r}; a name that begins "
                 f"like {name.partition('=')[0]}= is one of a run"
             )
 

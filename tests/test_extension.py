@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
 from jobs.checking import check_run
 from jobs.compaction import compact
+from jobs.corpus_preparation import Preparation
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
 from jobs.replan import replan
@@ -29,12 +30,13 @@ from jobs.run_loop import missing_shards, run_to_end
 from jobs.status import as_lines, read_status
 from schemas import places
 from schemas.commits import fold
-from schemas.errors import HeadcountError, RunError, ScanError
+from schemas.errors import RunError, ScanError
 from schemas.places import write_whole
 from schemas.run_directory import RunDirectory, pc
-from schemas.scan import parse_scan
+from schemas.scan import Scan, parse_scan
 from tests.toy_replica import ToyReplica
 from tests.toy_runs import connect_to_tables, local
+from workers.inputs.sequence_reader import SequenceReader
 from workers.replica import Replica
 from workers.shard import commit_shard, measure_shard
 
@@ -55,8 +57,12 @@ class Killed(BaseException):
 
 def plan_of(directory: Path, sequences: int | str, **changes: Any) -> Plan:
     """Plan the run of this file's scan, with so many sequences and other changes."""
-    scan = parse_scan(FIELDS | {"sequences": sequences, "out": str(directory)} | changes)
-    return make_plan(scan, "grown")
+    return make_plan(scan_of(directory, sequences, **changes), "grown")
+
+
+def scan_of(directory: Path, sequences: int | str, **changes: Any) -> Scan:
+    """This file's scan, with so many sequences and other changes."""
+    return parse_scan(FIELDS | {"sequences": sequences, "out": str(directory)} | changes)
 
 
 def run_here(plan: Plan, replica: type[Replica] = ToyReplica, verify: bool = False) -> list[str]:
@@ -451,6 +457,11 @@ def reverse_text(file: Path, row: int) -> None:
     file.write_text("".join(lines))
 
 
+def rows_of_sequence(reader: SequenceReader, sequence: int) -> list[int]:
+    """The rows of the documents that a sequence is made of."""
+    return [int(block.row[document]) for block, document in reader.documents_of(sequence)]
+
+
 def tokens_read(run: RunDirectory) -> list[Any]:
     sql = "SELECT sequence, row, tokens FROM sequences WHERE intervention = 'none' ORDER BY ALL"
     return connect_to_tables(run.path).execute(sql).fetchall()
@@ -465,15 +476,15 @@ def test_a_run_continues_after_an_unmeasured_document_was_mended(
     plan_before = plan_of(tmp_path / "out", "all", **fields)
     assert not plan_before.has_new_index
     reader = plan_before.sequences.reader
-    document = int(reader.cuts.first_document[7])
+    changed_row = rows_of_sequence(reader, 7)[0]
     # With joined documents, a shard beside it may also be made of the document.
     affected_shards = {
-        i // SHARD_SIZE for i in range(len(reader)) if document in reader.spanned(i, i + 1)
+        i // SHARD_SIZE for i in range(len(reader)) if changed_row in rows_of_sequence(reader, i)
     }
     for shard in affected_shards:
         local(run.commit_file(shard)).unlink(missing_ok=True)
     tokens_before = tokens_read(run)
-    reverse_text(file, int(reader.index.row[document]))
+    reverse_text(file, changed_row)
     plan = plan_of(tmp_path / "out", "all", **fields)
     assert plan.has_new_index
     run_here(plan)
@@ -507,18 +518,22 @@ def test_a_document_that_is_measured_may_not_change(tmp_path: Path, document: in
     )
 
 
-def test_a_change_that_keeps_size_and_time_is_found_when_the_text_is_read(tmp_path: Path) -> None:
+def test_a_change_that_keeps_size_and_time_is_found_if_the_corpus_is_verified(
+    tmp_path: Path,
+) -> None:
     fields, file, run = half_measured_run(tmp_path)
     times = os.stat(file)
     reverse_text(file, 7)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    plan = plan_of(tmp_path / "out", "all", **fields)
-    assert not plan.has_new_index
-    with pytest.raises(
-        HeadcountError, match=r"b\.jsonl, line 8: changed since the run began; run "
-    ):
-        plan.sequences.shard(2)
-    assert 2 not in {commit.shard for commit in run.commits()}
+    # The tokens of before are still there, so the run stays one of the text of before.
+    run_here(plan_of(tmp_path / "out", "all", **fields))
+    local(run.commit_file(2)).unlink()
+    lines: list[str] = []
+    scan = scan_of(tmp_path / "out", "all", **fields)
+    with pytest.raises(RunError, match=r"b\.jsonl holds other texts, although its time did not"):
+        make_plan(scan, "grown", preparation=Preparation(verify=True, tell=lines.append))
+    assert re.search(r"b\.jsonl, line 8", lines[0])
+    assert lines[-1] == "1 portion of 1 differed; their texts are prepared again"
 
 
 def test_a_bad_row_may_be_mended(tmp_path: Path) -> None:
@@ -526,11 +541,14 @@ def test_a_bad_row_may_be_mended(tmp_path: Path) -> None:
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:12], "{\n", *lines[12:]]))
     fields = fields_of_corpus(file) | {"model": "bundled:gpt2-mini", "n_ctx": 5, "bad_rows": 0.1}
-    begun_plan = plan_of(tmp_path / "out", 9, **fields)
+    begun_plan = plan_of(tmp_path / "out", "all", **fields)
     run_here(begun_plan)
     status = read_status(begun_plan.run)
-    assert status.documents == {"used": 9, "bad": 1, "not needed": 7}
-    assert "corpus    17 documents: 9 used, 1 bad, 7 not needed" in as_lines(status)
+    assert status.documents == {"used": 16, "bad": 1}
+    assert "corpus    17 documents: 16 used, 1 bad" in as_lines(status)
+    # The sequences behind the bad row are not measured.
+    for shard in (4, 5):
+        local(begun_plan.run.commit_file(shard)).unlink()
     file.write_text("".join([*lines[:12], lines[0], *lines[12:]]))
     run_here(plan_of(tmp_path / "out", "all", **fields))
     assert read_status(begun_plan.run).documents == {"used": 17}
@@ -557,25 +575,51 @@ def test_a_removed_document_and_a_file_put_before_are_refused(tmp_path: Path) ->
     )
 
 
-def test_an_index_of_older_code_is_compared_by_the_lengths_of_documents(tmp_path: Path) -> None:
+# What a run keeps of its corpus
+
+
+def test_a_run_goes_on_when_its_tokens_or_its_corpus_lie_elsewhere(tmp_path: Path) -> None:
     fields, file, run = half_measured_run(tmp_path)
-    index_file = local(run.index) / "documents.parquet"
-    table = pq.read_table(index_file)
-    metadata = {"problems": "{}", "whole_sources": "1"}
-    pq.write_table(
-        table.select(["source", "row", "n_tokens"]).replace_schema_metadata(metadata), index_file
-    )
-    manifest = json.loads(local(run.manifest_file).read_text())
-    manifest["identity"]["corpus"]["sources"][0]["bytes"] = file.stat().st_size
-    local(run.manifest_file).write_text(json.dumps(manifest))
+    shutil.rmtree(tmp_path / "out" / "corpora")
+    # The file is as it was, so its tokens are made again.
     assert not plan_of(tmp_path / "out", "all", **fields).has_new_index
-    write_texts(file, *reversed(range(8, 24)))
-    # The file has as many bytes as before, so its change shows only when it is read.
+    shutil.move(tmp_path / "out" / "corpora", tmp_path / "elsewhere")
+    fields["corpora"] = str(tmp_path / "elsewhere")
     plan = plan_of(tmp_path / "out", "all", **fields)
-    with pytest.raises(HeadcountError, match="line 7: changed since the run began"):
-        plan.sequences.shard(2)
-    write_texts(file, 9, *range(9, 24))
-    with pytest.raises(RunError, match=r"b\.jsonl, line 1 is another text, which sequence 0"):
+    assert plan.has_new_index
+    run_here(plan)
+    assert run.manifest().corpora == str(tmp_path / "elsewhere")
+    # `resume` does not need the scan file to find the tokens.
+    assert len(replan(run).sequences) == 16
+    assert not (tmp_path / "out" / "corpora").exists()
+    moved_file = tmp_path / "moved" / file.name
+    moved_file.parent.mkdir()
+    shutil.copy2(file, moved_file)
+    shutil.rmtree(tmp_path / "elsewhere")
+    assert replan(run, [f"input.files={moved_file}"]).has_new_index
+
+
+def test_a_changed_corpus_whose_old_tokens_are_gone_is_refused(tmp_path: Path) -> None:
+    fields, file, run = half_measured_run(tmp_path)
+    shutil.rmtree(tmp_path / "out" / "corpora")
+    os.utime(file, (1, 1))
+    with pytest.raises(RunError) as refusal:
+        plan_of(tmp_path / "out", "all", **fields)
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith(
+        f"{run.path}: the corpus has changed since the run was begun: b.jsonl is not as it was, "
+        f"and the tokens that the run was begun with are gone from {tmp_path}/out/corpora/"
+    )
+
+
+def test_a_run_of_an_older_version_is_not_continued(tmp_path: Path) -> None:
+    fields, _, run = half_measured_run(tmp_path)
+    record = local(run.index) / "corpus.json"
+    record.rename(record.with_name("documents.parquet"))
+    with pytest.raises(RunError, match="begun by an older headcount, which kept no tokens of its"):
+        plan_of(tmp_path / "out", "all", **fields)
+    record.write_text("[]")
+    with pytest.raises(RunError, match=r"corpus\.json: damaged, so nothing says which corpus"):
         plan_of(tmp_path / "out", "all", **fields)
 
 

@@ -1,4 +1,4 @@
-"""What `headcount plan` prints is what the scan then does, and the corpus is tokenised once."""
+"""What `headcount plan` prints is what the scan then does, and a corpus is tokenised once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import headcount
-from jobs import progress
-from jobs.corpus_index import FOLDER, KeptIndex
+from jobs import corpus_estimate, progress
+from jobs.corpus_preparation import Preparation, corpora_of
+from jobs.corpus_work import CorpusProgress
 from jobs.cost import Rehearsal
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
 from jobs.run_loop import run_to_end
 from schemas.errors import ScanError
-from schemas.places import StorePath, place
 from schemas.scan import parse_scan
 from tests import toy_models as toy
-from workers.inputs.document_index import IndexProgress
 from workers.memory import PeakMemory, available_cores, total_memory
 
 ROOT = Path(__file__).parent.parent
@@ -59,132 +58,89 @@ def fields_of(model: Path, tmp_path: Path, **changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[IndexProgress]]:
-    """A plan, and the progress of the tokenising: none if the corpus was not tokenised."""
-    index_progress: list[IndexProgress] = []
-    return make_plan(parse_scan(fields), "toy", watch=index_progress.append), index_progress
+def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[CorpusProgress]]:
+    """A plan, and the progress of the preparation: none if nothing was tokenised."""
+    progress_of_corpus: list[CorpusProgress] = []
+    preparation = Preparation(watch=progress_of_corpus.append)
+    return make_plan(parse_scan(fields), "toy", preparation=preparation), progress_of_corpus
 
 
-def keep_index(plan: Plan) -> None:
-    """Keep the plan's index beside the runs, as the command `plan` does."""
-    kept_index = KeptIndex.of(plan.sequences, plan.run.path.parent)
-    assert kept_index is not None
-    kept_index.write(plan.sequences)
+# The tokens of a corpus
 
 
-# The index that a plan keeps
-
-
-def test_a_scan_reads_the_index_that_its_plan_kept(model: Path, tmp_path: Path) -> None:
+def test_scans_of_one_corpus_read_the_same_tokens(model: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.jsonl", "What is planned", "is tokenised once", "")
     fields = fields_of(model, tmp_path)
-    plan, index_progress = plan_and_progress(fields)
-    assert [(p.documents, p.tokens, p.source, p.sources) for p in index_progress] == [(3, 32, 1, 1)]
-    keep_index(plan)
-    plan_again, index_progress = plan_and_progress(fields)
-    assert index_progress == []
-    assert plan.sequences.index is not None
-    assert plan_again.sequences.index is not None
-    for name in ("source", "row", "n_tokens", "problems"):
-        np.testing.assert_array_equal(
-            getattr(plan_again.sequences.index, name), getattr(plan.sequences.index, name)
-        )
-    assert plan_again.bad_rows == []
-    assert plan_again.sequences.fates is not None
-    assert plan_again.sequences.fates.all == {"used": 2, "empty": 1}
-    # Other interventions, another family that packs the same: the same index.
-    _, index_progress = plan_and_progress(
-        fields | {"interventions": ["zero_query_bias"], "batch_size": 1}
-    )
-    assert index_progress == []
+    plan, corpus_progress = plan_and_progress(fields)
+    assert (corpus_progress[-1].documents, corpus_progress[-1].tokens) == (3, 32)
+    assert plan.sequences.fates is not None
+    assert plan.sequences.fates.all == {"used": 2, "empty": 1}
+    # The same again, or with other interventions, another length, another packing.
+    for changes in (
+        {},
+        {"interventions": ["zero_query_bias"], "batch_size": 1},
+        {"n_ctx": 4},
+        {"input": fields["input"] | {"packing": "document"}},
+    ):
+        changed_plan, corpus_progress = plan_and_progress(fields | changes)
+        assert corpus_progress == []
+        assert changed_plan.bad_rows == []
 
 
-@pytest.mark.parametrize("change", ["content", "name", "more", "n_ctx", "packing", "tokenizer"])
-def test_an_index_of_something_else_is_not_taken(model: Path, tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("change", ["content", "name", "more", "tokenizer"])
+def test_tokens_of_something_else_are_not_taken(model: Path, tmp_path: Path, change: str) -> None:
     file = write_texts(tmp_path / "a.jsonl", "abcdefgh", "ijklmnopqrst")
     fields = fields_of(model, tmp_path)
-    plan, _ = plan_and_progress(fields)
-    keep_index(plan)
+    plan_and_progress(fields)
     if change == "content":
-        # As long as before, and written at the same time.
-        times = os.stat(file)
         write_texts(file, "abcdefghi", "jklmnopqrst")
-        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-        assert os.stat(file).st_size == times.st_size
+        os.utime(file, (1, 1))
     elif change == "name":
         file.rename(tmp_path / "b.jsonl")
     elif change == "more":
         write_texts(tmp_path / "b.jsonl", "uvwxyz")
-    elif change == "n_ctx":
-        fields["n_ctx"] = 4
-    elif change == "packing":
-        fields["input"]["packing"] = "document"
     else:
         fields["model"] = str(shutil.copytree(model, tmp_path / "other"))
         tokenizer = tmp_path / "other" / "tokenizer.json"
         content = json.loads(tokenizer.read_text())
         content["normalizer"] = {"type": "Lowercase"}
         tokenizer.write_text(json.dumps(content))
-    changed_plan, index_progress = plan_and_progress(fields)
-    assert index_progress
-    assert changed_plan.sequences.text_length == fields["n_ctx"] - 1
-
-
-def test_an_index_of_the_first_files_does_not_depend_on_the_others(
-    model: Path, tmp_path: Path
-) -> None:
-    write_texts(tmp_path / "a.jsonl", "abcdefghijklmnopqrstuvwxyz")
-    write_texts(tmp_path / "b.jsonl", "0123456789")
-    fields = fields_of(model, tmp_path, sequences=2)
-    plan, index_progress = plan_and_progress(fields)
-    assert [p.source for p in index_progress] == [1]
-    keep_index(plan)
-    write_texts(tmp_path / "b.jsonl", "9876543210")
-    assert plan_and_progress(fields)[1] == []
-    write_texts(tmp_path / "a.jsonl", "bacdefghijklmnopqrstuvwxyz")
     assert plan_and_progress(fields)[1]
 
 
-def test_a_broken_index_is_made_anew(model: Path, tmp_path: Path) -> None:
+def test_a_damaged_piece_is_prepared_again(model: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "a.jsonl", "abcdefghijklmnop")
     fields = fields_of(model, tmp_path)
-    plan, _ = plan_and_progress(fields)
-    keep_index(plan)
-    (file,) = (tmp_path / "runs" / FOLDER).glob("*.parquet")
+    plan_and_progress(fields)
+    (file,) = (tmp_path / "runs" / "corpora").glob("*/*/*.documents.parquet")
     file.write_bytes(b"PAR1, and then the power went")
     assert plan_and_progress(fields)[1]
 
 
-def test_the_index_of_a_store_lies_in_the_store(model: Path, tmp_path: Path) -> None:
-    write_texts(tmp_path / "a.jsonl", "abcdefghijklmnop")
-    plan, _ = plan_and_progress(fields_of(model, tmp_path))
-    kept_index = KeptIndex.of(plan.sequences, place("s3://bucket/runs"))
-    assert kept_index is not None
-    assert isinstance(kept_index.file, StorePath)
-    assert re.fullmatch(rf"s3://bucket/runs/{FOLDER}/\w{{12}}\.parquet", kept_index.file.url)
+def test_tokens_lie_beside_the_runs_or_where_the_scan_says(model: Path, tmp_path: Path) -> None:
+    fields = fields_of(model, tmp_path, out="s3://bucket/runs")
+    assert str(corpora_of(parse_scan(fields))) == "s3://bucket/runs/corpora"
+    fields["corpora"] = str(tmp_path / "tokens")
+    assert corpora_of(parse_scan(fields)) == tmp_path / "tokens"
 
 
-def test_synthetic_sequences_have_no_index(model: Path, tmp_path: Path) -> None:
-    synthetic = {"sequences": 2, "input": {"family": "uniform_random"}}
-    plan, _ = plan_and_progress(fields_of(model, tmp_path) | synthetic)
-    assert KeptIndex.of(plan.sequences, plan.run.path.parent) is None
-
-
-def test_tokenising_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preparation_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     quick_console = Console(file=io.StringIO(), width=20)
     with progress.watch_index(quick_console) as watch:
-        watch(IndexProgress(1024, 250_000, 976, 4000, 1, 3))
-        watch(IndexProgress(2048, 500_000, 1953, None, 1, 1))
+        watch(CorpusProgress(1024, 250_000, 3, 0.25, 400_000.0, 125.0))
+        watch(CorpusProgress(1, 500_000, 0, None, None, None, waiting=True))
     assert isinstance(quick_console.file, io.StringIO)
     assert quick_console.file.getvalue().splitlines() == [
-        "tokenising: 1,024 documents, 250,000 tokens, 976 of 4,000 sequences, file 1 of 3",
-        "tokenising: 2,048 documents, 500,000 tokens, 1,953 sequences",
+        "preparing tokens: 1,024 documents, 250,000 tokens, 3 bad rows, 25%, 400,000 tokens/s, "
+        "2 min 5 s left",
+        "preparing tokens: 1 document, 500,000 tokens, waiting for another process that prepares "
+        "the same texts",
     ]
     monkeypatch.setattr(progress, "QUIET_SECONDS", 10.0)
     slow_console = Console(file=io.StringIO())
     with progress.watch_index(slow_console) as watch:
-        watch(IndexProgress(1024, 250_000, 976, 4000, 1, 3))
+        watch(CorpusProgress(1024, 250_000, 3, 0.25, 400_000.0, 125.0))
     assert isinstance(slow_console.file, io.StringIO)
     assert slow_console.file.getvalue() == ""
 
@@ -263,10 +219,30 @@ def test_the_command_says_what_will_run_and_leaves_no_run(model: Path, tmp_path:
     assert "This machine has no cuda" in process.stdout
     assert "measured on its cpu in float32" in process.stdout
     assert re.search(r"all .* about [\d.]+ ", process.stdout)
-    assert "201 documents read, 4,400 tokens; index kept as" in process.stdout
+    assert "4,400 tokens of 201 documents are prepared" in process.stdout
     assert re.search(r"documents ┃ all ┃ used ┃ empty ┃", process.stdout)
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [FOLDER]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["corpora"]
     assert plan_and_progress(fields)[1] == []
+
+
+def test_a_large_corpus_is_estimated_and_nothing_of_it_is_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_estimate, "SAMPLE_TOKENS", 2000)
+    write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 1000)
+    result = CliRunner().invoke(
+        headcount.app, words_of_plan(tmp_path, **fields_of(model, tmp_path))
+    )
+    assert result.exception is None
+    words = " ".join(result.stdout.replace("│", " ").split())
+    assert re.search(r"sequences about 3,2\d\d ", words)
+    assert re.search(
+        r"about 1,\d\d\d documents, 2[12],\d\d\d tokens \(from a sample of 2,0\d\d ", words
+    )
+    assert re.search(
+        r"about 2[12],\d\d\d tokens to prepare: about [\d.]+ s on this machine, ", words
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ class TextTokenizer:
         self._tokenizer.encode_special_tokens = True
         _check_size(path, self._tokenizer.get_vocab(), d_vocab)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a tokenizer that another process sent, where the model's files need not be."""
+        self.__dict__.update(state)
+        # The library does not send this setting along.
+        self._tokenizer.encode_special_tokens = True
+
     @cached_property
     def fingerprint(self) -> str:
         """Identifies what a text becomes.
