@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.measured_on import machine
 from benchmarks.page import Json, grid, hardware
+from jobs.corpus_preparation import prepare
 from schemas.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
@@ -137,8 +138,10 @@ def measure_case(fields: dict[str, Any], sequences: int, precisions: Sequence[st
     fields = {"bos": False} | fields | {"sequences": sequences, "statistics": "all"}
     info = describe(find_model(fields["model"]))
     source = Sequences(parse_scan(fields), info)
-    source.make_index()
-    shard = source.shard(0)
+    with tempfile.TemporaryDirectory() as corpora:
+        if source.corpus is not None:
+            source.use_index(prepare(source, Path(corpora)))
+        shard = source.shard(0)
 
     def measure(precision: str) -> dict[str, np.ndarray]:
         scan = parse_scan(fields | {"precision": precision})

@@ -30,6 +30,7 @@ from jobs.scan_commands import (
     Overrides,
     Replicas,
     Verify,
+    VerifyCorpus,
 )
 from schemas.errors import RunError, counted, unknown
 
@@ -346,6 +347,7 @@ def resume(
         ),
     ] = None,
     verify: Verify = False,
+    verify_corpus: VerifyCorpus = False,
     allow_other_code: AllowOtherCode = False,
 ) -> None:
     """Continue a run from its directory alone.
@@ -364,9 +366,13 @@ def resume(
         # The job checks its overrides, too, but minutes later and in its log.
         check_overrides(directory, overrides or [])
         cluster = JobClient(address)
-        submission = submit_resume(
-            cluster, directory, resources, env or [], overrides or [], verify, allow_other_code
-        )
+        flags = {
+            "--verify": verify,
+            "--verify-corpus": verify_corpus,
+            "--allow-other-code": allow_other_code,
+        }
+        given = [flag for flag, is_given in flags.items() if is_given]
+        submission = submit_resume(cluster, directory, resources, env or [], overrides or [], given)
         _await_driver(cluster, submission)
         return
     if env:
@@ -374,7 +380,7 @@ def resume(
             "--env: expected with --address only; a run that continues here has this machine's "
             "variables"
         )
-    _resume_here(directory, resources, overrides or [], verify, allow_other_code)
+    _resume_here(directory, resources, overrides or [], verify, verify_corpus, allow_other_code)
 
 
 def _resume_here(
@@ -382,10 +388,13 @@ def _resume_here(
     resources: Resources,
     overrides: list[str],
     verify: bool,
+    verify_corpus: bool,
     allow_other_code: bool,
 ) -> None:
     """Continue a run with this process as its driver."""
     from jobs import phases
+    from jobs.corpus_preparation import Preparation
+    from jobs.progress import watch_index
     from jobs.replan import replan
     from jobs.run_loop import run_to_end
     from jobs.run_places import where_begun
@@ -400,8 +409,11 @@ def _resume_here(
     with phases.taken(), where_begun(directory, overrides) as absolute_overrides:
         phases.about(directory)
         phases.note("loading the model")
-        plan = replan(directory, absolute_overrides, command)
-        phases.note("waiting for a replica")
+        with watch_index(console) as watch:
+            preparation = Preparation(
+                resources, watch, verify_corpus, lambda line: say(console, line)
+            )
+            plan = replan(directory, absolute_overrides, command, preparation)
         failures = run_to_end(plan, resources, console, verify, allow_other_code=allow_other_code)
     print(directory.path)
     if failures:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from jobs import metrics
 from jobs.stored_bytes import covered_bytes
 from schemas.places import Place
 from workers.inputs.documents import COMPRESSED
@@ -134,7 +135,9 @@ class CorpusWork:
         """Take in what was committed of a portion."""
         self.live.pop(number, None)
         first = self.added if number == self.frontier else []
+        tokens_before = self.tokens
         self._note(number, self.store.pieces(self.portions[number], first))
+        metrics.tokens_prepared(self.tokens - tokens_before)
         self._add_in_order()
         self.show()
 

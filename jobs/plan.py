@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from jobs import phases
 from jobs.corpus_estimate import CorpusEstimate, estimate_corpus
 from jobs.corpus_preparation import HERE, Preparation, corpora_of
 from jobs.resolved_scan import ResolvedScan, resolve
@@ -131,6 +132,7 @@ def make_plan(
     else:
         first_run = RunDirectory.of(scan.out, resolved.scan.run_id(name))
         run = find_run(resolved, first_run, command, new)
+    phases.about(run)
     must_exist = run_id is not None
     return plan_run(resolved, run, must_exist, preparation=preparation, command=command)
 

@@ -22,6 +22,8 @@ def portable_scan(scan_file: Path, overrides: list[str]) -> Scan:
     """
     scan = load_scan(scan_file, overrides)
     _check_everywhere("out", scan.out, "--set out=s3://BUCKET/runs")
+    if scan.corpora is not None:
+        _check_everywhere("corpora", scan.corpora, "--set corpora=s3://BUCKET/corpora")
     for option in FILE_OPTIONS:
         value = scan.input.options.get(option)
         files = value if isinstance(value, list) else [value]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from jobs import phases
 from jobs.console import duration
 from schemas.commits import Commit, Failure
 from schemas.errors import counted
@@ -69,6 +70,7 @@ def watch_index(console: Console) -> Iterator[Callable[[CorpusProgress], None]]:
         def show(progress: CorpusProgress) -> None:
             nonlocal next_line
             state = corpus_line(progress)
+            phases.note("preparing tokens", state)
             # As long as nobody knows how much there is, the bar pulses.
             total = None if progress.share is None else 1.0
             bar.update(task, completed=progress.share, total=total, state=state, visible=True)

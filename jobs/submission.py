@@ -377,15 +377,10 @@ def resume(
     resources: Resources,
     env: list[str],
     overrides: list[str],
-    verify: bool,
-    allow_other_code: bool,
+    flags: list[str],
 ) -> Submission:
-    """Start another job for a run whose last one has ended."""
-    words = ["resume", str(run.path), *_set_options(overrides)]
-    if verify:
-        words.append("--verify")
-    if allow_other_code:
-        words.append("--allow-other-code")
+    """Start another job for a run whose last one has ended; `flags` are more of its options."""
+    words = ["resume", str(run.path), *_set_options(overrides), *flags]
     words += _resource_options(resources)
     return cluster.start(run, words, _forwarded(env))
 

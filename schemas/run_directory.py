@@ -3,7 +3,7 @@
 runs/run_id=NAME-HASH/
 ├── scan.toml        as submitted
 ├── manifest.json    everything resolved: what is measured, with what, by which code
-├── index/           documents of the corpus, if there is one: their lengths and hashes
+├── index/           which pieces of the token store it reads, and what became of documents
 ├── heads/intervention=none/shard-000000.parquet …     and so in sequences/, profiles/, curves/
 ├── weights/intervention=none/shard-000000.parquet     if the scan names weight statistics
 ├── failures/shard-000000.json     attempts that failed, and why
@@ -72,7 +72,7 @@ class RunDirectory:
 
     @property
     def index(self) -> Place:
-        """The directory of the corpus index."""
+        """The directory of what the run keeps of its corpus."""
         return self.path / "index"
 
     @property

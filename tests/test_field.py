@@ -22,6 +22,7 @@ from queries.connection import connect
 from reproduce.system_runs import measure_runs
 from schemas.scan import parse_scan
 from tests import toy_models as toy
+from tests.toy_corpora import make_index
 from tests.toy_runs import Entry, write_run
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import describe, find_model
@@ -374,7 +375,7 @@ def test_a_chunk_may_be_repeated_with_its_bos(tmp_path: Path, bos: bool) -> None
             n_ctx=9, bos=bos, sequences=1, input=options | {"repeat_bos": repeat_bos}
         )
         sequences = Sequences(scan, info)
-        sequences.make_index()
+        make_index(sequences)
         tokens.append(sequences.shard(0).tokens[0].tolist())
     a, b, c = b"abc"
     if bos:

@@ -65,6 +65,7 @@ def test_a_minimal_scan_has_these_defaults():
         "bad_rows": 0.01,
         "bad_rows_in_a_row": 100,
         "out": "runs",
+        "corpora": None,
     }
 
 
