@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -42,13 +42,20 @@ WORDS_OF_TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "Path": "FI
 
 def commands_reference() -> str:
     """Every command with its arguments and options, from the command line itself."""
-    group = get_command(app)
-    assert isinstance(group, TyperGroup)
-    sections: list[str] = []
-    for name, command in group.commands.items():
-        assert isinstance(command, TyperCommand)
-        sections.append(_command_section(name, command))
-    return "\n".join(sections)
+    return "\n".join(_command_section(name, command) for name, command in commands())
+
+
+def commands() -> Iterator[tuple[str, TyperCommand]]:
+    """Every command by its name. A command of a group has the group's name before its own."""
+    front_door = get_command(app)
+    assert isinstance(front_door, TyperGroup)
+    for name, command in front_door.commands.items():
+        members = {name: command}
+        if isinstance(command, TyperGroup):
+            members = {f"{name} {member}": other for member, other in command.commands.items()}
+        for full_name, member in members.items():
+            assert isinstance(member, TyperCommand)
+            yield full_name, member
 
 
 def _command_section(name: str, command: TyperCommand) -> str:
