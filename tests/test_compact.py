@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs import compaction as compacting
+from jobs import merged_files
 from jobs.compaction import compact
 from jobs.run_lock import locked
 from schemas import places
@@ -221,7 +221,7 @@ def test_a_bare_glob_counts_each_row_once(run: RunDirectory) -> None:
 def test_a_query_on_one_head_skips_the_other_row_groups(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compacting, "ROW_GROUP", SHARDS * PER_SHARD)
+    monkeypatch.setattr(merged_files, "ROW_GROUP", SHARDS * PER_SHARD)
     compact(run)
     (path,) = local(run.path).glob("heads/intervention=none/*.parquet")
     sql = f"EXPLAIN ANALYZE SELECT avg(entropy) FROM '{path}' WHERE layer = 1 AND head = 2"
