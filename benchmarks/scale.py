@@ -114,7 +114,7 @@ class Idler(Replica):
         return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, every, method)
 
 
-def begin_run(out: Path, name: str, fields: Mapping[str, object]) -> Plan:
+def begin_run(out: Path | str, name: str, fields: Mapping[str, object]) -> Plan:
     """A new run without a shard, of a scan with these fields."""
     defaults = {
         "model": "bundled:gpt2-mini",

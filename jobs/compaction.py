@@ -48,6 +48,7 @@ from schemas.commits import (
     COMMITS_PER_FOLD,
     Commit,
     commit_name,
+    commits_of,
     delete,
     fold,
     write_fold,
@@ -248,8 +249,9 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
     shards that no longer count there. Neither is moved.
     """
     # The order of writes is that of the docstring of this file. `fold` also deletes commit files.
-    moved_commits, old_paths = merge_files(run, run.manifest(), commits)
-    fold(run.commits_directory, moved_commits, dropped)
+    rows = pa.Table.from_pylist([commit.model_dump() for commit in commits], schema=COMMITS)
+    moved_rows, old_paths = merge_files(run, run.manifest(), rows)
+    fold(run.commits_directory, list(commits_of(moved_rows)), dropped)
     delete(run.path / path for path in old_paths)
 
 

@@ -15,12 +15,20 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
-from schemas.commits import COMMITS, READERS, Commit, DataFile, commits_of
-from schemas.damage import Bounds, CommittedFile, declared_bounds, problem, shards_in_words
+from schemas.commits import COMMITS, FILES, READERS, DataFile
+from schemas.damage import (
+    Bounds,
+    CommittedFile,
+    committed_files,
+    declared_bounds,
+    problem,
+    shards_in_words,
+)
 from schemas.digests import digest_of
 from schemas.kinds import TABLES
 from schemas.manifest import Manifest
@@ -30,6 +38,9 @@ from schemas.run_directory import RunDirectory, data_path, pc
 
 ROW_GROUP = 65_536
 """Rows of a row group, which a reader reads or skips together."""
+
+DISK_READERS = 4
+"""Files of a disk that a process reads at once. More threads would wait for one another."""
 
 Problems = dict[int, str]
 """What the user is told of each shard that cannot be merged."""
@@ -42,13 +53,6 @@ class DamagedShards(Exception):
         super().__init__(why)
         self.shards = shards
         self.why = why
-
-
-class _ShardFile(NamedTuple):
-    """A data file, as the commit of one of its shards refers to it."""
-
-    commit: Commit
-    file: DataFile
 
 
 @dataclass(frozen=True)
@@ -105,17 +109,14 @@ def merge_group(group: Group) -> Merged:
         shards = pa.array([shard for unit in units for shard in unit.shards], pa.int64())
         rows = group.ledger.filter(pc.is_in(group.ledger["shard"], shards))
         try:
-            moved_commits, old_paths = merge_files(
-                group.run, group.manifest, list(commits_of(rows))
-            )
+            commits, old_paths = merge_files(group.run, group.manifest, rows)
         except DamagedShards as damage:
             # The others can be merged without them.
             message = damage_message(group.run, sorted(damage.shards), damage.why)
             problems |= dict.fromkeys(damage.shards, message)
             units = [unit for unit in units if not damage.shards.intersection(unit.shards)]
         else:
-            dumped = [commit.model_dump() for commit in moved_commits]
-            return Merged(pa.Table.from_pylist(dumped, schema=COMMITS), old_paths, problems)
+            return Merged(commits, old_paths, problems)
     return Merged(COMMITS.empty_table(), [], problems)
 
 
@@ -130,98 +131,101 @@ def damage_message(run: RunDirectory, shards: Sequence[int], what: str) -> str:
 
 
 def merge_files(
-    run: RunDirectory, manifest: Manifest, commits: list[Commit]
-) -> tuple[list[Commit], list[str]]:
-    """Write the merged files of some shards.
+    run: RunDirectory, manifest: Manifest, commits: pa.Table
+) -> tuple[pa.Table, list[str]]:
+    """Write the merged files of some shards, whose commits are rows of a ledger.
 
     Returns the commits that refer to them, and the paths of the files that held these rows. Such a
     file may also hold rows of shards that no longer count there. They are not moved.
     """
-    new_places = _write_merged_files(run, manifest, commits)
-    old_paths = {
-        file.path
-        for commit in commits
-        for file in commit.files
-        if (file.table, file.intervention) in new_places
-    }
-    return [_moved(commit, new_places) for commit in commits], sorted(old_paths)
-
-
-def _write_merged_files(
-    run: RunDirectory, manifest: Manifest, commits: list[Commit]
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Write the merged files; returns the new fields of each `DataFile`.
-
-    They are keyed by table and intervention. Files that stay where they are have no entry.
-    """
+    shards = commits["shard"].to_numpy()
     # The random part makes a name that was never used. A reader that holds an older commit must
     # find either the older file or none.
-    shard_range = f"{commits[0].shard:06d}-{commits[-1].shard:06d}"
+    shard_range = f"{shards.min():06d}-{shards.max():06d}"
     name = f"merged-{shard_range}-{secrets.token_hex(4)}.parquet"
-    groups: dict[tuple[str, str], list[_ShardFile]] = {}
-    for commit in commits:
-        for file in commit.files:
-            groups.setdefault((file.table, file.intervention), []).append(_ShardFile(commit, file))
-    new_places: dict[tuple[str, str], dict[str, Any]] = {}
-    for (table, intervention), shard_files in groups.items():
-        if len(shard_files) == 1 and shard_files[0].file.shards == 1:
-            continue  # A run has one file of weights. It stays where it is.
-        rows = _sorted(_read_rows(run, manifest, shard_files), TABLES[table].order)
-        content = parquet_bytes(rows, row_group_size=ROW_GROUP)
-        path = data_path(table, intervention, name)
-        write_whole(run.path / path, content)
-        # The old files are deleted later, so the new name must survive a power cut.
-        settle((run.path / path).parent)
-        new_places[table, intervention] = {
-            "path": path,
-            "bytes": content.size,
-            "shards": len(shard_files),
-            "digest": digest_of(content),
-        }
-    return new_places
-
-
-def _moved(commit: Commit, new_places: Mapping[tuple[str, str], dict[str, Any]]) -> Commit:
-    """A commit that refers to the merged files."""
-    files = [
-        file.model_copy(update=new_places.get((file.table, file.intervention), {}))
-        for file in commit.files
-    ]
-    return commit.model_copy(update={"files": files})
-
-
-def _read_rows(run: RunDirectory, manifest: Manifest, shard_files: list[_ShardFile]) -> pa.Table:
-    """The rows of some shards in one table, from all the files that hold them."""
-    by_path: dict[str, list[_ShardFile]] = {}
-    for shard_file in shard_files:
-        by_path.setdefault(shard_file.file.path, []).append(shard_file)
-    sources = [_committed_file(of_one_path) for of_one_path in by_path.values()]
+    files_by_kind: dict[tuple[str, str], list[CommittedFile]] = {}
+    for file in committed_files(commits):
+        files_by_kind.setdefault((file.table, file.intervention), []).append(file)
     bounds = declared_bounds(manifest)
-    with ThreadPoolExecutor(READERS) as pool:
-        tables = list(pool.map(lambda file: _read_file(run, manifest, file, bounds), sources))
-    for source, table in zip(sources, tables, strict=True):
+    new_files: list[DataFile] = []
+    old_paths: list[str] = []
+    for (table, intervention), files in files_by_kind.items():
+        if len(files) == 1 and len(files[0].shards) == 1 and files[0].rows is not None:
+            continue  # A run has one file of weights. It stays where it is.
+        rows = _sorted(_read_rows(run, manifest, files, bounds), TABLES[table].order)
+        new_files.append(_write_merged_file(run, table, intervention, name, rows, files))
+        old_paths += [file.path for file in files]
+    return _with_new_files(commits, new_files), old_paths
+
+
+def _write_merged_file(
+    run: RunDirectory,
+    table: str,
+    intervention: str,
+    name: str,
+    rows: pa.Table,
+    old_files: list[CommittedFile],
+) -> DataFile:
+    """Write the rows of some files into one."""
+    content = parquet_bytes(rows, row_group_size=ROW_GROUP)
+    path = data_path(table, intervention, name)
+    write_whole(run.path / path, content)
+    # The old files are deleted later, so the new name must survive a power cut.
+    settle((run.path / path).parent)
+    return DataFile(
+        table=table,
+        intervention=intervention,
+        path=path,
+        rows=rows.num_rows,
+        bytes=content.size,
+        shards=sum(len(file.shards) for file in old_files),
+        digest=digest_of(content),
+    )
+
+
+def _with_new_files(commits: pa.Table, new_files: list[DataFile]) -> pa.Table:
+    """Commits that refer to merged files, each in place of the file of its table and intervention.
+
+    The number of rows stays: it is that of the shard.
+    """
+    lists = commits["files"].combine_chunks()
+    files = pc.list_flatten(lists)
+    kinds = pc.binary_join_element_wise(
+        pc.struct_field(files, "table"), pc.struct_field(files, "intervention"), "/"
+    )
+    new_kinds = pa.array([f"{file.table}/{file.intervention}" for file in new_files], pa.string())
+    # NULL for a file that stays where it is.
+    new_places = pc.index_in(kinds, new_kinds)
+    arrays: list[pa.Array] = []
+    for field in FILES:
+        old_values = pc.struct_field(files, field.name)
+        if field.name in ("path", "bytes", "shards", "digest"):
+            new_values = pa.array([getattr(file, field.name) for file in new_files], field.type)
+            old_values = pc.coalesce(new_values.take(new_places), old_values)
+        arrays.append(old_values)
+    offsets = np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])
+    moved = pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()), pa.StructArray.from_arrays(arrays, fields=list(FILES))
+    )
+    field = COMMITS.field("files")
+    return commits.set_column(
+        commits.schema.get_field_index("files"), field, moved.cast(field.type)
+    )
+
+
+def _read_rows(
+    run: RunDirectory, manifest: Manifest, files: list[CommittedFile], bounds: Mapping[str, Bounds]
+) -> pa.Table:
+    """The rows of some files of one table, without those that do not count."""
+    readers = DISK_READERS if isinstance(run.path, Path) else READERS
+    with ThreadPoolExecutor(readers) as pool:
+        tables = list(pool.map(lambda file: _read_file(run, manifest, file, bounds), files))
+    for file, table in zip(files, tables, strict=True):
         if table.schema != tables[0].schema:
             raise DamagedShards(
-                set(source.shards), f"{source.path} has other columns than {sources[0].path}"
+                set(file.shards), f"{file.path} has other columns than {files[0].path}"
             )
     return pa.concat_tables(tables).combine_chunks()
-
-
-def _committed_file(of_one_path: list[_ShardFile]) -> CommittedFile:
-    """One file, as the commits of its shards describe it together."""
-    file = of_one_path[0].file
-    counts_whole = len(of_one_path) == file.shards
-    return CommittedFile(
-        path=file.path,
-        table=file.table,
-        intervention=file.intervention,
-        bytes=file.bytes,
-        digest=file.digest,
-        shards=[shard_file.commit.shard for shard_file in of_one_path],
-        rows=sum(shard_file.file.rows for shard_file in of_one_path) if counts_whole else None,
-        start=min(shard_file.commit.start for shard_file in of_one_path),
-        stop=max(shard_file.commit.stop for shard_file in of_one_path),
-    )
 
 
 def _read_file(
