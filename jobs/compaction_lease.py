@@ -5,7 +5,9 @@ finds the object watches it: if it changes, its owner is alive, and the newcomer
 does not change for `STALE_SECONDS`, its owner is dead.
 
 Two that begin in the same moment see each other, and both give up. A process that was asleep for
-longer than `STALE_SECONDS` finds out before its next fold, and stops.
+longer finds out before its next fold, and stops. What remains is a fold whose one request hangs for
+so long that another compaction begins meanwhile. Then some shards refer to files that are gone,
+which is found as damage, and `headcount resume` measures them again.
 """
 
 # pyarrow has no types.
