@@ -1,11 +1,13 @@
 """How the machinery around the replicas scales: `python -m benchmarks.scale`, or `make scale`.
 
-Four questions, each with its target:
+Six questions, each with its target:
 
 * How fast are commits made if replicas do no work?
 * How close does a scan through Ray come to the same engine in a plain loop?
 * How do two one-core replicas compare with one?
 * What do plan, status and resume cost if a run has a million shards?
+* How long does a connection for questions take if a run has 100,000 shards?
+* How long does it take to compact them?
 """
 
 from __future__ import annotations
@@ -37,20 +39,21 @@ from jobs.ray_cluster import Resources, connect
 from jobs.run_identity import begun_precisions
 from jobs.run_loop import missing_shards, say_what_differs
 from jobs.status import read_status
-from schemas.commits import COMMITS, COMMITS_PER_FOLD, DROPPED, Method
+from schemas.commits import COMMITS, COMMITS_PER_FOLD, DROPPED, Commit, Method, write_fold
 from schemas.digests import digest_of
 from schemas.intervention import NONE, Intervention
 from schemas.measured_heads import MeasuredHeads
+from schemas.parquet import parquet_bytes
 from schemas.run_directory import data_path
 from schemas.scan import Scan, parse_scan
 from schemas.statistics import KIND
-from schemas.tables import chance_column
+from schemas.tables import chance_column, with_partitions
 from workers.interventions.settlement import Settlement
 from workers.model.model_info import ModelInfo
 from workers.process import prepare_process
 from workers.provenance.machine import device_name, measuring_versions
 from workers.replica import InterventionMeasurements, Replica
-from workers.shard import run_shard
+from workers.shard import intervention_tables, run_shard
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 MILLION = 1_000_000
@@ -60,6 +63,9 @@ FILE_BYTES = 20_000
 
 WRITTEN_TABLES = ("heads", "sequences")
 """Tables that a shard writes if the scan asks for no profiles."""
+
+UNCOMPACTED = 100_000
+"""Shards of a run with real files, which is opened for questions and compacted."""
 
 MILLION_SCAN = {
     "model": "bundled:attn-only-2l-mini",
@@ -73,6 +79,7 @@ TARGETS = {
     "through_ray": ">= 0.95",
     "two_replicas": ">= 1.8",
     "million": "10 s, 1000 MB",
+    "open": "5 s",
 }
 
 
@@ -114,7 +121,7 @@ class Idler(Replica):
         return InterventionMeasurements({"heads": heads, "sequences": chance}, {}, every, method)
 
 
-def begin_run(out: Path, name: str, fields: Mapping[str, object]) -> Plan:
+def begin_run(out: Path | str, name: str, fields: Mapping[str, object]) -> Plan:
     """A new run without a shard, of a scan with these fields."""
     defaults = {
         "model": "bundled:gpt2-mini",
@@ -262,6 +269,75 @@ def _data_file(plan: Plan, table: str, shard: int) -> dict[str, Any]:
     }
 
 
+def write_uncompacted(out: Path, shards: int = UNCOMPACTED) -> Path:
+    """The directory of a run of real, tiny shards. All are done, and most are folded."""
+    fields = {
+        **MILLION_SCAN,
+        "sequences": shards,
+        "input": {"family": "repeated_random"},
+        "statistics": ["entropy", "sink_mass"],
+    }
+    plan = begin_run(out, "uncompacted", fields)
+    run_directory = Path(str(plan.run.path))
+    first_shard = plan.sequences.shard(0)
+    measurements = Idler(plan.info, plan.scan).measure(first_shard.tokens)
+    tables = intervention_tables(plan.scan, first_shard, measurements)
+    for table in tables:
+        (run_directory / data_path(table, "none", "")).mkdir(parents=True)
+    plan.run.commits_directory.mkdir()  # pyright: ignore[reportAttributeAccessIssue]
+    commits: list[dict[str, Any]] = []
+    for shard in range(shards):
+        files = [_write_small_file(plan, name, shard, rows) for name, rows in tables.items()]
+        commits.append(_commit(plan, shard) | {"files": files})
+        if len(commits) == COMMITS_PER_FOLD:
+            write_fold(plan.run.commits_directory, pa.Table.from_pylist(commits, COMMITS))
+            commits = []
+    for commit in map(Commit.model_validate, commits):
+        content = commit.model_dump_json(indent=1).encode()
+        Path(str(plan.run.commit_file(commit.shard))).write_bytes(content)
+    return run_directory
+
+
+def _write_small_file(plan: Plan, table: str, shard: int, rows: pa.Table) -> dict[str, Any]:
+    """Write a shard's rows of a table, without fsync; returns the file as a commit lists it."""
+    for key in ("shard", "sequence"):
+        place = rows.schema.get_field_index(key)
+        field = rows.schema.field(place)
+        rows = rows.set_column(place, field, pa.array(np.full(len(rows), shard), field.type))
+    content = parquet_bytes(with_partitions(rows, plan.run.run_id, "none"))
+    Path(str(plan.run.data_file(table, "none", shard))).write_bytes(content)
+    fields = {"rows": len(rows), "bytes": content.size, "digest": digest_of(content)}
+    return _data_file(plan, table, shard) | fields
+
+
+def open_for_questions(run: Path) -> dict[str, float]:
+    """Seconds of a new process that opens a run for questions, by the clock and of its cores."""
+    code = (
+        "import sys, time; from queries.asking import open_runs; "
+        "times = time.perf_counter(), time.process_time(); open_runs(sys.argv[1]); "
+        "print(time.perf_counter() - times[0], time.process_time() - times[1])"
+    )
+    command = [sys.executable, "-c", code, str(run)]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds, cpu_seconds = map(float, process.stdout.split())
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds}
+
+
+def compact_by_command(run: Path) -> dict[str, float]:
+    """Seconds of `headcount compact`, by the clock and of all cores."""
+    start_time, start_usage = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "headcount", "compact", str(run)]
+    subprocess.run(command, capture_output=True, check=True)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "seconds": time.perf_counter() - start_time,
+        "cpu_seconds": usage.ru_utime
+        + usage.ru_stime
+        - start_usage.ru_utime
+        - start_usage.ru_stime,
+    }
+
+
 def plan_again(plan: Plan) -> int:
     """How many shards are done, as `headcount plan` reads it of a run that was begun."""
     assert begun_precisions(plan.run) == {"float32"}
@@ -321,6 +397,9 @@ def report(results: Mapping[str, Any], console: Console) -> None:
     for question, cost in results["million"].items():
         measured = f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB"
         rows.append((f"{question}, 1,000,000 shards", measured, TARGETS["million"]))
+    for what, cost in results.get("uncompacted", {}).items():
+        measured = f"{cost['seconds']:.1f} s ({cost['cpu_seconds']:.1f} s of a core)"
+        rows.append((f"{what}, {UNCOMPACTED:,} shards", measured, TARGETS.get(what, "")))
     for what, measured, target in rows:
         console.print(f"{what:<52}  {measured:<22}  {target:<14}")
 
@@ -330,7 +409,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "RUN"))
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", choices=["no_work", "overhead", "million"])
+    parser.add_argument("--only", choices=["no_work", "overhead", "million", "uncompacted"])
     options = parser.parse_args()
     if options.ask:
         question, run = options.ask
@@ -347,6 +426,12 @@ def main() -> None:
         if options.only in (None, "million"):
             run_directory = write_million(out)
             results["million"] = {question: ask(question, run_directory) for question in QUESTIONS}
+        if options.only in (None, "uncompacted"):
+            run_directory = write_uncompacted(out)
+            results["uncompacted"] = {
+                "open": open_for_questions(run_directory),
+                "compact": compact_by_command(run_directory),
+            }
     results |= {"machine": machine(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     report(results, Console())

@@ -3,7 +3,8 @@
 The order of writes, for one group of shards after another:
 
 1. The merged files of every table and intervention are written whole, under names that are used
-   once. No commit refers to them yet, so no reader sees them.
+   once (`jobs.merged_files`). No commit refers to them yet, so no reader sees them. Many groups are
+   at this step at once, in other processes or on other machines.
 2. One fold says that the group's rows lie there. From that moment they do: a fold counts more than
    commit files, and a later fold more than an earlier one.
 3. The commit files and the small data files are deleted. No commit that counts refers to them.
@@ -11,8 +12,10 @@ The order of writes, for one group of shards after another:
 If the process is killed before 2, merged files are left that no commit refers to. If it is killed
 after 2, small files are left that no commit refers to. So every row is counted once at every
 moment, and the next compaction deletes what was left (`clean`). At the end one fold of all commits
-replaces
-the folds before it.
+replaces the folds before it.
+
+Steps 2 and 3 belong to the one process that holds the run: by a lock on a disk, by a lease in a
+store. A worker that outlives it only leaves files of step 1.
 """
 
 # pyarrow has no types.
@@ -20,44 +23,50 @@ the folds before it.
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from jobs.compaction_lease import Lease, leased
+from jobs.merged_files import DamagedShards as DamagedShards
+from jobs.merged_files import (
+    Group,
+    MergeGroups,
+    Problems,
+    Unit,
+    damage_message,
+    is_worth_merging,
+    merge_files,
+    merged_here,
+)
 from jobs.run_lock import locked
 from schemas.commits import (
     COMMITS,
-    READERS,
+    COMMITS_PER_FOLD,
     Commit,
-    DataFile,
     commit_name,
     commits_of,
     delete,
     fold,
     write_fold,
 )
-from schemas.damage import Bounds, CommittedFile, declared_bounds, problem, shards_in_words
-from schemas.digests import digest_of
 from schemas.errors import RunError
 from schemas.kinds import TABLES
-from schemas.manifest import Manifest
-from schemas.parquet import parquet_bytes, read_content
-from schemas.places import names, open_at_once, reason, settle, write_whole
-from schemas.run_directory import RunDirectory, data_path, pc
+from schemas.places import names, reason
+from schemas.run_directory import RunDirectory, pc
 
 ROWS = 2_000_000
 """Rows of a merged file of the largest table (`heads`, or `profiles`). A file with at least half of
 them is left alone.
 """
 
-ROW_GROUP = 65_536
-"""Rows of a row group, which a reader reads or skips together."""
+MOST_UNITS = COMMITS_PER_FOLD
+"""Units that are merged at once. A run of tiny shards is merged in several rounds: the units of the
+next round are the merged files of this one.
+"""
 
 Tell = Callable[[str], None]
 """Takes a line about the progress."""
@@ -83,76 +92,89 @@ class Compacted:
     problems: list[str]
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Shards whose rows lie in the same files: a single shard until it is merged."""
-
-    positions: list[int]
-    """Of the shards in the ledger."""
-    rows: int
-    """Rows of the largest table under one intervention."""
-    code: str
-    """The code that measured them. Shards of two codes are never merged, so that either can be read
-    alone.
-    """
-    has_foreign_rows: bool
-    """Whether its files also hold rows of shards that no longer count there."""
-
-
-class _ShardFile(NamedTuple):
-    """A data file, as the commit of one of its shards refers to it."""
-
-    commit: Commit
-    file: DataFile
-
-
-class DamagedShards(Exception):
-    """Shards that cannot be merged because a file of theirs is damaged."""
-
-    def __init__(self, shards: set[int], why: str) -> None:
-        super().__init__(why)
-        self.shards = shards
-        self.why = why
-
-
-def compact(run: RunDirectory, rows: int = ROWS, tell: Tell = lambda line: None) -> Compacted:
+def compact(
+    run: RunDirectory,
+    rows: int = ROWS,
+    tell: Tell = lambda line: None,
+    merge_groups: MergeGroups = merged_here,
+) -> Compacted:
     """Merge the small files of a run; nobody else may be at work on it.
 
-    On a disk a lock makes sure of that. A store has no locks.
+    On a disk a lock makes sure of that, in a store a lease. `merge_groups` writes the merged files,
+    perhaps in other processes or on other machines.
     """
     began = time.monotonic()
     run.manifest()
     try:
-        with locked(run):
+        with locked(run), leased(run) as lease:
             before = _size(run)
-            problems = _compact_locked(run, rows, tell)
+            problems = _Compaction(run, rows, tell, merge_groups, lease).run_to_end()
             return Compacted(before, _size(run), time.monotonic() - began, problems)
     except OSError as error:
         raise RunError(f"{run.path}: {reason(error)}; mend that, then compact again") from None
 
 
-def _compact_locked(run: RunDirectory, rows: int, tell: Tell) -> list[str]:
-    """Merge what can be merged; returns what is wrong with the shards that were left alone."""
-    ledger = run.ledger().combine_chunks()
-    # Make room first: a killed compaction may have left merged files that nobody needs.
-    clean(run, ledger)
-    damaged = _damaged_shards(run, ledger)
-    whole_units = [
-        unit
-        for unit in _mergeable_units(ledger, rows)
-        if not damaged.keys() & _shards(ledger, unit)
-    ]
-    groups = _groups(whole_units, rows)
-    for number, group in enumerate(groups, start=1):
-        damaged |= _merge_readable(run, ledger, group)
-        tell(f"{run.run_id}: group {number:,} of {len(groups):,} merged")
-    _fold_all(run, examined=set(ledger["shard"].to_pylist()) - damaged.keys())
-    clean(run, run.ledger())
-    # Shards of one damaged file share a message.
-    return list(dict.fromkeys(damaged.values()))
+@dataclass(frozen=True)
+class _Compaction:
+    """A compaction at work. It holds the run."""
+
+    run: RunDirectory
+    rows: int
+    tell: Tell
+    merge_groups: MergeGroups
+    lease: Lease
+
+    def run_to_end(self) -> list[str]:
+        """Merge what can be merged; returns what is wrong with the shards that were left alone."""
+        run = self.run
+        ledger = run.ledger().combine_chunks()
+        # Make room first: a killed compaction may have left merged files that nobody needs.
+        clean(run, ledger)
+        problems = _damaged_shards(run, ledger)
+        while unit_groups := self._unit_groups(ledger, problems):
+            problems |= self._merge(ledger, unit_groups)
+            ledger = run.ledger().combine_chunks()
+        _fold_all(run, examined=set(ledger["shard"].to_pylist()) - problems.keys())
+        clean(run, run.ledger())
+        # Shards of one damaged file share a message.
+        return list(dict.fromkeys(problems.values()))
+
+    def _unit_groups(self, ledger: pa.Table, problems: Problems) -> list[list[Unit]]:
+        """What is to be merged now, without the shards that have a problem."""
+        units = _mergeable_units(ledger, self.rows)
+        return _grouped([u for u in units if problems.keys().isdisjoint(u.shards)], self.rows)
+
+    def _merge(self, ledger: pa.Table, unit_groups: list[list[Unit]]) -> Problems:
+        """Merge groups; returns what is wrong with the shards that cannot be merged."""
+        problems: Problems = {}
+        groups = self._with_commits(ledger, unit_groups)
+        for number, merged in enumerate(self.merge_groups(groups), start=1):
+            problems |= merged.problems
+            if len(merged.commits):
+                # The numbers are those of the order of writes in the docstring of this file. A
+                # process that lost the run must not go on: another one may be at work on it.
+                self.lease.check()
+                # 2. Say that the rows lie in the merged files.
+                write_fold(self.run.commits_directory, merged.commits)
+                # 3. Delete the commit files and the small data files.
+                delete(map(self.run.commit_file, merged.commits["shard"].to_pylist()))
+                delete(self.run.path / path for path in merged.old_paths)
+            self.tell(f"{self.run.run_id}: group {number:,} of {len(unit_groups):,} merged")
+        return problems
+
+    def _with_commits(self, ledger: pa.Table, unit_groups: list[list[Unit]]) -> Iterator[Group]:
+        """The groups as workers get them, each when its turn comes."""
+        manifest = self.run.manifest()
+        shards = ledger["shard"].to_numpy()
+        for units in unit_groups:
+            shards_of_group = sorted(shard for unit in units for shard in unit.shards)
+            # The ledger is in shard order and has them all.
+            positions = np.searchsorted(shards, shards_of_group)
+            commits = ledger.take(pa.array(positions)).select(COMMITS.names)
+            yield Group(self.run, manifest, units, commits)
 
 
-def _mergeable_units(ledger: pa.Table, rows: int) -> list[_Unit]:
+def _mergeable_units(ledger: pa.Table, rows: int) -> list[Unit]:
     """The units that are to be merged, in shard order.
 
     These are the units with less than half of `rows`, and those with rows that no longer count.
@@ -175,10 +197,11 @@ def _mergeable_units(ledger: pa.Table, rows: int) -> list[_Unit]:
     shards_in_file = pc.struct_field(files, "shards").to_numpy()[first_files].tolist()
     shards_by_path = dict(zip(paths, shards_in_file, strict=True))
 
+    shards = ledger["shard"].to_numpy()
     codes = ledger["code"].to_pylist()
     units = [
-        _Unit(
-            positions=members,
+        Unit(
+            shards=shards[members].tolist(),
             rows=int(rows_of_shard[members].sum()),
             code=codes[members[0]],
             has_foreign_rows=shards_by_path[path] != len(members),
@@ -188,58 +211,34 @@ def _mergeable_units(ledger: pa.Table, rows: int) -> list[_Unit]:
     return [unit for unit in units if unit.has_foreign_rows or 2 * unit.rows < rows]
 
 
-def _groups(units: list[_Unit], rows: int) -> list[list[_Unit]]:
+def _grouped(units: list[Unit], rows: int) -> list[list[Unit]]:
     """Units of one code that are merged with one another, with at most `rows` in a group.
 
     A unit without a partner stays as it is. Only one with foreign rows is written again alone.
     """
-    groups: list[list[_Unit]] = []
+    groups: list[list[Unit]] = []
     group_rows = 0
     for unit in sorted(units, key=lambda unit: unit.code):
-        fits = groups and group_rows + unit.rows <= rows and groups[-1][0].code == unit.code
+        fits = (
+            groups
+            and group_rows + unit.rows <= rows
+            and len(groups[-1]) < MOST_UNITS
+            and groups[-1][0].code == unit.code
+        )
         if not fits:
             groups.append([])
             group_rows = 0
         groups[-1].append(unit)
         group_rows += unit.rows
-    return [group for group in groups if _is_worth_merging(group)]
+    return [group for group in groups if is_worth_merging(group)]
 
 
-def _is_worth_merging(group: list[_Unit]) -> bool:
-    return len(group) > 1 or (len(group) == 1 and group[0].has_foreign_rows)
-
-
-def _shards(ledger: pa.Table, unit: _Unit) -> set[int]:
-    return set(ledger["shard"].to_numpy()[unit.positions].tolist())
-
-
-def _damaged_shards(run: RunDirectory, ledger: pa.Table) -> dict[int, str]:
+def _damaged_shards(run: RunDirectory, ledger: pa.Table) -> Problems:
     """The shards with a damaged file, and what the user is told of each."""
-    messages: dict[int, str] = {}
+    messages: Problems = {}
     for damage in run.damaged_files([ledger]):
-        message = _damage_message(run, damage.shards, f"{damage.path} {damage.why}")
+        message = damage_message(run, damage.shards, f"{damage.path} {damage.why}")
         messages |= dict.fromkeys(damage.shards, message)
-    return messages
-
-
-def _damage_message(run: RunDirectory, shards: Sequence[int], what: str) -> str:
-    return f"{shards_in_words(shards)}: {what}; headcount resume {run.path} --verify, then compact"
-
-
-def _merge_readable(run: RunDirectory, ledger: pa.Table, group: list[_Unit]) -> dict[int, str]:
-    """Merge those units of a group that can be read; returns the message of each other shard."""
-    messages: dict[int, str] = {}
-    units = group
-    while _is_worth_merging(units):
-        positions = sorted(position for unit in units for position in unit.positions)
-        try:
-            merge(run, list(commits_of(ledger.take(pa.array(positions)))))
-            break
-        except DamagedShards as damage:
-            # Nothing was committed, so the others can be merged without them.
-            message = _damage_message(run, sorted(damage.shards), damage.why)
-            messages |= dict.fromkeys(damage.shards, message)
-            units = [unit for unit in units if not damage.shards & _shards(ledger, unit)]
     return messages
 
 
@@ -249,125 +248,11 @@ def merge(run: RunDirectory, commits: list[Commit], dropped: Sequence[int] = ())
     Their files may also hold rows of shards that the same fold takes back (`dropped`), and rows of
     shards that no longer count there. Neither is moved.
     """
-    # The numbers are those of the order of writes in the docstring of this file.
-    # 1. Write the merged files.
-    new_places = _write_merged_files(run, commits)
-    # 2. Say that the rows lie there, which deletes the commit files, too (3).
-    moved_commits = [_moved(commit, new_places) for commit in commits]
-    fold(run.commits_directory, moved_commits, dropped)
-    # 3. Delete the small files.
-    old_paths = {
-        file.path
-        for commit in commits
-        for file in commit.files
-        if (file.table, file.intervention) in new_places
-    }
-    delete(run.path / path for path in sorted(old_paths))
-
-
-def _write_merged_files(
-    run: RunDirectory, commits: list[Commit]
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Write the merged files; returns the new fields of each `DataFile`.
-
-    They are keyed by table and intervention. Files that stay where they are have no entry.
-    """
-    manifest = run.manifest()
-    # The random part makes a name that was never used. A reader that holds an older commit must
-    # find either the older file or none.
-    shard_range = f"{commits[0].shard:06d}-{commits[-1].shard:06d}"
-    name = f"merged-{shard_range}-{secrets.token_hex(4)}.parquet"
-    groups: dict[tuple[str, str], list[_ShardFile]] = {}
-    for commit in commits:
-        for file in commit.files:
-            groups.setdefault((file.table, file.intervention), []).append(_ShardFile(commit, file))
-    new_places: dict[tuple[str, str], dict[str, Any]] = {}
-    for (table, intervention), shard_files in groups.items():
-        if len(shard_files) == 1 and shard_files[0].file.shards == 1:
-            continue  # A run has one file of weights. It stays where it is.
-        rows = _sorted(_read_rows(run, manifest, shard_files), TABLES[table].order)
-        content = parquet_bytes(rows, row_group_size=ROW_GROUP)
-        path = data_path(table, intervention, name)
-        write_whole(run.path / path, content)
-        # The old files are deleted later, so the new name must survive a power cut.
-        settle((run.path / path).parent)
-        new_places[table, intervention] = {
-            "path": path,
-            "bytes": content.size,
-            "shards": len(shard_files),
-            "digest": digest_of(content),
-        }
-    return new_places
-
-
-def _moved(commit: Commit, new_places: Mapping[tuple[str, str], dict[str, Any]]) -> Commit:
-    """A commit that refers to the merged files."""
-    files = [
-        file.model_copy(update=new_places.get((file.table, file.intervention), {}))
-        for file in commit.files
-    ]
-    return commit.model_copy(update={"files": files})
-
-
-def _read_rows(run: RunDirectory, manifest: Manifest, shard_files: list[_ShardFile]) -> pa.Table:
-    """The rows of some shards in one table, from all the files that hold them."""
-    by_path: dict[str, list[_ShardFile]] = {}
-    for shard_file in shard_files:
-        by_path.setdefault(shard_file.file.path, []).append(shard_file)
-    sources = [_committed_file(of_one_path) for of_one_path in by_path.values()]
-    bounds = declared_bounds(manifest)
-    with ThreadPoolExecutor(READERS) as pool:
-        tables = list(pool.map(lambda file: _read_file(run, manifest, file, bounds), sources))
-    for source, table in zip(sources, tables, strict=True):
-        if table.schema != tables[0].schema:
-            raise DamagedShards(
-                set(source.shards), f"{source.path} has other columns than {sources[0].path}"
-            )
-    return pa.concat_tables(tables).combine_chunks()
-
-
-def _committed_file(of_one_path: list[_ShardFile]) -> CommittedFile:
-    """One file, as the commits of its shards describe it together."""
-    file = of_one_path[0].file
-    counts_whole = len(of_one_path) == file.shards
-    return CommittedFile(
-        path=file.path,
-        table=file.table,
-        intervention=file.intervention,
-        bytes=file.bytes,
-        digest=file.digest,
-        shards=[shard_file.commit.shard for shard_file in of_one_path],
-        rows=sum(shard_file.file.rows for shard_file in of_one_path) if counts_whole else None,
-        start=min(shard_file.commit.start for shard_file in of_one_path),
-        stop=max(shard_file.commit.stop for shard_file in of_one_path),
-    )
-
-
-def _read_file(
-    run: RunDirectory, manifest: Manifest, file: CommittedFile, bounds: Mapping[str, Bounds]
-) -> pa.Table:
-    """The rows of a file that count; a file that is not as committed is never merged.
-
-    A merged file gets a digest of its own, which would hide the damage for ever.
-    """
-    try:
-        # The file is read twice, for its digest and for its rows.
-        with open_at_once(run.path / file.path) as content:
-            why = problem(run.path, manifest, file, bounds, content)
-            if why is None:
-                content.seek(0)
-                table = read_content(content)
-    except (OSError, pa.ArrowException) as error:
-        why = f"cannot be read ({reason(error)})"
-    if why is not None:
-        raise DamagedShards(set(file.shards), f"{file.path} {why}")
-    if file.rows is None:
-        return table.filter(pc.is_in(table["shard"], pa.array(file.shards, table["shard"].type)))
-    return table
-
-
-def _sorted(table: pa.Table, keys: Sequence[str]) -> pa.Table:
-    return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
+    # The order of writes is that of the docstring of this file. `fold` also deletes commit files.
+    rows = pa.Table.from_pylist([commit.model_dump() for commit in commits], schema=COMMITS)
+    moved_rows, old_paths = merge_files(run, run.manifest(), rows)
+    fold(run.commits_directory, list(commits_of(moved_rows)), dropped)
+    delete(run.path / path for path in old_paths)
 
 
 def _fold_all(run: RunDirectory, examined: set[int]) -> None:

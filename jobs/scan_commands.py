@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,6 +23,7 @@ from schemas.errors import HeadcountError, RunError, counted, printable
 if TYPE_CHECKING:
     from jobs.corpus_estimate import CorpusEstimate
     from jobs.cost import Cost
+    from jobs.merged_files import MergeGroups
     from jobs.plan import Plan
     from schemas.commits import Failure
     from schemas.document_fates import Fates
@@ -423,22 +425,44 @@ def compact(
     rows: Annotated[
         int, typer.Option(min=1, help="Rows of the largest table in a merged file.")
     ] = 2_000_000,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Processes that merge, each with about 1 GB of memory. 0: one for each core, as "
+            "far as the memory goes.",
+        ),
+    ] = 0,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Merge on the cores of this Ray cluster, which this machine belongs to and whose "
+            "machines all reach the run.",
+        ),
+    ] = None,
 ) -> None:
     """Merge the small files of a run into few large ones.
 
-    If it is stopped or killed, the same command continues. A store has no locks: do not compact a
-    run there during a scan or another compaction of it.
+    If it is stopped or killed, the same command continues. Two compactions of a run never work at
+    the same time. A store has no locks: do not compact a run there during a scan of it.
     """
     from jobs.compaction import compact
     from jobs.console import duration
     from schemas.places import absolute
     from schemas.run_directory import find_runs
 
+    if address is not None and processes:
+        raise RunError(
+            f"--processes {processes} merges on this machine, --address {address} on a cluster; "
+            "leave out one"
+        )
+    merge_groups = _merging(processes, address)
     console = Console(highlight=False, stderr=True)
     problems: list[str] = []
     for run in find_runs(absolute(path)):
         try:
-            result = compact(run, rows, lambda line: say(console, line))
+            result = compact(run, rows, lambda line: say(console, line), merge_groups)
         except RunError as error:
             # One run that cannot be compacted does not keep the others from it.
             problems.append(str(error))
@@ -452,6 +476,17 @@ def compact(
         print(run.path)
     if problems:
         raise RunError("\n".join(problems))
+
+
+def _merging(processes: int, address: str | None) -> MergeGroups:
+    """How a compaction merges: in processes of this machine, or on a cluster."""
+    if address is not None:
+        from jobs.merge_tasks import merged_by_tasks
+
+        return partial(merged_by_tasks, address)
+    from jobs.merge_processes import merged_by_processes
+
+    return partial(merged_by_processes, processes)
 
 
 def doctor(

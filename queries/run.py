@@ -118,7 +118,7 @@ def read_run(directory: RunDirectory, code: str | None) -> Run:
     """Read a manifest and a ledger, and look for files that are gone or have another size."""
     manifest = directory.manifest()
     ledger = directory.ledger()
-    # Two compactions of one run at the same time may leave rows that would count twice.
+    # Two compactions of older code at the same time may have left rows that would count twice.
     check_merged(ledger)
     if code is not None:
         codes = _named_codes(ledger["code"], manifest)

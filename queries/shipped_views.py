@@ -37,18 +37,23 @@ def _create_in_rounds(
     connection: duckdb.DuckDBPyConnection, queries: Mapping[str, str]
 ) -> dict[str, duckdb.Error]:
     """Create the views in any order that works. Returns the errors of those that cannot be."""
+    errors: dict[str, duckdb.Error] = {}
     uncreated = dict(queries)
-    while True:
-        errors: dict[str, duckdb.Error] = {}
+    while uncreated:
+        waiting: list[str] = []
         for name, sql in uncreated.items():
             try:
                 connection.execute(f"CREATE VIEW {quoted_name(name)} AS {sql}")
+                errors.pop(name, None)
             except duckdb.Error as error:
                 errors[name] = error
-        # A view may read another one, so a round may create what the round before could not.
-        if len(errors) == len(uncreated):
-            return errors
-        uncreated = {name: queries[name] for name in errors}
+                # It may read a view that the next round finds. Other errors would come again.
+                if isinstance(error, duckdb.CatalogException):
+                    waiting.append(name)
+        if len(waiting) == len(uncreated):
+            break
+        uncreated = {name: queries[name] for name in waiting}
+    return errors
 
 
 def _create_failing_view(

@@ -7,6 +7,7 @@ runs/run_id=NAME-HASH/
 ├── heads/intervention=none/shard-000000.parquet …     and so in sequences/, profiles/, curves/
 ├── weights/intervention=none/shard-000000.parquet     if the scan names weight statistics
 ├── failures/shard-000000.json     attempts that failed, and why
+├── compactions/                   in a store: who is compacting the run now
 └── commits/shard-000000.json      written last: a shard is done if and only if its commit is in
                                    the ledger (commits.py)
 """
@@ -236,8 +237,9 @@ def holds_whole_shard(manifest: Manifest, ledger: pa.Table) -> np.ndarray:
 def check_merged(ledger: pa.Table) -> None:
     """Refuse a ledger that counts rows twice.
 
-    Every shard with rows in a merged file must have its commit there. Two compactions of a run in a
-    store that ran at the same time can break this rule; a third compaction mends it.
+    Every shard with rows in a merged file must have its commit there. Two compactions of older
+    code that ran at the same time in a store can have broken this rule. Another compaction mends
+    it.
     """
     files = pc.list_flatten(ledger["files"])
     references = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})

@@ -6,20 +6,30 @@ import io
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 from typer.testing import CliRunner
 
 from headcount import app
-from jobs import compaction as compacting
+from jobs import compaction, compaction_lease, merged_files
 from jobs.compaction import compact
+from jobs.compaction_lease import leased
+from jobs.merge_processes import merged_by_processes
+from jobs.merge_tasks import merged_by_tasks
+from jobs.ray_cluster import Resources
+from jobs.ray_cluster import connect as connect_to_ray
 from jobs.run_lock import locked
 from schemas import places
 from schemas.commits import drop, fold
@@ -30,6 +40,7 @@ from schemas.run_directory import RunDirectory, check_merged
 from tests.s3_server import S3Server
 from tests.toy_runs import Entry, Row, local, write_run
 
+ROOT = Path(__file__).parent.parent
 INTERVENTIONS = ("none", "zero_query_bias")
 SHARDS, PER_SHARD, LAYERS, HEADS = 7, 3, 2, 3
 SHARD = PER_SHARD * LAYERS * HEADS
@@ -40,6 +51,9 @@ WRITTEN = ("heads", "profiles", "sequences")
 
 GROUPS = 3 * SHARD
 """Rows of a merged file: shards 0 to 2, 3 to 5, and 6."""
+
+PAIRS = 2 * SHARD + 1
+"""Rows of a merged file: shards 0 and 1, 2 and 3, 4 and 5. The last one has no partner."""
 
 Rows = dict[str, pa.Table]
 
@@ -221,7 +235,7 @@ def test_a_bare_glob_counts_each_row_once(run: RunDirectory) -> None:
 def test_a_query_on_one_head_skips_the_other_row_groups(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compacting, "ROW_GROUP", SHARDS * PER_SHARD)
+    monkeypatch.setattr(merged_files, "ROW_GROUP", SHARDS * PER_SHARD)
     compact(run)
     (path,) = local(run.path).glob("heads/intervention=none/*.parquet")
     sql = f"EXPLAIN ANALYZE SELECT avg(entropy) FROM '{path}' WHERE layer = 1 AND head = 2"
@@ -433,6 +447,60 @@ def test_two_compactions_that_overlapped_are_noticed_and_mended(
     assert_tidy(run)
 
 
+def test_tiny_shards_are_merged_in_rounds(
+    run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "MOST_UNITS", 2)
+    lines: list[str] = []
+    assert compact(run, tell=lines.append).problems == []
+    # Seven shards become three pairs and one, then two files, then one.
+    assert [line.partition(": ")[2] for line in lines] == [
+        f"group {number} of {groups} merged"
+        for groups in (3, 2, 1)
+        for number in range(1, groups + 1)
+    ]
+    assert len(data_files(run)) == 7
+    assert same_rows(read_rows(run), expected)
+    assert_tidy(run)
+
+
+def start_compaction(run: RunDirectory, *options: str) -> subprocess.Popen[str]:
+    """Start `headcount compact` in a process of its own."""
+    command = [sys.executable, "-m", "headcount", "compact", str(run.path), *options]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_while_processes_merge_it_goes_on_and_leaves_no_process(
+    run: RunDirectory, expected: Rows
+) -> None:
+    with start_compaction(run, "--rows", str(PAIRS), "--processes", "2") as process:
+        assert process.stderr is not None
+        # Three groups of two shards. The first is committed, the others are being merged.
+        assert "group 1 of 3 merged" in process.stderr.readline()
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    assert same_rows(read_rows(run), expected)
+    compact(run, PAIRS, merge_groups=partial(merged_by_processes, 1))
+    assert same_rows(read_rows(run), expected)
+    assert_tidy(run)
+
+
+def test_a_cluster_merges_the_same_rows(run: RunDirectory, expected: Rows) -> None:
+    file = damage_file(run, "cut")
+    connect_to_ray(Resources(1, 1, "cpu"))
+    try:
+        done = compact(run, PAIRS, merge_groups=partial(merged_by_tasks, "here"))
+        assert [problem.partition(":")[0] for problem in done.problems] == ["shard 4"]
+        assert file.exists()
+        # With its partner gone, shard 5 is merged with shard 6 in the next round.
+        assert [c.shard for c in run.commits() if c.files[0].shards == 2] == [0, 1, 2, 3, 5, 6]
+    finally:
+        ray.shutdown()
+
+
 def test_a_run_in_use_is_refused(run: RunDirectory) -> None:
     with locked(run), pytest.raises(RunError, match="another process is at work on this run"):
         compact(run)
@@ -469,15 +537,19 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePath]:
     places._filesystem.cache_clear()
 
 
+def copy_to_store(run: RunDirectory, store: StorePath) -> RunDirectory:
+    copy = RunDirectory.of(store, run.run_id)
+    for file in local(run.path).rglob("*.*"):
+        if file.is_file():
+            path = file.relative_to(local(run.path)).as_posix()
+            write_whole(copy.path / path, file.read_bytes())
+    return copy
+
+
 def test_in_a_store_it_is_the_same(
     original: RunDirectory, expected: Rows, store: StorePath
 ) -> None:
-    run = RunDirectory.of(store, original.run_id)
-    for file in local(original.path).rglob("*.*"):
-        if file.is_file():
-            write_whole(
-                run.path / file.relative_to(local(original.path)).as_posix(), file.read_bytes()
-            )
+    run = copy_to_store(original, store)
     write_whole(
         run.path / "heads/intervention=none/merged-000000-000002-1a2b3c4d.parquet", b"of a dead one"
     )
@@ -485,3 +557,36 @@ def test_in_a_store_it_is_the_same(
     assert same_rows(read_rows(run), expected)
     assert len(list(places.names(run.path / "heads/intervention=none"))) == 3
     assert len(list(places.names(run.commits_directory))) == 1
+    assert list(places.names(run.path / "compactions")) == []
+
+
+def test_in_a_store_a_second_compaction_is_refused_until_the_first_is_dead(
+    original: RunDirectory, expected: Rows, store: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction_lease, "RENEWAL_SECONDS", 0.5)
+    monkeypatch.setattr(compaction_lease, "STALE_SECONDS", 4.0)
+    monkeypatch.setattr(compaction_lease, "LOOK_SECONDS", 0.2)
+    run = copy_to_store(original, store)
+    before = sorted(places.names(run.commits_directory))
+    with leased(run), pytest.raises(RunError, match=r"another compaction is at work .*process \d"):
+        compact(run, GROUPS)
+    assert sorted(places.names(run.commits_directory)) == before
+    # One that died leaves its lease, and nobody writes it again.
+    write_whole(run.path / "compactions" / "dead.json", b"{}")
+    assert compact(run, GROUPS).problems == []
+    assert same_rows(read_rows(run), expected)
+    assert list(places.names(run.path / "compactions")) == []
+
+
+def test_a_compaction_that_lost_its_lease_changes_nothing(
+    run: RunDirectory, expected: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(self: object) -> None:
+        raise RunError("another one may have begun")
+
+    monkeypatch.setattr(compaction_lease.Lease, "check", lost)
+    commits = ledger_files(run)
+    with pytest.raises(RunError, match="another one may have begun"):
+        compact(run, GROUPS)
+    assert ledger_files(run) == commits
+    assert same_rows(read_rows(run), expected)

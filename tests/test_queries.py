@@ -30,7 +30,7 @@ from queries.shipped_views import QUERIES
 from queries.text_tables import COUNTED_ROWS, write_table
 from schemas.errors import QueryError, RunError
 from schemas.statistics import STATISTICS
-from tests.toy_runs import Cell, Row, local, read_manifest, write_run
+from tests.toy_runs import Cell, Row, connect_to_tables, local, read_manifest, write_run
 
 NORMS = {
     # The mean over the other positions is (T · mean - first) / (T - 1). With T = 5 that is
@@ -67,6 +67,14 @@ def sink_mass(row: Row) -> float:
 
 
 # Views
+
+
+@pytest.mark.parametrize("folder", ["it's [1] * of ?", "two\nlines [1]"])
+def test_any_path_is_read_as_it_is(folder: str, tmp_path: Path) -> None:
+    for name in (folder, folder.replace("[1]", "1")):
+        write_run(tmp_path / name, "a-1", {"entropy": lambda row: 0.5}, layers=1, heads=1)
+    connection = connect_to_tables(tmp_path / folder)
+    assert ask(connection, "SELECT count(*), sum(entropy) FROM heads") == [(4, 2.0)]
 
 
 def test_by_head_means_and_deviations(tmp_path: Path) -> None:
