@@ -49,6 +49,7 @@ precision: .venv/.installed
 
 scale: .venv/.installed
 	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.fast_replica
 
 chaos: .venv/.installed
 	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -q tests/test_damage.py -k no_damage_is_returned

@@ -31,7 +31,6 @@ import numpy as np
 import pyarrow as pa
 
 from jobs.compaction_lease import Lease, leased
-from jobs.merged_files import DamagedShards as DamagedShards
 from jobs.merged_files import (
     Group,
     MergeGroups,

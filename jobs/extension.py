@@ -6,7 +6,8 @@ perhaps misses a shard, which readers know already. The same command extends it 
 
 from __future__ import annotations
 
-from jobs.compaction import DamagedShards, clean, merge
+from jobs.compaction import clean, merge
+from jobs.merged_files import DamagedShards
 from jobs.plan import Plan, write_manifest
 from jobs.run_corpus import write_corpus
 from schemas.commits import Commit, delete, drop

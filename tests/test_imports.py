@@ -56,6 +56,7 @@ ONLY_IN = {
     "psutil": ("jobs/ray_cluster.py", "workers/memory.py"),
     "ray": (
         "jobs/dispatch.py",
+        "jobs/merge_tasks.py",
         "jobs/metrics.py",
         "jobs/preemption.py",
         "jobs/preparation_on_ray.py",
