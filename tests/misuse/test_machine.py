@@ -349,16 +349,21 @@ def test_the_front_door_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_a_run_is_found_by_its_name(tmp_path: Path, runs: Path) -> None:
-    for run in ("toy", "toy-1a2b3c4d", "runs/run_id=toy-1a2b3c4d"):
-        assert "every shard is committed" in headcount(tmp_path, "status", run).stdout
-    done = headcount(tmp_path, "status", "toys")
-    assert done.stderr.startswith(
-        f"error: {runs}: unknown run 'toys': Known: toy-1a2b3c4d; --runs names"
+    toy = "toy-1a2b3c4d"
+    commands = [
+        *(["status", run] for run in ("toy", toy, f"runs/run_id={toy}")),
+        ["status", "toys"],
+    ]
+    *every_found, unknown = ended_side_by_side(tmp_path, commands, {})
+    for found in every_found:
+        assert "every shard is committed" in found.stdout
+    assert unknown.stderr.startswith(
+        f"error: {runs}: unknown run 'toys': Known: {toy}; --runs names"
     )
     toy_runs.write_run(runs, "toy-99999999", {"sink_mass": lambda _: 0.5})
-    done = headcount(tmp_path, "status", "toy", "--runs", runs)
-    assert done.stderr == (
-        f"error: {runs}: 2 runs have the name toy; say which: toy-1a2b3c4d, toy-99999999\n"
+    (ambiguous,) = ended_side_by_side(tmp_path, [["status", "toy", "--runs", str(runs)]], {})
+    assert ambiguous.stderr == (
+        f"error: {runs}: 2 runs have the name toy; say which: {toy}, toy-99999999\n"
     )
 
 
