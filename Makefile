@@ -38,8 +38,10 @@ check: .venv/.installed
 test: .venv/.installed
 	@$(MAKE) --no-print-directory --jobs=2 check tests
 
+# The tests start a hundred processes. Bytecode is written even where PYTHONDONTWRITEBYTECODE is set, or each of
+# them would compile the project again.
 tests: .venv/.installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.bench

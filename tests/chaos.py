@@ -13,7 +13,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ from jobs.plan import make_plan, prepare_run
 from schemas.places import StorePath, names
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
-from tests.processes import DIES_WITH_ITS_PARENT, MARK, kill, marked
+from tests.processes import MARK, Command, kill, marked
 from tests.s3_server import Action, Rule, S3Server
 from workers.process import prepare_process
 from workers.replica import Replica
@@ -81,13 +80,16 @@ class World:
     cluster: Cluster | None = None
     out: str = ""
     n_replicas: int = 2
-    replica_class: type[Replica] = Replica
+    main: str = "headcount.main"
+    """What a driver runs. A toy replica has a main of its own."""
+    errors: str = ""
+    """What the drivers of this schedule have printed to stderr."""
     in_store: bool | None = None
     """Whether runs are written to the store. None draws it for each run."""
     bad_requests: int = 20
     """How many requests the store refuses when it falters. It loses half as many answers."""
-    driver: subprocess.Popen[str] | None = None
-    second_drivers: list[subprocess.Popen[str]] = field(default_factory=list)
+    driver: Command | None = None
+    second_drivers: list[Command] = field(default_factory=list)
     suspended: list[psutil.Process] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     """How often each fault has happened, over all schedules."""
@@ -103,11 +105,6 @@ class World:
         return self.folder / "orders"
 
     @property
-    def driver_log(self) -> Path:
-        """What the drivers of this schedule have printed."""
-        return self.folder / "driver.log"
-
-    @property
     def run(self) -> RunDirectory:
         """The run of this schedule."""
         return RunDirectory.of(self.out, load_scan(self.scan_file).run_id("chaos"))
@@ -117,7 +114,7 @@ class World:
         name = f"{self.rng.getrandbits(32):08x}"
         in_store = self.rng.choice([False, True]) if self.in_store is None else self.in_store
         self.out = f"s3://bucket/{name}" if in_store else str(self.folder / name)
-        self.driver_log.unlink(missing_ok=True)
+        self.errors = ""
         self.withdraw_faults()
 
     def withdraw_faults(self) -> None:
@@ -141,26 +138,18 @@ class World:
         self.cluster.wait_for_nodes()
         return self.cluster
 
-    def start_driver(self) -> subprocess.Popen[str]:
+    def start_driver(self) -> Command:
         """Give the user's command: a new driver of the run."""
         cluster = self.ensure_cluster()
-        # A module of a toy replica is headcount with that replica.
-        toy = self.replica_class is not Replica
-        module = self.replica_class.__module__ if toy else "headcount"
-        command = [sys.executable, "-m", module, "scan", str(self.scan_file)]
-        command += ["--set", f"out={self.out}"]
-        command += ["--replicas", str(self.n_replicas), "--address", cluster.address]
-        # A driver in a job sends no code. The nodes of this machine have it.
-        environment = os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
-        with self.driver_log.open("a") as log:
-            self.driver = subprocess.Popen(
-                [*DIES_WITH_ITS_PARENT, *command],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
+        words = ["scan", str(self.scan_file), "--set", f"out={self.out}"]
+        words += ["--replicas", str(self.n_replicas), "--address", cluster.address]
+        self.driver = Command(
+            *words,
+            # A driver in a job sends no code. The nodes of this machine have it.
+            environment=os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"},
+            directory=ROOT,
+            main=self.main,
+        )
         return self.driver
 
     def replicas(self) -> list[psutil.Process]:
@@ -178,10 +167,11 @@ class World:
     def wait_for_drivers(self) -> int:
         """Wait until all drivers have ended; returns the exit code of the last one."""
         assert self.driver is not None
-        for driver in self.second_drivers:
-            driver.wait(PATIENCE_SECONDS)
+        for driver in (*self.second_drivers, self.driver):
+            code, _, errors = driver.ended(PATIENCE_SECONDS)
+            self.errors += errors
         self.second_drivers.clear()
-        return self.driver.wait(PATIENCE_SECONDS)
+        return code
 
 
 FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {}
@@ -273,14 +263,14 @@ def node_lost(world: World) -> None:
 def driver_killed(world: World) -> None:
     """kill -9 of the driver."""
     assert world.driver is not None
-    world.driver.kill()
+    world.driver.send_signal(signal.SIGKILL)
 
 
 @fault
 def driver_terminated(world: World) -> None:
     """SIGTERM of the driver."""
     assert world.driver is not None
-    world.driver.terminate()
+    world.driver.send_signal(signal.SIGTERM)
 
 
 @fault
@@ -290,7 +280,7 @@ def head_lost(world: World) -> None:
     if world.cluster is not None:
         # A driver waits a minute for a head that is gone.
         for driver in (world.driver, *world.second_drivers):
-            driver.kill()
+            driver.send_signal(signal.SIGKILL)
         world.cluster.shutdown()
         world.cluster = None
 
@@ -456,10 +446,11 @@ def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica
 
 @contextmanager
 def open_world(
-    seed: int, replica_class: type[Replica] = Replica
+    seed: int, replica_class: type[Replica] = Replica, main: str = "headcount.main"
 ) -> Iterator[tuple[World, pa.Table]]:
     """Everything that schedules need, and the rows of an undisturbed run.
 
+    `main` is headcount with replicas of this class.
     Changes the environment of this process.
     """
     with ExitStack() as stack:
@@ -472,7 +463,7 @@ def open_world(
             "FAULTS": str(folder / "orders"),
             MARK: str(folder),
         }
-        world = World(folder, random.Random(seed), store, replica_class=replica_class)
+        world = World(folder, random.Random(seed), store, main=main)
         world.orders.mkdir()
         world.scan_file.write_text(SCAN)
         expected = reference(world.scan_file, folder / "undisturbed", replica_class)
@@ -480,7 +471,7 @@ def open_world(
             yield world, expected
         finally:
             if world.driver is not None:
-                world.driver.kill()
+                world.driver.send_signal(signal.SIGKILL)
             if world.cluster is not None:
                 world.cluster.shutdown()
             kill(str(folder))

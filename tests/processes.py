@@ -85,17 +85,29 @@ class Command:
         environment: Mapping[str, str],
         directory: Path,
         constants: Mapping[str, float] = MappingProxyType({}),
+        main: str = "headcount.main",
     ) -> None:
-        """`constants` are set first, by `module.NAME`: seconds that no test should wait."""
+        """`constants` are set first, by `module.NAME`: seconds that no test should wait.
+
+        `main` is the function to run, by `module.name`.
+        """
         self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
-        self._process = _fork_server().Process(
-            target=_run_command,
-            args=([*map(str, words)], dict(environment), directory, dict(constants), self._output),
-        )
+        command = _Command([*map(str, words)], dict(environment), directory, dict(constants), main)
+        self._process = _fork_server().Process(target=_run_command, args=(command, self._output))
         self._process.start()
 
+    def poll(self) -> int | None:
+        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the command has ended."""
+        if self.poll() is None:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
+
     def ended(self, timeout: float = 120) -> Ended:
-        """Wait until the command has ended."""
+        """Wait until the command has ended. After the timeout it is killed."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self._process.kill()
@@ -113,18 +125,29 @@ def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
     context.set_forkserver_preload(
-        ["headcount", "jobs.plan", "jobs.status", "queries.asking", "tests.processes"]
+        [
+            "headcount",
+            "jobs.plan",
+            "jobs.status",
+            "queries.asking",
+            "tests.processes",
+            "tests.toy_replica",
+        ]
     )
     return context
 
 
-def _run_command(
-    words: list[str],
-    environment: dict[str, str],
-    directory: Path,
-    constants: dict[str, float],
-    output: Path,
-) -> None:
+class _Command(NamedTuple):
+    """What a process is told to become."""
+
+    words: list[str]
+    environment: dict[str, str]
+    directory: Path
+    constants: dict[str, float]
+    main: str
+
+
+def _run_command(command: _Command, output: Path) -> None:
     """Become `headcount …`."""
     if sys.platform.startswith("linux"):
         death_signal_option = 1  # PR_SET_PDEATHSIG
@@ -133,15 +156,16 @@ def _run_command(
         with (output / name).open("w") as file:
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(directory)
-    sys.argv = ["headcount", *words]
-    for path, seconds in constants.items():
+    os.environ.update(command.environment)
+    os.chdir(command.directory)
+    sys.argv = ["headcount", *command.words]
+    # Python would import it when it starts; a forked process has started.
+    if "FAULTS" in os.environ:
+        import_module("tests.faults.sitecustomize")
+    for path, seconds in command.constants.items():
         module_name, _, name = path.rpartition(".")
         module = import_module(module_name)
         assert hasattr(module, name), path
         setattr(module, name, seconds)
-
-    import headcount
-
-    headcount.main()
+    module_name, _, name = command.main.rpartition(".")
+    getattr(import_module(module_name), name)()

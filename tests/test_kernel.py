@@ -150,10 +150,11 @@ def _interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestSweep:
     __test__ = INTERPRETED or DEVICE == "cuda"
 
-    @pytest.mark.parametrize("n_ctx", [1, 2, 3, 17, 64, 97, 130])
+    # One tile of keys and less, exactly two, and more than four.
+    @pytest.mark.parametrize("n_ctx", [1, 2, 17, 64, 130])
     @pytest.mark.parametrize(
         ("batch", "heads", "kv_heads", "d_head"),
-        [(1, 1, 1, 8), (2, 4, 2, 24), (1, 4, 1, 64)],
+        [(1, 1, 1, 8), (2, 2, 1, 24), (1, 4, 2, 64)],
         ids=str,
     )
     def test_every_answer_is_its_definition(
@@ -170,10 +171,10 @@ class TestSweep:
 
     def test_any_strides(self) -> None:
         torch.manual_seed(0)
-        q, k, v = (torch.randn(n, 24, 2, 97, device=DEVICE).permute(2, 0, 3, 1) for n in (4, 2, 2))
-        check(q, k, v, 0.2, match_labels(random_tokens(2, 97)))
-        check(q, k[:, :1].expand(2, 4, 97, 24), v[:1, 1:].expand(2, 4, 97, 24), 0.2, [])
-        wide = torch.randn(2, 2, 97, 96, device=DEVICE)
+        q, k, v = (torch.randn(n, 24, 2, 70, device=DEVICE).permute(2, 0, 3, 1) for n in (4, 2, 2))
+        check(q, k, v, 0.2, match_labels(random_tokens(2, 70)))
+        check(q, k[:, :1].expand(2, 4, 70, 24), v[:1, 1:].expand(2, 4, 70, 24), 0.2, [])
+        wide = torch.randn(2, 2, 70, 96, device=DEVICE)
         check(wide[..., ::2], wide[..., 1::2], wide[..., :48].contiguous(), 0.2, [])
 
     @pytest.mark.parametrize("d_head", [24, 72])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ from workers import process
 from workers.model.model_info import describe
 from workers.process import CSV_FIELD_CHARACTERS, prepare_process
 from workers.replica import Replica
+
+ROOT = Path(__file__).parent.parent
 
 
 def settings() -> dict[str, Any]:
@@ -41,11 +47,12 @@ def test_a_replica_changes_nothing_but_itself(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_process_is_prepared_once_for_all() -> None:
+def test_a_process_is_prepared_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     before = settings()
     limit = csv.field_size_limit(7)
     messages.set_verbosity_info()
-    messages.enable_progress_bar()
+    # `enable_progress_bar` warns that the environment forbids it.
+    monkeypatch.setattr(messages, "_tqdm_active", True)
     threads = torch.get_num_threads()
     try:
         prepare_process(threads=3)
@@ -56,3 +63,22 @@ def test_a_process_is_prepared_once_for_all() -> None:
     finally:
         prepare_process(threads)
     assert settings() == before
+
+
+def test_libraries_that_are_imported_later_are_as_quiet() -> None:
+    script = """
+import json, sys
+from workers.process import prepare_process
+prepare_process()
+imported = "transformers" in sys.modules
+import huggingface_hub.utils
+from transformers.utils import logging
+quiet = huggingface_hub.utils.are_progress_bars_disabled() and not logging.is_progress_bar_enabled()
+print(json.dumps([imported, quiet, logging.get_verbosity()]))
+"""
+    unset = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    printed = subprocess.check_output(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, text=True
+    )
+    assert json.loads(printed) == [False, True, logging.ERROR]

@@ -67,7 +67,7 @@ MODELS: dict[str, Any] = {
     ),
 }
 
-ON_EVERY_INTERVENTION = ("gpt2-mini", "attn-only-2l-mini", "llama-gqa", "neox")
+ON_EVERY_INTERVENTION = ("attn-only-2l-mini", "llama-gqa", "neox")
 SCORES_NOT_EDITABLE = ("attn-only-2l-mini", "legacy-pth", "opt", "gpt-neo")
 """Models whose scores TransformerLens shows and does not let edit: the dense engine says so."""
 
@@ -138,6 +138,22 @@ A_FEW = (
     "swap_first_key(7)",
     "mask_keys(-4,4)",
 )
+
+TRAINED = (
+    *A_FEW,
+    "scale_massive_keys",
+    "zero_massive_activations(0,1.5,2)",
+    "zero_inactive_heads(head_output_norm,1,layer_mean)",
+    "zero_inactive_heads(entropy,1.3)",
+    "zero_random_heads(entropy,1,layer_mean)",
+    "zero_entropy_sinks(0.8,0.5)",
+    "entropy_sinks_to_first(0.8,0.5)",
+    "swap_effective_positions",
+)
+"""Interventions whose choice of keys, heads or rows depends on what a model has learnt.
+
+The others do the same to the trained `gpt2-mini` as to the toy of its architecture.
+"""
 
 
 class Shelf:
@@ -370,6 +386,7 @@ def test_the_reference_runs_models_as_their_library_does(shelf: Shelf, name: str
     ("name", "intervention"),
     [
         *(("gpt2", intervention) for intervention in EVERY),
+        *(("gpt2-mini", intervention) for intervention in TRAINED),
         *((name, intervention) for name in ON_EVERY_INTERVENTION for intervention in ONE_EACH),
     ],
 )

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ from jobs.run_loop import tokens_of
 from schemas.errors import RunError
 from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, load_scan
-from tests.processes import DIES_WITH_ITS_PARENT, MARK, kill
+from tests.processes import MARK, Command, kill
 from tests.toy_runs import local
 from workers.model.text_tokenizer import TextTokenizer
 from workers.replica import Replica
@@ -101,41 +99,31 @@ def assert_same_rows(run: RunDirectory, expected: dict[str, pa.Table]) -> None:
 
 
 @pytest.fixture
-def start(scan_file: Path, tmp_path: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
+def start(scan_file: Path, tmp_path: Path) -> Iterator[Callable[[Path], Command]]:
     """Starts `headcount scan` in a process of its own. What it leaves behind is killed."""
-    started: list[subprocess.Popen[str]] = []
-    orders = tmp_path / "orders"
-    orders.mkdir()
+    started: list[Command] = []
+    (tmp_path / "orders").mkdir()
+    environment = os.environ | {
+        MARK: str(tmp_path),
+        "PYTHONPATH": str(FAULTS),
+        "FAULTS": str(tmp_path / "orders"),
+    }
 
-    def begin(out: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "headcount", "scan", str(scan_file), "--set", f"out={out}"]
-        environment = os.environ | {
-            MARK: str(tmp_path),
-            "PYTHONPATH": str(FAULTS),
-            "FAULTS": str(orders),
-        }
-        process = subprocess.Popen(
-            [*DIES_WITH_ITS_PARENT, *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+    def begin(out: Path) -> Command:
+        words = ("scan", scan_file, "--set", f"out={out}")
+        started.append(Command(*words, environment=environment, directory=ROOT))
+        return started[-1]
 
     yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+    for command in started:
+        command.send_signal(signal.SIGKILL)
     kill(str(tmp_path))
 
 
-def wait_for_commits(run: RunDirectory, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_commits(run: RunDirectory, count: int, command: Command) -> None:
     deadline = time.monotonic() + 240
     while len(committed_shards(run)) < count:
-        assert process.poll() is None, process.communicate()
+        assert command.poll() is None, command.ended()
         assert time.monotonic() < deadline, "no commits in four minutes"
         time.sleep(0.05)
 
@@ -164,7 +152,7 @@ def leave_behind(run: RunDirectory) -> None:
 def test_a_driver_interrupted_then_resumed(
     scan_file: Path,
     undisturbed: dict[str, pa.Table],
-    start: Callable[[Path], subprocess.Popen[str]],
+    start: Callable[[Path], Command],
     tmp_path: Path,
 ) -> None:
     run = RunDirectory.of(tmp_path, load_scan(scan_file).run_id("killed"))
@@ -173,8 +161,8 @@ def test_a_driver_interrupted_then_resumed(
     interrupted = start(tmp_path)
     wait_for_commits(run, 5, interrupted)
     interrupted.send_signal(signal.SIGINT)
-    _, errors = interrupted.communicate(timeout=60)
-    assert interrupted.returncode == 130
+    code, _, errors = interrupted.ended()
+    assert code == 130
     assert "Traceback" not in errors
     assert "continues the scan where it stopped" in errors
     kill(str(tmp_path))
@@ -187,9 +175,8 @@ def test_a_driver_interrupted_then_resumed(
         commit.shard: local(run.commit_file(commit.shard)).stat().st_mtime_ns
         for commit in run.commits()
     }
-    last = start(tmp_path)
-    _, errors = last.communicate(timeout=300)
-    assert last.returncode == 0, errors
+    code, _, errors = start(tmp_path).ended(timeout=300)
+    assert code == 0, errors
     assert f"{len(written)} of them done" in errors
     for shard, when in written.items():
         assert local(run.commit_file(shard)).stat().st_mtime_ns == when
@@ -221,16 +208,15 @@ def test_a_poisoned_shard_fails_alone_and_is_retried(tmp_path: Path) -> None:
         f'out = "{runs}"\nbad_rows = 0.05\n[input]\nfamily = "pile"\nfiles = "{texts}"\n'
     )
     # The model has no part in it.
-    command = [sys.executable, "-m", "tests.toy_replica", "scan", str(scan_file)]
-    ended = subprocess.run(
-        [*DIES_WITH_ITS_PARENT, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
+    command = Command(
+        "scan",
+        scan_file,
+        environment=os.environ | {"PYTHONPATH": str(ROOT)},
+        directory=ROOT,
+        main="tests.toy_replica.main",
     )
-    assert ended.returncode == 2
+    ended = command.ended(timeout=200)
+    assert ended.code == 2
     assert "Traceback" not in ended.stderr
     assert f"{texts}, line 11 (invalid JSON)" in ended.stderr
     assert "error: 1 shard failed" in ended.stderr

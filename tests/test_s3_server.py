@@ -332,11 +332,11 @@ def test_arrow_never_reads_short(server: S3Server, key: str) -> None:
 
 def test_arrow_does_not_wait_for_ever(server: S3Server, key: str) -> None:
     server.request("PUT", f"/bucket/{key}", b"1", past_faults=True)
-    server.set_rules(Rule({"delay": 4}, method="HEAD"))
+    server.set_rules(Rule({"delay": 30}, method="HEAD"))
     started = time.monotonic()
     with pytest.raises(OSError, match="NETWORK_CONNECTION"):
         arrow(server, request_timeout=1).get_file_info(f"bucket/{key}")
-    assert 0.9 < time.monotonic() - started < 3.5
+    assert 0.9 < time.monotonic() - started < 25
 
 
 @pytest.mark.parametrize("size", [1000, 20 * MB])

@@ -1,6 +1,6 @@
 """Replicas that compute nothing, for tests of what happens around a replica.
 
-`python -m tests.toy_replica` is headcount with such a replica.
+`tests.processes.Command` with the main `tests.toy_replica.main` is headcount with such a replica.
 """
 
 from __future__ import annotations
@@ -92,12 +92,10 @@ class SteadyReplica(ToyReplica):
             raise MemoryError(f"poisoned by token {token}")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """`headcount …` with steady replicas."""
+    import headcount
     import jobs.run_loop
-    from headcount import main
-    from tests import toy_replica  # Ray's workers find the class by this name, not in __main__.
 
-    jobs.run_loop.run_to_end = partial(
-        jobs.run_loop.run_to_end, replica_class=toy_replica.SteadyReplica
-    )
-    main()
+    jobs.run_loop.run_to_end = partial(jobs.run_loop.run_to_end, replica_class=SteadyReplica)
+    headcount.main()

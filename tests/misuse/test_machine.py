@@ -43,7 +43,7 @@ def headcount(
     *words: str | Path,
     through: tuple[str, ...] = (),
     stdout: int = subprocess.PIPE,
-    seconds: float = 30,
+    seconds: float = 120,
     variables: Mapping[str, str | None] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     """Run `headcount …` in a directory, with these variables set, or removed if they are None."""
@@ -81,7 +81,7 @@ def ended_side_by_side(
         )
         for words in commands
     ]
-    return [command.ended(timeout=60) for command in started]
+    return [command.ended(timeout=200) for command in started]
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def check_scanned(done: subprocess.CompletedProcess[str], directory: Path) -> No
 
 def test_files_of_the_user_hide_nothing_from_replicas(directory: Path) -> None:
     hide_modules(directory)
-    done = headcount(directory, "scan", "own.toml", "--replicas", "1", seconds=120)
+    done = headcount(directory, "scan", "own.toml", "--replicas", "1")
     check_scanned(done, directory)
 
 
@@ -132,7 +132,7 @@ def test_a_scan_in_one_process_wants_no_home_few_files_and_no_names(directory: P
     few_files = ("sh", "-c", 'ulimit -n 64; "$@"', "-")
     words = ("scan", "own.toml", "--replicas", "0")
     no_home = {"HOME": "/nonexistent"}
-    done = headcount(directory, *words, through=few_files, variables=no_home, seconds=120)
+    done = headcount(directory, *words, through=few_files, variables=no_home)
     check_scanned(done, directory)
 
 
@@ -326,7 +326,7 @@ def test_an_interrupt_is_quiet_at_any_moment(directory: Path, seconds: float) ->
     for process, number in zip(processes, numbers, strict=True):
         process.send_signal(number)
     for process, number in zip(processes, numbers, strict=True):
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
         if died_before_our_first_lines(errors):
             continue
         # A process that has no handler yet dies of the signal itself, which is as quiet.
@@ -349,16 +349,21 @@ def test_the_front_door_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_a_run_is_found_by_its_name(tmp_path: Path, runs: Path) -> None:
-    for run in ("toy", "toy-1a2b3c4d", "runs/run_id=toy-1a2b3c4d"):
-        assert "every shard is committed" in headcount(tmp_path, "status", run).stdout
-    done = headcount(tmp_path, "status", "toys")
-    assert done.stderr.startswith(
-        f"error: {runs}: unknown run 'toys': Known: toy-1a2b3c4d; --runs names"
+    toy = "toy-1a2b3c4d"
+    commands = [
+        *(["status", run] for run in ("toy", toy, f"runs/run_id={toy}")),
+        ["status", "toys"],
+    ]
+    *every_found, unknown = ended_side_by_side(tmp_path, commands, {})
+    for found in every_found:
+        assert "every shard is committed" in found.stdout
+    assert unknown.stderr.startswith(
+        f"error: {runs}: unknown run 'toys': Known: {toy}; --runs names"
     )
     toy_runs.write_run(runs, "toy-99999999", {"sink_mass": lambda _: 0.5})
-    done = headcount(tmp_path, "status", "toy", "--runs", runs)
-    assert done.stderr == (
-        f"error: {runs}: 2 runs have the name toy; say which: toy-1a2b3c4d, toy-99999999\n"
+    (ambiguous,) = ended_side_by_side(tmp_path, [["status", "toy", "--runs", str(runs)]], {})
+    assert ambiguous.stderr == (
+        f"error: {runs}: 2 runs have the name toy; say which: {toy}, toy-99999999\n"
     )
 
 
@@ -377,7 +382,7 @@ def test_watching_ends_with_the_run_or_quietly(tmp_path: Path) -> None:
         for _ in range(2):
             assert "  shards 1 of 2 done" in watching.stdout.readline()
         watching.send_signal(signal.SIGINT)
-        assert watching.wait(30) == 130
+        assert watching.wait(120) == 130
         assert watching.stderr.read() == "stopped\n"
     complete = toy_runs.write_run(tmp_path / "runs", "toy-2", {"sink_mass": lambda _: 0.5})
     our_end, its_end = pty.openpty()

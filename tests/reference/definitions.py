@@ -647,7 +647,7 @@ def final_logits(run: Run) -> list[float]:
 @prediction
 def position_cosine_mlp(run: Run) -> list[float]:
     weights, mlp = run.weights, run.weights.layers[0].mlp
-    effective = weights.effective_positions()
+    effective = run.effective_positions
     if weights.W_pos is None or effective is None or mlp is None:
         return [math.nan] * len(run.tokens)
     e = weights.W_E[run.tokens]
@@ -659,7 +659,7 @@ def position_cosine_mlp(run: Run) -> list[float]:
 @prediction
 def position_cosine_layer(run: Run) -> list[float]:
     weights = run.weights
-    effective = weights.effective_positions()
+    effective = run.effective_positions
     if effective is None or weights.layers[0].mlp is None:
         return [math.nan] * len(run.tokens)
     without = ActivationEdit("pos_embed", lambda value, place: value * 0)
@@ -672,7 +672,7 @@ def position_cosine_layer(run: Run) -> list[float]:
 
 def first_mlp_out(run: Run) -> Array | None:
     """What the first MLP adds at position 0, if it and the effective positions are known."""
-    if run.weights.effective_positions() is None or run.weights.layers[0].mlp is None:
+    if run.effective_positions is None or run.weights.layers[0].mlp is None:
         return None
     outputs: list[Array] = []
 
@@ -692,7 +692,7 @@ def first_mlp_norm(run: Run) -> float:
 
 @prediction
 def first_mlp_position_part(run: Run) -> float:
-    m, EPE = first_mlp_out(run), run.weights.effective_positions()
+    m, EPE = first_mlp_out(run), run.effective_positions
     if m is None or EPE is None or length(EPE[0]) == 0:
         return math.nan
     return float(m @ EPE[0]) / length(EPE[0])
@@ -704,7 +704,7 @@ def first_mlp_position_part(run: Run) -> float:
 def heads_of(run: Run, triggers: Sequence[bool]) -> list[list[Head]]:
     """The heads of a run, by layer."""
     weights = run.weights
-    EPE = weights.effective_positions()
+    EPE = run.effective_positions
     heads: list[list[Head]] = []
     for layer, seen in zip(weights.layers, run.layers, strict=True):
         zero = np.zeros((len(layer.W_K), layer.W_K.shape[-1]))

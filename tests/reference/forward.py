@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -44,6 +45,11 @@ class Run:
     """`[pos d_vocab]`."""
     values_before_edit: dict[tuple[int, int], Array] = field(default_factory=dict)
     """What edit i was given in a layer: of a partner's run, what a patch writes."""
+
+    @cached_property
+    def effective_positions(self) -> Array | None:
+        """Those of the weights, which nothing edits once they have run."""
+        return self.weights.effective_positions()
 
 
 @dataclass
