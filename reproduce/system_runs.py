@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,22 @@ def plan_system(
     }
     content = json.dumps(identities, sort_keys=True, default=str)
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:8]
-    directory = str(place(out) / fingerprint)
+    return _plan_runs(scans, str(place(out) / fingerprint), watch)
+
+
+def plan_system_in(
+    directory: str,
+    system: System,
+    model: str,
+    watch: Watch = unwatched,
+    models: KnownModels | None = None,
+) -> list[Plan]:
+    """The plans of a system's runs in a directory of any name, which may have other runs."""
+    scans = _resolved_scans(system, model, directory, (), None, models or KnownModels())
+    return _plan_runs(scans, directory, watch)
+
+
+def _plan_runs(scans: Mapping[str, ResolvedScan], directory: str, watch: Watch) -> list[Plan]:
     plans: list[Plan] = []
     for name, resolved in scans.items():
         scan = resolved.scan.model_copy(update={"out": directory})
