@@ -6,7 +6,7 @@ They have the layout of a miniature, and the layers, heads and vocabulary of ano
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,14 @@ UNTRAINED, LIVELY = 0.02, 0.3
 
 
 def write_random_model(
-    directory: Path, like: str, sizes: Mapping[str, int | str], scale: float
+    directory: Path,
+    like: str,
+    sizes: Mapping[str, int | str],
+    scale: float,
+    steps: Sequence[int] = (),
 ) -> Path:
     """Write a model with random weights: the layout of a miniature, and some sizes of another
-    model.
+    model. It has the same weights after each of the `steps`.
     """
     miniature = MINIATURES / like.removeprefix("bundled:")
     config = json.loads((miniature / "config.json").read_text(encoding="utf-8"))
@@ -54,12 +58,18 @@ def write_random_model(
         weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(directory, d_vocab)
-    # A scan of checkpoints finds the same weights in each.
-    for step in miniature.glob("step-*"):
-        (directory / step.name).mkdir()
+    for step in steps:
+        checkpoint = directory / f"step-{step:06}"
+        checkpoint.mkdir()
         for file in directory.glob("*.*"):
-            (directory / step.name / file.name).symlink_to(file)
+            (checkpoint / file.name).symlink_to(file)
     return directory
+
+
+def miniature_steps(like: str) -> list[int]:
+    """The steps after which a miniature has checkpoints."""
+    checkpoints = (MINIATURES / like.removeprefix("bundled:")).glob("step-*")
+    return sorted(int(checkpoint.name.removeprefix("step-")) for checkpoint in checkpoints)
 
 
 def _write_tokenizer(directory: Path, d_vocab: int) -> None:

@@ -18,43 +18,38 @@ right must pass: the scatter that the authors give is drawn many times (`scatter
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
-import string
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsFloat
 
 import numpy as np
-from rich.console import Console
 
-from jobs.plan import prepare_run
-from jobs.ray_cluster import Resources
-from jobs.run_loop import run_to_end
-from models.random_model import LIVELY, UNTRAINED, write_random_model
-from queries.asking import Row, RunDatabase
+from models.random_model import LIVELY, UNTRAINED
+from queries.asking import RunDatabase
+from reproduce.control_runs import (
+    FULL,
+    QUICK,
+    ControlRuns,
+    RunsShown,
+    ShortSystem,
+    as_if_untouched,
+    as_measured,
+    measure_run,
+    short_system,
+    stand_in_files,
+    with_untouched,
+)
 from reproduce.published_values import PublishedValue
-from reproduce.system import Check, System, find_systems, systems
-from reproduce.system_runs import open_system_runs, plan_system
-from reproduce.verdicts import finite_number, measured_by_name, rows_of
+from reproduce.system import Check, Phenomenon, System, find_systems, systems
+from reproduce.system_runs import open_system_runs, plan_system_in
+from reproduce.verdicts import Finding, finite_number, judge, measured_by_name, rows_of
 from schemas.errors import HeadcountError, QueryError, RunError
-from schemas.intervention import NONE, Intervention
-from workers.inputs.text_files import located
+from workers.model.known_models import KnownModels
 from workers.process import prepare_process
-from workers.replica import InterventionMeasurements, Replica
-
-SEQUENCES = 6
-"""Sequences of each scan. A figure of random weights needs no precision to be wrong."""
-
-MOST_TOKENS = 1024
-"""Tokens of each scan, if two sequences have no more: losses over a large vocabulary take time."""
-
-CHARACTERS = string.ascii_letters + string.digits + " .,"
-"""Characters of a text that stands for another: 65, as many as the models of characters have."""
 
 DRAWS = 20_000
 """Pairs of a published and a measured value that are drawn for the scatter of one figure."""
@@ -83,89 +78,7 @@ class Control:
     """What was seen."""
 
 
-class NullReplica(Replica):
-    """A replica whose edits do nothing: each is measured as `none`, under its own name."""
-
-    _tokens: np.ndarray | None = None
-    _measured: InterventionMeasurements | None = None
-
-    def measure(
-        self,
-        tokens: np.ndarray,
-        intervention: Intervention = NONE,
-        labels: list[list[str]] | None = None,
-        partner: np.ndarray | None = None,
-    ) -> InterventionMeasurements:
-        """Measure the untouched model, once for all interventions of a shard."""
-        if self._tokens is not tokens or self._measured is None:
-            self._measured = super().measure(tokens, NONE, labels)
-            self._tokens = tokens
-        method = self._measured.method.model_copy(update={"intervention": str(intervention)})
-        return replace(self._measured, method=method)
-
-
-# Runs
-
-
-@contextlib.contextmanager
-def stand_in_files(system: System) -> Iterator[None]:
-    """Work in an empty directory with a file for each that a scan of the system names.
-
-    They hold lines of this project's licence, as if they were of three data sets.
-    """
-    words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
-    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        for name in _named_files(system):
-            if name.endswith(".txt"):
-                letters = "".join(letter for letter in " ".join(words) if letter in CHARACTERS)
-                Path(name).write_text(letters + CHARACTERS, encoding="utf-8")
-                continue
-            lines = ["text,dataset"]
-            for row in range(3 * SEQUENCES):
-                text = " ".join(words[row * 11 : row * 11 + 400]).replace('"', "")
-                lines.append(f'"{text}",{("sst2", "gsm8k", "humaneval")[row % 3]}')
-            Path(name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        yield
-
-
-def _named_files(system: System) -> set[str]:
-    """The files of texts that the scans of a system read from where the command is run."""
-    texts = json.dumps([system.defaults, system.scan])
-    words = texts.replace('"', "\n").splitlines()
-    return {word for word in words if word.endswith((".csv", ".txt")) and "/" not in word}
-
-
-def short_scans(system: System, sizes: Mapping[str, int | str]) -> System:
-    """The system with few sequences, and with the scans that a model of these sizes has."""
-    scans: dict[str, dict[str, Any]] = {}
-    for name, entry in system.scan.items():
-        alternatives = entry.get("sizes")
-        if alternatives and not any(
-            sizes.get(field) == size for one in alternatives for field, size in one.items()
-        ):
-            continue
-        fields = {key: value for key, value in entry.items() if key != "sizes"}
-        source = fields.get("input") or system.defaults.get("input")
-        # A corpus that is not here: the miniature reads something else.
-        if source is None or source["family"] == "pile":
-            fields |= {"input": (system.bundled | entry.get("bundled", {}))["input"]}
-        n_ctx = int(fields.get("n_ctx") or system.defaults["n_ctx"])
-        few = max(2, min(SEQUENCES, MOST_TOKENS // n_ctx))
-        scans[name] = fields | {"sequences": few}
-    return system.model_copy(update={"scan": scans, "bundled": {}})
-
-
-def measured_system(
-    system: System, model: str, out: Path, replica_class: type[Replica] = Replica
-) -> RunDatabase:
-    """The runs of a system on a model, measured now."""
-    plans = plan_system(system, model, str(out))
-    for plan in plans:
-        prepare_run(plan, "")
-        resources = Resources(replicas=0, device="cpu")
-        console = Console(quiet=True)
-        run_to_end(plan, resources, console, replica_class=replica_class, stop_at_failure=True)
-    return open_system_runs(system, plans[0].scan.out)
+# What a figure measures
 
 
 def measured_values(name: str, check: Check, database: RunDatabase) -> dict[str, float | None]:
@@ -180,54 +93,144 @@ def measured_values(name: str, check: Check, database: RunDatabase) -> dict[str,
 # Controls
 
 
-def random_controls(name: str, system: System, directory: Path) -> list[Control]:
-    """Figures and phenomena of a model with random weights."""
-    controls: list[Control] = []
-    for number, sizes in enumerate(_distinct_sizes(system)):
-        model = write_random_model(
-            directory / f"random-{number}", system.bundled_model, sizes, UNTRAINED
-        )
-        short = short_scans(system, sizes)
-        database = measured_system(short, str(model), directory / f"runs-{number}")
-        for check in system.check:
-            measured = measured_values(name, check, database)
+class SystemControls:
+    """Both controls of one system, on short runs that lie in one directory."""
+
+    def __init__(self, name: str, system: System, runs: ControlRuns) -> None:
+        self.name = name
+        self.system = system
+        self.runs = runs
+        self.notes: list[str] = []
+        """What was smaller than published and might matter."""
+        self.unmeasured: list[str] = []
+        """Published figures that have no value for random weights."""
+        self._values: dict[tuple[RunsShown, str], dict[str, float | None]] = {}
+        self._shown: RunsShown | None = None
+
+    def measure(self) -> list[Control]:
+        """Measure all runs, then ask every check and every phenomenon."""
+        with stand_in_files(self.system):
+            random_runs = [(sizes, self._random_runs(sizes)) for sizes in self._distinct_sizes()]
+            edited_runs = [(sizes, self._edited_runs(sizes)) for sizes in self._sizes_with_edits()]
+            self.database = open_system_runs(self.system, str(self.runs.runs(self.name)))
+        controls: list[Control] = []
+        for sizes, shown in random_runs:
+            controls += self._random_figures(sizes, shown)
+            if sizes == self.system.published_sizes:
+                controls += self._random_phenomena(shown)
+        for sizes, (edited, null) in edited_runs:
+            controls += self._null_figures(sizes, edited, null)
+        return controls
+
+    # Runs
+
+    def _distinct_sizes(self) -> list[dict[str, int | str]]:
+        """The sizes of each model that something was published for, each once."""
+        sizes: list[dict[str, int | str]] = []
+        for check in self.system.check:
             for value in check.values:
-                if system.sizes_of(check, value) == sizes:
-                    controls += _random_control(name, check, value, measured.get(value.name))
-        if sizes == system.published_sizes:
-            controls += _random_phenomena(name, system, database)
-    return controls
+                if self.system.sizes_of(check, value) not in sizes:
+                    sizes.append(dict(self.system.sizes_of(check, value)))
+        if self.system.published_sizes not in sizes:
+            sizes.append(dict(self.system.published_sizes))
+        return sizes
+
+    def _sizes_with_edits(self) -> list[dict[str, int | str]]:
+        return self._distinct_sizes() if has_edits(self.system) else []
+
+    def _random_runs(self, sizes: Mapping[str, int | str]) -> RunsShown:
+        short = short_system(self.system, sizes, self.runs.extent)
+        self._note(short)
+        model = self.runs.model(short, UNTRAINED)
+        return as_measured(self.runs.measure(self.name, short.system, model))
+
+    def _edited_runs(self, sizes: Mapping[str, int | str]) -> tuple[RunsShown, RunsShown]:
+        """Runs whose edits show, and the same as if they did nothing."""
+        short = short_system(self.system, sizes, self.runs.extent, of_few_heads=True)
+        try:
+            model = self.runs.model(short, LIVELY)
+            plans = self.runs.measure(self.name, short.system, model)
+        except HeadcountError:
+            # An edit names a head that a small model lacks.
+            short = short_system(self.system, sizes, self.runs.extent)
+            model = self.runs.model(short, LIVELY)
+            plans = self.runs.measure(self.name, short.system, model)
+        self._note(short)
+        other = with_untouched(short.system)
+        is_other = other != short.system
+        untouched = self.runs.measure(self.name, other, model) if is_other else plans
+        return as_measured(plans), as_if_untouched(plans, untouched)
+
+    def _note(self, short: ShortSystem) -> None:
+        self.notes += [note for note in short.notes if note not in self.notes]
+
+    # Questions
+
+    def _measured(self, check: Check, shown: RunsShown) -> dict[str, float | None]:
+        """What a check measures on some runs; models of other sizes may ask for the same."""
+        key = (shown, check.sql)
+        if key not in self._values:
+            self._show(shown)
+            self._values[key] = measured_values(self.name, check, self.database)
+        return self._values[key]
+
+    def _show(self, shown: RunsShown) -> None:
+        if shown != self._shown:
+            shown.show(self.database)
+            self._shown = shown
+
+    def _values_of(self, sizes: Mapping[str, int | str]) -> Iterator[tuple[Check, PublishedValue]]:
+        """What was published for a model of these sizes."""
+        for check in self.system.check:
+            for value in check.values:
+                if self.system.sizes_of(check, value) == sizes:
+                    yield check, value
+
+    def _random_figures(self, sizes: Mapping[str, int | str], shown: RunsShown) -> list[Control]:
+        controls: list[Control] = []
+        for check, value in self._values_of(sizes):
+            measured = self._measured(check, shown).get(value.name)
+            if measured is None:
+                self.unmeasured.append(value.full_name)
+            elif value.is_near(measured):
+                why = check.why_random_passes(value.name)
+                text = why or f"published {value.value:.4g}, random weights {measured:.4g}"
+                controls.append(Control(self.name, value.full_name, "random", not why, text))
+        return controls
+
+    def _random_phenomena(self, shown: RunsShown) -> list[Control]:
+        self._show(shown)
+        controls: list[Control] = []
+        for phenomenon in self.system.phenomenon:
+            for claim, value, holds in phenomenon_rows(self.name, phenomenon, self.database):
+                if holds:
+                    why = phenomenon.why_random_passes(claim)
+                    why = why or phenomenon.why_random_passes(phenomenon.words)
+                    text = why or f"holds for random weights ({value})"
+                    controls.append(Control(self.name, claim, "random", not why, text))
+        return controls
+
+    def _null_figures(
+        self, sizes: Mapping[str, int | str], edited: RunsShown, null: RunsShown
+    ) -> list[Control]:
+        pairs: list[tuple[Check, PublishedValue, float, float]] = []
+        for check, value in self._values_of(sizes):
+            before = self._measured(check, edited).get(value.name)
+            if before is not None:
+                pairs.append((check, value, before, math.nan))
+        # All with edits first: to show other runs takes longer than a question.
+        for place, (check, value, before, _) in enumerate(pairs):
+            after = self._measured(check, null).get(value.name)
+            pairs[place] = (check, value, before, math.nan if after is None else after)
+        return null_figures(self.name, [pair for pair in pairs if not math.isnan(pair[-1])])
 
 
-def _random_control(
-    name: str, check: Check, value: PublishedValue, measured: float | None
-) -> list[Control]:
-    if not value.is_near(measured):
-        return []
-    why = check.why_random_passes(value.name)
-    text = why or f"published {value.value:.4g}, random weights {measured:.4g}"
-    return [Control(name, value.full_name, "random", not why, text)]
-
-
-def _random_phenomena(name: str, system: System, database: RunDatabase) -> list[Control]:
-    controls: list[Control] = []
-    for phenomenon in system.phenomenon:
-        for claim, value, holds in _phenomenon_rows(name, phenomenon.sql, database):
-            if holds:
-                why = phenomenon.why_random_passes(claim) or phenomenon.why_random_passes(
-                    phenomenon.words
-                )
-                text = why or f"holds for random weights ({value})"
-                controls.append(Control(name, claim, "random", not why, text))
-    return controls
-
-
-def _phenomenon_rows(
-    name: str, sql: str, database: RunDatabase
+def phenomenon_rows(
+    name: str, phenomenon: Phenomenon, database: RunDatabase
 ) -> list[tuple[str, float | None, bool]]:
     """Claim, value and whether it holds, in the order of the rows."""
     try:
-        rows = rows_of(name, sql, 3, database)
+        rows = rows_of(name, phenomenon.sql, 3, database)
     except (RunError, QueryError):
         return []
     results: list[tuple[str, float | None, bool]] = []
@@ -238,37 +241,10 @@ def _phenomenon_rows(
     return results
 
 
-def null_controls(name: str, system: System, directory: Path) -> list[Control]:
-    """Figures of edits, if the edits did nothing; and phenomena on the miniature."""
-    if not _has_edits(system):
-        return []
-    controls: list[Control] = []
-    for number, sizes in enumerate(_distinct_sizes(system)):
-        model = write_random_model(
-            directory / f"lively-{number}", system.bundled_model, sizes, LIVELY
-        )
-        short = short_scans(system, sizes)
-        with_edits = measured_system(short, str(model), directory / f"edits-{number}")
-        without = measured_system(short, str(model), directory / f"null-{number}", NullReplica)
-        controls += _null_figures(name, system, sizes, with_edits, without)
-    return controls + null_phenomena(name, system, directory)
-
-
-def _null_figures(
-    name: str,
-    system: System,
-    sizes: Mapping[str, int | str],
-    with_edits: RunDatabase,
-    without: RunDatabase,
+def null_figures(
+    name: str, pairs: Sequence[tuple[Check, PublishedValue, float, float]]
 ) -> list[Control]:
-    pairs: list[tuple[Check, PublishedValue, float, float]] = []
-    for check in system.check:
-        edited = measured_values(name, check, with_edits)
-        null = measured_values(name, check, without)
-        for value in check.values:
-            before, after = edited.get(value.name), null.get(value.name)
-            if system.sizes_of(check, value) == sizes and before is not None and after is not None:
-                pairs.append((check, value, before, after))
+    """Figures that an edit which does nothing passes: of each, the values with and without it."""
     untouched = [
         (check, value, after)
         for check, value, before, after in pairs
@@ -303,21 +279,44 @@ def _null_value(
     return same[0][1].value if same else None
 
 
-def null_phenomena(
-    name: str, system: System, directory: Path, model: str | None = None
+# Phenomena of edits, on the miniature, where they hold
+
+
+def null_phenomena_of_miniature(
+    name: str, system: System, directory: str, known: KnownModels
 ) -> list[Control]:
-    """Phenomena of edits that hold on the miniature, and hold if the edits do nothing."""
-    if not system.phenomenon or not _has_edits(system):
+    """Phenomena that hold on the miniature if edits do nothing; missing runs are measured."""
+    if not system.phenomenon or not has_edits(system):
         return []
-    model = model or system.bundled_model
-    with_edits = measured_system(system, model, directory / "miniature")
-    without = measured_system(system, model, directory / "miniature-null", NullReplica)
+    model = system.bundled_model
+    plans = plan_system_in(directory, system, model, models=known)
+    untouched_system = with_untouched(system, is_miniature=True)
+    untouched = plan_system_in(directory, untouched_system, model, models=known)
+    for plan in [*plans, *untouched]:
+        measure_run(plan, known)
+    database = open_system_runs(system, directory)
+    as_measured(plans).show(database)
+    findings = judge(name, system, plans[0].info, model, database)
+    return null_phenomena(name, system, database, findings, as_if_untouched(plans, untouched))
+
+
+def null_phenomena(
+    name: str,
+    system: System,
+    database: RunDatabase,
+    findings: Iterable[Finding],
+    null: RunsShown,
+) -> list[Control]:
+    """Phenomena of edits that hold on a model, and hold there if the edits do nothing.
+
+    `findings` are those of the runs with edits.
+    """
+    with_edits = {each.name: each.measured for each in findings if each.verdict == "pass"}
+    null.show(database)
     controls: list[Control] = []
     for phenomenon in system.phenomenon:
-        rows = _phenomenon_rows(name, phenomenon.sql, with_edits)
-        null_rows = _phenomenon_rows(name, phenomenon.sql, without)
-        for claim, value, holds in null_rows:
-            if not holds or _depends_on_no_edit(claim, value, rows):
+        for claim, value, holds in phenomenon_rows(name, phenomenon, database):
+            if not holds or _depends_on_no_edit(claim, value, with_edits):
                 continue
             why = phenomenon.why_null_passes(claim) or phenomenon.why_null_passes(phenomenon.words)
             text = why or f"holds under edits that do nothing ({value})"
@@ -326,37 +325,23 @@ def null_phenomena(
 
 
 def _depends_on_no_edit(
-    claim: str, value: SupportsFloat | str | None, rows_with_edits: Iterable[Row]
+    claim: str, null_value: float | None, with_edits: Mapping[str, float | None]
 ) -> bool:
     """Whether a phenomenon has the same words and the same number with the edits."""
-    null_value = finite_number(value)
-    for other_claim, other_value, holds in rows_with_edits:
-        if other_claim != claim or not holds:
-            continue
-        value_with_edits = finite_number(other_value)
-        if null_value is None or value_with_edits is None:
-            return null_value is value_with_edits
-        # DuckDB may add up in another order, so the last bits may differ.
-        return math.isclose(null_value, value_with_edits, rel_tol=SAME, abs_tol=SAME)
-    return False
+    if claim not in with_edits:
+        return False
+    value = with_edits[claim]
+    if null_value is None or value is None:
+        return null_value is value
+    # DuckDB may add up in another order, so the last bits may differ.
+    return math.isclose(null_value, value, rel_tol=SAME, abs_tol=SAME)
 
 
-def _has_edits(system: System) -> bool:
+def has_edits(system: System) -> bool:
+    """Whether any scan of a system edits the model."""
     fields = [system.defaults, system.bundled, *system.scan.values()]
     named = [edit for entry in fields for edit in entry.get("interventions", [])]
     return any(edit != "none" for edit in named)
-
-
-def _distinct_sizes(system: System) -> list[dict[str, int | str]]:
-    """The sizes of each model that something was published for, each once."""
-    sizes: list[dict[str, int | str]] = []
-    for check in system.check:
-        for value in check.values:
-            if system.sizes_of(check, value) not in sizes:
-                sizes.append(dict(system.sizes_of(check, value)))
-    if system.published_sizes not in sizes:
-        sizes.append(dict(system.published_sizes))
-    return sizes
 
 
 def passing_share(value: PublishedValue) -> float:
@@ -389,42 +374,51 @@ def scatter_problems(name: str, system: System) -> list[Control]:
     return controls
 
 
-def controls_of(name: str, system: System) -> list[Control]:
-    """Every control of one system."""
-    controls = scatter_problems(name, system)
-    with stand_in_files(system), tempfile.TemporaryDirectory() as directory:
-        controls += random_controls(name, system, Path(directory))
-        controls += null_controls(name, system, Path(directory))
-    return controls
-
-
 def main(words: Sequence[str]) -> int:
     """Print which figures and phenomena pass that must not; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m reproduce.controls", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="systems; none means all")
     parser.add_argument("--reasons", action="store_true", help="also print those with a reason")
+    parser.add_argument("--quick", action="store_true", help="as short as the tests measure")
     options = parser.parse_args(words)
     prepare_process()
     selection = find_systems(options.names) if options.names else systems()
     wrong = 0
-    for name, system in selection.items():
-        try:
-            controls = controls_of(name, system)
-        except HeadcountError as error:
-            print(f"{name}: no controls: {error}")
-            wrong += 1
-            continue
-        _print(name, controls, options.reasons)
-        wrong += sum(control.is_wrong for control in controls)
+    with tempfile.TemporaryDirectory() as directory:
+        runs = ControlRuns(Path(directory), QUICK if options.quick else FULL)
+        known = KnownModels()
+        for name, system in selection.items():
+            began = time.process_time()
+            try:
+                controls = SystemControls(name, system, runs)
+                results = [*scatter_problems(name, system), *controls.measure()]
+                miniature = str(Path(directory) / f"miniature-{name}")
+                results += null_phenomena_of_miniature(name, system, miniature, known)
+            except HeadcountError as error:
+                print(f"{name}: no controls: {error}", flush=True)
+                wrong += 1
+                continue
+            _print(controls, results, time.process_time() - began, options.reasons)
+            wrong += sum(result.is_wrong for result in results)
     return 1 if wrong else 0
 
 
-def _print(name: str, controls: Iterable[Control], with_reasons: bool) -> None:
-    wrong = [control for control in controls if control.is_wrong]
-    excused = [control for control in controls if not control.is_wrong]
-    print(f"{name}: {len(wrong)} pass that must not, {len(excused)} with a reason", flush=True)
-    for control in [*wrong, *(excused if with_reasons else [])]:
-        print(f"  {control.control}: {control.name}: {control.text}")
+def _print(
+    controls: SystemControls, results: Iterable[Control], seconds: float, with_reasons: bool
+) -> None:
+    wrong = [result for result in results if result.is_wrong]
+    excused = [result for result in results if not result.is_wrong]
+    print(
+        f"{controls.name}: {len(wrong)} pass that must not, {len(excused)} with a reason; "
+        f"{seconds:.1f} s of a processor",
+        flush=True,
+    )
+    for note in controls.notes:
+        print(f"  measured with {note}")
+    if controls.unmeasured:
+        print(f"  no value for random weights: {len(controls.unmeasured)} figures")
+    for result in [*wrong, *(excused if with_reasons else [])]:
+        print(f"  {result.control}: {result.name}: {result.text}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,9 +66,26 @@ def plan_system(
     }
     content = json.dumps(identities, sort_keys=True, default=str)
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:8]
-    directory = str(place(out) / fingerprint)
     # Runs of one system lie in many directories, and read the same texts.
-    corpora = str(place(out) / FOLDER)
+    return _plan_runs(scans, str(place(out) / fingerprint), str(place(out) / FOLDER), watch)
+
+
+def plan_system_in(
+    directory: str,
+    system: System,
+    model: str,
+    watch: Watch = unwatched,
+    models: KnownModels | None = None,
+) -> list[Plan]:
+    """The plans of a system's runs in a directory of any name, which may have other runs."""
+    scans = _resolved_scans(system, model, directory, (), None, models or KnownModels())
+    return _plan_runs(scans, directory, str(place(directory) / FOLDER), watch)
+
+
+def _plan_runs(
+    scans: Mapping[str, ResolvedScan], directory: str, corpora: str, watch: Watch
+) -> list[Plan]:
+    """The plans of some scans; their tokens lie in `corpora` unless a scan says another place."""
     plans: list[Plan] = []
     for name, resolved in scans.items():
         places = {"out": directory, "corpora": resolved.scan.corpora or corpora}

@@ -4,7 +4,7 @@ mistaken for the published model.
 
 from __future__ import annotations
 
-import json
+import html
 import math
 import re
 from dataclasses import replace
@@ -20,9 +20,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headcount import app
+from reproduce.control_runs import as_if_untouched, as_measured, measure_run, with_untouched
+from reproduce.controls import has_edits, null_phenomena
 from reproduce.published_values import PublishedValue
 from reproduce.system import Check, Phenomenon, System, read_system, systems
-from reproduce.system_runs import plan_system
+from reproduce.system_figures import Heading, write_page
+from reproduce.system_runs import open_system_runs, plan_system, plan_system_in
 from reproduce.verdicts import Finding, judge
 from schemas.errors import ScanError
 from schemas.predictions import PREDICTIONS
@@ -30,6 +33,7 @@ from schemas.statistics import STATISTICS
 from tests import published
 from tests import toy_models as toy
 from tests.toy_runs import without_runs
+from workers.model.known_models import KnownModels
 from workers.model.loading import load_model
 from workers.model.model import bridge_of
 from workers.model.model_info import find_model
@@ -37,7 +41,9 @@ from workers.replica import Replica
 
 SYSTEMS = systems()
 FEW_SEQUENCES = ("sequences=40", "sequences_per_shard=40")
-"""Enough to see that a system runs. Phenomena need as many sequences as the system says."""
+"""Other than any system has."""
+
+HEADING = Heading(system="", title="", source="", model="", runs="", warning="")
 
 
 def reproduce(*words: str) -> tuple[int, str]:
@@ -47,25 +53,47 @@ def reproduce(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output + error
 
 
+@pytest.fixture(scope="module")
+def models() -> KnownModels:
+    """The miniatures, each loaded once for the systems that share it."""
+    return KnownModels()
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_every_system_runs_on_its_miniature_and_shows_its_phenomena(
-    name: str, tmp_path: Path
+def test_every_system_shows_its_phenomena_on_its_miniature_and_not_without_its_edits(
+    name: str, tmp_path: Path, models: KnownModels
 ) -> None:
-    findings_file = tmp_path / "findings.json"
-    words = [name, "--out", str(tmp_path / "runs"), "--json", str(findings_file)]
-    exit_code, output = reproduce(*words)
-    findings: list[dict[str, Any]] = json.loads(findings_file.read_text())
-    assert [finding["name"] for finding in findings if finding["verdict"] == "fail"] == []
-    assert exit_code == 0, output
     system = SYSTEMS[name]
+    model = system.bundled_model
+    plans = plan_system(system, model, str(tmp_path), models=models)
+    directory = plans[0].scan.out
+    other = with_untouched(system, is_miniature=True)
+    is_other = other != system
+    untouched = plan_system_in(directory, other, model, models=models) if is_other else plans
+    for plan in {plan.run.run_id: plan for plan in [*plans, *untouched]}.values():
+        measure_run(plan, models)
+    database = open_system_runs(system, directory)
+    if is_other:
+        # A user's directory does not have the others.
+        as_measured(plans).show(database)
+    findings = judge(name, system, plans[0].info, model, database)
+    assert [finding.name for finding in findings if finding.verdict == "fail"] == []
     # Every published figure is there, and none is compared with a miniature.
-    figures = [finding for finding in findings if finding["published"] != "holds"]
+    figures = [finding for finding in findings if finding.published != "holds"]
     published_names = [value.full_name for check in system.check for value in check.values]
-    assert {figure["verdict"] for figure in figures} == {"not comparable"}
-    assert sorted(figure["name"] for figure in figures) == sorted(published_names)
+    assert {figure.verdict for figure in figures} == {"not comparable"}
+    assert sorted(figure.name for figure in figures) == sorted(published_names)
     assert len(findings) - len(figures) >= len(system.phenomenon)
-    measured = [finding["measured"] for finding in findings]
+    measured = [finding.measured for finding in findings]
     assert all(math.isfinite(value) for value in measured if value is not None)
+    write_page(tmp_path / "page.html", HEADING, findings, system.figure, database)
+    page = (tmp_path / "page.html").read_text()
+    assert all(figure.title in html.unescape(page) for figure in system.figure)
+    # Last, because it changes what the database shows.
+    if has_edits(system):
+        null = as_if_untouched(plans, untouched)
+        controls = null_phenomena(name, system, database, findings, null)
+        assert [control.name for control in controls if control.is_wrong] == []
 
 
 def test_a_system_that_runs_again_measures_nothing_twice(tmp_path: Path) -> None:
@@ -511,11 +539,10 @@ def test_an_unknown_system_and_a_wrong_field_are_lines(
 
 
 def test_overrides_reach_every_scan(tmp_path: Path) -> None:
-    options = [word for override in FEW_SEQUENCES for word in ("--set", override)]
-    reproduce("previous_token", "--out", str(tmp_path), *options)
-    manifests = [json.loads(file.read_text()) for file in tmp_path.rglob("manifest.json")]
-    sequences = [manifest["sequences"] for manifest in manifests]
-    assert sequences == [40] * len(SYSTEMS["previous_token"].scan)
+    system = SYSTEMS["previous_token"]
+    plans = plan_system(system, system.bundled_model, str(tmp_path), FEW_SEQUENCES)
+    sizes = [(plan.manifest.sequences, plan.scan.sequences_per_shard) for plan in plans]
+    assert sizes == [(40, 40)] * len(system.scan)
 
 
 @pytest.mark.parametrize("engine", ["fused", "dense"])

@@ -1,0 +1,440 @@
+"""Short runs of a system on models with random weights, and the views of edits that do nothing.
+
+The controls (`reproduce.controls`) ask them. All runs of one system lie in one directory and are
+opened once; `RunsShown` says which of them the system's SQL sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import string
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jobs.plan import Plan, prepare_run
+from jobs.ray_cluster import Resources
+from jobs.run_loop import run_to_end
+from models.random_model import MOST_POSITIONS, miniature_steps, write_random_model
+from queries.asking import RunDatabase
+from queries.sql_text import text_literal
+from reproduce.system import System
+from reproduce.system_runs import plan_system_in
+from schemas.kinds import TABLES
+from workers.inputs.text_files import located
+from workers.model.known_models import KnownModels
+from workers.model.model_info import ModelInfo
+
+CHARACTERS = string.ascii_letters + string.digits + " .,"
+"""Characters of a text that stands for another: 65, as many as the models of characters have."""
+
+LEAST_VOCABULARY = 1024
+"""Tokens that the vocabulary keeps if predictions of a large one would take too long."""
+
+FEW_LAYERS, FEW_HEADS = 4, 4
+"""Size of the model that shows which figures an edit moves: any model shows it."""
+
+BLOCKING_EDITS = ("mask_", "keep_window")
+"""Edits that hide keys. They build whole patterns, and take ten times as long as others."""
+
+MOST_DRAWN = 8
+"""Sequences of a scan that is a picture. Scans of more are for means, which SQL may read by any
+part of their names.
+"""
+
+MOST_VOCABULARY = 50257
+"""Tokens of the largest vocabulary that the controls write: GPT-2's."""
+
+TOKEN_OPTIONS = ("token", "low", "high")
+"""Options of inputs that are ids of tokens."""
+
+WITHOUT_HEADS = 8
+"""Heads of a model of which the source names no number of heads."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of a system the controls measure. No figure needs precision to be wrong."""
+
+    sequences: int
+    """Most sequences of a scan."""
+    least_sequences: int
+    """Least sequences of a scan, if the system has as many, however many tokens they have."""
+    tokens: int
+    """Tokens of a scan under one edit, unless so few sequences have more."""
+    logits: float
+    """Predictions for losses times vocabulary, of a scan; beyond that the vocabulary is smaller."""
+    layers: int
+    """Most layers, and most heads of a layer, of a model of which no certain head is published."""
+    small_vocabulary: bool
+    """Whether ids of tokens that inputs name are moved into a small vocabulary."""
+    blocked: float
+    """Entries of all patterns of a system that are built to hide keys; beyond that the model has
+    fewer heads.
+    """
+
+
+FULL = Extent(
+    sequences=6,
+    least_sequences=2,
+    tokens=1024,
+    logits=2e9,
+    layers=1000,
+    small_vocabulary=False,
+    blocked=4e9,
+)
+"""What `make controls` measures."""
+
+QUICK = Extent(
+    sequences=6,
+    least_sequences=1,
+    tokens=256,
+    logits=5e5,
+    layers=12,
+    small_vocabulary=True,
+    blocked=1e8,
+)
+"""What the tests measure, of every system."""
+
+
+@dataclass(frozen=True)
+class ShortSystem:
+    """A system with few sequences, for a model of published layers and heads."""
+
+    system: System
+    n_layers: int
+    n_heads: int
+    n_ctx: int
+    d_vocab: int
+    steps: tuple[int, ...]
+    """Steps of its training after which the model has checkpoints."""
+    notes: tuple[str, ...]
+    """What is smaller than published and might matter, a line each."""
+
+    @property
+    def sizes(self) -> dict[str, int | str]:
+        """The sizes of the model."""
+        return {
+            "n_layers": self.n_layers,
+            "n_heads": self.n_heads,
+            "n_ctx": self.n_ctx,
+            "d_vocab": self.d_vocab,
+        }
+
+
+@dataclass(frozen=True)
+class RunsShown:
+    """Which runs the SQL of a system sees, and which edits of each."""
+
+    edits_by_run: tuple[tuple[str, tuple[str, ...]], ...]
+    """Id of each run, and the edits that its scan asks for."""
+    is_null: bool = False
+    """Whether each edit has the rows of the untouched model."""
+
+    def show(self, database: RunDatabase) -> None:
+        """Let the tables of a database hold these runs alone.
+
+        Their rows are copied into memory: every check reads them again, from many small files.
+        """
+        pairs = [(run, edit) for run, edits in self.edits_by_run for edit in edits]
+        cells = ", ".join(f"({text_literal(run)}, {text_literal(edit)})" for run, edit in pairs)
+        execute = database.connection.execute
+        execute(
+            "CREATE OR REPLACE TABLE ledger.shown AS "
+            f"SELECT * FROM (VALUES {cells}) AS t(run_id, edit)"
+        )
+        shown_runs = "run_id IN (SELECT run_id FROM ledger.shown)"
+        execute(f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM ledger.runs WHERE {shown_runs}")
+        source = "'none'" if self.is_null else "shown.edit"
+        for name in TABLES:
+            columns = _columns(database, "ledger", name)
+            if "intervention" not in columns:
+                continue
+            # The columns that users see, in their order: views over a table must still fit it.
+            is_labelled = "label" in _columns(database, "main", name) - columns
+            label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
+            execute(
+                f"CREATE OR REPLACE TABLE ledger.shown_{name} AS "
+                f"SELECT measured.* REPLACE (shown.edit AS intervention) "
+                f"FROM ledger.{name} AS measured JOIN ledger.shown AS shown "
+                f"ON measured.run_id = shown.run_id AND measured.intervention = {source}"
+            )
+            execute(
+                f"CREATE OR REPLACE VIEW main.{name} AS SELECT *{label} FROM ledger.shown_{name}"
+            )
+
+
+def _columns(database: RunDatabase, schema: str, view: str) -> set[str]:
+    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = ? AND table_name = ?"
+    rows = database.connection.execute(sql, [schema, view]).fetchall()
+    return {name for (name,) in rows}
+
+
+class SameModel(KnownModels):
+    """A model whose checkpoints all have its weights, so that one load is enough."""
+
+    _description: ModelInfo | None = None
+
+    def describe(self, model: str) -> ModelInfo:
+        """What the model is, and each of its checkpoints."""
+        if self._description is None:
+            self._description = super().describe(model)
+        return self._description
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """A model with random weights, which all runs on it share."""
+
+    path: str
+    known: KnownModels
+
+
+class ControlRuns:
+    """Measures short runs; the same run of the same model is measured once."""
+
+    def __init__(self, directory: Path, extent: Extent) -> None:
+        self.directory = directory
+        self.extent = extent
+        self._models: dict[tuple[object, ...], RandomModel] = {}
+        self._plans: dict[tuple[str, str, str, str], list[Plan]] = {}
+
+    def model(self, short: ShortSystem, scale: float) -> RandomModel:
+        """The model of a short system, written and loaded once for all that have its sizes."""
+        layout = short.system.bundled_model
+        key = (layout, *short.sizes.values(), short.steps, scale)
+        if key not in self._models:
+            directory = self.directory / f"model-{len(self._models)}"
+            path = write_random_model(directory, layout, short.sizes, scale, short.steps)
+            self._models[key] = RandomModel(str(path), SameModel())
+        return self._models[key]
+
+    def measure(self, name: str, system: System, model: RandomModel) -> list[Plan]:
+        """Measure the runs of a system on a model that are missing; the plans of all its runs."""
+        plans: list[Plan] = []
+        for scan, entry in system.scan.items():
+            key = (name, model.path, scan, str(entry))
+            if key not in self._plans:
+                one_scan = system.model_copy(update={"scan": {scan: entry}})
+                directory = str(self.runs(name))
+                new = plan_system_in(directory, one_scan, model.path, models=model.known)
+                for plan in new:
+                    measure_run(plan, model.known)
+                self._plans[key] = new
+            plans += self._plans[key]
+        return plans
+
+    def runs(self, name: str) -> Path:
+        """Where the runs of a system lie."""
+        return self.directory / f"runs-{name}"
+
+
+def measure_run(plan: Plan, known: KnownModels) -> None:
+    """Measure a run in this process, without a word."""
+    prepare_run(plan, "")
+    resources = Resources(replicas=0, device="cpu")
+    run_to_end(plan, resources, Console(quiet=True), stop_at_failure=True, models=known)
+
+
+def as_measured(plans: Sequence[Plan]) -> RunsShown:
+    """Runs as they were measured."""
+    return RunsShown(tuple((plan.run.run_id, _edits(plan)) for plan in plans))
+
+
+def as_if_untouched(plans: Sequence[Plan], untouched: Sequence[Plan]) -> RunsShown:
+    """The same runs, with rows of the untouched model for each edit.
+
+    `untouched` are those of `with_untouched`, in the same order.
+    """
+    edits_by_run = tuple(
+        (other.run.run_id, _edits(plan)) for plan, other in zip(plans, untouched, strict=True)
+    )
+    return RunsShown(edits_by_run, is_null=True)
+
+
+def _edits(plan: Plan) -> tuple[str, ...]:
+    return tuple(map(str, plan.scan.interventions))
+
+
+def with_untouched(system: System, is_miniature: bool = False) -> System:
+    """The system, in which each scan that lacks the untouched model measures nothing else."""
+    scans: dict[str, dict[str, Any]] = {}
+    for name, entry in system.scan.items():
+        fields = system.defaults | entry
+        if is_miniature:
+            fields |= system.bundled | entry.get("bundled", {})
+        edits = fields.get("interventions", ["none"])
+        scans[name] = entry if "none" in edits else entry | {"interventions": ["none"]}
+    return system.model_copy(update={"scan": scans})
+
+
+# Short systems
+
+
+def short_system(
+    system: System, sizes: Mapping[str, int | str], extent: Extent, of_few_heads: bool = False
+) -> ShortSystem:
+    """The system with few sequences, and with the scans that a model of these sizes has."""
+    scans: dict[str, dict[str, Any]] = {}
+    for name, entry in system.scan.items():
+        if _is_of_sizes(entry, sizes) and not _is_for_figures(system, name):
+            scans[name] = _short_scan(system, entry, extent)
+    short = system.model_copy(update={"scan": scans, "bundled": {}})
+    n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", WITHOUT_HEADS))
+    if of_few_heads:
+        n_layers, n_heads = min(n_layers, FEW_LAYERS), min(n_heads, FEW_HEADS)
+    # Without predictions and without ids of tokens, no figure depends on the vocabulary.
+    needs_ids = _names_tokens(short) and not extent.small_vocabulary
+    is_small = not (needs_ids or _predicts(short))
+    d_vocab = min(int(sizes["d_vocab"]), LEAST_VOCABULARY if is_small else MOST_VOCABULARY)
+    notes: list[str] = []
+
+    if n_layers > extent.layers and not _names_heads(system):
+        notes.append(f"{extent.layers} of {n_layers} layers")
+        n_layers, n_heads = extent.layers, min(n_heads, extent.layers)
+    blocked = n_layers * sum(_blocked_entries(short, entry) for entry in scans.values())
+    most_heads = max(1, int(extent.blocked / blocked)) if blocked else n_heads
+    if most_heads < n_heads:
+        notes.append(f"{most_heads} of {n_heads} heads, because it builds whole patterns")
+        n_heads = most_heads
+    predictions = max(_predictions(short, entry) for entry in scans.values())
+    most_tokens = int(extent.logits / predictions) if predictions else d_vocab
+    if most_tokens < d_vocab and not needs_ids:
+        vocabulary = max(LEAST_VOCABULARY, most_tokens)
+        if vocabulary < d_vocab:
+            notes.append(f"a vocabulary of {vocabulary:,}, published {sizes['d_vocab']:,}")
+            d_vocab = vocabulary
+    if d_vocab < MOST_VOCABULARY:
+        scans = {name: _with_small_ids(short, scans[name], d_vocab) for name in scans}
+        short = short.model_copy(update={"scan": scans})
+    n_ctx = min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS)
+    return ShortSystem(short, n_layers, n_heads, n_ctx, d_vocab, _steps(system), tuple(notes))
+
+
+def _steps(system: System) -> tuple[int, ...]:
+    """Steps that figures were published for; three of the miniature's if figures name none."""
+    if not any("checkpoints" in entry for entry in system.scan.values()):
+        return ()
+    names = [value.name for check in system.check for value in check.values]
+    published = {int(step) for name in names for step in re.findall(r"^step (\d+)", name)}
+    if published:
+        return tuple(sorted({0, *published}))
+    steps = miniature_steps(system.bundled_model)
+    return steps[0], steps[len(steps) // 2], steps[-1]
+
+
+def _is_of_sizes(entry: Mapping[str, Any], sizes: Mapping[str, int | str]) -> bool:
+    """Whether a scan is of models of these sizes."""
+    alternatives: list[Mapping[str, int | str]] = entry.get("sizes", [])
+    if not alternatives:
+        return True
+    return any(
+        all(sizes.get(field) == size for field, size in alternative.items())
+        for alternative in alternatives
+    )
+
+
+def _names_heads(system: System) -> bool:
+    names = [value.name for check in system.check for value in check.values]
+    return any(re.search(r"L\d+H\d+", name) for name in names)
+
+
+def _predicts(system: System) -> bool:
+    return any(_field(system, entry, "predictions", []) for entry in system.scan.values())
+
+
+def _names_tokens(system: System) -> bool:
+    scans = [system.defaults | entry for entry in system.scan.values()]
+    return any({*TOKEN_OPTIONS} & {*scan["input"]} for scan in scans)
+
+
+def _with_small_ids(system: System, entry: dict[str, Any], d_vocab: int) -> dict[str, Any]:
+    """A scan whose input names tokens of a small vocabulary. The last one stays the last: BOS."""
+    source = dict(_field(system, entry, "input", {}))
+    if int(source.get("high", 0)) > d_vocab:
+        source["high"] = d_vocab - 1
+        source["low"] = min(int(source.get("low", 0)), d_vocab // 2)
+    token = int(source.get("token", 0))
+    if token >= d_vocab:
+        is_last = token == MOST_VOCABULARY - 1
+        source["token"] = d_vocab - 1 if is_last else token % (d_vocab - 1)
+    return entry | {"input": source}
+
+
+def _is_for_figures(system: System, scan: str) -> bool:
+    """Whether a scan of a few sequences is only drawn: a picture cannot fail."""
+    name = f"'{scan}'"
+    sequences = _field(system, system.scan[scan], "sequences", "all")
+    if sequences == "all" or sequences > MOST_DRAWN:
+        return False
+    questions = [*system.view.values(), *(each.sql for each in (*system.check, *system.phenomenon))]
+    is_drawn = any(name in figure.sql for figure in system.figure)
+    return is_drawn and not any(name in sql for sql in questions)
+
+
+def _short_scan(system: System, entry: Mapping[str, Any], extent: Extent) -> dict[str, Any]:
+    fields = {key: value for key, value in entry.items() if key != "sizes"}
+    source = fields.get("input") or system.defaults.get("input")
+    # A corpus that is not here: the miniature reads something else.
+    if source is None or source["family"] == "pile":
+        fields |= {"input": (system.bundled | entry.get("bundled", {}))["input"]}
+    n_ctx = int(_field(system, entry, "n_ctx", 0))
+    few = max(extent.least_sequences, min(extent.sequences, extent.tokens // n_ctx))
+    published = _field(system, entry, "sequences", "all")
+    return fields | {"sequences": few if published == "all" else min(few, published)}
+
+
+def _field(system: System, entry: Mapping[str, Any], field: str, default: Any) -> Any:  # noqa: ANN401 (what TOML holds)
+    return entry.get(field, system.defaults.get(field, default))
+
+
+def _blocked_entries(system: System, entry: Mapping[str, Any]) -> int:
+    """Entries of the patterns of a head and layer that a scan builds to hide keys."""
+    edits = _field(system, entry, "interventions", [])
+    blocking = sum(edit.startswith(BLOCKING_EDITS) for edit in edits)
+    return blocking * entry["sequences"] * int(_field(system, entry, "n_ctx", 0)) ** 2
+
+
+def _predictions(system: System, entry: Mapping[str, Any]) -> int:
+    """Predictions of a scan that asks for losses. Others predict one token a sequence."""
+    if "loss" not in str(_field(system, entry, "predictions", [])):
+        return 0
+    edits = _field(system, entry, "interventions", ["none"])
+    return len(edits) * entry["sequences"] * int(_field(system, entry, "n_ctx", 0))
+
+
+# Files
+
+
+@contextlib.contextmanager
+def stand_in_files(system: System) -> Iterator[None]:
+    """Work in an empty directory with a file for each that a scan of the system names.
+
+    They hold lines of this project's licence, as if they were of three data sets.
+    """
+    words = Path(located("bundled:LICENSE")).read_text(encoding="utf-8").split()
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        for name in _named_files(system):
+            if name.endswith(".txt"):
+                letters = "".join(letter for letter in " ".join(words) if letter in CHARACTERS)
+                Path(name).write_text(letters + CHARACTERS, encoding="utf-8")
+                continue
+            lines = ["text,dataset"]
+            for row in range(3 * FULL.sequences):
+                text = " ".join(words[row * 11 : row * 11 + 400]).replace('"', "")
+                lines.append(f'"{text}",{("sst2", "gsm8k", "humaneval")[row % 3]}')
+            Path(name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        yield
+
+
+def _named_files(system: System) -> set[str]:
+    """The files of texts that the scans of a system read from where the command is run."""
+    texts = json.dumps([system.defaults, system.scan])
+    words = texts.replace('"', "\n").splitlines()
+    return {word for word in words if word.endswith((".csv", ".txt")) and "/" not in word}
