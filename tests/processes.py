@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
@@ -94,7 +95,10 @@ class Command:
         self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
         command = _Command([*map(str, words)], dict(environment), directory, dict(constants), main)
         self._process = _fork_server().Process(target=_run_command, args=(command, self._output))
-        self._process.start()
+        with warnings.catch_warnings():
+            # A helper process of Python's that was killed beside a test is started again.
+            warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
+            self._process.start()
 
     def poll(self) -> int | None:
         """The exit code, or minus the number of the signal that ended it; None while it runs."""

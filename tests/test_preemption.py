@@ -33,6 +33,8 @@ from tests.toy_replica import ToyReplica
 
 SHARDS = 40
 PACE = 0.1
+HELD_FROM = 30
+"""Shards after which a replica waits until the test has done all that it does."""
 SILENT = Console(quiet=True)
 SCAN: dict[str, Any] = {
     "model": "bundled:attn-only-2l-mini",
@@ -49,8 +51,12 @@ class NotingReplica(ToyReplica):
     """Takes its time for every shard, and leaves a file for each that it has measured."""
 
     def misbehave(self, token: int) -> None:
+        out = Path(self.scan.out)
         time.sleep(PACE)
-        (Path(self.scan.out) / f"measured-{time.monotonic_ns()}-{os.getpid()}").touch()
+        # However slow the machine is, the run must not end before what the test does to it.
+        while len(list(out.glob("measured-*"))) >= HELD_FROM and not (out / "over").exists():
+            time.sleep(PACE)
+        (out / f"measured-{time.monotonic_ns()}-{os.getpid()}").touch()
 
 
 class SelfStoppingReplica(ToyReplica):
@@ -131,6 +137,12 @@ def test_a_node_a_replica_and_the_driver_are_taken_away(cluster: Cluster, plan: 
     printed = io.StringIO()
 
     def disturb() -> None:
+        try:
+            take_away()
+        finally:
+            (Path(plan.scan.out) / "over").touch()
+
+    def take_away() -> None:
         when(lambda: len(measurements(plan)) >= 4)
         remove_placement_group(head_taken)
         drain(node.node_id, str(cluster.address))

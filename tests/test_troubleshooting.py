@@ -113,7 +113,7 @@ def small_corpus(run_headcount: Headcount) -> str:
 def bad_documents(run_headcount: Headcount) -> str:
     with Path("texts/a.jsonl").open("a") as file:
         file.write('{"text": "cut off\n')
-    return run_headcount("plan", "corpus.toml")
+    return run_headcount("plan", "corpus.toml", "--set", "sequences=all")
 
 
 def no_gpu(run_headcount: Headcount) -> str:

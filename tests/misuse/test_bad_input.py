@@ -188,7 +188,7 @@ def test_a_corpus_that_is_too_small_says_what_it_holds(
 def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "To be, or not"}\n{"text": null}\n')
     assert plan_error(
-        sequences=1, input={"family": "pile", "files": str(tmp_path / "a.jsonl")}
+        sequences="all", input={"family": "pile", "files": str(tmp_path / "a.jsonl")}
     ) == [
         "input: 1 of 2 documents are bad, more than bad_rows = 0.01: TMP/a.jsonl, line 2 (text is "
         "null, expected a string); mend or remove them, or leave them out: --set bad_rows=0.5"

@@ -264,8 +264,8 @@ def test_an_environment_without_the_usual_is_no_error(
 ) -> None:
     done = headcount(directory, "list", "absent", variables=variables)
     assert done.stderr == (
-        "error: absent: no run here; expected a run directory, or a directory that holds "
-        f"run_id={ellipsis} directories\n"
+        f"error: {directory / 'absent'}: no run here; expected a run directory, or a directory "
+        f"that holds run_id={ellipsis} directories\n"
     )
 
 
