@@ -118,6 +118,8 @@ def is_finishing() -> bool:
 def ended_in_lines() -> Iterator[None]:
     """Turn everything that ends a command early into lines on stderr and an exit code."""
     _open_standard_streams()
+    # A test may run several commands in one process.
+    _ProcessState.stop_signal = None
     previous_handlers = listen_to_signals()
     previous_hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
     try:
@@ -138,8 +140,6 @@ def ended_in_lines() -> Iterator[None]:
     except Exception as error:
         _end_failed(error)
     finally:
-        # A test may run several commands in one process.
-        _ProcessState.stop_signal = None
         sys.unraisablehook = previous_hook
         if not _ProcessState.has_children:
             for number, handler in previous_handlers.items():

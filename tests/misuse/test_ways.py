@@ -355,8 +355,8 @@ def test_fields_that_change_rows_cannot_be_set(home: Path, command: Command) -> 
             2,
             [
                 f"error: --set {setting}: when {run.name[7:]} continues, only batch_size, "
-                "sequences, corpora, bad_rows, bad_rows_in_a_row, model, input.files or input.text can "
-                "change, because they change no row of it; "
+                "sequences, corpora, bad_rows, bad_rows_in_a_row, model, input.files or input.text "
+                "can change, because they change no row of it; "
                 f"headcount scan toy.toml --set seed=1 --set {setting} makes a run of its own"
             ],
         )
