@@ -40,8 +40,11 @@ LEAST_VOCABULARY = 1024
 FEW_LAYERS, FEW_HEADS = 4, 4
 """Size of the model that shows which figures an edit moves: any model shows it."""
 
-BLOCKING_EDITS = ("mask_", "keep_window")
-"""Edits that hide keys. They build whole patterns, and take ten times as long as others."""
+HIDING_EDITS = ("mask_", "keep_window")
+"""Edits that hide keys."""
+
+HIDING_COST = 10
+"""How many times as long as others they take: they build whole patterns."""
 
 MOST_DRAWN = 8
 """Sequences of a scan that is a picture. Scans of more are for means, which SQL may read by any
@@ -74,9 +77,9 @@ class Extent:
     """Most layers, and most heads of a layer, of a model of which no certain head is published."""
     small_vocabulary: bool
     """Whether ids of tokens that inputs name are moved into a small vocabulary."""
-    blocked: float
-    """Entries of all patterns of a system that are built to hide keys; beyond that the model has
-    fewer heads.
+    entries: float
+    """Entries of all patterns of a system. Beyond that the model has fewer heads, and then fewer
+    layers, if no certain head is published.
     """
 
 
@@ -87,7 +90,7 @@ FULL = Extent(
     logits=2e9,
     layers=1000,
     small_vocabulary=False,
-    blocked=4e9,
+    entries=4e10,
 )
 """What `make controls` measures."""
 
@@ -98,7 +101,7 @@ QUICK = Extent(
     logits=5e5,
     layers=12,
     small_vocabulary=True,
-    blocked=1e8,
+    entries=3e8,
 )
 """What the tests measure, of every system."""
 
@@ -295,14 +298,18 @@ def short_system(
     d_vocab = min(int(sizes["d_vocab"]), LEAST_VOCABULARY if is_small else MOST_VOCABULARY)
     notes: list[str] = []
 
-    if n_layers > extent.layers and not _names_heads(system):
-        notes.append(f"{extent.layers} of {n_layers} layers")
-        n_layers, n_heads = extent.layers, min(n_heads, extent.layers)
-    blocked = n_layers * sum(_blocked_entries(short, entry) for entry in scans.values())
-    most_heads = max(1, int(extent.blocked / blocked)) if blocked else n_heads
-    if most_heads < n_heads:
-        notes.append(f"{most_heads} of {n_heads} heads, because it builds whole patterns")
-        n_heads = most_heads
+    if not _names_heads(system):
+        published = n_layers, n_heads
+        if n_layers > extent.layers:
+            n_layers, n_heads = extent.layers, min(n_heads, extent.layers)
+        entries = sum(_entries(short, entry) for entry in scans.values())
+        n_heads = max(1, min(n_heads, int(extent.entries / (entries * n_layers))))
+        most_layers = max(FEW_LAYERS, int(extent.entries / (entries * n_heads)))
+        n_layers = min(n_layers, most_layers)
+        if (n_layers, n_heads) != published:
+            notes.append(
+                f"{n_layers} of {published[0]} layers and {n_heads} of {published[1]} heads"
+            )
     predictions = max(_predictions(short, entry) for entry in scans.values())
     most_tokens = int(extent.logits / predictions) if predictions else d_vocab
     if most_tokens < d_vocab and not needs_ids:
@@ -394,11 +401,11 @@ def _field(system: System, entry: Mapping[str, Any], field: str, default: Any) -
     return entry.get(field, system.defaults.get(field, default))
 
 
-def _blocked_entries(system: System, entry: Mapping[str, Any]) -> int:
-    """Entries of the patterns of a head and layer that a scan builds to hide keys."""
-    edits = _field(system, entry, "interventions", [])
-    blocking = sum(edit.startswith(BLOCKING_EDITS) for edit in edits)
-    return blocking * entry["sequences"] * int(_field(system, entry, "n_ctx", 0)) ** 2
+def _entries(system: System, entry: Mapping[str, Any]) -> int:
+    """Entries of the patterns of one head and layer, as many as take as long as a scan does."""
+    edits = _field(system, entry, "interventions", ["none"])
+    passes = sum(HIDING_COST if edit.startswith(HIDING_EDITS) else 1 for edit in edits)
+    return passes * entry["sequences"] * int(_field(system, entry, "n_ctx", 0)) ** 2
 
 
 def _predictions(system: System, entry: Mapping[str, Any]) -> int:

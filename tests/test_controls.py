@@ -139,7 +139,7 @@ def test_what_would_take_too_long_is_smaller_and_says_so() -> None:
     sizes = {"n_layers": 12, "n_heads": 12, "n_ctx": 1024, "d_vocab": 50257}
     short = short_system(SYSTEMS["masked_keys"], sizes, QUICK)
     assert short.notes == (
-        "1 of 12 heads, because it builds whole patterns",
+        "4 of 12 layers and 1 of 12 heads",
         "a vocabulary of 1,024, published 50,257",
     )
     # Positions and lengths stay as published: checks refer to them.
