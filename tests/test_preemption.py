@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +122,9 @@ def when(condition: Callable[[], bool]) -> None:
 
 def drain(node_id: str, address: str) -> None:
     """Announce that a node is taken away in 30 s, as a cloud's notice does."""
-    command = ["ray", "drain-node", "--address", address, "--node-id", node_id]
+    # Ray's own program need not be in the PATH, and its first line breaks at a space.
+    ray_program = [sys.executable, "-m", "ray.scripts.scripts"]
+    command = [*ray_program, "drain-node", "--address", address, "--node-id", node_id]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
     command += ["--deadline-remaining-seconds", "30"]
     subprocess.run(command, check=True, capture_output=True)
