@@ -37,7 +37,7 @@ CHARACTERS = string.ascii_letters + string.digits + " .,"
 LEAST_VOCABULARY = 1024
 """Tokens that the vocabulary keeps if predictions of a large one would take too long."""
 
-FEW_LAYERS, FEW_HEADS = 4, 4
+FEW_LAYERS, FEW_HEADS = 4, 8
 """Size of the model that shows which figures an edit moves: any model shows it."""
 
 HIDING_EDITS = ("mask_", "keep_window")
@@ -155,19 +155,22 @@ class RunsShown:
         shown_runs = "run_id IN (SELECT run_id FROM ledger.shown)"
         execute(f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM ledger.runs WHERE {shown_runs}")
         source = "'none'" if self.is_null else "shown.edit"
-        for name in TABLES:
+        for name, table in TABLES.items():
             columns = _columns(database, "ledger", name)
             if "intervention" not in columns:
                 continue
             # The columns that users see, in their order: views over a table must still fit it.
             is_labelled = "label" in _columns(database, "main", name) - columns
             label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
-            execute(
-                f"CREATE OR REPLACE TABLE ledger.shown_{name} AS "
+            rows = (
                 f"SELECT measured.* REPLACE (shown.edit AS intervention) "
                 f"FROM ledger.{name} AS measured JOIN ledger.shown AS shown "
                 f"ON measured.run_id = shown.run_id AND measured.intervention = {source}"
             )
+            if table.written == "once":
+                # Of the weights, which are filed under `none` whatever the scan edits.
+                rows = f"SELECT * FROM ledger.{name} WHERE {shown_runs}"
+            execute(f"CREATE OR REPLACE TABLE ledger.shown_{name} AS {rows}")
             execute(
                 f"CREATE OR REPLACE VIEW main.{name} AS SELECT *{label} FROM ledger.shown_{name}"
             )
@@ -290,7 +293,7 @@ def short_system(
             scans[name] = _short_scan(system, entry, extent)
     short = system.model_copy(update={"scan": scans, "bundled": {}})
     n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", WITHOUT_HEADS))
-    if of_few_heads:
+    if of_few_heads and not _names_heads(system):
         n_layers, n_heads = min(n_layers, FEW_LAYERS), min(n_heads, FEW_HEADS)
     # Without predictions and without ids of tokens, no figure depends on the vocabulary.
     needs_ids = _names_tokens(short) and not extent.small_vocabulary

@@ -104,6 +104,8 @@ class SystemControls:
         """What was smaller than published and might matter."""
         self.unmeasured: list[str] = []
         """Published figures that have no value for random weights."""
+        self.without_null: list[str] = []
+        """Published figures of a system with edits that have no value if edits do nothing."""
         self._values: dict[tuple[RunsShown, str], dict[str, float | None]] = {}
         self._shown: RunsShown | None = None
 
@@ -213,16 +215,19 @@ class SystemControls:
     def _null_figures(
         self, sizes: Mapping[str, int | str], edited: RunsShown, null: RunsShown
     ) -> list[Control]:
-        pairs: list[tuple[Check, PublishedValue, float, float]] = []
-        for check, value in self._values_of(sizes):
-            before = self._measured(check, edited).get(value.name)
-            if before is not None:
-                pairs.append((check, value, before, math.nan))
         # All with edits first: to show other runs takes longer than a question.
-        for place, (check, value, before, _) in enumerate(pairs):
+        values = [
+            (check, value, self._measured(check, edited).get(value.name))
+            for check, value in self._values_of(sizes)
+        ]
+        pairs: list[tuple[Check, PublishedValue, float, float]] = []
+        for check, value, before in values:
             after = self._measured(check, null).get(value.name)
-            pairs[place] = (check, value, before, math.nan if after is None else after)
-        return null_figures(self.name, [pair for pair in pairs if not math.isnan(pair[-1])])
+            if before is None or after is None:
+                self.without_null.append(value.full_name)
+            else:
+                pairs.append((check, value, before, after))
+        return null_figures(self.name, pairs)
 
 
 def phenomenon_rows(
