@@ -17,6 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST_FILES = (
     "test_faults.py",
     "test_reproduce.py",
+    "test_controls.py",
     "test_remote.py",
     "test_machine.py",
     "test_dispatch.py",
