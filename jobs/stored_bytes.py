@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import zlib
 from functools import lru_cache
 
 import pyarrow.parquet as pq
-import zstandard
 
 from schemas.places import open_whole, place
-from workers.inputs.documents import COMPRESSED, Source
+from workers.inputs.documents import Source
+from workers.inputs.file_content import content_bytes_of
 from workers.inputs.portions import Portion
 from workers.inputs.token_store import Piece
-
-RATIO_BYTES = 1 << 20
-"""Stored bytes from which it is seen how far a file is compressed."""
 
 
 def covered_bytes(portion: Portion, last: Piece) -> float:
@@ -34,7 +30,7 @@ def covered_bytes(portion: Portion, last: Piece) -> float:
 def _stored_bytes(source: Source, file_bytes: int, length: int) -> float:
     """About how many bytes of a file hold some bytes of its content, or some of its rows."""
     if source.kind == "jsonl":
-        return length / _content_per_byte(source)
+        return file_bytes * length / max(1, _content_bytes(source.path, file_bytes))
     if source.kind == "parquet":
         return file_bytes * length / max(1, _rows(source))
     # Nobody knows how many rows other files have before they are read.
@@ -49,15 +45,6 @@ def _rows(source: Source) -> int:
 
 
 @lru_cache(maxsize=256)
-def _content_per_byte(source: Source) -> float:
-    """Bytes of the content of a file of lines in a stored byte, at its beginning."""
-    if not source.path.endswith(COMPRESSED):
-        return 1.0
-    with open_whole(place(source.path)) as file:
-        head = file.read(RATIO_BYTES)
-    if source.path.endswith(".zst"):
-        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-    else:
-        decompressor = zlib.decompressobj(wbits=31)
-    content = len(decompressor.decompress(head))
-    return max(1, content) / max(1, len(head) - len(decompressor.unused_data))
+def _content_bytes(path: str, file_bytes: int) -> int:
+    """About how large the content of a file is. A sample of a compressed file is read once."""
+    return content_bytes_of(path, file_bytes)

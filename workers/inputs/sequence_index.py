@@ -42,8 +42,6 @@ class SequenceIndex:
     """Of each block: how many sequences end in it and in those before it. A piece is a block, but
     the pieces of a shuffled corpus are one block together.
     """
-    whole: bool
-    """Whether the pieces hold the whole corpus."""
     last_documents: int | None = None
     """How many documents of the last piece count; None means all."""
 
@@ -108,7 +106,6 @@ class SequenceIndex:
             pieces=self.pieces[: last + 1],
             places=self.places[: last + 2],
             ends=np.minimum(self.ends[: last + 1], sequences),
-            whole=False,
             last_documents=end - self.place(last).documents_before,
         )
 
@@ -133,8 +130,6 @@ class IndexBuilder:
         self.pieces: list[Piece] = []
         self.places = array("q")
         self.ends = array("q")
-        self.whole_portions_end = 0
-        """One behind the last source that is ready to its end."""
         self.sequences = 0
         """Sequences in the pieces so far; unknown and 0 if documents are shuffled."""
         self.documents = 0
@@ -153,7 +148,7 @@ class IndexBuilder:
             self.pieces.append(piece)
             self.places.extend(self._place)
             self._count(piece, block)
-            self._place = self._place_behind(portion, piece, block)
+            self._place = self._place_behind(piece, block)
 
     def _count(self, piece: Piece, block: DocumentBlock) -> None:
         self.documents += piece.documents
@@ -164,7 +159,7 @@ class IndexBuilder:
             self.sequences += block.sequences
             self.ends.append(self.sequences)
 
-    def _place_behind(self, portion: Portion, piece: Piece, block: DocumentBlock) -> PiecePlace:
+    def _place_behind(self, piece: Piece, block: DocumentBlock) -> PiecePlace:
         """The place of whatever comes behind a piece."""
         place = self._place
         source, joined = place.joined_source, place.joined_before
@@ -175,8 +170,6 @@ class IndexBuilder:
             # Rows are counted from the beginning of a portion, and the next one may go on with the
             # same source.
             rows_before += piece.stop.row
-            self.whole_portions_end = portion.first_source + len(portion.sources)
-            self.whole_portions_end -= not portion.ends_source
         return PiecePlace(
             first_source=place.first_source,
             rows_before=rows_before,
@@ -205,7 +198,6 @@ class IndexBuilder:
             pieces=tuple(self.pieces),
             places=places,
             ends=np.array(self.ends, np.int64),
-            whole=self.whole_portions_end == len(self.corpus.sources),
         )
         if self.corpus.choice.shuffled:
             sequences = index.block(0, self.corpus).sequences if self.pieces else 0

@@ -226,13 +226,6 @@ class Sequences:
         self.__dict__.pop("reader", None)
         self._last_findings = None
 
-    def indexed_enough(self, least: int) -> bool:
-        """Whether the index has as many sequences as the scan needs, and `least` at least."""
-        assert self.index is not None
-        if self.scan.sequences == "all":
-            return self.index.whole
-        return len(self.reader) >= max(least, self.scan.sequences)
-
     def check_index(self) -> None:
         """Refuse a corpus that is too bad, or has nothing of what the scan asks for."""
         if self.corpus is not None and self.index is not None:
