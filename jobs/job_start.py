@@ -40,6 +40,7 @@ def wait_for_driver(cluster: JobClient, job_id: str) -> str:
         job = cluster.job(job_id)
         if job.ended:
             return _end_of(cluster, job)
+        # Only the log is seen from here: the notes of phases may lie on a disk of the cluster.
         phase = last_in_log(cluster.whole_log(job)) if job.state == "RUNNING" else None
         if phase is not None:
             settled = settled or time.monotonic() + SETTLING_SECONDS
@@ -71,6 +72,7 @@ def _end_of(cluster: JobClient, job: Job) -> str:
         lines += [f"  {printable(line)}" for line in log_lines[-LOG_LINES:]]
     elif job.message:
         lines[0] += f": {job.message}"
+    # The usual cause if another Python than that of the cluster's Ray was meant to run the job.
     if any("No module named" in line for line in log_lines):
         lines.append(
             "the Python that runs Ray on that cluster lacks a library: install what "
