@@ -177,14 +177,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shards", type=int, default=80, help="shards of a round")
     parser.add_argument("--only", choices=["disk", "store", "written"])
-    parser.add_argument("--text", help="a file of text (.jsonl, .zst, …) instead of random tokens")
+    parser.add_argument(
+        "--corpus", help="a file of documents (.jsonl, .jsonl.zst, …) instead of random tokens"
+    )
     options = parser.parse_args()
     fields: dict[str, object] = {}
-    if options.text:
-        fields["input"] = {"family": "text", "files": [options.text]}
+    if options.corpus:
+        fields["input"] = {"family": "pile", "files": [options.corpus], "packing": "concat"}
     # With --only the other figures stay as they were measured before.
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    source = "text" if options.text else "random tokens"
+    source = "corpus" if options.corpus else "random tokens"
     waiting: dict[str, Any] = results.setdefault("waiting", {})
     with tempfile.TemporaryDirectory(prefix="headcount-fast-") as directory, S3Server() as server:
         os.environ.update(server.env())

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jobs.console import duration, in_bytes, print_table, say
 from jobs.scan_commands import Overrides, VerifyCorpus
-from schemas.errors import RunError, ScanError, counted, printable
+from schemas.errors import CorpusError, RunError, ScanError, counted, printable
 
 if TYPE_CHECKING:
     from workers.inputs.documents import Reading
@@ -128,7 +128,13 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
 
     rows = [("corpus", "tokenizer", "text", "documents", "tokens", "bad", "size", "changed")]
     problems: list[str] = []
-    for stored in stored_corpora(absolute(corpora)):
+    all_stored = stored_corpora(absolute(corpora))
+    if not all_stored:
+        raise CorpusError(
+            f"{absolute(corpora)}: no token store here; expected the directory `corpora` of a scan "
+            "(beside its runs, if the scan names no other), as headcount corpus prepare fills it"
+        )
+    for stored in all_stored:
         if stored.problem is not None:
             problems.append(stored.problem)
         changed = "" if stored.changed is None else f"{stored.changed:%Y-%m-%d %H:%M}"

@@ -20,11 +20,13 @@ A commit knows its data files by their digests. A fold has its own digest in its
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 import numpy as np
@@ -41,6 +43,9 @@ COMMITS_PER_FOLD = 4096
 
 READERS = 16
 """Files read or deleted at once. A store answers each request slowly, but many at a time."""
+
+FEW_FILES = 64
+"""So many files of a disk are read one after another before threads for them would have started."""
 
 
 class DataFile(BaseModel):
@@ -253,6 +258,21 @@ def read_oldest(directory: Place, run_id: str, columns: Sequence[str]) -> dict[s
             continue  # Somebody folded meanwhile.
 
 
+MapFiles = Callable[..., Iterator[Any]]
+"""Calls a function for every file, as the builtin `map` does."""
+
+
+@contextmanager
+def reading_at_once(directory: Place, files: int) -> Iterator[MapFiles]:
+    """What calls a function for so many files of a directory: in threads, unless they are few."""
+    # A list of a thousand small runs would otherwise start thousands of threads.
+    if isinstance(directory, Path) and files <= FEW_FILES:
+        yield map
+        return
+    with ThreadPoolExecutor(READERS) as pool:
+        yield pool.map
+
+
 def read_parts(
     directory: Place, run_id: str, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
@@ -267,21 +287,21 @@ def read_parts(
     file_names = list(names(directory))
     folds = _fold_names(file_names)
     commit_files = [n for n in file_names if n.startswith("shard-") and n.endswith(".json")]
-    with ThreadPoolExecutor(READERS) as pool:
+    with reading_at_once(directory, len(folds) + len(commit_files)) as map_files:
         # The keys of all folds come first: a later fold decides whether an earlier row counts.
-        fold_keys = list(pool.map(lambda name: _read_keys(directory / name), folds))
+        fold_keys = list(map_files(lambda name: _read_keys(directory / name), folds))
         row_masks = _rows_that_count(fold_keys)
         folded_shards = [
             keys["shard"].to_numpy()[mask] for keys, mask in zip(fold_keys, row_masks, strict=True)
         ]
-        loose = _read_files(pool, directory, run_id, commit_files, _schema_of(wanted_columns))
+        loose = _read_files(map_files, directory, run_id, commit_files, _schema_of(wanted_columns))
         # A fold wins over a file of the same shard, which a late attempt may have left behind.
         every_folded_shard = np.concatenate([*folded_shards, np.empty(0, int)])
         is_loose = ~np.isin(loose["shard"].to_numpy(), every_folded_shard)
         # A few folds at a time, so that the memory stays bounded while the caller works.
         for start in range(0, len(folds), READERS):
             stop = start + READERS
-            tables = pool.map(
+            tables = map_files(
                 lambda name, mask: _read_fold(directory / name, wanted_columns, mask),
                 folds[start:stop],
                 row_masks[start:stop],
@@ -394,7 +414,7 @@ def _fold_names(file_names: Iterable[str]) -> list[str]:
 
 
 def _read_files(
-    pool: ThreadPoolExecutor, directory: Place, run_id: str, files: list[str], schema: pa.Schema
+    map_files: MapFiles, directory: Place, run_id: str, files: list[str], schema: pa.Schema
 ) -> pa.Table:
     """Commits that are files of their own; files that are not commits of this run are ignored."""
     tables = [schema.empty_table()]
@@ -402,7 +422,7 @@ def _read_files(
     remaining = iter(files)
     # In batches, because Python objects take far more memory than their Arrow table.
     while batch := list(islice(remaining, COMMITS_PER_FOLD)):
-        commits = pool.map(lambda name: read_commit(directory / name, run_id), batch)
+        commits = map_files(lambda name: read_commit(directory / name, run_id), batch)
         rows = [commit.model_dump(include=columns) for commit in commits if commit is not None]
         tables.append(pa.Table.from_pylist(rows, schema=schema))
     return pa.concat_tables(tables)

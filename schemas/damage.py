@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from schemas.commits import READERS
+from schemas.commits import READERS, reading_at_once
 from schemas.digests import digest_of_file
 from schemas.kinds import TABLES, columns_of
 from schemas.manifest import Manifest
@@ -187,8 +187,8 @@ def _without_end(home: Place, paths: pa.Array, candidates: np.ndarray) -> np.nda
     """
     if not isinstance(home, Path):
         return candidates[:0]
-    with ThreadPoolExecutor(READERS) as pool:
-        is_whole = pool.map(lambda i: ends_whole(home / paths[i].as_py()), candidates.tolist())
+    with reading_at_once(home, len(candidates)) as map_files:
+        is_whole = map_files(lambda i: ends_whole(home / paths[i].as_py()), candidates.tolist())
         return candidates[~np.fromiter(is_whole, bool, len(candidates))]
 
 

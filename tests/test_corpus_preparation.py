@@ -341,3 +341,8 @@ def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_pat
     assert folder.is_dir()
     assert runner.invoke(headcount.app, [*removal, "--yes"]).exception is None
     assert not folder.exists()
+    # A directory without stores, and none at all.
+    for place in (corpora, str(tmp_path / "nowhere")):
+        nothing = runner.invoke(headcount.app, ["corpus", "list", place])
+        assert isinstance(nothing.exception, CorpusError)
+        assert str(nothing.exception).startswith(f"{place}: no token store here; ")
