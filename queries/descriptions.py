@@ -43,6 +43,31 @@ COLUMNS_OF_VIEWS: dict[str, dict[str, str]] = {
         "sd": "Standard deviation over the sequences. NULL for a single one.",
         "standard_error": "Standard error of the mean, sd / √count.",
     },
+    **dict.fromkeys(
+        ("head_summaries", "part_summaries"),
+        {
+            "count": "Sequences on which the statistic is defined.",
+            "undefined": "Sequences on which it is NULL.",
+            "mean": "Mean over the sequences on which it is defined.",
+            "sd": "Standard deviation over these sequences. NULL for a single one.",
+            "standard_error": "Standard error of the mean, sd / √count.",
+            "minimum": "Smallest value.",
+            "maximum": "Largest value.",
+        },
+    ),
+    "distributions": {
+        "bin": "Number of the bin. It depends on the statistic alone, so bins of one add up.",
+        "low": "Low end of the bin.",
+        "high": "High end of the bin.",
+        "count": "Sequences whose value is in the bin.",
+    },
+    "head_quantiles": {
+        **{
+            f"p{percent:02}": f"Value that {percent} % of the sequences do not exceed."
+            for percent in (1, 5, 25, 50, 75, 95, 99)
+        },
+        "width": "Width of the bin that holds p50: it is off by less.",
+    },
 }
 """What columns mean in one view, by view. Elsewhere the same name may mean something else."""
 
