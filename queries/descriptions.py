@@ -27,6 +27,16 @@ def _column_texts(columns: run_tables.ColumnTypes) -> dict[str, str]:
 
 _PROFILE_COLUMNS = {name: column.description for name, column in PROFILES.own.items()}
 
+_SUMMARY_COLUMNS = {
+    "count": "Sequences on which the statistic is defined.",
+    "undefined": "Sequences on which it is NULL.",
+    "mean": "Mean over the sequences on which it is defined.",
+    "sd": "Standard deviation over these sequences. NULL for a single one.",
+    "standard_error": "Standard error of the mean, sd / √count.",
+    "minimum": "Smallest value.",
+    "maximum": "Largest value.",
+}
+
 COLUMNS_OF_VIEWS: dict[str, dict[str, str]] = {
     "runs": _column_texts(run_tables.RUNS),
     "shards": _column_texts(run_tables.SHARDS),
@@ -43,18 +53,8 @@ COLUMNS_OF_VIEWS: dict[str, dict[str, str]] = {
         "sd": "Standard deviation over the sequences. NULL for a single one.",
         "standard_error": "Standard error of the mean, sd / √count.",
     },
-    **dict.fromkeys(
-        ("head_summaries", "part_summaries"),
-        {
-            "count": "Sequences on which the statistic is defined.",
-            "undefined": "Sequences on which it is NULL.",
-            "mean": "Mean over the sequences on which it is defined.",
-            "sd": "Standard deviation over these sequences. NULL for a single one.",
-            "standard_error": "Standard error of the mean, sd / √count.",
-            "minimum": "Smallest value.",
-            "maximum": "Largest value.",
-        },
-    ),
+    "head_summaries": _SUMMARY_COLUMNS,
+    "part_summaries": _SUMMARY_COLUMNS,
     "distributions": {
         "bin": "Number of the bin. It depends on the statistic alone, so bins of one add up.",
         "low": "Low end of the bin.",

@@ -136,7 +136,7 @@ IS_LINEAR = "isfinite(range_low) AND isfinite(range_high)"
 
 def _edge(steps: str) -> str:
     """The size of a value so many logarithmic bins above the smallest."""
-    return f"2 ** (({steps})::DOUBLE / {BINS_PER_OCTAVE} + {SMALLEST_OCTAVE})"
+    return f"pow(2, ({steps})::DOUBLE / {BINS_PER_OCTAVE} + {SMALLEST_OCTAVE})"
 
 
 BIN_LOW = f"""CASE
