@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jobs.compaction import compact
 from queries.asking import RunDatabase, open_runs
+from schemas.run_directory import RunDirectory
 from tests.toy_runs import Cell, Row, write_run
 
 PARTS = ("ArXiv", None, "Github")
@@ -145,3 +147,31 @@ def test_runs_without_statistics_or_shards_have_empty_views(tmp_path: Path) -> N
     for folder in ("none", "new"):
         database = open_runs(tmp_path / folder)
         assert [database.rows(f"FROM {view}") for view in VIEWS] == [[], [], [], []]
+
+
+def check_all(database: RunDatabase) -> None:
+    """All views say what the rows say."""
+    check_summaries(database)
+    check_distributions(database)
+    check_quantiles(database)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Five shards of eight sequences under two interventions."""
+    return write_run(
+        tmp_path, "a-1", random_columns(), sequences=40, per_shard=8, pile_sets=PARTS,
+        interventions=("none", "zero_query_bias"),
+    )  # fmt: skip
+
+
+def test_views_from_merged_shards_say_what_the_rows_say(run: RunDirectory) -> None:
+    exact_views = ("distributions", "head_quantiles")
+    from_rows = [open_runs(run.path).records(view) for view in exact_views]
+    compact(run)
+    database = open_runs(run.path)
+    check_all(database)
+    assert [database.records(view) for view in exact_views] == from_rows
+    assert not database.rows("FROM ledger.unrolled_heads")
+    # One row per intervention, statistic, head and part.
+    assert database.rows("SELECT count(*) FROM rollups") == [(2 * 3 * 6 * 3,)]
