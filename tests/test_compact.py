@@ -208,7 +208,11 @@ def test_a_compacted_run_has_the_same_rows_in_few_sorted_files(
 ) -> None:
     commits = list(run.commits())
     done = compact(run, GROUPS)
-    assert (done.before.files, done.after.files, done.problems) == (SHARDS * 7 + 1, FILES_OF_GROUPS, [])
+    assert (done.before.files, done.after.files, done.problems) == (
+        SHARDS * 7 + 1,
+        FILES_OF_GROUPS,
+        [],
+    )
     assert same_rows(read_rows(run), expected)
     assert_tidy(run)
     hidden = {"files": []}
