@@ -122,7 +122,9 @@ def _tables(seed: int) -> list[tuple[str, tuple[pa.Table, int]]]:
     sequence = np.arange(SEQUENCES_OF_FILE) + seed * SEQUENCES_OF_FILE
     # Most of the Pile is in few of its parts.
     shares = np.arange(1, PARTS + 1) ** -1.0
-    parts = rng.choice([f"Part {n:02}" for n in range(PARTS)], len(sequence), p=shares / sum(shares))
+    parts = rng.choice(
+        [f"Part {n:02}" for n in range(PARTS)], len(sequence), p=shares / sum(shares)
+    )
     formulas = {KIND.field: statistics()}
     sequences: dict[str, Any] = {
         "input_family": ["pile"] * len(sequence),

@@ -32,11 +32,11 @@ from schemas.damage import (
     shards_in_words,
 )
 from schemas.digests import digest_of
+from schemas.histogram_bins import Axis
 from schemas.kinds import TABLES
 from schemas.manifest import Manifest
 from schemas.parquet import parquet_bytes, read_content
 from schemas.places import open_at_once, reason, settle, write_whole
-from schemas.histogram_bins import Axis
 from schemas.run_directory import RunDirectory, data_path, pc
 from schemas.tables import HEADS, ROLLUPS, SEQUENCES, with_partitions
 from workers.measurements.rollups import rolled_up

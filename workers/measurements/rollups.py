@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.parquet import table_of
 from schemas.histogram_bins import Axis
+from schemas.parquet import table_of
 from schemas.tables import ROLLUPS
 
 
