@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from queries import run_tables
 from queries.descriptions import VIEWS, describe_views
+from queries.rollup_views import create_rollup_views, measured_statistics
 from queries.run import Run, read_run, read_runs
 from queries.shipped_views import QUERIES, create_shipped_views
 from queries.sql_text import text_literal
@@ -90,6 +91,7 @@ def connect(
     _create_table(connection, "shards", run_tables.shards_table([]))
     _create_table(connection, "statistics", run_tables.statistics_table(runs))
     _create_table(connection, "formulas", run_tables.formulas_table(runs))
+    create_rollup_views(connection, measured_statistics(runs))
     descriptions = VIEWS | create_shipped_views(connection, queries)
     describe_views(connection, descriptions, measured)
     opened = OpenedRuns(runs, [str(error) for error in unreadable], tell)
