@@ -1,6 +1,6 @@
 // The report: choices, what stands out, a heatmap of every statistic, and the card of one head.
 import { behind, literal } from "./answers.js";
-import { drawCard } from "./card.js";
+import { drawCard, plusMinus } from "./card.js";
 import { pageData } from "./data.js";
 import { bars, heatmap, html, lines, number, points } from "./draw.js";
 
@@ -13,8 +13,8 @@ const MOST_LEADING = 3;
 const SHOWN_HEADS = 8;
 
 const FAMILIES = {
-  sink: "Sinks: attention to the first token", matching: "Matching: attention by token", shape: "Shape of the pattern",
-  norms: "Lengths of vectors", scores: "Scores before the softmax", diagonals: "Diagonals", residual: "Residual stream",
+  sink: "sinks", matching: "matching tokens", shape: "shape", norms: "lengths", scores: "scores", diagonals: "diagonals",
+  residual: "residual stream", head_results: "results", decomposition: "decomposition", labels: "labels", mixing: "mixing",
 };
 
 // What is chosen. `section` and `other` are indices, `head` is [layer, head].
@@ -27,7 +27,6 @@ const label = (layer, head) => `L${layer}H${head}`;
 const facts = (name) => report.statistics[name] ?? { meaning: "", unit: "", formula: "", low: null, high: null, family: "other" };
 const at = (list, one, layer, head) => list?.[layer * one.n_heads + head] ?? null;
 const isMap = (one, name) => one.values[name]?.kind === "heads";
-const plusMinus = (value, error) => (error === null || error === undefined ? number(value) : `${number(value)} ± ${number(Number(error.toPrecision(2)))}`);
 const condition = (one) => `run_id = ${literal(one.run_id)}\n  AND intervention = ${literal(one.intervention)}`;
 
 function matrix(one, list) {
@@ -94,15 +93,16 @@ function drawNow(where) {
   if (!draw) return;
   waiting.delete(where);
   watcher.unobserve(where);
-  where.replaceChildren(...[draw()].flat());
+  where.replaceChildren(...[draw(Math.max(220, where.clientWidth))].flat());
 }
 
+// `draw` is given the width that there is.
 function drawnLater(height, draw) {
   const where = html("div", { class: "plot" });
   where.style.minHeight = `${height}px`;
-  waiting.set(where, () => {
+  waiting.set(where, (width) => {
     where.style.minHeight = "";
-    return draw();
+    return draw(width);
   });
   watcher.observe(where);
   return where;
@@ -196,7 +196,7 @@ function drawHeader() {
     weights: run.weight_processing,
     engine: `${one.facts.engine}, ${run.precision}`,
     shards: `${number(run.shards_done)} of ${number(run.shards)}`,
-    started: run.created,
+    started: String(run.created).replace("T", " ").replace(/(:\d\d)(\.\d+)?(Z|\+00:00)$/, " UTC"),
   };
   place("facts").replaceChildren(...Object.entries(entries).map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))));
   const warnings = [];
@@ -233,7 +233,7 @@ function howSure(one, name, top) {
   if (chance) parts.push(`, ${number(Number((first.mean / chance).toPrecision(2)))} times chance`);
   if (second && first.error !== null && second.error !== null) {
     const gap = (first.mean - second.mean) / Math.hypot(first.error, second.error);
-    if (Number.isFinite(gap)) parts.push(`. It is ${number(Number(gap.toPrecision(2)))} standard errors above ${label(second.layer, second.head)}${gap < 2 ? ": the two may as well be equal" : ""}`);
+    if (Number.isFinite(gap)) parts.push(`. It is ${gap > 100 ? "more than 100" : number(Number(gap.toPrecision(2)))} standard errors above ${label(second.layer, second.head)}${gap < 2 ? ": the two may as well be equal" : ""}`);
   }
   const ranking = one.rankings.find((each) => each.statistic === name);
   if (ranking) parts.push(`. ${number(ranking.passing)} of ${number(one.heads)} heads pass the threshold of ${ranking.view}`);
@@ -262,7 +262,8 @@ function rankingTable(ranking) {
 function standoutCard(one, name) {
   const top = ranked(one, name).slice(0, SHOWN_HEADS);
   if (!top.length) return null;
-  const figure = bars({
+  const figure = (width) => bars({
+    width: Math.min(width, 420),
     names: top.map((entry) => label(entry.layer, entry.head)),
     values: top.map((entry) => entry.mean),
     errors: top.map((entry) => entry.error),
@@ -276,7 +277,7 @@ function standoutCard(one, name) {
   const table = ranking ? html("details", {}, html("summary", {}, "As a table, with thresholds"), html("p", { class: "note" }, `A dot marks a head that passes the threshold of the view ${ranking.view}.`), rankingTable(ranking)) : null;
   return html("section", { class: "card", "data-standout": name },
     html("h3", {}, name), html("p", { class: "meaning" }, facts(name).meaning), howSure(one, name, top), definedNote(one, name),
-    html("div", { class: "plot" }, figure), table,
+    drawnLater(24 + 19 * top.length, figure), table,
     behind({
       sql: `SELECT label, mean, standard_error, count\nFROM head_summaries\nWHERE ${condition(one)}\n  AND statistic = ${literal(name)}\nORDER BY mean DESC NULLS LAST`,
       name: `${name}-ranking`,
@@ -314,15 +315,16 @@ function mapCard(one, name) {
   };
   const onChoose = (layer, head) => choose(layer, head, name);
   const shared = rangeOf(name, [...values.mean, ...(compared ? compared.values[name].mean : [])]);
-  const draw = () => {
-    const first = mapFigure(one, { list: values.mean, ...shared, title: `${name} by layer and head`, onChoose, onHover });
+  const draw = (width) => {
+    const size = { width: compared && width > 700 ? (width - 50) / 3 : Math.min(width, 420) };
+    const first = mapFigure(one, { list: values.mean, ...shared, ...size, title: `${name} by layer and head`, onChoose, onHover });
     if (!compared) return first;
-    const second = mapFigure(compared, { list: compared.values[name].mean, ...shared, title: `${name} in ${sectionName(compared)}`, onChoose, onHover });
+    const second = mapFigure(compared, { list: compared.values[name].mean, ...shared, ...size, title: `${name} in ${sectionName(compared)}`, onChoose, onHover });
     const isFaint = (layer, head) => {
       const error = at(difference.error, one, layer, head);
       return error !== null && Math.abs(at(difference.mean, one, layer, head)) < 2 * error;
     };
-    const third = mapFigure(one, { list: difference.mean, ...evenRange(difference.mean), title: `Difference of ${name}`, onChoose, onHover, faint: isFaint });
+    const third = mapFigure(one, { list: difference.mean, ...evenRange(difference.mean), ...size, title: `Difference of ${name}`, onChoose, onHover, faint: isFaint });
     const captioned = (caption, figure) => html("figure", {}, html("figcaption", {}, caption), figure);
     return html("div", { class: "plots" }, captioned(sectionName(one), first), captioned(sectionName(compared), second), captioned("second minus first", third));
   };
@@ -332,6 +334,7 @@ function mapCard(one, name) {
     ...(compared ? [compared.values[name].mean[i], difference.mean[i], difference.error[i]] : []),
   ]);
   return html("figure", { class: "card map", "data-map": name },
+    html("p", { class: "eyebrow" }, FAMILIES[facts(name).family] ?? facts(name).family),
     html("h3", {}, name),
     html("p", { class: "meaning" }, `${facts(name).meaning}${facts(name).unit ? ` Unit: ${facts(name).unit}.` : ""}`),
     facts(name).formula ? html("p", {}, html("code", { title: `Source: ${facts(name).source}` }, facts(name).formula)) : null,
@@ -355,16 +358,14 @@ function comparedSql(one, another, name) {
   return `SELECT layer, head, a.mean, b.mean AS other_mean, b.mean - a.mean AS difference,\n  sqrt(a.standard_error ** 2 + b.standard_error ** 2) AS standard_error\nFROM head_summaries a JOIN head_summaries b USING (layer, head, statistic)\nWHERE statistic = ${literal(name)}\n  AND a.run_id = ${literal(one.run_id)} AND a.intervention = ${literal(one.intervention)}\n  AND b.run_id = ${literal(another.run_id)} AND b.intervention = ${literal(another.intervention)}`;
 }
 
+// All statistics that differ between heads. Those of one file stand together.
 function mapSections(one) {
-  const families = new Map();
-  for (const name of Object.keys(one.values).filter((each) => isMap(one, each))) {
-    const family = facts(name).family;
-    families.set(family, [...(families.get(family) ?? []), name]);
-  }
-  return [...families].flatMap(([family, names]) => [
-    html("h2", { class: "family" }, FAMILIES[family] ?? family),
-    html("div", { class: "grid maps" }, ...names.map((name) => mapCard(one, name))),
-  ]);
+  const names = Object.keys(one.values).filter((name) => isMap(one, name));
+  const families = [...new Set(names.map((name) => facts(name).family))];
+  const cards = families.flatMap((family) => names.filter((name) => facts(name).family === family).map((name) => mapCard(one, name)));
+  if (!cards.length) return [];
+  const note = "Rows are layers, columns are heads. Point at a cell to read it. A click, or Enter after the arrow keys, shows the card of a head.";
+  return [html("h2", {}, `${number(cards.length)} statistics, head by head`), html("p", { class: "note" }, note), html("div", { class: "grid narrow even maps" }, ...cards)];
 }
 
 function comparisonNote(one) {
@@ -391,7 +392,7 @@ function layerCards(one) {
 
 function lineCard(one, title, meaning, unit, series, log, sql) {
   const layers = [...Array(one.n_layers).keys()];
-  const draw = () => lines({ x: layers, series, xName: "layer", yName: unit, log, title, width: 440, height: 240 });
+  const draw = (width) => lines({ x: layers, series, xName: "layer", yName: unit, log, title, width: Math.min(width, 560), height: 240 });
   return html("figure", { class: "card", "data-lines": title }, html("h3", {}, title), html("p", { class: "meaning" }, meaning), drawnLater(240, draw),
     behind({ sql, name: title, columns: ["layer", ...series.map((line) => line.name)], rows: () => layers.map((layer) => [layer, ...series.map((line) => line.y[layer])]) }));
 }
@@ -495,7 +496,7 @@ function drawMain() {
   const main = place("main");
   main.classList.toggle("comparing", other() !== null);
   main.replaceChildren(...[
-    standouts.length ? [html("h2", {}, "What stands out"), html("div", { class: "grid" }, ...standouts)] : [],
+    standouts.length ? [html("h2", {}, "What stands out"), html("div", { class: "grid narrow even" }, ...standouts)] : [],
     predictions(one),
     other() ? [html("h2", {}, "Comparison"), comparisonNote(one)] : [],
     mapSections(one),
@@ -582,7 +583,6 @@ function drawHead() {
       writeHash();
     },
     compared: another ? cardOf(another, ...state.head) : null,
-    comparedName: another ? sectionName(another) : "",
   });
   aside.replaceChildren(close, card);
 }

@@ -221,10 +221,14 @@ def _run_facts(database: RunDatabase, run: Record, intervention: str) -> Record:
 def _input_words(run: Record) -> str:
     """The options of a run's input, and what became of its documents."""
     options: Record = json.loads(run["input_options"])
-    words = [f"{name} {value}" for name, value in options.items() if value is not None]
+    words = [f"{name} {_option_words(value)}" for name, value in options.items() if value is not None]
     if run["documents"] is not None:
         words.append(run["documents"])
     return ", ".join(words)
+
+
+def _option_words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _engine(database: RunDatabase, run: Record, intervention: str) -> str:

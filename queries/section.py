@@ -322,6 +322,11 @@ def _edges(lows: Floats, highs: Floats) -> tuple[list[float], bool, npt.NDArray[
 
 def _read_parts(database: RunDatabase, section: Section, of_head: str) -> None:
     """Means by part of the Pile. A run whose input has no parts has none."""
+    has_parts = f"""
+        FROM sequences {section.condition} AND pile_set_name IS NOT NULL LIMIT 1
+    """
+    if not records(database, "parts of the Pile", has_parts):
+        return
     sql = f"""
         FROM part_summaries {section.condition} AND pile_set_name IS NOT NULL{of_head}
         ORDER BY pile_set_name

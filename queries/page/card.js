@@ -4,20 +4,20 @@
 import { bars, histogram, html, lines, number, tokens } from "./draw.js";
 import { behind, literal } from "./answers.js";
 
-const plusMinus = (value, error) =>
-  error === null || error === undefined ? number(value) : `${number(value)} ± ${number(roundedError(error))}`;
-
-// An error of two digits says all that it knows.
-const roundedError = (error) => Number(error.toPrecision(2));
+// A value and its standard error, of which two digits say all that it knows.
+export function plusMinus(value, error) {
+  if (error === null || error === undefined) return number(value);
+  return `${number(value)} ± ${number(Number(error.toPrecision(2)))}`;
+}
 
 const cell = (content, attributes = {}) => html("td", attributes, content);
 
-// Where a head stands among the others: a bar from 0 to 100.
+// Where a head stands among the others: a number on a bar from 0 to 100.
 function percentileCell(percentile) {
   if (percentile === null || percentile === undefined) return cell("–");
-  const bar = html("span", { class: "percentile", "aria-hidden": "true" }, html("span"));
-  bar.firstChild.style.width = `${percentile}%`;
-  return html("td", {}, bar, String(Math.round(percentile)));
+  const node = cell(String(Math.round(percentile)), { class: "percentile" });
+  node.style.setProperty("--share", `${percentile}%`);
+  return node;
 }
 
 const difference = (one, other) => {
@@ -30,8 +30,7 @@ const difference = (one, other) => {
 
 function statisticsTable(card, options) {
   const { compared, statistic, onStatistic } = options;
-  const names = ["statistic", "mean ± standard error", "chance", "percentile"];
-  if (compared) names.splice(2, 0, options.comparedName ?? "compared", "difference");
+  const names = ["statistic", "mean ±", ...(compared ? ["second", "difference ±"] : ["chance"]), "percentile"];
   const head = html("tr", {}, ...names.map((name) => html("th", { scope: "col" }, name)));
   const rows = card.statistics.map((one) => {
     const button = html("button", { type: "button", class: "plain", "data-statistic": one.name, title: one.meaning }, one.name);
@@ -41,8 +40,8 @@ function statisticsTable(card, options) {
       const other = compared.statistics.find((each) => each.name === one.name);
       const [change, error] = other?.change ?? null ? [other.change, other.change_error] : difference(one, other);
       cells.push(cell(number(other?.mean)), cell(plusMinus(change, error)));
-    }
-    cells.push(cell(number(one.chance)), percentileCell(one.percentile));
+    } else cells.push(cell(number(one.chance)));
+    cells.push(percentileCell(one.percentile));
     return html("tr", { "aria-selected": one.name === statistic ? "true" : "false" }, ...cells);
   });
   const table = html("table", { class: "statistics" }, html("thead", {}, head), html("tbody", {}, ...rows));
@@ -201,7 +200,7 @@ export function drawCard(card, options = {}) {
     { class: "head-card", "aria-labelledby": `card-${card.label}` },
     heading,
     statisticsTable(card, { ...options, statistic }),
-    html("p", { class: "note" }, `Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Chance: what uniform attention would score.`),
+    html("p", { class: "note" }, `± is one standard error. Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Chance: what uniform attention would score.`),
     behind({
       sql: summarySql,
       name: `${card.label}-statistics`,

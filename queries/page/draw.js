@@ -32,8 +32,8 @@ export function number(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   if (Number.isInteger(x) || Math.abs(x) >= 1e4) return Math.round(x).toLocaleString("en").replace("-", "−");
-  const short = Math.abs(x) < 1e-3 ? x.toExponential(2) : String(Number(x.toPrecision(4)));
-  return short.replace("-", "−");
+  const short = Number(x.toPrecision(4));
+  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll("-", "−");
 }
 
 // A number of an axis: short, because its neighbours say the rest.
