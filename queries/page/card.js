@@ -30,12 +30,12 @@ const difference = (one, other) => {
 
 function statisticsTable(card, options) {
   const { compared, statistic, onStatistic } = options;
-  const names = ["statistic", "mean ±", ...(compared ? ["second", "difference ±"] : ["chance"]), "percentile"];
+  const names = ["statistic", ...(compared ? ["first", "second", "difference ±"] : ["mean ±", "chance"]), "percentile"];
   const head = html("tr", {}, ...names.map((name) => html("th", { scope: "col" }, name)));
   const rows = card.statistics.map((one) => {
     const button = html("button", { type: "button", class: "plain", "data-statistic": one.name, title: one.meaning }, one.name);
     button.addEventListener("click", () => onStatistic?.(one.name));
-    const cells = [cell(button), cell(plusMinus(one.mean, one.standard_error))];
+    const cells = [cell(button), cell(compared ? number(one.mean) : plusMinus(one.mean, one.standard_error))];
     if (compared) {
       const other = compared.statistics.find((each) => each.name === one.name);
       const [change, error] = other?.change ?? null ? [other.change, other.change_error] : difference(one, other);

@@ -126,7 +126,7 @@ function legend(x, y, width, range, scale) {
 // Values by row and column, as colours.
 //
 // `rows` and `cols` are names, or how many there are. Arrow keys move between cells, Enter chooses.
-// `faint(row, col)` says which cells are pale.
+// `faint(row, col)` says which cells are pale. `square` keeps cells square however many there are.
 // `onChoose(row, col)` and `onHover(row, col)` are optional. `cellName(row, col)` names a cell.
 // The element has a method `choose(row, col)`, which moves the mark.
 export function heatmap(options) {
@@ -136,10 +136,14 @@ export function heatmap(options) {
   const { rowName = "layer", colName = "head", width = 340 } = options;
   const plain = options.cellName ?? ((row, col) => `L${rows[row]}H${cols[col]}`);
   const longest = Math.max(...rows.map((name) => String(name).length));
-  const left = rowName === "layer" ? 34 : Math.min(150, 12 + 6 * longest);
+  // Numbers leave room for the name of their axis. Names say themselves what they are.
+  const haveNumbers = rows.every((name) => typeof name === "number");
+  const left = haveNumbers ? 22 + 6 * longest : Math.min(150, 12 + 6 * longest);
   const top = 4;
-  const across = Math.min(26, (width - left - 2) / cols.length);
-  const down = Math.max(5, Math.min(across, 340 / rows.length, 26));
+  const widest = (width - left - 2) / cols.length;
+  const across = options.square ? Math.min(26, widest, 420 / rows.length) : Math.min(26, widest);
+  const lowest = haveNumbers ? 5 : 12;
+  const down = options.square ? across : Math.max(lowest, Math.min(across, 340 / rows.length));
   const gap = Math.min(across, down) > 9 ? 1 : 0;
   const bottom = top + down * rows.length;
   const right = left + across * cols.length;
@@ -182,7 +186,7 @@ export function heatmap(options) {
   const shownCol = everyOther(cols.length, (across * cols.length) / (cols.length > 100 ? 26 : 20));
   const axes = svg("g", { "aria-hidden": "true" });
   rows.forEach((name, row) => {
-    if (rowName === "layer" && !shownRow(row)) return;
+    if (haveNumbers && !shownRow(row)) return;
     const limit = Math.floor((left - 14) / 6);
     const short = String(name).length > limit + 1 ? `${String(name).slice(0, limit)}…` : name;
     const y = top + row * down + (down - gap) / 2 + 3.6;
@@ -193,7 +197,7 @@ export function heatmap(options) {
     const x = left + col * across + (across - gap) / 2;
     axes.append(text(x, bottom + 12, name, { "text-anchor": "middle" }));
   });
-  if (rowName === "layer" && bottom - top >= 44) {
+  if (haveNumbers && rowName && bottom - top >= 44) {
     const middle = top + (bottom - top) / 2;
     const turned = `rotate(-90 9 ${middle})`;
     axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: turned }));
