@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -263,7 +263,8 @@ def marked_keys(
         step = 1 if statistic.startswith("induction") else 0
         return sorted({key + step for key in copies})
     if received:
-        return [int(np.argmax(np.nan_to_num(np.array(received, dtype=Any).astype(float))))]
+        # What is undefined receives nothing.
+        return [max(range(len(received)), key=lambda key: received[key] or 0.0)]
     return []
 
 

@@ -64,6 +64,18 @@ def html_text(
     return environment.get_template(f"{template.name}.html.j2").render(content | parts)
 
 
+def check_writable(output: Path) -> None:
+    """Refuse a file that cannot be written, before the work and not after it."""
+    exists = output.exists()
+    try:
+        with output.open("ab"):
+            pass
+    except OSError as error:
+        raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
+    if not exists:
+        output.unlink()
+
+
 def write_html(
     template: Path, output: Path, content: Record, data: object, modules: Sequence[str] = DRAWING
 ) -> None:

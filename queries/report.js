@@ -617,7 +617,8 @@ function writeHash() {
 
 function readHash() {
   const words = new URLSearchParams(location.hash.slice(1));
-  const found = indexOf(words.get("run"), words.get("intervention") ?? "none") ?? indexOf(words.get("run")) ?? firstWithRows();
+  const run = words.get("run") ?? report.sections[firstWithRows()].run_id;
+  const found = indexOf(run, words.get("intervention") ?? "none") ?? indexOf(run) ?? firstWithRows();
   const one = report.sections[found];
   const [, otherRun, otherIntervention] = /^(.*)\/([^/]*)$/.exec(words.get("with") ?? "") ?? [];
   const wanted = otherRun ? (indexOf(otherRun, otherIntervention) ?? null) : null;

@@ -24,12 +24,12 @@ from queries.examples import (
     read_examples,
     strongest_heads,
 )
-from queries.html_page import CARD, json_value, write_html
+from queries.html_page import CARD, check_writable, json_value, write_html
 from queries.run_tables import bounds
 from queries.section import (
     Head,
-    Histograms,
     HeadValues,
+    Histograms,
     Means,
     Section,
     read_section,
@@ -118,6 +118,7 @@ class Detail:
 
 def write_report(database: RunDatabase, output: Path, models: RunModels | None = None) -> None:
     """Write the report on some runs into one HTML file. `models` turns tokens into text."""
+    check_writable(output)
     runs = runs_by_id(database)
     detail = _detail(runs.values())
     data = {
@@ -221,7 +222,9 @@ def _run_facts(database: RunDatabase, run: Record, intervention: str) -> Record:
 def _input_words(run: Record) -> str:
     """The options of a run's input, and what became of its documents."""
     options: Record = json.loads(run["input_options"])
-    words = [f"{name} {_option_words(value)}" for name, value in options.items() if value is not None]
+    words = [
+        f"{name} {_option_words(value)}" for name, value in options.items() if value is not None
+    ]
     if run["documents"] is not None:
         words.append(run["documents"])
     return ", ".join(words)

@@ -14,11 +14,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from queries.asking import Record, RunDatabase
 from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError
+from schemas.run_directory import pc
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 """Numbers by layer and head. NaN where nothing was measured, or it is undefined."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import duckdb
 import pytest
@@ -68,7 +68,7 @@ def markup(page: str) -> str:
 
 
 def drawn_figures(page: str) -> list[Any]:
-    return unpacked(page)
+    return cast(list[Any], unpacked(page))
 
 
 def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None:
@@ -288,7 +288,10 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(
     }
     assert len(strokes) == 3
     names = [
-        [mark.get_attribute("data-bar") for mark in plot.find_elements(By.CSS_SELECTOR, "[data-bar]")]
+        [
+            mark.get_attribute("data-bar")
+            for mark in plot.find_elements(By.CSS_SELECTOR, "[data-bar]")
+        ]
         for plot in plots
     ]
     assert names[1] == [EVIL, EVIL, "10", "10", "2", "2"]
