@@ -73,8 +73,10 @@ function rangeOf(name, values) {
   return { range: [-largest, largest], scale: "diverging" };
 }
 
-function evenRange(values) {
-  const largest = Math.max(...values.map((value) => Math.abs(value ?? 0)), 1e-12);
+// Even around 0. What is smaller than a millionth of the values is the rounding of sums.
+function evenRange(values, means) {
+  const largestOf = (list) => Math.max(...list.map((value) => Math.abs(value ?? 0)), 0);
+  const largest = Math.max(largestOf(values), 1e-6 * largestOf(means)) || 1;
   return { range: [-largest, largest], scale: "diverging" };
 }
 
@@ -324,7 +326,7 @@ function mapCard(one, name) {
       const error = at(difference.error, one, layer, head);
       return error !== null && Math.abs(at(difference.mean, one, layer, head)) < 2 * error;
     };
-    const third = mapFigure(one, { list: difference.mean, ...evenRange(difference.mean), ...size, title: `Difference of ${name}`, onChoose, onHover, faint: isFaint });
+    const third = mapFigure(one, { list: difference.mean, ...evenRange(difference.mean, values.mean), ...size, title: `Difference of ${name}`, onChoose, onHover, faint: isFaint });
     const captioned = (caption, figure) => html("figure", {}, html("figcaption", {}, caption), figure);
     return html("div", { class: "plots" }, captioned(sectionName(one), first), captioned(sectionName(compared), second), captioned("second minus first", third));
   };

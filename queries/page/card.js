@@ -4,10 +4,10 @@
 import { bars, histogram, html, lines, number, tokens } from "./draw.js";
 import { behind, literal } from "./answers.js";
 
-// A value and its standard error, of which two digits say all that it knows.
+// A value and its standard error, of which two digits say all that it knows, and one if it is tiny.
 export function plusMinus(value, error) {
   if (error === null || error === undefined) return number(value);
-  return `${number(value)} ± ${number(Number(error.toPrecision(2)))}`;
+  return `${number(value)} ± ${number(Number(error.toPrecision(error < 1e-3 ? 1 : 2)))}`;
 }
 
 const cell = (content, attributes = {}) => html("td", attributes, content);

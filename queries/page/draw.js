@@ -40,7 +40,7 @@ export function number(x) {
 function tickText(x) {
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  if (size >= 1e6 || (size > 0 && size < 1e-3)) return x.toExponential(0).replace("e+", "e");
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return Number(x.toPrecision(2)).toExponential().replace("e+", "e").replaceAll("-", "−");
   return String(Number(x.toPrecision(3))).replace("-", "−");
 }
 
