@@ -54,7 +54,10 @@ def draw_pictures(report: Path, profile: str) -> None:
             if card.find_element(By.TAG_NAME, "h3").text == SHOWN
         )
         plot = figure.find_element(By.CSS_SELECTOR, ".plot")
-        driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+        # All that waits to be seen is drawn first: it would move the plot.
+        driver.execute_script("dispatchEvent(new Event('beforeprint'))")
+        scroll = "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})"
+        driver.execute_script(scroll, plot)
         plot.screenshot(str(IMAGES / "dormant.png"))
     finally:
         driver.quit()
