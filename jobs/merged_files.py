@@ -182,11 +182,14 @@ def _rollups(
     run: RunDirectory, manifest: Manifest, intervention: str, tables: Mapping[str, pa.Table]
 ) -> pa.Table:
     """The roll-ups of merged rows under one intervention."""
+    heads = tables[HEADS.name]
     axes = {
         name: Axis(*range_of_statistic)
         for name, range_of_statistic in declared_bounds(manifest)[HEADS.name].items()
+        # A damaged manifest may name more. Whoever opens the run hears of it.
+        if name in heads.column_names
     }
-    rows = rolled_up(tables[HEADS.name], tables[SEQUENCES.name], axes)
+    rows = rolled_up(heads, tables[SEQUENCES.name], axes)
     return with_partitions(rows, run.run_id, intervention)
 
 
