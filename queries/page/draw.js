@@ -184,7 +184,8 @@ export function heatmap(options) {
           role: "gridcell",
           tabindex: -1,
           "aria-label": says(row, col),
-          class: isUndefined(value) ? "cell empty" : "cell",
+          // Outlines of small cells would run together into a grey ground.
+          class: isUndefined(value) ? `cell empty ${gap ? "" : "small"}` : "cell",
           fill: isUndefined(value) ? null : colour(value),
           "fill-opacity": faint?.(row, col) ? 0.3 : null,
         });
@@ -554,7 +555,7 @@ export function bars(options) {
   const longest = Math.max(...names.map((name) => String(name).length), 1);
   const left = Math.min(width * 0.42, 12 + 6.1 * longest);
   const right = width - 64;
-  const thick = several ? 9 : 13;
+  const thick = several ? 11 : 13;
   const room = thick * series.length + 6;
   const top = several ? 20 : reference && !isUndefined(reference.x) ? 16 : 4;
   const all = series.flatMap((one) =>
