@@ -432,7 +432,7 @@ def drawn_indices(length: int, most: int = MOST_POINTS) -> list[int]:
     >>> drawn_indices(4)
     [0, 1, 2, 3]
     >>> drawn_indices(1000, 12)
-    [0, 1, 2, 3, 4, 5, 12, 30, 72, 174, 417, 999]
+    [0, 1, 2, 3, 4, 5, 12, 29, 71, 171, 413, 999]
     """
     if length <= most:
         return list(range(length))

@@ -56,7 +56,7 @@ def draw_pictures(report: Path, profile: str) -> None:
         plot = figure.find_element(By.CSS_SELECTOR, ".plot")
         # All that waits to be seen is drawn first: it would move the plot.
         driver.execute_script("dispatchEvent(new Event('beforeprint'))")
-        scroll = "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})"
+        scroll = "arguments[0].scrollIntoView({block: 'center'})"
         driver.execute_script(scroll, plot)
         plot.screenshot(str(IMAGES / "dormant.png"))
     finally:

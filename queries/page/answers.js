@@ -14,7 +14,10 @@ export function csv(columns, rows) {
 }
 
 function download(name, content) {
-  const link = html("a", { download: name, href: URL.createObjectURL(new Blob([content], { type: "text/csv" })) });
+  const link = html("a", {
+    download: name,
+    href: URL.createObjectURL(new Blob([content], { type: "text/csv" })),
+  });
   link.click();
   // The browser has taken the content by then.
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);

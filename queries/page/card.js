@@ -30,22 +30,48 @@ const difference = (one, other) => {
 
 function statisticsTable(card, options) {
   const { compared, statistic, onStatistic } = options;
-  const names = ["statistic", ...(compared ? ["first", "second", "difference ±"] : ["mean ±", "chance"]), "percentile"];
+  const names = [
+    "statistic",
+    ...(compared ? ["first", "second", "difference ±"] : ["mean ±", "chance"]),
+    "percentile",
+  ];
   const head = html("tr", {}, ...names.map((name) => html("th", { scope: "col" }, name)));
   const rows = card.statistics.map((one) => {
-    const button = html("button", { type: "button", class: "plain", "data-statistic": one.name, title: one.meaning }, one.name);
+    const button = html(
+      "button",
+      { type: "button", class: "plain", "data-statistic": one.name, title: one.meaning },
+      one.name,
+    );
     button.addEventListener("click", () => onStatistic?.(one.name));
-    const cells = [cell(button), cell(compared ? number(one.mean) : plusMinus(one.mean, one.standard_error))];
+    const cells = [
+      cell(button),
+      cell(compared ? number(one.mean) : plusMinus(one.mean, one.standard_error)),
+    ];
     if (compared) {
       const other = compared.statistics.find((each) => each.name === one.name);
-      const [change, error] = other?.change ?? null ? [other.change, other.change_error] : difference(one, other);
+      const [change, error] =
+        (other?.change ?? null) ? [other.change, other.change_error] : difference(one, other);
       cells.push(cell(number(other?.mean)), cell(plusMinus(change, error)));
     } else cells.push(cell(number(one.chance)));
     cells.push(percentileCell(one.percentile));
     return html("tr", { "aria-selected": one.name === statistic ? "true" : "false" }, ...cells);
   });
-  const table = html("table", { class: "statistics" }, html("thead", {}, head), html("tbody", {}, ...rows));
-  return html("div", { class: "scroll statistics-scroll", tabindex: 0, role: "region", "aria-label": `Statistics of ${card.label}` }, table);
+  const table = html(
+    "table",
+    { class: "statistics" },
+    html("thead", {}, head),
+    html("tbody", {}, ...rows),
+  );
+  return html(
+    "div",
+    {
+      class: "scroll statistics-scroll",
+      tabindex: 0,
+      role: "region",
+      "aria-label": `Statistics of ${card.label}`,
+    },
+    table,
+  );
 }
 
 const conditions = (card) =>
@@ -58,14 +84,26 @@ function distributionPart(card, one) {
     ...shown,
     title: one.name,
     unit: one.unit,
-    marks: [{ x: one.mean, name: "mean" }, { x: one.chance, name: "chance", kind: "chance" }],
+    marks: [
+      { x: one.mean, name: "mean" },
+      { x: one.chance, name: "chance", kind: "chance" },
+    ],
   });
   const undefinedText = one.undefined ? ` It is undefined in ${number(one.undefined)} more.` : "";
   const behindIt = shown.background ? " The dashed line is all heads together." : "";
-  const sql = `SELECT low, high, sum(count) AS count\nFROM distributions\nWHERE ${conditions(card)}\n  AND statistic = ${literal(one.name)}\nGROUP BY ALL\nORDER BY low`;
+  const sql = `SELECT low, high, sum(count) AS count
+FROM distributions
+WHERE ${conditions(card)}
+  AND statistic = ${literal(one.name)}
+GROUP BY ALL
+ORDER BY low`;
   return [
     html("h4", {}, "Over sequences"),
-    html("p", { class: "note" }, `${number(one.count)} sequences, from ${number(one.minimum)} to ${number(one.maximum)}.${undefinedText}${behindIt}`),
+    html(
+      "p",
+      { class: "note" },
+      `${number(one.count)} sequences, from ${number(one.minimum)} to ${number(one.maximum)}.${undefinedText}${behindIt}`,
+    ),
     html("div", { class: "plot" }, figure),
     behind({
       sql,
@@ -87,10 +125,17 @@ function partsPart(card, one) {
     title: `${one.name} by part of the Pile`,
     unit: one.unit,
   });
-  const sql = `SELECT pile_set_name, mean, standard_error, count\nFROM part_summaries\nWHERE ${conditions(card)}\n  AND statistic = ${literal(one.name)}`;
+  const sql = `SELECT pile_set_name, mean, standard_error, count
+FROM part_summaries
+WHERE ${conditions(card)}
+  AND statistic = ${literal(one.name)}`;
   return [
     html("h4", {}, "By part of the Pile"),
-    html("p", { class: "note" }, "Means and their standard errors. The number of sequences is in brackets."),
+    html(
+      "p",
+      { class: "note" },
+      "Means and their standard errors. The number of sequences is in brackets.",
+    ),
     html("div", { class: "plot" }, figure),
     behind({
       sql,
@@ -111,40 +156,73 @@ function curvePart(card, curve) {
     title: `${curve.profile} of ${card.label}`,
     height: 170,
   });
-  const sql = `SELECT ${curve.axis}, mean, standard_error\nFROM profile_means\nWHERE ${conditions(card)}\n  AND profile = ${literal(curve.profile)}\nORDER BY ${curve.axis}`;
+  const sql = `SELECT ${curve.axis}, mean, standard_error
+FROM profile_means
+WHERE ${conditions(card)}
+  AND profile = ${literal(curve.profile)}
+ORDER BY ${curve.axis}`;
   return [
     html("h4", {}, curve.profile),
-    html("p", { class: "note" }, `${curve.meaning}${isThinned ? ` ${curve.indices.length} of ${curve.indices.at(-1) + 1} places are drawn.` : ""}`),
+    html(
+      "p",
+      { class: "note" },
+      `${curve.meaning}${isThinned ? ` ${curve.indices.length} of ${curve.indices.at(-1) + 1} places are drawn.` : ""}`,
+    ),
     html("div", { class: "plot" }, figure),
     behind({
       sql: curve.profiled ? sql : curveSql(card, curve),
       name: `${card.label}-${curve.profile}`,
       columns: [curve.axis, "mean", "standard_error"],
-      rows: () => curve.indices.map((index, i) => [index, curve.values[i], curve.standard_errors[i]]),
+      rows: () =>
+        curve.indices.map((index, i) => [index, curve.values[i], curve.standard_errors[i]]),
     }),
   ];
 }
 
 // A curve that was kept for each sequence and not averaged.
 function curveSql(card, curve) {
-  return `SELECT ${curve.axis}, avg(value) AS mean\nFROM (\n  SELECT generate_subscripts(${curve.profile}, 1) - 1 AS ${curve.axis}, unnest(${curve.profile}) AS value\n  FROM curves\n  WHERE ${conditions(card)}\n)\nGROUP BY ALL\nORDER BY ALL`;
+  return `SELECT ${curve.axis}, avg(value) AS mean
+FROM (
+  SELECT generate_subscripts(${curve.profile}, 1) - 1 AS ${curve.axis}, unnest(${curve.profile}) AS value
+  FROM curves
+  WHERE ${conditions(card)}
+)
+GROUP BY ALL
+ORDER BY ALL`;
 }
 
 function excerptItem(excerpt) {
   const cut = (isCut) => (isCut ? html("span", { class: "cut" }, "…") : null);
   const names = excerpt.tokens.map((_, i) => `token ${excerpt.start + i}`);
   const origin = excerpt.pile_set_name ? `, ${excerpt.pile_set_name}` : "";
-  const heading = html("p", { class: "note" }, html("strong", {}, number(excerpt.value)), ` in sequence ${excerpt.sequence}${origin}`);
-  const content = tokens(excerpt.tokens, { marked: excerpt.marked, weights: excerpt.weights, names });
+  const heading = html(
+    "p",
+    { class: "note" },
+    html("strong", {}, number(excerpt.value)),
+    ` in sequence ${excerpt.sequence}${origin}`,
+  );
+  const content = tokens(excerpt.tokens, {
+    marked: excerpt.marked,
+    weights: excerpt.weights,
+    names,
+  });
   const end = excerpt.start + excerpt.tokens.length < excerpt.length;
-  return html("li", {}, heading, html("div", { class: "excerpt" }, cut(excerpt.start > 0), content, cut(end)));
+  return html(
+    "li",
+    {},
+    heading,
+    html("div", { class: "excerpt" }, cut(excerpt.start > 0), content, cut(end)),
+  );
 }
 
 function markedText(statistic, excerpts) {
-  const grounds = excerpts.some((excerpt) => excerpt.weights) ? " The stronger its ground, the more attention a token receives." : "";
+  const grounds = excerpts.some((excerpt) => excerpt.weights)
+    ? " The stronger its ground, the more attention a token receives."
+    : "";
   if (!excerpts.some((excerpt) => excerpt.marked.length)) return grounds.trim();
   if (statistic.startsWith("sink_")) return `The framed token is the first one, key 0.${grounds}`;
-  if (statistic.startsWith("induction")) return `Framed tokens follow an earlier copy of a token that comes again.${grounds}`;
+  if (statistic.startsWith("induction"))
+    return `Framed tokens follow an earlier copy of a token that comes again.${grounds}`;
   if (statistic.startsWith("duplicate")) return `Framed tokens come again later.${grounds}`;
   return `The framed token receives most attention.${grounds}`;
 }
@@ -153,7 +231,12 @@ function examplesPart(card, one) {
   const most = card.most[one.name] ?? [];
   const least = card.least[one.name] ?? [];
   const value = `"${one.name}"`;
-  const sql = `SELECT sequence, ${one.name}, pile_set_name, tokens\nFROM heads\nJOIN sequences USING (run_id, intervention, sequence)\nWHERE heads.${conditions(card)}\nORDER BY ${value} DESC\nLIMIT 3`;
+  const sql = `SELECT sequence, ${one.name}, pile_set_name, tokens
+FROM heads
+JOIN sequences USING (run_id, intervention, sequence)
+WHERE heads.${conditions(card)}
+ORDER BY ${value} DESC
+LIMIT 3`;
   if (!most.length) return [];
   const note = [markedText(one.name, [...most, ...least]), card.note].filter(Boolean).join(" ");
   return [
@@ -168,12 +251,14 @@ function examplesPart(card, one) {
 
 // The statistic of a card that is shown in detail, if none is named.
 export function leadingStatistic(card) {
-  const scores = card.statistics.filter((one) => one.percentile !== null && card.most[one.name]?.length);
+  const scores = card.statistics.filter(
+    (one) => one.percentile !== null && card.most[one.name]?.length,
+  );
   const byPlace = scores.toSorted((one, other) => other.percentile - one.percentile);
   return (byPlace[0] ?? card.statistics[0])?.name ?? null;
 }
 
-// Draw a card. `statistic` is shown in detail, `onStatistic(name)` is called when another is chosen.
+// Draw a card. `statistic` is shown in detail. `onStatistic(name)` is called if another is chosen.
 // `compared` is a card of the same head elsewhere.
 export function drawCard(card, options = {}) {
   const statistic = options.statistic ?? leadingStatistic(card);
@@ -181,7 +266,11 @@ export function drawCard(card, options = {}) {
   const heading = html("header", { class: "card-heading" });
   heading.append(
     html("h2", { id: `card-${card.label}` }, card.label),
-    html("p", { class: "note" }, `layer ${card.layer}, head ${card.head} · ${card.model} · ${card.input_family}${card.intervention === "none" ? "" : ` · ${card.intervention}`}`),
+    html(
+      "p",
+      { class: "note" },
+      `layer ${card.layer}, head ${card.head} · ${card.model} · ${card.input_family}${card.intervention === "none" ? "" : ` · ${card.intervention}`}`,
+    ),
   );
   const detail = one
     ? [
@@ -193,21 +282,47 @@ export function drawCard(card, options = {}) {
         ...examplesPart(card, one),
       ]
     : [html("p", { class: "note" }, "This head was not measured.")];
-  const summarySql = `SELECT statistic, mean, standard_error, minimum, maximum, count, undefined\nFROM head_summaries\nWHERE ${conditions(card)}`;
-  const columns = ["statistic", "mean", "standard_error", "minimum", "maximum", "count", "undefined", "chance", "percentile"];
+  const summarySql = `SELECT statistic, mean, standard_error, minimum, maximum, count, undefined
+FROM head_summaries
+WHERE ${conditions(card)}`;
+  const columns = [
+    "statistic",
+    "mean",
+    "standard_error",
+    "minimum",
+    "maximum",
+    "count",
+    "undefined",
+    "chance",
+    "percentile",
+  ];
   return html(
     "article",
     { class: "head-card", "aria-labelledby": `card-${card.label}` },
     heading,
     statisticsTable(card, { ...options, statistic }),
-    html("p", { class: "note" }, `± is one standard error. Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Chance: what uniform attention would score.`),
+    html(
+      "p",
+      { class: "note" },
+      `± is one standard error. Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Chance: what uniform attention would score.`,
+    ),
     behind({
       sql: summarySql,
       name: `${card.label}-statistics`,
       columns,
-      rows: () => card.statistics.map((row) => [row.name, ...columns.slice(1).map((column) => row[column])]),
+      rows: () =>
+        card.statistics.map((row) => [row.name, ...columns.slice(1).map((column) => row[column])]),
     }),
     html("section", { class: "detail" }, ...detail.filter(Boolean)),
-    ...(card.curves.length ? [html("section", { class: "detail" }, html("h3", {}, "Along the sequence"), ...card.curves.flatMap((curve) => curvePart(card, curve)))] : []),
+    ...(card.curves.length
+      ? [
+          html(
+            "section",
+            { class: "detail" },
+            html("h3", {}, "Along the sequence"),
+            ...card.curves.flatMap((curve) => curvePart(card, curve)),
+          ),
+        ]
+      : []),
   );
 }

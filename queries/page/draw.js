@@ -31,16 +31,21 @@ export function html(name, attributes = {}, ...children) {
 export function number(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
-  if (Number.isInteger(x) || Math.abs(x) >= 1e4) return Math.round(x).toLocaleString("en").replace("-", "−");
+  if (Number.isInteger(x) || Math.abs(x) >= 1e4)
+    return Math.round(x).toLocaleString("en").replace("-", "−");
   const short = Number(x.toPrecision(4));
-  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll("-", "−");
+  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll(
+    "-",
+    "−",
+  );
 }
 
 // A number of an axis: short, because its neighbours say the rest.
 function tickText(x) {
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  if (size >= 1e6 || (size > 0 && size < 1e-3)) return Number(x.toPrecision(2)).toExponential().replace("e+", "e").replaceAll("-", "−");
+  if (size >= 1e6 || (size > 0 && size < 1e-3))
+    return Number(x.toPrecision(2)).toExponential().replace("e+", "e").replaceAll("-", "−");
   return String(Number(x.toPrecision(3))).replace("-", "−");
 }
 
@@ -52,7 +57,8 @@ function roundTicks(low, high, most = 5, onlyWhole = false) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough * 0.999);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++)
+    ticks.push(i * step);
   return ticks;
 }
 
@@ -130,7 +136,16 @@ function legend(x, y, width, range, scale) {
 // `onChoose(row, col)` and `onHover(row, col)` are optional. `cellName(row, col)` names a cell.
 // The element has a method `choose(row, col)`, which moves the mark.
 export function heatmap(options) {
-  const { values, range, scale = "sequential", title = "", onChoose, onHover, chosen, faint } = options;
+  const {
+    values,
+    range,
+    scale = "sequential",
+    title = "",
+    onChoose,
+    onHover,
+    chosen,
+    faint,
+  } = options;
   const rows = indices(options.rows);
   const cols = indices(options.cols);
   const { rowName = "layer", colName = "head", width = 340 } = options;
@@ -169,7 +184,8 @@ export function heatmap(options) {
           role: "gridcell",
           tabindex: -1,
           "aria-label": says(row, col),
-          class: isUndefined(value) ? "cell empty" : "cell",
+          // Outlines of small cells would run together into a grey ground.
+          class: isUndefined(value) ? `cell empty ${gap ? "" : "small"}` : "cell",
           fill: isUndefined(value) ? null : colour(value),
           "fill-opacity": faint?.(row, col) ? 0.3 : null,
         });
@@ -179,7 +195,10 @@ export function heatmap(options) {
     );
     cells.append(line);
   });
-  const figure = canvas(Math.max(right + 2, left + 130), height, { role: "grid", "aria-label": title });
+  const figure = canvas(Math.max(right + 2, left + 130), height, {
+    role: "grid",
+    "aria-label": title,
+  });
   figure.append(cells);
 
   const shownRow = everyOther(rows.length, (down * rows.length) / 13);
@@ -203,9 +222,17 @@ export function heatmap(options) {
     axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: turned }));
   }
   axes.append(text((left + right) / 2, bottom + 25, colName, { "text-anchor": "middle" }));
-  figure.append(axes, legend(left, bottom + 32, Math.max(90, Math.min(right - left, 180)), range, scale));
+  figure.append(
+    axes,
+    legend(left, bottom + 32, Math.max(90, Math.min(right - left, 180)), range, scale),
+  );
 
-  const ring = svg("rect", { class: "chosen", width: across - gap + 3, height: down - gap + 3, rx: 2 });
+  const ring = svg("rect", {
+    class: "chosen",
+    width: across - gap + 3,
+    height: down - gap + 3,
+    rx: 2,
+  });
   figure.append(ring);
   let current = [0, 0];
   const enter = (row, col) => {
@@ -217,7 +244,8 @@ export function heatmap(options) {
   figure.choose = (row, col) => {
     const exists = row !== null && row !== undefined && marks[row]?.[col];
     ring.style.display = exists ? "" : "none";
-    for (const cell of figure.querySelectorAll("[aria-selected]")) cell.removeAttribute("aria-selected");
+    for (const cell of figure.querySelectorAll("[aria-selected]"))
+      cell.removeAttribute("aria-selected");
     if (!exists) return;
     marks[row][col].setAttribute("aria-selected", "true");
     ring.setAttribute("x", left + col * across - 1.5);
@@ -282,7 +310,15 @@ function binAxis(edges) {
 // How many sequences have a value in each bin. `background` is drawn behind it as an outline, as
 // shares: for instance all heads. `marks` are values with a name, such as the mean.
 export function histogram(options) {
-  const { counts, background, title = "", unit = "", marks = [], width = 360, height = 130 } = options;
+  const {
+    counts,
+    background,
+    title = "",
+    unit = "",
+    marks = [],
+    width = 360,
+    height = 130,
+  } = options;
   // JSON has no infinity: an axis without an end has null there.
   const edges = options.edges.map((edge, i) => edge ?? (i === 0 ? -Infinity : Infinity));
   const left = 8;
@@ -291,7 +327,8 @@ export function histogram(options) {
   const bottom = height - 34;
   const axis = binAxis(edges);
   const x = (value) => left + (right - left) * Math.min(1, Math.max(0, axis.place(value)));
-  const edgeX = (i) => left + ((right - left) * (axis.isEven ? axis.place(edges[i]) : i / (edges.length - 1)));
+  const edgeX = (i) =>
+    left + (right - left) * (axis.isEven ? axis.place(edges[i]) : i / (edges.length - 1));
   const sum = (list) => list.reduce((total, count) => total + count, 0) || 1;
   const total = sum(counts);
   const shares = counts.map((count) => count / total);
@@ -310,13 +347,21 @@ export function histogram(options) {
       height: tall,
       class: "bar",
     });
-    group.append(titled(bar, `${number(edges[i])} to ${number(edges[i + 1])}: ${number(counts[i])}`));
+    group.append(
+      titled(bar, `${number(edges[i])} to ${number(edges[i + 1])}: ${number(counts[i])}`),
+    );
   });
-  const figure = canvas(width, height, { role: "img", "aria-label": `${title}, distribution of ${number(total)} values` });
+  const figure = canvas(width, height, {
+    role: "img",
+    "aria-label": `${title}, distribution of ${number(total)} values`,
+  });
   figure.append(svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }), group);
   if (background) {
     const steps = others.map((share, i) => `L${edgeX(i)} ${y(share)}L${edgeX(i + 1)} ${y(share)}`);
-    const outline = svg("path", { d: `M${left} ${bottom}${steps.join("")}L${right} ${bottom}`, class: "background" });
+    const outline = svg("path", {
+      d: `M${left} ${bottom}${steps.join("")}L${right} ${bottom}`,
+      class: "background",
+    });
     figure.append(titled(outline, "all heads"));
   }
   const ticks = axis.isEven
@@ -330,16 +375,31 @@ export function histogram(options) {
   }
   const unitText = axis.isEven ? unit : `${unit}${unit ? "; " : ""}each bin has the same width`;
   figure.append(text((left + right) / 2, height - 6, unitText, { "text-anchor": "middle" }));
-  const isInside = (mark) => !isUndefined(mark.x) && axis.place(mark.x) >= 0 && axis.place(mark.x) <= 1;
+  const isInside = (mark) =>
+    !isUndefined(mark.x) && axis.place(mark.x) >= 0 && axis.place(mark.x) <= 1;
   // The name of the first mark stands left of it and the others' right of theirs, if there is room.
-  marks.filter(isInside).toSorted((one, other) => one.x - other.x).forEach((mark, i, inside) => {
-    const at = x(mark.x);
-    const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: `mark ${mark.kind ?? ""}` });
-    figure.append(titled(line, `${mark.name}: ${number(mark.x)}`));
-    const room = 6 * mark.name.length;
-    const isLeft = at + room > right || (inside.length > 1 && i === 0 && at - room > left);
-    figure.append(text(at + (isLeft ? -3 : 3), top - 5, mark.name, { "text-anchor": isLeft ? "end" : "start", class: "mark-name" }));
-  });
+  marks
+    .filter(isInside)
+    .toSorted((one, other) => one.x - other.x)
+    .forEach((mark, i, inside) => {
+      const at = x(mark.x);
+      const line = svg("line", {
+        x1: at,
+        x2: at,
+        y1: top - 3,
+        y2: bottom,
+        class: `mark ${mark.kind ?? ""}`,
+      });
+      figure.append(titled(line, `${mark.name}: ${number(mark.x)}`));
+      const room = 6 * mark.name.length;
+      const isLeft = at + room > right || (inside.length > 1 && i === 0 && at - room > left);
+      figure.append(
+        text(at + (isLeft ? -3 : 3), top - 5, mark.name, {
+          "text-anchor": isLeft ? "end" : "start",
+          class: "mark-name",
+        }),
+      );
+    });
   return figure;
 }
 
@@ -368,23 +428,44 @@ function frame(options) {
   const y = (value) => bottom - ((scaled(value) - lowY) / (highY - lowY || 1)) * (bottom - top);
   const group = svg("g", { "aria-hidden": "true" });
   for (const tick of log ? decadeTicks(...yRange) : roundTicks(...yRange, 4)) {
-    group.append(svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid-line" }));
+    group.append(
+      svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid-line" }),
+    );
     group.append(text(left - 5, y(tick) + 3.6, tickText(tick), { "text-anchor": "end" }));
   }
-  const shown = names ? everyOther(names.length, (right - left) / Math.max(24, 6.4 * Math.max(...names.map((name) => String(name).length)))) : null;
-  const xTicks = names ? names.map((name, i) => [i, name]).filter(([i]) => shown(i)) : roundTicks(lowX, highX, 6, options.wholeX).map((tick) => [tick, tickText(tick)]);
+  const shown = names
+    ? everyOther(
+        names.length,
+        (right - left) / Math.max(24, 6.4 * Math.max(...names.map((name) => String(name).length))),
+      )
+    : null;
+  const xTicks = names
+    ? names.map((name, i) => [i, name]).filter(([i]) => shown(i))
+    : roundTicks(lowX, highX, 6, options.wholeX).map((tick) => [tick, tickText(tick)]);
   for (const [place, name] of xTicks) {
     group.append(text(x(place), bottom + 13, name, { "text-anchor": "middle" }));
   }
   group.append(svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }));
   group.append(text((left + right) / 2, height - 8, xName, { "text-anchor": "middle" }));
   const middle = (top + bottom) / 2;
-  group.append(text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }));
+  group.append(
+    text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }),
+  );
   let keyNumber = 0;
   keyLines.forEach((line, row) => {
     for (const [key, at] of line) {
       const middleY = 9 + 15 * row;
-      group.append(svg("line", { x1: at, x2: at + 14, y1: middleY, y2: middleY, class: "key", stroke: seriesColour(keyNumber), "stroke-dasharray": dashes(keyNumber) }));
+      group.append(
+        svg("line", {
+          x1: at,
+          x2: at + 14,
+          y1: middleY,
+          y2: middleY,
+          class: "key",
+          stroke: seriesColour(keyNumber),
+          "stroke-dasharray": dashes(keyNumber),
+        }),
+      );
       group.append(text(at + 18, middleY + 4, key));
       keyNumber++;
     }
@@ -397,16 +478,30 @@ const dashes = (number) => (number % 2 ? "5 3" : null);
 
 // Lines over numbers or names. An undefined value breaks its line.
 export function lines(options) {
-  const { series, xName = "", yName = "", log = false, title = yName, width = 360, height = 220 } = options;
+  const {
+    series,
+    xName = "",
+    yName = "",
+    log = false,
+    title = yName,
+    width = 360,
+    height = 220,
+  } = options;
   const ownX = (one) => one.x ?? options.x;
   const allX = series.flatMap((one) => ownX(one));
-  const names = allX.some((value) => typeof value === "string") ? [...new Set(allX.map(String))] : null;
+  const names = allX.some((value) => typeof value === "string")
+    ? [...new Set(allX.map(String))]
+    : null;
   const placeOf = (value) => (names ? names.indexOf(String(value)) : value);
   const places = allX.map(placeOf);
-  const allY = series.flatMap((one) => one.y).filter((value) => !isUndefined(value) && (!log || value > 0));
+  const allY = series
+    .flatMap((one) => one.y)
+    .filter((value) => !isUndefined(value) && (!log || value > 0));
   const low = Math.min(...allY);
   const high = Math.max(...allY);
-  const yRange = options.yRange ?? (log ? [low / 1.15, high * 1.15] : [Math.min(0, low), Math.max(0, high) || 1]);
+  const yRange =
+    options.yRange ??
+    (log ? [low / 1.15, high * 1.15] : [Math.min(0, low), Math.max(0, high) || 1]);
   const keys = series.length > 1 ? series.map((one) => String(one.name)) : [];
   const xRange = [Math.min(...places), Math.max(...places)];
   const wholeX = places.every(Number.isInteger);
@@ -424,12 +519,24 @@ export function lines(options) {
       path += `${isDrawing ? "L" : "M"}${box.x(placeOf(ownX(one)[j])).toFixed(1)} ${box.y(value).toFixed(1)}`;
       isDrawing = true;
     });
-    group.append(svg("path", { d: path, class: "line", stroke: seriesColour(i), "stroke-dasharray": dashes(i) }));
+    group.append(
+      svg("path", {
+        d: path,
+        class: "line",
+        stroke: seriesColour(i),
+        "stroke-dasharray": dashes(i),
+      }),
+    );
     one.y.forEach((value, j) => {
       if (isUndefined(value) || (log && value <= 0)) return;
       const at = ownX(one)[j];
       const radius = one.y.length > 40 ? 1.6 : 2.6;
-      const dot = svg("circle", { cx: box.x(placeOf(at)), cy: box.y(value), r: radius, fill: seriesColour(i) });
+      const dot = svg("circle", {
+        cx: box.x(placeOf(at)),
+        cy: box.y(value),
+        r: radius,
+        fill: seriesColour(i),
+      });
       const name = series.length > 1 ? `${one.name}, ` : "";
       const error = one.errors && !isUndefined(one.errors[j]) ? ` ± ${number(one.errors[j])}` : "";
       group.append(titled(dot, `${name}${xName} ${at}: ${number(value)}${error}`));
@@ -448,15 +555,18 @@ export function bars(options) {
   const longest = Math.max(...names.map((name) => String(name).length), 1);
   const left = Math.min(width * 0.42, 12 + 6.1 * longest);
   const right = width - 64;
-  const thick = several ? 9 : 13;
+  const thick = several ? 11 : 13;
   const room = thick * series.length + 6;
   const top = several ? 20 : reference && !isUndefined(reference.x) ? 16 : 4;
   const all = series.flatMap((one) =>
-    one.values.flatMap((value, i) => [-1, 1].map((side) => (value ?? 0) + side * (one.errors?.[i] ?? 0))),
+    one.values.flatMap((value, i) =>
+      [-1, 1].map((side) => (value ?? 0) + side * (one.errors?.[i] ?? 0)),
+    ),
   );
   // A whisker may reach below zero where no bar does.
   const lowest = Math.min(0, ...all, reference?.x ?? 0);
-  const low = range?.[0] ?? (series.some((one) => one.values.some((value) => value < 0)) ? lowest : 0);
+  const low =
+    range?.[0] ?? (series.some((one) => one.values.some((value) => value < 0)) ? lowest : 0);
   const high = range?.[1] ?? Math.max(0, ...all, reference?.x ?? 0);
   const x = (value) => left + ((value - low) / (high - low || 1)) * (right - left);
   const bottom = top + room * names.length;
@@ -466,41 +576,73 @@ export function bars(options) {
     const full = String(name);
     const short = full.length > limit + 1 ? `${full.slice(0, limit)}…` : full;
     const middle = top + i * room + (thick * series.length) / 2 + 3.8;
-    figure.append(titled(text(left - 6, middle, short, { "text-anchor": "end", class: "name" }), full));
+    figure.append(
+      titled(text(left - 6, middle, short, { "text-anchor": "end", class: "name" }), full),
+    );
     series.forEach((one, j) => {
       const value = one.values[i];
       const y = top + i * room + j * thick;
       const error = one.errors?.[i];
       const says = `${several ? `${one.name}, ` : ""}${full}: ${number(value)}${isUndefined(error) ? "" : ` ± ${number(error)}`}`;
-      const ends = isUndefined(value) ? [x(0), x(0)] : [x(Math.min(0, value)), x(Math.max(0, value))];
+      const ends = isUndefined(value)
+        ? [x(0), x(0)]
+        : [x(Math.min(0, value)), x(Math.max(0, value))];
       const bar = svg("rect", {
-        x: ends[0], y: y + 1, width: Math.max(isUndefined(value) ? 0 : 1, ends[1] - ends[0]), height: thick - 2,
+        x: ends[0],
+        y: y + 1,
+        width: Math.max(isUndefined(value) ? 0 : 1, ends[1] - ends[0]),
+        height: thick - 2,
         // A rule of the page's style would win over the colour of a series.
-        class: several ? null : "bar", fill: several ? seriesColour(j) : null,
+        class: several ? null : "bar",
+        fill: several ? seriesColour(j) : null,
       });
       const group = titled(svg("g", { "data-bar": full }, bar), says);
       if (!isUndefined(error) && !isUndefined(value)) {
         const middleY = y + thick / 2;
-        group.append(svg("line", { x1: x(Math.max(low, value - error)), x2: x(value + error), y1: middleY, y2: middleY, class: "whisker" }));
+        group.append(
+          svg("line", {
+            x1: x(Math.max(low, value - error)),
+            x2: x(value + error),
+            y1: middleY,
+            y2: middleY,
+            class: "whisker",
+          }),
+        );
       }
       if (onChoose) group.addEventListener("click", () => onChoose(i));
-      group.append(text(Math.max(ends[1], isUndefined(error) ? 0 : x(value + error)) + 5, y + thick / 2 + 3.8, number(value), { class: "value" }));
+      group.append(
+        text(
+          Math.max(ends[1], isUndefined(error) ? 0 : x(value + error)) + 5,
+          y + thick / 2 + 3.8,
+          number(value),
+          { class: "value" },
+        ),
+      );
       figure.append(group);
     });
   });
   if (several) {
     let at = left;
     series.forEach((one, j) => {
-      figure.append(svg("rect", { x: at, y: 3, width: 10, height: 9, fill: seriesColour(j) }), text(at + 14, 11, one.name, {}));
+      figure.append(
+        svg("rect", { x: at, y: 3, width: 10, height: 9, fill: seriesColour(j) }),
+        text(at + 14, 11, one.name, {}),
+      );
       at += 26 + 6 * String(one.name).length;
     });
   }
-  if (low < 0) figure.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "axis" }));
+  if (low < 0)
+    figure.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "axis" }));
   if (reference && !isUndefined(reference.x)) {
     const at = x(reference.x);
     const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: "mark chance" });
     figure.append(titled(line, `${reference.name}: ${number(reference.x)}`));
-    figure.append(text(at, top - 5, reference.name, { "text-anchor": at > width / 2 ? "end" : "start", class: "mark-name" }));
+    figure.append(
+      text(at, top - 5, reference.name, {
+        "text-anchor": at > width / 2 ? "end" : "start",
+        class: "mark-name",
+      }),
+    );
   }
   if (unit) figure.append(text((left + right) / 2, bottom + 14, unit, { "text-anchor": "middle" }));
   return figure;
@@ -517,7 +659,10 @@ export function points(options) {
   const figure = canvas(width, height, { role: "img", "aria-label": title }, box.group);
   for (const point of shown) {
     const dot = svg("circle", {
-      cx: box.x(point.x), cy: box.y(point.y), r: 4, class: point.on ? "point on" : "point",
+      cx: box.x(point.x),
+      cy: box.y(point.y),
+      r: 4,
+      class: point.on ? "point on" : "point",
       onclick: onChoose ? () => onChoose(point) : null,
     });
     figure.append(titled(dot, `${point.name}: ${number(point.x)}, ${number(point.y)}`));
@@ -526,7 +671,12 @@ export function points(options) {
   for (const point of shown.filter((point) => point.label)) {
     const isRight = box.x(point.x) > width - 60;
     const beside = box.x(point.x) + (isRight ? -6 : 6);
-    figure.append(text(beside, box.y(point.y) - 5, point.name, { "text-anchor": isRight ? "end" : "start", class: "point-name" }));
+    figure.append(
+      text(beside, box.y(point.y) - 5, point.name, {
+        "text-anchor": isRight ? "end" : "start",
+        class: "point-name",
+      }),
+    );
   }
   return figure;
 }
