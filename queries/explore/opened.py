@@ -135,20 +135,20 @@ class OpenedRuns:
         """The ends of axes, from the first sequences: these are few pages of every file."""
         run = f"run_id = {text_literal(facts.run_id)}"
         sequences = max(1, AXIS_ROWS // (facts.layers * facts.heads))
-        row = cursor.execute(f"SELECT min(sequence) FROM sequences WHERE {run}").fetchone()
-        first_sequence = (row and row[0]) or 0
+        smallest = f"SELECT min(sequence) FROM sequences WHERE {run}"
+        [(first_sequence,)] = cursor.execute(smallest).fetchall()
         # An axis is the same for every intervention, so that pictures can be compared.
         conditions = [
             run,
             f"intervention = {text_literal(facts.interventions[0])}",
-            f"sequence < {first_sequence + sequences}",
+            f"sequence < {(first_sequence or 0) + sequences}",
         ]
         ends = ", ".join(
             f"quantile_cont({name}::DOUBLE, {share})"
             for name in map(quoted_name, statistics)
             for share in (TAIL, 1 - TAIL)
         )
-        values = cursor.execute(f"SELECT {ends} FROM heads{where(conditions)}").fetchone() or ()
+        [values] = cursor.execute(f"SELECT {ends} FROM heads{where(conditions)}").fetchall()
         ranges = {row["name"]: (row["range_low"], row["range_high"]) for row in self._statistics}
         axes: dict[tuple[str, str], Axis] = {}
         for index, name in enumerate(statistics):
