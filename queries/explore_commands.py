@@ -47,6 +47,8 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         code: Code = None,
     ) -> None:
         """Open a page on which every head of the runs can be looked at, over any number of rows."""
+        # A tokenizer is read where it lies on this machine, and never fetched.
+        os.environ["HF_HUB_OFFLINE"] = "1"
         # These import duckdb and pyarrow, which `headcount --help` need not wait for.
         from queries.connection import check_memory
         from queries.explore.engine import Engine

@@ -10,9 +10,9 @@ import duckdb
 from queries.asking import Record, RunDatabase
 from queries.connection import OPENED, hold_to_commits
 from queries.explore.axes import Axis, axis_of
-from queries.explore.questions import Header, RunFacts, quoted_name, where
+from queries.explore.questions import Header, Heatmap, RunFacts, Scope, where
 from queries.run import Run, read_runs
-from queries.sql_text import text_literal
+from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError, unknown
 from schemas.places import place
 
@@ -27,6 +27,16 @@ AXIS_ROWS = 50_000
 
 TAIL = 0.0005
 """Share of the values that lie beyond each end of an axis."""
+
+FIRST_STATISTICS = (
+    "sink_mass",
+    "entropy",
+    "induction_score",
+    "value_norm",
+    "previous_token_mass",
+    "head_output_norm",
+)
+"""Statistics that a page shows first, if a run has them. It shows as many of others if not."""
 
 ROLLUPS_TABLE = "rollups"
 """Table of means and histograms, which a scan may have written beside its rows."""
@@ -83,6 +93,12 @@ class OpenedRuns:
         axes = {name: self._axes[facts.run_id, name] for name in statistics}
         return replace(facts, axes=axes)
 
+    def first_question(self) -> Heatmap:
+        """The heatmap that a page shows first."""
+        facts = next(iter(self._facts.values()))
+        scope = Scope(run_id=facts.run_id, intervention=facts.interventions[0])
+        return Heatmap(kind="heatmap", scope=scope, statistic=_first_statistics(facts)[0])
+
     def overview(self) -> Header:
         """Everything that the page lists: runs, statistics, parts, and what is damaged."""
         runs: list[Header] = []
@@ -92,6 +108,7 @@ class OpenedRuns:
                 {
                     **{name: record[name] for name in _SHOWN_OF_RUN},
                     "parts": self._parts.get(facts.run_id, []),
+                    "first_statistics": _first_statistics(facts),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
                 }
@@ -178,6 +195,13 @@ _SHOWN_OF_RUN = (
     "tokens",
 )
 """Columns of `runs` that the page shows."""
+
+
+def _first_statistics(facts: RunFacts) -> list[str]:
+    """The statistics that a page shows first."""
+    preferred = [name for name in FIRST_STATISTICS if name in facts.statistics]
+    names = dict.fromkeys([*preferred, *facts.statistics])
+    return list(names)[: len(FIRST_STATISTICS)]
 
 
 def _runs_of(database: RunDatabase) -> list[Run]:

@@ -32,6 +32,9 @@ SHARED_PAGE = Path(__file__).parent.parent / "page"
 MOST_BYTES = 256 * 1024
 """Bytes of a request."""
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the server."""
+
 LOOPBACK = "127.0.0.1"
 LOCAL_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 """Names of this machine that lead nowhere else. Another site cannot be reached under them."""
@@ -173,26 +176,28 @@ def serve(
     guard = Guard(secrets.token_urlsafe(24), host)
     number = asyncio.run(_serve(engine, guard, port, tell, open_browser))
     engine.close()
-    if number is not None:
-        # Commands say how they ended in one place.
-        signal.raise_signal(number)
+    # Commands say how they ended in one place.
+    signal.raise_signal(number)
 
 
 async def _serve(
     engine: Engine, guard: Guard, port: int, tell: Callable[[str], None], open_browser: bool
-) -> signal.Signals | None:
+) -> signal.Signals:
     """Serve until a signal comes, and return it."""
     # A question whose asker is gone is cancelled.
     runner = web.AppRunner(make_app(engine, guard), handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
         address = f"{await _listen(runner, guard.host, port)}#{guard.token}"
+        preparing = asyncio.create_task(engine.prepare())
         tell(address)
         if open_browser:
             # A browser that is missing or does not start is no reason to stop.
             with contextlib.suppress(webbrowser.Error, OSError):
                 await asyncio.to_thread(webbrowser.open, address)
-        return await _signal()
+        number = await _signal()
+        preparing.cancel()
+        return number
     finally:
         await runner.cleanup()
 
@@ -217,7 +222,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
     return f"--host {host}: cannot be listened at ({error.strerror}); {LOOPBACK} always can"
 
 
-async def _signal() -> signal.Signals | None:
+async def _signal() -> signal.Signals:
     """Wait for a signal that ends the command."""
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()
@@ -226,13 +231,16 @@ async def _signal() -> signal.Signals | None:
         if not received.done():
             received.set_result(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # The handlers of the command come back: it says how it ended.
+    previous = {number: signal.getsignal(number) for number in ENDING}
+    for number in ENDING:
         loop.add_signal_handler(number, receive, number)
     try:
         return await received
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number, handler in previous.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 def _host_name(address: str) -> str | None:

@@ -5,9 +5,6 @@ import { Cube } from "./cube.js";
 import { colourOf, heatmap, html, number } from "./draw.js";
 import { cardTable, extremesTable, partBars, sqlTable, text } from "./panels.js";
 
-// Histograms that are shown first, if a run has them.
-const PREFERRED = ["sink_mass", "entropy", "induction_score", "value_norm", "previous_token_mass", "head_output_norm"];
-const FIRST_HISTOGRAMS = 6;
 const MOST_HISTOGRAMS = 12;
 const SNIPPET_TOKENS = 48;
 const LIVE_MILLISECONDS = 5_000;
@@ -17,7 +14,7 @@ const PERCENTILE_ROWS = 5e7;
 
 const by = (id) => document.getElementById(id);
 const chosen = {
-  run_id: null, intervention: "none", part: null, layers: null, statistic: null, shown: [],
+  run_id: null, intervention: null, part: null, layers: null, statistic: null, shown: [],
   head: null, brushes: new Map(), meaning: "sequences", lowest: false,
 };
 let overview = null;
@@ -89,10 +86,9 @@ function fillMenus() {
 
 function fillStatistics() {
   const measured = new Set(run.statistics);
-  const preferred = [...PREFERRED.filter((name) => measured.has(name)), ...run.statistics];
-  if (!measured.has(chosen.statistic)) chosen.statistic = preferred[0];
+  if (!measured.has(chosen.statistic)) chosen.statistic = run.first_statistics[0];
   chosen.shown = chosen.shown.filter((name) => measured.has(name));
-  if (!chosen.shown.length) chosen.shown = [...new Set(preferred)].slice(0, FIRST_HISTOGRAMS);
+  if (!chosen.shown.length) chosen.shown = [...run.first_statistics];
   // What another run measured and this one did not is said, not hidden.
   const names = overview.statistics.map(({ name }) => name);
   fill(by("statistic"), names.map((name) => [name, measured.has(name) ? name : `${name} (not measured in this run)`, !measured.has(name)]), chosen.statistic);
@@ -123,7 +119,7 @@ function remember() {
 function recall() {
   const words = new URLSearchParams(location.hash.slice(1));
   chosen.run_id = words.get("run");
-  chosen.intervention = words.get("intervention") ?? "none";
+  chosen.intervention = words.get("intervention");
   chosen.statistic = words.get("statistic");
   chosen.part = words.get("part");
   const place = /^L(\d+)H(\d+)$/.exec(words.get("head") ?? "");
@@ -155,6 +151,7 @@ async function showHeatmap() {
     onHover: (row, col) => { by("readout").textContent = row === null ? "" : says(row, col); },
   });
   by("heatmap").replaceChildren(figure);
+  performance.measure("heatmap");
   map = { figure, cells: [...figure.querySelectorAll("[data-cell]")], colour: colourOf(range, scale), values, shown: values };
   if (hadFocus) figure.querySelector("[tabindex='0']")?.focus();
   const notes = [answer.source === "rollups" ? "Means of all rows, from roll-ups." : sampled(answer.every)];
@@ -311,6 +308,7 @@ function chooseHead(place) {
 async function showHead() {
   if (!chosen.head) return;
   const turn = ++turns.head;
+  const began = performance.now();
   by("head-name").textContent = `Head ${label(chosen.head)}`;
   const statistics = chosen.shown;
   const plain = tryToAsk({ kind: "histograms", scope: scope(), head: head(), statistics });
@@ -323,6 +321,7 @@ async function showHead() {
     histogram.setAxis(answer.axes[name]);
     histogram.drawBefore(bins(answer, i));
   });
+  performance.measure("head", { start: began });
   showExtremes();
   showCard(turn);
   if (run.parts.length) showParts(turn);
