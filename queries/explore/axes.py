@@ -17,6 +17,10 @@ FILLED_SHARE = 1 / 3
 """An axis shows the whole range of a statistic if the values fill this share of it."""
 
 
+NEAR_ZERO = 0.25
+"""An axis begins at zero if the smallest value is nearer to it than this share of the width."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """The ends of an axis. Values beyond an end count in the bin at that end."""
@@ -26,12 +30,13 @@ class Axis:
 
     def bin_sql(self, statistic: str, bins: int = BINS) -> str:
         """The bin of a value as SQL, from 0. NULL for a value that is undefined."""
+        value = quoted_name(statistic)
         scale = bins / (self.high - self.low)
         # A number with a point is a DECIMAL in SQL, which takes five times as long.
-        bin_number = (
-            f"floor(({quoted_name(statistic)}::DOUBLE - {_double(self.low)}) * {_double(scale)})"
-        )
-        return f"least(greatest({bin_number}, 0::DOUBLE), {bins - 1}::DOUBLE)::SMALLINT"
+        bin_number = f"floor(({value}::DOUBLE - {_double(self.low)}) * {_double(scale)})"
+        inside = f"least(greatest({bin_number}, 0::DOUBLE), {bins - 1}::DOUBLE)::SMALLINT"
+        # `greatest` leaves NULL out of account: an undefined value would be in the first bin.
+        return f"CASE WHEN {value} IS NOT NULL THEN {inside} END"
 
 
 def axis_of(
@@ -44,7 +49,7 @@ def axis_of(
     >>> axis_of((0, 1), 0.001, 0.0234)
     Axis(low=0.0, high=0.024)
     >>> axis_of((0, None), 3.14159, 27.1828)
-    Axis(low=3.0, high=28.0)
+    Axis(low=0.0, high=28.0)
     >>> axis_of((None, None), None, None)
     Axis(low=0.0, high=1.0)
     """
@@ -54,6 +59,8 @@ def axis_of(
         return Axis(0.0, 1.0)
     if low is not None and high is not None and largest - smallest >= FILLED_SHARE * (high - low):
         return Axis(float(low), float(high))
+    if 0 < smallest <= NEAR_ZERO * (largest - smallest):
+        smallest = 0.0
     # Round numbers outwards: two digits of the width.
     width = (largest - smallest) or abs(largest) or 1.0
     step = 10.0 ** (math.floor(math.log10(width)) - 1)

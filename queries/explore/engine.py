@@ -21,6 +21,7 @@ from queries.answers import query_error, run_query
 from queries.asking import open_runs
 from queries.connection import MEMORY
 from queries.explore.cache import AnswerCache
+from queries.explore.interruptible import Interruptible
 from queries.explore.opened import OpenedRuns
 from queries.explore.questions import Answer, Header, PageQuestion, Question, RunFacts, Texts
 from queries.run_models import OpenModel, RunModels
@@ -34,6 +35,9 @@ FRESH_SECONDS = 2.0
 
 INTERRUPT_SECONDS = 0.02
 """Time between two interrupts. One that comes before a statement has begun is lost."""
+
+CLOSING_SECONDS = 5.0
+"""Seconds in which running questions are stopped when the server ends."""
 
 THREADS = 2
 """Questions of the page that are answered at once. DuckDB uses all cores for each."""
@@ -96,6 +100,7 @@ class Engine:
         self.text_thread = ThreadPoolExecutor(1, "text")
         self.interrupted = 0
         """Questions that were stopped: too long, or nobody waited for them any more."""
+        self._running: dict[Future[Any], Interruptible] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self.runs = self._open()
@@ -131,9 +136,14 @@ class Engine:
             self._looked = time.monotonic()
 
     def close(self) -> None:
-        """Take no more questions."""
+        """Take no more questions, and stop those that are being answered."""
         for threads in (self.threads, self.sql_threads, self.text_thread):
             threads.shutdown(wait=False, cancel_futures=True)
+        give_up = time.monotonic() + CLOSING_SECONDS
+        while self._running and time.monotonic() < give_up:
+            for connection in list(self._running.values()):
+                connection.interrupt()
+            time.sleep(INTERRUPT_SECONDS)
 
     def _open(self) -> OpenedRuns:
         database = open_runs(self.path, code=self.code, memory=self.memory)
@@ -168,76 +178,63 @@ class Engine:
     async def _compute(self, runs: OpenedRuns, question: Question) -> tuple[Header, Answer]:
         """What every answer says, and the answer."""
 
-        def work(cursor: duckdb.DuckDBPyConnection) -> tuple[Header, Answer]:
+        def work(connection: Interruptible) -> tuple[Header, Answer]:
+            cursor = connection.cursor()
             facts = runs.facts(question.scope.run_id)
             question.check(facts)
             facts = runs.with_axes(facts, question.binned_statistics, cursor)
             tables = _tables(cursor, question, facts)
             return _header(question, facts), question.answer(facts, tables)
 
-        return await self._in_thread(runs, work)
+        return await self._in_thread(self.threads, runs, work)
 
     async def _in_thread(
-        self, runs: OpenedRuns, work: Callable[[duckdb.DuckDBPyConnection], T]
+        self, threads: ThreadPoolExecutor, runs: OpenedRuns, work: Callable[[Interruptible], T]
     ) -> T:
-        """Do some work on a cursor of its own, until the deadline or until nobody waits."""
-        cursor = runs.database.connection.cursor()
-        job = self.threads.submit(work, cursor)
+        """Do some work on a thread, until the deadline or until nobody waits for it."""
+        connection = Interruptible(runs.database.connection)
+        job = threads.submit(work, connection)
+        self._running[job] = connection
+        job.add_done_callback(self._ended)
         try:
             # Shielded: to cancel what waits for a thread would not stop the thread.
-            result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job)), self.deadline)
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job)), self.deadline)
         except TimeoutError:
-            self._stop(job, cursor)
+            self._stop(job)
             raise QueryError(
                 f"stopped after {self.deadline:g} s without an answer; headcount explore "
                 "--timeout SECONDS waits longer"
             ) from None
         except asyncio.CancelledError:
-            self._stop(job, cursor)
+            self._stop(job)
             raise
-        except BaseException:
-            cursor.close()
-            raise
-        cursor.close()
-        return result
 
-    def _stop(self, job: Future[Any], cursor: duckdb.DuckDBPyConnection) -> None:
-        """Interrupt a question, and close its cursor as soon as it has ended."""
+    def _ended(self, job: Future[Any]) -> None:
+        """Close the cursors of a question, in the thread that has answered it."""
+        connection = self._running.pop(job, None)
+        if connection is not None:
+            connection.close()
+
+    def _stop(self, job: Future[Any]) -> None:
+        """Stop a question: at once if it has not begun, and else by interrupts."""
         self.interrupted += 1
-        if job.cancel():
-            cursor.close()
-            return
-        task = asyncio.create_task(_interrupt(job, cursor))
-        self._stopping.add(task)
-        task.add_done_callback(self._stopping.discard)
+        if not job.cancel():
+            task = asyncio.create_task(self._interrupt(job))
+            self._stopping.add(task)
+            task.add_done_callback(self._stopping.discard)
+
+    async def _interrupt(self, job: Future[Any]) -> None:
+        while connection := self._running.get(job):
+            connection.interrupt()
+            await asyncio.sleep(INTERRUPT_SECONDS)
 
     async def _ask_sql(self, text: str) -> bytes:
-        loop = asyncio.get_running_loop()
         began = time.perf_counter()
-        header = await loop.run_in_executor(self.sql_threads, self._sql_rows, text)
+        header = await self._in_thread(
+            self.sql_threads, self.runs, lambda connection: _sql_rows(connection, text)
+        )
         seconds = round(time.perf_counter() - began, 3)
         return self._packed(Answer(header | {"seconds": seconds}))
-
-    def _sql_rows(self, text: str) -> Header:
-        """The first rows of an answer in SQL."""
-        connection = self.runs.database.connection
-        answer = run_query(connection, text, MOST_ROWS + 1, self.deadline)
-        rows: list[list[object]] = []
-        byte_count = 0
-        for batch in answer.batches():
-            byte_count += batch.nbytes
-            if byte_count > MOST_BYTES:
-                raise QueryError(
-                    f"the answer has more than {MOST_BYTES // 2**20} MB; ask for fewer columns or "
-                    "rows, or write it to a file with headcount query -o"
-                )
-            columns = [column.to_pylist() for column in batch.columns]
-            rows += [[_cell(value) for value in row] for row in zip(*columns, strict=True)]
-        return {
-            "columns": answer.schema.names,
-            "rows": rows[:MOST_ROWS],
-            "has_more": len(rows) > MOST_ROWS,
-        }
 
     async def _with_texts(self, question: Texts, answer: Answer) -> Answer:
         """The answer with the text of each token."""
@@ -296,12 +293,25 @@ def _header(question: Question, facts: RunFacts) -> Header:
     return {"axes": axes, "sql": sql, "every": facts.every}
 
 
-async def _interrupt(job: Future[Any], cursor: duckdb.DuckDBPyConnection) -> None:
-    """Interrupt until the job has ended. A cursor that is busy cannot be closed."""
-    while not job.done():
-        cursor.interrupt()
-        await asyncio.sleep(INTERRUPT_SECONDS)
-    cursor.close()
+def _sql_rows(connection: Interruptible, text: str) -> Header:
+    """The first rows of an answer in SQL."""
+    answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
+    rows: list[list[object]] = []
+    byte_count = 0
+    for batch in answer.batches():
+        byte_count += batch.nbytes
+        if byte_count > MOST_BYTES:
+            raise QueryError(
+                f"the answer has more than {MOST_BYTES // 2**20} MB; ask for fewer columns or "
+                "rows, or write it to a file with headcount query -o"
+            )
+        columns = [column.to_pylist() for column in batch.columns]
+        rows += [[_cell(value) for value in row] for row in zip(*columns, strict=True)]
+    return {
+        "columns": answer.schema.names,
+        "rows": rows[:MOST_ROWS],
+        "has_more": len(rows) > MOST_ROWS,
+    }
 
 
 def _problem_of(error: ValidationError) -> str:
