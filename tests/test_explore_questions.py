@@ -50,7 +50,8 @@ CELLS: dict[str, Callable[[Row], float | None]] = {
 def write(out: Path, name: str, **options: Any) -> Path:
     options = {"sequences": SEQUENCES, "per_shard": 10, "family": "pile"} | options
     interventions = ("none", "zero_key_bias")
-    write_run(out, name, CELLS, pile_sets=PARTS, interventions=interventions, **options)
+    options = {"pile_sets": PARTS, "interventions": interventions} | options
+    write_run(out, name, CELLS, **options)
     return out
 
 
