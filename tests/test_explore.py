@@ -19,16 +19,17 @@ from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
+from headcount import main
 from queries.asking import open_runs
 from queries.explore.server import HEADERS, MOST_BYTES, Guard
 from tests.browser import chromium
 from tests.processes import DIES_WITH_ITS_PARENT
-from tests.test_explore_questions import ENDLESS, SEQUENCES, unpacked, write
+from tests.test_explore_questions import SEQUENCES, unpacked, write
 
 ROOT = Path(__file__).parent.parent
 HOSTILE_RUN = "a-b_0.1"
 HOSTILE_PART = "<img src=x onerror=document.title='stolen'>"
-DEADLINE = 2.0
+DEADLINE = 20.0
 
 
 class Explorer(NamedTuple):
@@ -74,7 +75,7 @@ def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explorer]:
     runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=[HOSTILE_PART, "ArXiv"])
     # Something in a run's own directory that is not a row.
     (runs / "secret.txt").write_text("secret")
-    running = start(runs, "--timeout", str(DEADLINE))
+    running = start(runs, "--memory", "300MB")
     yield running
     code, said = stop(running, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM, said
@@ -130,7 +131,7 @@ REQUESTS: list[tuple[str, dict[str, Any], int]] = [
     ("a host with a user", {"headers": {"Host": "127.0.0.1@evil.example"}}, 421),
     ("a user at our host", {"headers": {"Host": "evil.example@127.0.0.1"}}, 421),
     ("a host with a wrong port", {"headers": {"Host": "127.0.0.1:x"}}, 421),
-    ("no host", {"headers": {"Host": None}}, 421),
+    ("an empty host", {"headers": {"Host": ""}}, 421),
     ("the page for another host", {"method": "GET", "path": "/", "headers": {"Host": "e.x"}}, 421),
     ("another origin", {"headers": {"Origin": "http://evil.example"}}, 403),
     ("the origin null", {"headers": {"Origin": "null"}}, 403),
@@ -211,10 +212,8 @@ STATEMENTS = [
     "SELECT getenv('HOME')",
     "FROM query('DROP VIEW heads')",
     "SELECT * FROM sqlite_scan('/tmp/x', 't')",
-    "SELECT repeat('x', 200000000) FROM range(20)",
+    "SELECT repeat('x', 3000000) FROM range(5)",
     "SELECT list(i) FROM range(100000000000) t(i)",
-    ENDLESS,
-    "WITH RECURSIVE x(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM x) SELECT max(n) FROM x",
     "",
 ]
 
@@ -241,7 +240,7 @@ def test_sql_that_is_not_a_question_about_the_runs_is_refused(
     reply = sql(explorer, statement.format(runs=explorer.runs, port=explorer.port))
     assert reply.status == 400, reply.body[:300]
     assert "\n" not in reply.error
-    assert time.monotonic() - began < DEADLINE + 20
+    assert time.monotonic() - began < DEADLINE
     # Nothing was written, and the next question is answered.
     assert sorted(explorer.runs.rglob("*")) == before
     assert unpacked(sql(explorer, "SELECT count(*) FROM heads").body)["rows"] == [[420]]
@@ -272,13 +271,24 @@ def test_it_listens_on_this_machine_alone(explorer: Explorer) -> None:
         socket.create_connection(("127.0.0.2", explorer.port), timeout=2)
 
 
-def test_a_port_that_is_taken_is_one_line(explorer: Explorer) -> None:
-    other = start(explorer.runs, "--port", str(explorer.port))
-    _, said = other.process.communicate(timeout=30)
-    assert said == (
+def test_a_malformed_request_is_refused_without_a_word_on_the_terminal(explorer: Explorer) -> None:
+    with socket.create_connection(("127.0.0.1", explorer.port), timeout=10) as connection:
+        connection.sendall(b"POST /ask HTTP/1.1\r\n\r\n")
+        assert b" 400 " in connection.recv(100)
+
+
+def test_a_port_that_is_taken_is_one_line(
+    explorer: Explorer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["headcount", "explore", str(explorer.runs), "--port", str(explorer.port), "--no-open"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
         f"error: --port {explorer.port}: is taken by another program; --port 0 takes a free one\n"
     )
-    assert other.process.returncode == 2
 
 
 # The page in a browser
@@ -324,7 +334,9 @@ class Page:
 
     def count(self, statistic: str) -> int:
         """Values that a histogram shows."""
-        return int(self.find(f'[data-hist="{statistic}"]').get_attribute("data-count"))
+        return int(
+            self.run("return arguments[0].dataset.count", self.find(f'[data-hist="{statistic}"]'))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +416,7 @@ def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
     ActionChains(page.browser).release().perform()
     page.wait()
     grips = page.browser.find_elements(By.CSS_SELECTOR, '[data-hist="value_norm"] .handle')
-    first, end = (int(grip.get_attribute("aria-valuenow")) for grip in grips)
+    first, end = (int(grip.get_attribute("aria-valuenow") or -1) for grip in grips)
     low, high = axis_of_page(explorer)
     edges = [low + (high - low) * edge / 128 for edge in (first, end)]
     picked = (
@@ -446,7 +458,7 @@ def test_a_brush_moves_with_the_keyboard(page: Page) -> None:
     time.sleep(0.4)
     page.wait()
     assert handle.get_attribute("aria-valuenow") in ("33", "41")
-    assert handle.get_attribute("aria-valuetext").endswith("and above")
+    assert str(handle.get_attribute("aria-valuetext")).endswith("and above")
     assert 0 < page.count("sink_mass") < SEQUENCES
     ActionChains(page.browser).send_keys(Keys.ESCAPE).perform()
     time.sleep(0.4)

@@ -384,12 +384,16 @@ def timed(asker: Asker, asking: Callable[[], Coroutine[Any, Any, Any]]) -> float
     return time.monotonic() - began
 
 
+RECURSIVE = "WITH RECURSIVE x(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM x) SELECT max(n) FROM x"
+
+
+@pytest.mark.parametrize("endless", [ENDLESS, RECURSIVE])
 def test_an_endless_question_is_given_up_and_the_next_answered_at_once(
-    ask: Asker, monkeypatch: pytest.MonkeyPatch
+    ask: Asker, monkeypatch: pytest.MonkeyPatch, endless: str
 ) -> None:
     monkeypatch.setattr(ask.engine, "deadline", 0.3)
     with pytest.raises(QueryError, match=r"stopped after 0\.3 s"):
-        ask("sql", text=ENDLESS)
+        ask("sql", text=endless)
     monkeypatch.setattr(ask.engine, "deadline", 20.0)
     assert ask("sql", text="SELECT 1 AS one")["rows"] == [[1]]
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import ipaddress
 import json
+import logging
 import secrets
 import signal
 import socket
@@ -102,7 +103,8 @@ class Guard:
         """Whether a request has the token."""
         header = request.headers.get("Authorization", "")
         # In constant time, so that nobody finds the token letter by letter.
-        return secrets.compare_digest(header.encode(), f"Bearer {self.token}".encode())
+        given = header.encode("utf-8", "surrogateescape")
+        return secrets.compare_digest(given, f"Bearer {self.token}".encode())
 
 
 def make_app(engine: Engine, guard: Guard) -> web.Application:
@@ -156,6 +158,17 @@ async def _response(guard: Guard, request: web.Request, handler: Handler) -> web
         return await handler(request)
     except web.HTTPException as error:
         return _refused(error.status, error.text or error.reason)
+    except Exception as error:
+        # A mistake of ours: the page says it in one line, and the server goes on.
+        return _refused(500, f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def _silent() -> logging.Logger:
+    """A log that nobody reads: aiohttp writes a stack trace of every malformed request."""
+    logger = logging.getLogger("headcount.explore")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger
 
 
 def _refused(status: int, why: str) -> web.Response:
@@ -185,7 +198,9 @@ async def _serve(
 ) -> signal.Signals:
     """Serve until a signal comes, and return it."""
     # A question whose asker is gone is cancelled.
-    runner = web.AppRunner(make_app(engine, guard), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(
+        make_app(engine, guard), handler_cancellation=True, access_log=None, logger=_silent()
+    )
     await runner.setup()
     try:
         address = f"{await _listen(runner, guard.host, port)}#{guard.token}"

@@ -28,6 +28,15 @@ export function inWords([first, last], [low, high]) {
   return `${edge(first)} to ${edge(last + 1)}`;
 }
 
+// Four to eight round numbers between the ends of an axis.
+function roundPlaces(low, high) {
+  const power = 10 ** Math.floor(Math.log10((high - low) / 4));
+  const step = [5, 2, 1].map((digit) => digit * power).find((size) => (high - low) / size >= 4);
+  const places = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) places.push(Number((i * step).toPrecision(6)));
+  return places;
+}
+
 const xOf = (share) => LEFT + share * (RIGHT - LEFT);
 const sum = (counts) => counts.reduce((total, count) => total + count, 0);
 
@@ -167,10 +176,10 @@ export function brushHistogram(name, meaning, listeners) {
     setAxis(newAxis) {
       axis = newAxis;
       ticks.replaceChildren(
-        ...[0, 0.25, 0.5, 0.75, 1].map((share) => {
-          const anchor = share === 0 ? "start" : share === 1 ? "end" : "middle";
-          const value = Number((axis[0] + share * (axis[1] - axis[0])).toPrecision(3));
-          return svg("text", { x: xOf(share), y: HEIGHT - 6, "text-anchor": anchor }, number(value));
+        ...roundPlaces(...axis).map((value) => {
+          const x = xOf((value - axis[0]) / (axis[1] - axis[0]));
+          const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
+          return svg("text", { x, y: HEIGHT - 6, "text-anchor": anchor }, number(value));
         }),
       );
       show();
@@ -183,6 +192,7 @@ export function brushHistogram(name, meaning, listeners) {
       ghost.setAttribute("d", steps(counts, Math.max(...counts)));
       element.drawOwn(counts);
     },
+    drawUnbrushed() { if (before) element.drawOwn(before); },
     drawOwn(counts) {
       own.setAttribute("d", steps(counts, Math.max(...(before ?? counts))));
       figure.firstChild.textContent = `${name}: ${number(sum(counts))} of ${number(sum(before ?? counts))} values`;

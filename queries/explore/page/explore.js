@@ -260,15 +260,26 @@ async function brushed(name, range) {
   } else chosen.brushes.delete(name);
   by("clear").disabled = chosen.brushes.size === 0;
   const turn = ++turns.brush;
+  if (!range) {
+    // A cube has no rows in which the active statistic is undefined: these count again now.
+    takeBrushAway();
+    return;
+  }
   const asked = warm(name);
   const whole = asked?.whole ?? (await asked?.done);
   if (!whole || turn !== turns.brush) return;
   const began = performance.now();
-  const bins = range ?? [0, BINS - 1];
-  for (const [other, histogram] of histograms) if (other !== name) histogram.drawOwn(whole.histogram(other, bins));
-  // Without any brush, rows count in which the active statistic is undefined.
-  recolour(chosen.brushes.size ? whole.means(bins) : map.values);
+  for (const [other, histogram] of histograms) if (other !== name) histogram.drawOwn(whole.histogram(other, range));
+  recolour(whole.means(range));
   performance.measure("brush", { start: began });
+}
+
+function takeBrushAway() {
+  if (chosen.brushes.size) showHead();
+  else {
+    for (const histogram of histograms.values()) histogram.drawUnbrushed();
+    recolour(map.values);
+  }
 }
 
 function rested() {
@@ -282,9 +293,8 @@ function clearBrushes() {
   cube = null;
   by("clear").disabled = true;
   for (const histogram of histograms.values()) histogram.setRange(null);
-  showHead();
-  if (map) recolour(map.values);
-  renameCells();
+  takeBrushAway();
+  rested();
 }
 
 // Brushes stay when something else is chosen: the heatmap under them is asked for again.
