@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jobs.compaction import compact
 from queries.explore import opened
 from queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
 from queries.explore.engine import MOST_ROWS, Engine
 from queries.explore.opened import AXIS_ROWS
 from schemas.errors import HeadcountError, QueryError
+from schemas.run_directory import RunDirectory
 from tests.toy_runs import Row, write_run
 
 LAYERS, HEADS, SEQUENCES = 2, 3, 35
@@ -475,6 +477,34 @@ def test_a_file_that_is_truncated_under_the_page_leaves_every_answer(tmp_path: P
         asker("heatmap", statistic="entropy")
     assert "\n" not in str(error.value)
     asker.engine.close()
+
+
+def test_a_compacted_run_answers_from_its_roll_ups(tmp_path: Path, ask: Asker) -> None:
+    write(tmp_path, "toy")
+    compact(RunDirectory.of(tmp_path, "toy"))
+    merged = Asker(tmp_path)
+    (run,) = merged("overview")["runs"]
+    assert run["has_rollups"]
+    for scope in ({}, {"part": "ArXiv", "layers": [1, 1]}):
+        question = {"statistic": "entropy", "scope": scope}
+        from_rollups = merged("heatmap", **question)
+        from_rows = ask("heatmap", **question)
+        assert (from_rollups["source"], from_rows["source"]) == ("rollups", "rows")
+        for rolled_up, plain in zip(from_rollups["arrays"], from_rows["arrays"], strict=True):
+            assert rolled_up == pytest.approx(plain, nan_ok=True)
+        for kind in ("card", "parts"):
+            question = {"scope": scope, "head": HEAD}
+            if kind == "parts":
+                question["statistic"] = "value_norm"
+            pairs = zip(
+                merged(kind, **question)["rows"], ask(kind, **question)["rows"], strict=True
+            )
+            for rolled_up, plain in pairs:
+                assert rolled_up == {
+                    name: value if isinstance(value, str | None) else pytest.approx(value)
+                    for name, value in plain.items()
+                }
+    merged.engine.close()
 
 
 def test_a_large_run_is_sampled_and_says_so(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from queries.run import Run, read_runs
 from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError, unknown
 from schemas.places import place
+from schemas.tables import HEADS, ROLLUPS
 
 LARGE_RUN_ROWS = 20_000_000
 """Above so many rows of one intervention, brushes and histograms read a sample of sequences."""
@@ -37,9 +38,6 @@ FIRST_STATISTICS = (
     "head_output_norm",
 )
 """Statistics that a page shows first, if a run has them. It shows as many of others if not."""
-
-ROLLUPS_TABLE = "rollups"
-"""Table of means and histograms, which a scan may have written beside its rows."""
 
 
 class OpenedRuns:
@@ -71,9 +69,9 @@ class OpenedRuns:
 
     def verify(self) -> None:
         """Compare the files with their commits. What is damaged leaves every view."""
-        tables = ["heads", "sequences"]
+        tables = [HEADS.name, "sequences"]
         if any(facts.has_rollups for facts in self._facts.values()):
-            tables.append(ROLLUPS_TABLE)
+            tables.append(ROLLUPS.name)
         for table in tables:
             hold_to_commits(self.database.connection, f"FROM {table}")
 
@@ -210,8 +208,9 @@ def _runs_of(database: RunDatabase) -> list[Run]:
 
 
 def _has_rollups(runs: list[Run], run_id: str) -> bool:
-    """Whether the shards of a run have roll-ups."""
-    return any(run.directory.run_id == run_id and run.files(ROLLUPS_TABLE) for run in runs)
+    """Whether all rows of a run are in roll-ups. Otherwise means are as quick from the rows."""
+    (run,) = (run for run in runs if run.directory.run_id == run_id)
+    return bool(run.files(ROLLUPS.name)) and not run.files(HEADS.name, unrolled=True)
 
 
 def _finite(value: Any) -> float | None:  # noqa: ANN401  # whatever a column holds

@@ -105,6 +105,13 @@ class Scope(_Closed):
             conditions.append(f"sequence % {facts.every} = 0")
         return conditions
 
+    def summaries(self, conditions: list[str]) -> str:
+        """The view of means from roll-ups, with conditions on its rows."""
+        conditions = [*self.conditions_on_run, *conditions]
+        if self.part is None:
+            return f"head_summaries{where(conditions)}"
+        return f"part_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
+
     @property
     def conditions_on_run(self) -> list[str]:
         """Conditions on rows of any table."""
@@ -222,15 +229,10 @@ class Heatmap(Question):
         ]
 
     def _from_rollups(self) -> str:
-        conditions = self.scope.conditions_on_run
-        conditions.append(f"statistic = {text_literal(self.statistic)}")
+        conditions = [f"statistic = {text_literal(self.statistic)}"]
         if self.scope.layers is not None:
             conditions.append(f"layer BETWEEN {self.scope.layers[0]} AND {self.scope.layers[1]}")
-        view = "head_summaries"
-        if self.scope.part is not None:
-            view = "part_summaries"
-            conditions.append(f"pile_set_name = {text_literal(self.scope.part)}")
-        return f"SELECT layer, head, mean, count FROM {view}{where(conditions)}"
+        return f"SELECT layer, head, mean, count FROM {self.scope.summaries(conditions)}"
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """Two matrices. A head without a row has mean NaN and count 0."""
@@ -384,19 +386,19 @@ class Cube(HeadQuestion):
         return Answer({}, (counts, sums, defined))
 
 
+_SUMMARY = "statistic, count, mean, sd, standard_error, minimum, maximum"
+
+
 class Card(HeadQuestion):
     """Every statistic of a head: count, mean, spread and chance level. One object each."""
 
     kind: Literal["card"]
 
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """One row of the head's means, and one of chance levels."""
-        conditions = where(self.conditions(facts, sampled=True))
-        aggregates = ", ".join(
-            f"count({name}), avg({name}), stddev_samp({name}), min({name}), max({name})"
-            for name in map(quoted_name, facts.statistics)
-        )
-        statements = [Statement(f"SELECT {aggregates} FROM heads{conditions}")]
+        """The means of the head, and one row of chance levels."""
+        statements = [
+            Statement(self._from_rollups() if facts.has_rollups else self._from_rows(facts))
+        ]
         if facts.chance:
             chances = ", ".join(
                 f"avg({quoted_name(f'chance_{name}')})" for name in self._with_chance(facts)
@@ -407,32 +409,46 @@ class Card(HeadQuestion):
             statements.append(Statement(f"SELECT {chances} FROM sequences{where(of_sequences)}"))
         return statements
 
+    def _from_rollups(self) -> str:
+        """A row for each statistic."""
+        return f"SELECT {_SUMMARY} FROM {self.scope.summaries(self.head.conditions)}"
+
+    def _from_rows(self, facts: RunFacts) -> str:
+        """The same rows, in one pass over those of the head."""
+        names = ", ".join(map(quoted_name, facts.statistics))
+        rows = f"SELECT {names} FROM heads{where(self.conditions(facts, sampled=True))}"
+        aggregates = ("count", "avg", "stddev_samp", "min", "max")
+        columns = ", ".join(
+            f"[{', '.join(f'{function}({quoted_name(name)})' for name in facts.statistics)}]"
+            for function in aggregates
+        )
+        statistics = ", ".join(map(text_literal, facts.statistics))
+        return (
+            "SELECT statistic, count, mean, sd, sd / sqrt(count) AS standard_error, minimum, "
+            f"maximum FROM (SELECT unnest([{statistics}]) AS statistic, "
+            "unnest(counts) AS count, unnest(means) AS mean, unnest(sds) AS sd, "
+            "unnest(minima) AS minimum, unnest(maxima) AS maximum "
+            f"FROM (SELECT {columns} FROM ({rows})) AS t(counts, means, sds, minima, maxima))"
+        )
+
     def _with_chance(self, facts: RunFacts) -> list[str]:
         return [name for name in facts.statistics if name in facts.chance]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each statistic."""
-        values = _row(tables[0])
         chances: dict[str, float | None] = {}
         if facts.chance:
             chances = dict(zip(self._with_chance(facts), _row(tables[1]), strict=True))
-        rows: list[Header] = []
-        for index, name in enumerate(facts.statistics):
-            count, mean, sd, minimum, maximum = values[5 * index : 5 * index + 5]
-            error = sd / count**0.5 if sd is not None else None
-            rows.append(
-                {
-                    "statistic": name,
-                    "count": count,
-                    "mean": mean,
-                    "standard_error": error,
-                    "sd": sd,
-                    "minimum": minimum,
-                    "maximum": maximum,
-                    "chance": chances.get(name),
-                }
-            )
-        return Answer({"rows": rows})
+        by_name = {row["statistic"]: row for row in tables[0].to_pylist()}
+        return Answer(
+            {
+                "rows": [
+                    by_name[name] | {"chance": chances.get(name)}
+                    for name in facts.statistics
+                    if name in by_name
+                ]
+            }
+        )
 
 
 class Parts(HeadQuestion):
@@ -448,6 +464,16 @@ class Parts(HeadQuestion):
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One row a part."""
+        order = "ORDER BY mean DESC NULLS LAST, part"
+        if facts.has_rollups:
+            conditions = self.scope.conditions_on_run + self.head.conditions
+            conditions.append(f"statistic = {text_literal(self.statistic)}")
+            return [
+                Statement(
+                    "SELECT pile_set_name AS part, count, mean, standard_error FROM "
+                    f"part_summaries{where(conditions)} {order}"
+                )
+            ]
         whole = self.model_copy(update={"scope": self.scope.model_copy(update={"part": None})})
         rows = where(whole.conditions(facts, sampled=True))
         value = quoted_name(self.statistic)
@@ -457,8 +483,7 @@ class Parts(HeadQuestion):
                 f"stddev_samp({value}) / sqrt(count({value})) AS standard_error "
                 f"FROM (SELECT sequence, {value} FROM heads{rows}) "
                 "JOIN (SELECT sequence, pile_set_name FROM sequences"
-                f"{where(self.scope.conditions_on_run)}) USING (sequence) "
-                "GROUP BY ALL ORDER BY mean DESC NULLS LAST, part"
+                f"{where(self.scope.conditions_on_run)}) USING (sequence) GROUP BY ALL {order}"
             )
         ]
 
