@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workers.replica import Replica
 
 PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce")
-READING = ("duckdb", "pyarrow", "numpy", "pydantic", "plotly")
+READING = ("duckdb", "pyarrow", "numpy", "pydantic")
 """Libraries that are always installed."""
 
 MEASURING = ("torch", "transformer_lens", "transformers", "tokenizers", "ray", "datasets")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -31,7 +33,7 @@ Code = Annotated[
 
 def mount(app: typer.Typer, open_model: OpenModel) -> None:
     """Add the subcommands to the front door. `open_model` opens what turns tokens into text."""
-    app.command()(report)
+    app.command()(report_command(open_model))
 
     @app.command()
     def query(  # pyright: ignore[reportUnusedFunction]
@@ -165,28 +167,42 @@ def _question(question: str | None, file: Path | None) -> str | None:
     return sql
 
 
-def report(
-    runs: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-        ),
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
-        "report.html"
-    ),
-    code: Code = None,
-) -> None:
-    """Write one HTML file with heatmaps, rankings and norms of every run. It opens from disk,
-    without a network.
-    """
-    from queries.asking import open_runs
-    from queries.report import write_report
+def report_command(open_model: OpenModel) -> Callable[..., None]:
+    """The subcommand `report`. `open_model` opens what turns tokens into text."""
 
-    database = open_runs(runs, code=code, tell=tell_user)
-    warn_of_damage(database)
-    write_report(database, output)
-    typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
+    def report(
+        runs: Annotated[
+            str,
+            typer.Argument(
+                metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
+            ),
+        ],
+        output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
+            "report.html"
+        ),
+        code: Code = None,
+        text: Annotated[
+            bool,
+            typer.Option(
+                "--text/--no-text",
+                help="Show the sequences of a head as text. It needs the tokenizer of the run.",
+            ),
+        ] = True,
+    ) -> None:
+        """Write one HTML file with heatmaps of every statistic and a card of every head. It opens
+        from disk, without a network.
+        """
+        from queries.asking import open_runs
+        from queries.report import write_report
+
+        # A tokenizer that is not on this machine is not fetched: tokens are numbers then.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        database = open_runs(runs, code=code, tell=tell_user)
+        warn_of_damage(database)
+        write_report(database, output, RunModels(runs, open_model) if text else None)
+        typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
+
+    return report
 
 
 def warn_of_damage(database: RunDatabase) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from queries.asking import Record, Row, RunDatabase
-from queries.html_page import Figures, write_html
+from queries.html_page import Figures, json_value, write_html
 from reproduce.system import Figure
 from reproduce.verdicts import Finding
 from schemas.errors import QueryError, RunError
@@ -62,7 +62,7 @@ def write_page(
     }
     # Layout and script lie beside this file, under its name.
     template = Path(__file__).with_suffix("")
-    write_html(template, output, content, page_figures)
+    write_html(template, output, content, json_value(page_figures.contents))
 
 
 def _card(system: str, figure: Figure, database: RunDatabase, page_figures: Figures) -> Record:
@@ -75,7 +75,7 @@ def _card(system: str, figure: Figure, database: RunDatabase, page_figures: Figu
     except QueryError as error:
         raise RunError(f"{system}, figure {figure.title!r}: {error}") from None
     axes = {"kind": figure.kind, "square": figure.square, "x": figure.x, "y": figure.y}
-    return {"title": figure.title} | page_figures.add(**axes, **content)
+    return {"title": figure.title} | page_figures.add(title=figure.title, **axes, **content)
 
 
 def _figure_content(figure: Figure, rows: Sequence[Row]) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -19,6 +20,17 @@ FLAGS = (
     "--disable-background-networking --disable-component-update --disable-sync "
     "--window-size=1400,1000"
 )
+
+
+def requested_urls(driver: webdriver.Chrome) -> list[str]:
+    """What the browser asked for since its log was read, but for data inside the page."""
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    urls = [
+        message["params"]["request"]["url"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    ]
+    return [url for url in urls if not url.startswith(("data:", "blob:"))]
 
 
 def chromium(profile: Path) -> Iterator[webdriver.Chrome]:

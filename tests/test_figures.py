@@ -4,12 +4,11 @@ a real browser.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import duckdb
 import pytest
@@ -19,6 +18,7 @@ from typer.testing import CliRunner
 
 from headcount import app
 from queries.asking import open_runs
+from queries.html_page import unpacked
 from reproduce.reproduce_commands import _judge
 from reproduce.reproduction import PlannedSystem
 from reproduce.system import Figure, systems
@@ -27,7 +27,7 @@ from reproduce.system_runs import plan_system
 from reproduce.verdicts import Finding, Verdict, warning
 from schemas.errors import QueryError, RunError
 from tests import toy_models as toy
-from tests.browser import chromium
+from tests.browser import chromium, requested_urls
 from tests.toy_runs import without_runs, write_run
 
 EVIL = "</script><b>Eve & co"
@@ -67,12 +67,8 @@ def markup(page: str) -> str:
     return re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
 
 
-def drawn_figures(page: str) -> list[dict[str, Any]]:
-    figures = re.search(
-        r'<script id="figures" type="application/json">(.*?)</script>', page, flags=re.DOTALL
-    )
-    assert figures
-    return json.loads(figures[1])
+def drawn_figures(page: str) -> list[Any]:
+    return cast(list[Any], unpacked(page))
 
 
 def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None:
@@ -139,7 +135,7 @@ def test_figures_without_numbers_say_so(tmp_path: Path) -> None:
         figure("undefined", "VALUES ('a', 0, NULL), ('a', 1, 'NaN'::FLOAT)"),
         figure("good", "VALUES ('a', 1, 0.5)"),
     )
-    assert re.findall(r'<h4>(.*?)</h4>\n<p class="missing">Not drawn: (.*?)</p>', page) == [
+    assert re.findall(r'<h3>(.*?)</h3>\n<p class="missing">Not drawn: (.*?)</p>', page) == [
         ("none", "its query gives no rows"),
         ("undefined", "its query gives no numbers, only undefined values"),
     ]
@@ -221,23 +217,18 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     yield from chromium(tmp_path_factory.mktemp("chromium"))
 
 
-def opened_figures(browser: webdriver.Chrome, page: Path) -> list[Any]:
-    """Show a page that must ask for nothing and complain about nothing; its figures as Plotly has
-    them.
-    """
+def opened_page(browser: webdriver.Chrome, page: Path) -> None:
+    """Show a page that must ask for nothing and complain about nothing."""
     browser.get("about:blank")
     browser.get_log("performance")
     browser.get(page.as_uri())
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    urls = [
-        m["params"]["request"]["url"]
-        for m in messages
-        if m["method"] == "Network.requestWillBeSent"
-    ]
-    assert [url for url in urls if not url.startswith(("data:", "blob:"))] == [page.as_uri()]
+    assert requested_urls(browser) == [page.as_uri()]
     assert browser.get_log("browser") == []
-    script = "return JSON.stringify([...document.querySelectorAll('.plot')].map((p) => p.data))"
-    return json.loads(browser.execute_script(script))
+
+
+def texts(browser: webdriver.Chrome, css: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
+    return browser.execute_script(script, css)
 
 
 def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -246,23 +237,28 @@ def test_a_system_writes_a_page_with_its_figures(browser: webdriver.Chrome, tmp_
     (home,) = (path for path in (tmp_path / "previous_token").iterdir() if path.is_dir())
     assert page == home.with_suffix(".html")
     assert f"figures in {page}" in command.output
-    figures = opened_figures(browser, page)
+    opened_page(browser, page)
     system = systems()["previous_token"]
-    titles = [heading.text for heading in browser.find_elements(By.CSS_SELECTOR, "figure h4")]
-    assert titles == [figure.title for figure in system.figure]
-    assert len(figures) == len(titles)
-    assert [(line["name"], line["x"]) for line in figures[0]] == [
-        (name, list(range(9))) for name in ("none", "zero_positions", "zero_tokens")
+    assert texts(browser, "figure h3") == [figure.title for figure in system.figure]
+    drawn = browser.execute_script(
+        """return [...document.querySelectorAll(".plot")].map((plot) => ({
+          line: plot.querySelectorAll("path.line").length,
+          bar: plot.querySelectorAll("[data-bar]").length,
+          heat: plot.querySelectorAll("[data-cell]").length,
+        }))"""
+    )
+    # Each figure has marks of its own kind, and of no other.
+    for figure, marks in zip(system.figure, drawn, strict=True):
+        assert marks[figure.kind] > 0
+        assert sum(count > 0 for count in marks.values()) == 1
+    first = browser.find_element(By.CSS_SELECTOR, ".plot")
+    series = first.find_elements(By.CSS_SELECTOR, "[data-series]")
+    assert [line.get_attribute("data-series") for line in series] == [
+        "none",
+        "zero_positions",
+        "zero_tokens",
     ]
-    kinds = [trace["type"] for traces in figures for trace in traces]
-    drawn = {
-        "scatter": ".scatterlayer .trace",
-        "bar": ".barlayer .trace",
-        "heatmap": ".heatmaplayer .hm",
-    }
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
-        kind: len(browser.find_elements(By.CSS_SELECTOR, drawn[kind])) for kind in set(kinds)
-    }
+    assert [len(line.find_elements(By.TAG_NAME, "circle")) for line in series] == [9, 9, 9]
     assert browser.find_element(By.CSS_SELECTOR, ".warning").text == (
         "a miniature: its numbers are not comparable with the published ones"
     )
@@ -282,23 +278,28 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(
         tmp_path,
         figure("lines", three_lines),
         figure("bars", bars_by_name, "bar"),
-        figure("upright", "VALUES ('a', 1, 1.0), ('a', 2, 2.0)", "bar"),
+        figure("one", "VALUES ('a', 1, 1.0), ('a', 2, 2.0)", "bar"),
         figure("cells", "SELECT x, evil(), 0.5 * x FROM range(3) b(x)", "heat"),
     )
-    lines, bars, upright, cells = opened_figures(browser, tmp_path / "page.html")
-    assert len({line["line"]["color"] for line in lines}) == 3
-    assert [bar["orientation"] for bar in (bars[0], upright[0])] == ["h", "v"]
-    assert cells[0]["z"] == [[0, 0.5, 1]]
-    assert [
-        len(browser.find_elements(By.CSS_SELECTOR, css)) for css in (".point path", ".hm image")
-    ] == [8, 1]
-    shown = [text.text for text in browser.find_elements(By.CSS_SELECTOR, ".legendtext")]
-    assert shown == [f"{i} {EVIL}" for i in range(3)] + ["a", "b"]
-    places = browser.find_elements(By.CSS_SELECTOR, ".plot")
-    ticks = [place.find_elements(By.CSS_SELECTOR, ".ytick text") for place in places]
+    opened_page(browser, tmp_path / "page.html")
+    plots = browser.find_elements(By.CSS_SELECTOR, ".plot")
+    strokes = {
+        line.get_attribute("stroke") for line in plots[0].find_elements(By.CSS_SELECTOR, ".line")
+    }
+    assert len(strokes) == 3
     names = [
-        [tick.text for tick in sorted(axis_ticks, key=lambda tick: tick.location["y"])]
-        for axis_ticks in ticks
+        [
+            mark.get_attribute("data-bar")
+            for mark in plot.find_elements(By.CSS_SELECTOR, "[data-bar]")
+        ]
+        for plot in plots
     ]
-    assert names[1] == [EVIL, "10", "2"]
-    assert names[3] == [EVIL]
+    assert names[1] == [EVIL, EVIL, "10", "10", "2", "2"]
+    assert names[2] == ["key 1", "key 2"]
+    cells = plots[3].find_elements(By.CSS_SELECTOR, ".cell")
+    assert [cell.get_attribute("aria-label") for cell in cells] == [
+        f"key {x}, attention {EVIL}  {value}" for x, value in enumerate(("0", "0.5", "1"))
+    ]
+    shown = browser.find_element(By.TAG_NAME, "body").get_property("textContent")
+    assert all(f"{i} {EVIL}" in str(shown) for i in range(3))
+    assert browser.find_elements(By.TAG_NAME, "b") == []

@@ -52,7 +52,6 @@ ONLY_IN = {
     "fsspec": ("queries/stores.py",),
     "huggingface_hub": ("workers/model/model_info.py", "reproduce/published_texts.py"),
     "jinja2": ("queries/html_page.py",),
-    "plotly": ("queries/html_page.py",),
     "psutil": ("jobs/ray_cluster.py", "workers/memory.py"),
     "ray": (
         "jobs/dispatch.py",

@@ -32,15 +32,15 @@ export function number(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   if (Number.isInteger(x) || Math.abs(x) >= 1e4) return Math.round(x).toLocaleString("en").replace("-", "−");
-  const short = Math.abs(x) < 1e-3 ? x.toExponential(2) : String(Number(x.toPrecision(4)));
-  return short.replace("-", "−");
+  const short = Number(x.toPrecision(4));
+  return (Math.abs(x) < 1e-5 ? Number(x.toPrecision(3)).toExponential() : String(short)).replaceAll("-", "−");
 }
 
 // A number of an axis: short, because its neighbours say the rest.
 function tickText(x) {
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  if (size >= 1e6 || (size > 0 && size < 1e-3)) return x.toExponential(0).replace("e+", "e");
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return Number(x.toPrecision(2)).toExponential().replace("e+", "e").replaceAll("-", "−");
   return String(Number(x.toPrecision(3))).replace("-", "−");
 }
 
@@ -125,20 +125,25 @@ function legend(x, y, width, range, scale) {
 
 // Values by row and column, as colours.
 //
-// `rows` and `cols` are numbers of, or names. Arrow keys move between cells, Enter chooses.
+// `rows` and `cols` are names, or how many there are. Arrow keys move between cells, Enter chooses.
+// `faint(row, col)` says which cells are pale. `square` keeps cells square however many there are.
 // `onChoose(row, col)` and `onHover(row, col)` are optional. `cellName(row, col)` names a cell.
 // The element has a method `choose(row, col)`, which moves the mark.
 export function heatmap(options) {
-  const { values, range, scale = "sequential", title = "", onChoose, onHover, chosen } = options;
+  const { values, range, scale = "sequential", title = "", onChoose, onHover, chosen, faint } = options;
   const rows = indices(options.rows);
   const cols = indices(options.cols);
   const { rowName = "layer", colName = "head", width = 340 } = options;
   const plain = options.cellName ?? ((row, col) => `L${rows[row]}H${cols[col]}`);
   const longest = Math.max(...rows.map((name) => String(name).length));
-  const left = rowName === "layer" ? 34 : Math.min(150, 12 + 6 * longest);
+  // Numbers leave room for the name of their axis. Names say themselves what they are.
+  const haveNumbers = rows.every((name) => typeof name === "number");
+  const left = haveNumbers ? 22 + 6 * longest : Math.min(150, 12 + 6 * longest);
   const top = 4;
-  const across = Math.min(26, (width - left - 2) / cols.length);
-  const down = Math.max(5, Math.min(across, 340 / rows.length, 26));
+  const widest = (width - left - 2) / cols.length;
+  const across = options.square ? Math.min(26, widest, 420 / rows.length) : Math.min(26, widest);
+  const lowest = haveNumbers ? 5 : 12;
+  const down = options.square ? across : Math.max(lowest, Math.min(across, 340 / rows.length));
   const gap = Math.min(across, down) > 9 ? 1 : 0;
   const bottom = top + down * rows.length;
   const right = left + across * cols.length;
@@ -166,6 +171,7 @@ export function heatmap(options) {
           "aria-label": says(row, col),
           class: isUndefined(value) ? "cell empty" : "cell",
           fill: isUndefined(value) ? null : colour(value),
+          "fill-opacity": faint?.(row, col) ? 0.3 : null,
         });
         line.append(titled(cell, says(row, col)));
         return cell;
@@ -180,7 +186,7 @@ export function heatmap(options) {
   const shownCol = everyOther(cols.length, (across * cols.length) / (cols.length > 100 ? 26 : 20));
   const axes = svg("g", { "aria-hidden": "true" });
   rows.forEach((name, row) => {
-    if (rowName === "layer" && !shownRow(row)) return;
+    if (haveNumbers && !shownRow(row)) return;
     const limit = Math.floor((left - 14) / 6);
     const short = String(name).length > limit + 1 ? `${String(name).slice(0, limit)}…` : name;
     const y = top + row * down + (down - gap) / 2 + 3.6;
@@ -191,7 +197,7 @@ export function heatmap(options) {
     const x = left + col * across + (across - gap) / 2;
     axes.append(text(x, bottom + 12, name, { "text-anchor": "middle" }));
   });
-  if (rowName === "layer" && bottom - top >= 44) {
+  if (haveNumbers && rowName && bottom - top >= 44) {
     const middle = top + (bottom - top) / 2;
     const turned = `rotate(-90 9 ${middle})`;
     axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: turned }));
@@ -276,7 +282,9 @@ function binAxis(edges) {
 // How many sequences have a value in each bin. `background` is drawn behind it as an outline, as
 // shares: for instance all heads. `marks` are values with a name, such as the mean.
 export function histogram(options) {
-  const { edges, counts, background, title = "", unit = "", marks = [], width = 360, height = 130 } = options;
+  const { counts, background, title = "", unit = "", marks = [], width = 360, height = 130 } = options;
+  // JSON has no infinity: an axis without an end has null there.
+  const edges = options.edges.map((edge, i) => edge ?? (i === 0 ? -Infinity : Infinity));
   const left = 8;
   const right = width - 8;
   const top = 16;
@@ -322,15 +330,16 @@ export function histogram(options) {
   }
   const unitText = axis.isEven ? unit : `${unit}${unit ? "; " : ""}each bin has the same width`;
   figure.append(text((left + right) / 2, height - 6, unitText, { "text-anchor": "middle" }));
-  for (const mark of marks) {
-    if (isUndefined(mark.x)) continue;
+  const isInside = (mark) => !isUndefined(mark.x) && axis.place(mark.x) >= 0 && axis.place(mark.x) <= 1;
+  // The name of the first mark stands left of it and the others' right of theirs, if there is room.
+  marks.filter(isInside).toSorted((one, other) => one.x - other.x).forEach((mark, i, inside) => {
     const at = x(mark.x);
     const line = svg("line", { x1: at, x2: at, y1: top - 3, y2: bottom, class: `mark ${mark.kind ?? ""}` });
     figure.append(titled(line, `${mark.name}: ${number(mark.x)}`));
-    const anchor = at > (left + right) / 2 ? "end" : "start";
-    const beside = at + (anchor === "end" ? -3 : 3);
-    figure.append(text(beside, top - 5, mark.name, { "text-anchor": anchor, class: "mark-name" }));
-  }
+    const room = 6 * mark.name.length;
+    const isLeft = at + room > right || (inside.length > 1 && i === 0 && at - room > left);
+    figure.append(text(at + (isLeft ? -3 : 3), top - 5, mark.name, { "text-anchor": isLeft ? "end" : "start", class: "mark-name" }));
+  });
   return figure;
 }
 
@@ -465,8 +474,9 @@ export function bars(options) {
       const says = `${several ? `${one.name}, ` : ""}${full}: ${number(value)}${isUndefined(error) ? "" : ` ± ${number(error)}`}`;
       const ends = isUndefined(value) ? [x(0), x(0)] : [x(Math.min(0, value)), x(Math.max(0, value))];
       const bar = svg("rect", {
-        x: ends[0], y: y + 1, width: Math.max(isUndefined(value) ? 0 : 1, ends[1] - ends[0]), height: thick - 2, class: "bar",
-        style: several ? `fill: ${seriesColour(j)}` : null,
+        x: ends[0], y: y + 1, width: Math.max(isUndefined(value) ? 0 : 1, ends[1] - ends[0]), height: thick - 2,
+        // A rule of the page's style would win over the colour of a series.
+        class: several ? null : "bar", fill: several ? seriesColour(j) : null,
       });
       const group = titled(svg("g", { "data-bar": full }, bar), says);
       if (!isUndefined(error) && !isUndefined(value)) {
