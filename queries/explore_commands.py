@@ -51,7 +51,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
         # These import duckdb and pyarrow, which `headcount --help` need not wait for.
         from queries.connection import check_memory
-        from queries.explore.engine import Engine
+        from queries.explore.question_engine import Engine
         from queries.explore.server import LOCAL_NAMES, serve
 
         engine = Engine(runs, open_model, code=code, memory=check_memory(memory), deadline=timeout)

@@ -18,8 +18,8 @@ import pytest
 from jobs.compaction import compact
 from queries.explore import opened
 from queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
-from queries.explore.engine import MOST_ROWS, Engine
 from queries.explore.opened import AXIS_ROWS
+from queries.explore.question_engine import MOST_ROWS, Engine
 from schemas.errors import HeadcountError, QueryError
 from schemas.run_directory import RunDirectory
 from tests.toy_runs import Row, write_run
@@ -443,7 +443,7 @@ def test_one_question_asked_twice_at_once_is_computed_once(ask: Asker) -> None:
 def test_a_page_sees_what_is_committed_while_it_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("queries.explore.engine.FRESH_SECONDS", 0)
+    monkeypatch.setattr("queries.explore.question_engine.FRESH_SECONDS", 0)
     write(tmp_path / "whole", "toy")
     write(tmp_path / "runs", "toy", commit=[0])
     asker = Asker(tmp_path / "runs")

@@ -1,7 +1,7 @@
 """The questions that the explorer's page can ask, as SQL, and their answers, as dense arrays.
 
 Nothing here reads a file or a database: a question becomes SQL, and tables become an answer.
-The page never sends SQL, except in `queries.explore.engine` as a question of the user's.
+The page never sends SQL, except in `queries.explore.question_engine` as a question of the user's.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from queries.explore.engine import Engine
+from queries.explore.question_engine import Engine
 from schemas.errors import HeadcountError, QueryError, printable
 
 PAGE = Path(__file__).parent / "page"
