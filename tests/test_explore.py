@@ -20,7 +20,7 @@ from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
 from headcount import main
-from queries.asking import open_runs
+from queries.asking import RunDatabase, open_runs
 from queries.explore.server import HEADERS, MOST_BYTES, Guard
 from tests.browser import chromium
 from tests.processes import DIES_WITH_ITS_PARENT
@@ -38,6 +38,8 @@ class Explorer(NamedTuple):
     process: subprocess.Popen[str]
     address: str
     runs: Path
+    files: list[Path]
+    """The files of the runs before anybody asked."""
 
     @property
     def port(self) -> int:
@@ -60,7 +62,8 @@ def start(runs: Path, *options: str) -> Explorer:
         cwd=ROOT,
     )
     assert process.stdout
-    return Explorer(process, process.stdout.readline().strip(), runs)
+    files = sorted(path for path in runs.rglob("*") if path.is_file())
+    return Explorer(process, process.stdout.readline().strip(), runs, files)
 
 
 def stop(explorer: Explorer, number: signal.Signals) -> tuple[int, str]:
@@ -235,14 +238,18 @@ def test_a_request_that_is_not_the_page_s_is_refused(
 def test_sql_that_is_not_a_question_about_the_runs_is_refused(
     explorer: Explorer, statement: str
 ) -> None:
-    before = sorted(explorer.runs.rglob("*"))
     began = time.monotonic()
     reply = sql(explorer, statement.format(runs=explorer.runs, port=explorer.port))
     assert reply.status == 400, reply.body[:300]
     assert "\n" not in reply.error
     assert time.monotonic() - began < DEADLINE
-    # Nothing was written, and the next question is answered.
-    assert sorted(explorer.runs.rglob("*")) == before
+
+
+def test_after_all_attacks_nothing_is_written_and_questions_are_answered(
+    explorer: Explorer,
+) -> None:
+    assert sorted(path for path in explorer.runs.rglob("*") if path.is_file()) == explorer.files
+    assert not Path("/tmp/out.csv").exists()
     assert unpacked(sql(explorer, "SELECT count(*) FROM heads").body)["rows"] == [[420]]
 
 
@@ -352,9 +359,15 @@ def page(browser: webdriver.Chrome, explorer: Explorer) -> Page:
     return page
 
 
-def shown(page: Page, question: str, explorer: Explorer) -> None:
+@pytest.fixture(scope="module")
+def database(explorer: Explorer) -> RunDatabase:
+    """The same runs, asked in SQL."""
+    return open_runs(explorer.runs)
+
+
+def shown(page: Page, question: str, database: RunDatabase) -> None:
     """Hold the heatmap to SQL that gives layer, head and mean."""
-    rows = open_runs(explorer.runs).rows(question)
+    rows = database.rows(question)
     titles = page.titles()
     assert len(rows) == len(titles) == 6
     for layer, head, mean in rows:
@@ -366,8 +379,10 @@ def shown(page: Page, question: str, explorer: Explorer) -> None:
 OF_RUN = "FROM heads WHERE intervention = 'none'"
 
 
-def test_the_page_opens_with_a_heatmap_and_a_head(page: Page, explorer: Explorer) -> None:
-    shown(page, f"SELECT layer, head, avg(sink_mass) {OF_RUN} GROUP BY ALL", explorer)
+def test_the_page_opens_with_a_heatmap_and_a_head(
+    page: Page, explorer: Explorer, database: RunDatabase
+) -> None:
+    shown(page, f"SELECT layer, head, avg(sink_mass) {OF_RUN} GROUP BY ALL", database)
     # The token has left the address.
     assert explorer.token not in page.browser.current_url
     assert page.text("#head-name").startswith("Head L")
@@ -375,13 +390,11 @@ def test_the_page_opens_with_a_heatmap_and_a_head(page: Page, explorer: Explorer
     assert len(page.browser.find_elements(By.CSS_SELECTOR, "[data-hist]")) == 3
 
 
-def test_a_click_shows_the_card_of_a_head(page: Page, explorer: Explorer) -> None:
+def test_a_click_shows_the_card_of_a_head(page: Page, database: RunDatabase) -> None:
     page.find('[data-cell="1.2"]').click()
     page.wait()
     assert page.text("#head-name") == "Head L1H2"
-    ((mean,),) = open_runs(explorer.runs).rows(
-        f"SELECT avg(entropy) {OF_RUN} AND layer = 1 AND head = 2"
-    )
+    ((mean,),) = database.rows(f"SELECT avg(entropy) {OF_RUN} AND layer = 1 AND head = 2")
     cells = page.text('[data-statistic="entropy"]').split()
     assert float(cells[1]) == pytest.approx(mean, rel=1e-3)
     # Percentiles come one after the other.
@@ -391,14 +404,15 @@ def test_a_click_shows_the_card_of_a_head(page: Page, explorer: Explorer) -> Non
 
 
 def test_hostile_text_is_text(page: Page) -> None:
-    assert HOSTILE_PART in page.text("#parts")
+    # A long name is cut where it is drawn, and whole in the title.
+    assert HOSTILE_PART in str(page.find("#parts").get_attribute("textContent"))
     assert HOSTILE_PART in page.text("#extremes")
     assert page.browser.find_elements(By.CSS_SELECTOR, "main img") == []
     assert page.browser.title == "headcount explorer"
 
 
 def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
-    page: Page, explorer: Explorer
+    page: Page, explorer: Explorer, database: RunDatabase
 ) -> None:
     histogram = page.find('[data-hist="value_norm"]')
     ActionChains(page.browser).scroll_to_element(histogram).perform()
@@ -423,14 +437,14 @@ def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
         f"SELECT sequence {OF_RUN} AND layer = 1 AND head = 2 "
         f"AND value_norm >= {edges[0]} AND value_norm < {edges[1]}"
     )
-    rows = open_runs(explorer.runs).rows(picked)
+    rows = database.rows(picked)
     assert 0 < len(rows) < SEQUENCES
     assert page.count("sink_mass") == len(rows)
     assert page.count("value_norm") == SEQUENCES
     shown(
         page,
         f"SELECT layer, head, avg(sink_mass) {OF_RUN} AND sequence IN ({picked}) GROUP BY ALL",
-        explorer,
+        database,
     )
     table = page.browser.find_elements(By.CSS_SELECTOR, "#extremes [data-sequence]")
     assert len(table) == min(len(rows), 20)
@@ -466,7 +480,7 @@ def test_a_brush_moves_with_the_keyboard(page: Page) -> None:
     assert page.count("sink_mass") == SEQUENCES
 
 
-def test_menus_search_and_arrow_keys_choose(page: Page, explorer: Explorer) -> None:
+def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -> None:
     page.find('#intervention option[value="zero_key_bias"]').click()
     page.find('#part option[value="ArXiv"]').click()
     page.wait()
@@ -477,7 +491,7 @@ def test_menus_search_and_arrow_keys_choose(page: Page, explorer: Explorer) -> N
         "SELECT layer, head, avg(value_norm) FROM heads JOIN sequences USING (run_id, "
         "intervention, sequence) WHERE intervention = 'zero_key_bias' AND pile_set_name = 'ArXiv' "
         "GROUP BY ALL",
-        explorer,
+        database,
     )
     page.find("#search").send_keys("l0h1", Keys.ENTER)
     page.wait()
