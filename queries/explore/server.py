@@ -12,6 +12,7 @@ import errno
 import ipaddress
 import json
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -234,7 +235,8 @@ def _why_not(error: OSError, host: str, port: int) -> str:
         return f"--port {port}: is taken by another program; --port 0 takes a free one"
     if error.errno == errno.EACCES:
         return f"--port {port}: needs rights that you do not have; --port 0 takes a free one"
-    return f"--host {host}: cannot be listened at ({error.strerror}); {LOOPBACK} always can"
+    why = os.strerror(error.errno).lower() if error.errno else error.strerror
+    return f"--host {host}: cannot be listened at ({why}); {LOOPBACK} always can"
 
 
 async def _signal() -> signal.Signals:
