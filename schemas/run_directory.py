@@ -6,6 +6,7 @@ runs/run_id=NAME-HASH/
 ├── index/           which pieces of the token store it reads, and what became of documents
 ├── heads/intervention=none/shard-000000.parquet …     and so in sequences/, profiles/, curves/
 ├── weights/intervention=none/shard-000000.parquet     if the scan names weight statistics
+├── rollups/intervention=none/merged-….parquet             beside files that were merged
 ├── failures/shard-000000.json     attempts that failed, and why
 ├── compactions/                   in a store: who is compacting the run now
 └── commits/shard-000000.json      written last: a shard is done if and only if its commit is in

@@ -333,7 +333,7 @@ def test_a_plan_counts_the_rows_of_the_chosen_heads_alone(tmp_path: Path, gpt2: 
                 for file in sorted(Path(str(plan.run.path)).glob(f"{table}/*/*.parquet"))
             ]
         ).num_rows
-        for table in TABLES
+        for table in TABLES.keys() - {"rollups"}
     }
     assert {table_cost.table: table_cost.rows for table_cost in cost.tables} == rows_of_table
     assert rows_of_table["heads"] == rows_of_table["curves"] == 4 * 3
