@@ -283,7 +283,7 @@ def _head_facts(section: Section) -> Record:
 def _values(values: HeadValues) -> Record:
     content: Record = {
         **_mean_lists(values.means),
-        "kind": _kind(values.means.mean),
+        "kind": _kind(values),
         "chance": values.chance,
         "percentile": _rounded(values.percentiles, 3),
         "undefined": values.undefined.ravel().tolist(),
@@ -333,25 +333,27 @@ def _bins(histograms: Histograms) -> list[list[int]]:
     return [[first, size, *sums] for first, size, sums in groups]
 
 
-def _kind(means: npt.NDArray[np.float64]) -> str:
+def _kind(values: HeadValues) -> str:
     """How a statistic is shown.
 
     heads: it differs between heads. layers: the heads of a layer share it. model: all do, or it is
     undefined everywhere.
     """
-    defined = ~np.isnan(means)
-    # Means of equal numbers may differ in the order in which they were added up.
-    tolerance = 1e-9 + 1e-6 * np.abs(np.where(defined, means, 0)).max()
-    largest = np.where(defined, means, -np.inf).max(axis=1)
-    smallest = np.where(defined, means, np.inf).min(axis=1)
-    measured_layers = defined.any(axis=1)
-    if not measured_layers.any():
+    means = values.means.mean
+    is_measured = values.means.count + values.undefined > 0
+    is_defined = is_measured & ~np.isnan(means)
+    if not is_defined.any():
         return "model"
+    # Means of equal numbers may differ in the order in which they were added up.
+    tolerance = 1e-9 + 1e-6 * np.abs(means[is_defined]).max()
+    largest = np.where(is_defined, means, -np.inf).max(axis=1)
+    smallest = np.where(is_defined, means, np.inf).min(axis=1)
+    measured_layers = is_defined.any(axis=1)
     # One head of a layer cannot show whether all its heads have the same value.
-    has_several_heads = bool((defined.sum(axis=1) > 1).any())
-    is_full = bool((defined.all(axis=1) | ~measured_layers).all())
+    has_several_heads = bool((is_measured.sum(axis=1) > 1).any())
+    is_undefined_in_some = bool((is_measured & ~is_defined)[measured_layers].any())
     spreads = (largest - smallest)[measured_layers]
-    if not (has_several_heads and is_full and (spreads <= tolerance).all()):
+    if not has_several_heads or is_undefined_in_some or (spreads > tolerance).any():
         return "heads"
     spread_of_model = largest[measured_layers].max() - smallest[measured_layers].min()
     return "model" if spread_of_model <= tolerance else "layers"

@@ -4,10 +4,8 @@ computed, kept or written.
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +21,7 @@ from jobs.resolved_scan import resolve
 from queries.answers import run_query
 from queries.asking import open_runs
 from queries.connection import connect
+from queries.html_page import unpacked
 from queries.report import write_report
 from schemas.errors import MeasureError, RunError
 from schemas.kinds import TABLES
@@ -385,37 +384,30 @@ def test_what_is_kept_of_a_batch_has_no_place_for_other_layers(gpt2: Path) -> No
     assert measured.means["profiles"]["key_norm_by_key"].mean.shape == (2, 2, T)
 
 
-def figures_of(report: Path) -> list[dict[str, Any]]:
-    """What a report draws."""
-    script = re.search(r'id="figures"[^>]*>(.*?)</script>', report.read_text("utf-8"), re.DOTALL)
-    assert script is not None
-    return json.loads(script[1])
-
-
-def drawn(out: Path, plan: Plan) -> list[dict[str, Any]]:
+def reported(out: Path, plan: Plan) -> dict[str, Any]:
+    """What a report holds of the one section of a run."""
     write_report(open_runs(str(plan.run.path)), out / "report.html")
-    return figures_of(out / "report.html")
+    data = cast(dict[str, Any], unpacked((out / "report.html").read_text("utf-8")))
+    (section,) = data["sections"]
+    return section
 
 
 def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2: Path) -> None:
     plan = finish(begin(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"]))
-    measured = {(0, 1), (2, 0), (2, 3)}
-    figures = drawn(tmp_path, plan)
-    maps = [figure["z"] for figure in figures if figure["kind"] == "heatmap"]
+    section = reported(tmp_path, plan)
+    maps = [values["mean"] for values in section["values"].values() if values["kind"] == "heads"]
     assert len(maps) > 10
-    for z in maps:
-        assert [len(line) for line in z] == [4, 4, 4]
-        cells = {
-            (i, j) for i, line in enumerate(z) for j, cell in enumerate(line) if cell is not None
-        }
-        assert cells == measured
-    lines = [figure for figure in figures if figure["kind"] == "lines"]
-    assert lines
-    for series in (series for figure in lines for series in figure["series"]):
+    for means in maps:
+        assert len(means) == 3 * 4
+        assert [place for place, mean in enumerate(means) if mean is not None] == [1, 8, 11]
+    assert section["norms"]
+    for series in (series for chart in section["norms"] for series in chart["series"]):
         assert [value is None for value in series["y"]] == [False, True, False]
-    assert "measured: L0H1, L2H0, L2H3" in (tmp_path / "report.html").read_text("utf-8")
+    assert section["facts"]["measured_heads"] == "L0H1, L2H0, L2H3"
+    assert section["heads"] == 3
 
 
 def test_a_report_of_one_head_of_each_layer_draws_cells(tmp_path: Path, gpt2: Path) -> None:
-    figures = drawn(tmp_path, finish(begin(tmp_path, gpt2, heads=["L0H1", "L1H2"])))
-    assert sum(figure["kind"] == "heatmap" for figure in figures) > 10
+    section = reported(tmp_path, finish(begin(tmp_path, gpt2, heads=["L0H1", "L1H2"])))
+    kinds = [values["kind"] for values in section["values"].values()]
+    assert kinds.count("heads") > 10

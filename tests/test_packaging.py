@@ -158,7 +158,7 @@ print(code_fingerprint())
         f"bundled:gpt2-mini,{2 * 3 * 8}",
     ]
     run_in(tmp_path, headcount, "report", "runs")
-    assert (tmp_path / "report.html").stat().st_size > 1_000_000
+    assert (tmp_path / "report.html").stat().st_size > 50_000
     assert "sink_circuit" in run_in(tmp_path, headcount, "reproduce", "--list")
 
 

@@ -28,6 +28,7 @@ from jobs.run_loop import run_to_end
 from jobs.status import as_lines, list_line, read_status
 from queries.asking import open_runs
 from queries.connection import connect
+from queries.html_page import unpacked
 from queries.report import write_report
 from schemas.commits import COMMITS, Commit, fold
 from schemas.errors import QueryError, RunError
@@ -345,8 +346,8 @@ def test_a_run_of_older_code_is_read(older_run: RunDirectory, tmp_path: Path) ->
     ]
     assert connection.execute("SELECT count(loss) FROM sequences").fetchall() == [(6,)]
     write_report(open_runs(older_run.path), tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "fused, with built patterns in layers 0 1" in page
+    page = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "fused, with built patterns in layers 0 1" in str(page)
     assert read_status(older_run).complete
     assert any("complete" in line for line in as_lines(read_status(older_run)))
     assert list_line(older_run)[3] == "2/2"
