@@ -115,7 +115,7 @@ class Engine:
         if isinstance(question, Overview):
             if time.monotonic() - self._looked > FRESH_SECONDS:
                 await self.look_again()
-            return self._packed(Answer(self.runs.overview()))
+            return _packed_of(self.runs, Answer(self.runs.overview()))
         if isinstance(question, Sql):
             return await self._ask_sql(question.text)
         key = f"{self.runs.revision} {question.model_dump_json()}"
@@ -170,10 +170,11 @@ class Engine:
             await self.look_again()
             if self.runs is runs:
                 raise query_error(error) from None
-            header, answer = await self._compute(self.runs, question)
+            runs = self.runs
+            header, answer = await self._compute(runs, question)
         if isinstance(question, Texts):
             answer = await self._with_texts(question, answer)
-        return self._packed(Answer(header | answer.header, answer.arrays))
+        return _packed_of(runs, Answer(header | answer.header, answer.arrays))
 
     async def _compute(self, runs: OpenedRuns, question: Question) -> tuple[Header, Answer]:
         """What every answer says, and the answer."""
@@ -230,11 +231,12 @@ class Engine:
 
     async def _ask_sql(self, text: str) -> bytes:
         began = time.perf_counter()
+        runs = self.runs
         header = await self._in_thread(
-            self.sql_threads, self.runs, lambda connection: _sql_rows(connection, text)
+            self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
         )
         seconds = round(time.perf_counter() - began, 3)
-        return self._packed(Answer(header | {"seconds": seconds}))
+        return _packed_of(runs, Answer(header | {"seconds": seconds}))
 
     async def _with_texts(self, question: Texts, answer: Answer) -> Answer:
         """The answer with the text of each token."""
@@ -253,9 +255,10 @@ class Engine:
 
         return Answer(await loop.run_in_executor(self.text_thread, texts))
 
-    def _packed(self, answer: Answer) -> bytes:
-        header = answer.header | {"revision": str(self.runs.revision)}
-        return packed(Answer(header, answer.arrays))
+
+def _packed_of(runs: OpenedRuns, answer: Answer) -> bytes:
+    """An answer that says which state of the runs it is of."""
+    return packed(Answer(answer.header | {"revision": str(runs.revision)}, answer.arrays))
 
 
 def packed(answer: Answer) -> bytes:
