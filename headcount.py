@@ -48,6 +48,7 @@ import jobs.cluster_commands  # noqa: E402
 import jobs.corpus_commands  # noqa: E402
 import jobs.run_model  # noqa: E402
 import jobs.scan_commands  # noqa: E402
+import queries.explore_commands  # noqa: E402
 import queries.query_commands  # noqa: E402
 import queries.text_commands  # noqa: E402
 import reproduce.reproduce_commands  # noqa: E402
@@ -71,6 +72,7 @@ jobs.check_commands.mount(app)
 jobs.cluster_commands.mount(app)
 # Questions import no models, so the front door hands them the class that opens one.
 queries.query_commands.mount(app, jobs.run_model.RunModel)
+queries.explore_commands.mount(app, jobs.run_model.RunModel)
 queries.text_commands.mount(app, jobs.run_model.RunModel)
 reproduce.reproduce_commands.mount(app)
 reproduce.texts_commands.mount(app)

@@ -46,7 +46,7 @@ FLOORS = (
 """Rooms and files of `workers` from the ground up: none imports one of a floor above it."""
 
 ONLY_IN = {
-    "aiohttp": ("jobs/submission.py",),
+    "aiohttp": ("jobs/submission.py", "queries/explore/server.py"),
     "datasets": ("workers/inputs/documents.py", "reproduce/published_texts.py"),
     "duckdb": ("queries/",),
     "fsspec": ("queries/stores.py",),
@@ -76,6 +76,7 @@ ONLY_IN = {
         "jobs/cluster_commands.py",
         "jobs/corpus_commands.py",
         "jobs/scan_commands.py",
+        "queries/explore_commands.py",
         "queries/query_commands.py",
         "queries/text_commands.py",
         "reproduce/reproduce_commands.py",

@@ -1,0 +1,218 @@
+"""The runs as they are committed now: what the page lists of them, and what questions need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import duckdb
+
+from queries.asking import Record, RunDatabase
+from queries.connection import OPENED, hold_to_commits
+from queries.explore.axes import Axis, axis_of
+from queries.explore.questions import Header, Heatmap, RunFacts, Scope, where
+from queries.run import Run, read_runs
+from queries.sql_text import quoted_name, text_literal
+from schemas.errors import QueryError, unknown
+from schemas.places import place
+from schemas.tables import HEADS, ROLLUPS
+
+LARGE_RUN_ROWS = 20_000_000
+"""Above so many rows of one intervention, brushes and histograms read a sample of sequences."""
+
+SAMPLE_ROWS = 10_000_000
+"""Rows of such a sample, about."""
+
+AXIS_ROWS = 50_000
+"""Rows of the first sequences from which the ends of an axis are taken, about."""
+
+TAIL = 0.0005
+"""Share of the values that lie beyond each end of an axis."""
+
+FIRST_STATISTICS = (
+    "sink_mass",
+    "entropy",
+    "induction_score",
+    "value_norm",
+    "previous_token_mass",
+    "head_output_norm",
+)
+"""Statistics that a page shows first, if a run has them. It shows as many of others if not."""
+
+
+class OpenedRuns:
+    """Runs opened once. They do not change; a newer state of them is opened anew."""
+
+    def __init__(self, database: RunDatabase, revision: int) -> None:
+        self.database = database
+        self.revision = revision
+        """Differs between two states, also after a restart."""
+        self._runs = _runs_of(database)
+        self._records = database.records("FROM runs ORDER BY run_id")
+        self._statistics = database.records(
+            "SELECT name, unit, range_low, range_high, meaning, formula, source, chance "
+            "FROM statistics ORDER BY name"
+        )
+        self._parts = self._parts_by_run()
+        self._facts = {record["run_id"]: self._facts_of(record) for record in self._records}
+        self._axes: dict[tuple[str, str], Axis] = {}
+
+    def is_current(self, path: str, code: str | None) -> bool:
+        """Whether nothing was committed and no damage was found since it was opened."""
+        if _runs_of(self.database) is not self._runs:
+            return False
+        runs, _ = read_runs(place(path), code)
+        return len(runs) == len(self._runs) and all(
+            now.directory.path == then.directory.path and now.ledger.equals(then.ledger)
+            for now, then in zip(runs, self._runs, strict=True)
+        )
+
+    def verify(self) -> None:
+        """Compare the files with their commits. What is damaged leaves every view."""
+        tables = [HEADS.name, "sequences"]
+        if any(facts.has_rollups for facts in self._facts.values()):
+            tables.append(ROLLUPS.name)
+        for table in tables:
+            hold_to_commits(self.database.connection, f"FROM {table}")
+
+    def facts(self, run_id: str) -> RunFacts:
+        """What questions need to know of a run, without axes."""
+        if run_id not in self._facts:
+            raise QueryError(unknown("run", run_id, self._facts))
+        return self._facts[run_id]
+
+    def with_axes(
+        self, facts: RunFacts, statistics: set[str], cursor: duckdb.DuckDBPyConnection
+    ) -> RunFacts:
+        """The facts with the axes of some statistics. An axis is found once."""
+        missing = sorted(name for name in statistics if (facts.run_id, name) not in self._axes)
+        if missing:
+            self._axes |= self._find_axes(facts, missing, cursor)
+        axes = {name: self._axes[facts.run_id, name] for name in statistics}
+        return replace(facts, axes=axes)
+
+    def first_question(self) -> Heatmap:
+        """The heatmap that a page shows first."""
+        facts = next(iter(self._facts.values()))
+        scope = Scope(run_id=facts.run_id, intervention=facts.interventions[0])
+        return Heatmap(kind="heatmap", scope=scope, statistic=_first_statistics(facts)[0])
+
+    def overview(self) -> Header:
+        """Everything that the page lists: runs, statistics, parts, and what is damaged."""
+        runs: list[Header] = []
+        for record in self._records:
+            facts = self._facts[record["run_id"]]
+            runs.append(
+                {
+                    **{name: record[name] for name in _SHOWN_OF_RUN},
+                    "parts": self._parts.get(facts.run_id, []),
+                    "first_statistics": _first_statistics(facts),
+                    "every": facts.every,
+                    "has_rollups": facts.has_rollups,
+                }
+            )
+        return {
+            "runs": runs,
+            "statistics": self._statistics,
+            "damage": self.database.damage(),
+        }
+
+    def _parts_by_run(self) -> dict[str, list[str]]:
+        """The parts of the Pile that each run has sequences of."""
+        rows = self.database.rows(
+            "SELECT DISTINCT run_id, pile_set_name FROM sequences "
+            "WHERE pile_set_name IS NOT NULL ORDER BY ALL"
+        )
+        parts: dict[str, list[str]] = {}
+        for run_id, part in rows:
+            parts.setdefault(run_id, []).append(part)
+        return parts
+
+    def _facts_of(self, record: Record) -> RunFacts:
+        chance_columns = self.database.columns("sequences")
+        rows = record["rows"] // max(1, len(record["interventions"]))
+        return RunFacts(
+            run_id=record["run_id"],
+            layers=record["n_layers"],
+            heads=record["n_heads"],
+            interventions=tuple(record["interventions"]),
+            statistics=tuple(record["statistics"]),
+            chance=frozenset(
+                name for name in record["statistics"] if f"chance_{name}" in chance_columns
+            ),
+            every=-(-rows // SAMPLE_ROWS) if rows > LARGE_RUN_ROWS else 1,
+            has_rollups=_has_rollups(self._runs, record["run_id"]),
+        )
+
+    def _find_axes(
+        self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
+    ) -> dict[tuple[str, str], Axis]:
+        """The ends of axes, from the first sequences: these are few pages of every file."""
+        run = f"run_id = {text_literal(facts.run_id)}"
+        sequences = max(1, AXIS_ROWS // (facts.layers * facts.heads))
+        smallest = f"SELECT min(sequence) FROM sequences WHERE {run}"
+        [(first_sequence,)] = cursor.execute(smallest).fetchall()
+        # An axis is the same for every intervention, so that pictures can be compared.
+        conditions = [
+            run,
+            f"intervention = {text_literal(facts.interventions[0])}",
+            f"sequence < {(first_sequence or 0) + sequences}",
+        ]
+        ends = ", ".join(
+            f"quantile_cont({name}::DOUBLE, {share})"
+            for name in map(quoted_name, statistics)
+            for share in (TAIL, 1 - TAIL)
+        )
+        [values] = cursor.execute(f"SELECT {ends} FROM heads{where(conditions)}").fetchall()
+        ranges = {row["name"]: (row["range_low"], row["range_high"]) for row in self._statistics}
+        axes: dict[tuple[str, str], Axis] = {}
+        for index, name in enumerate(statistics):
+            low, high = ranges.get(name, (None, None))
+            smallest, largest = values[2 * index : 2 * index + 2]
+            axes[facts.run_id, name] = axis_of((_finite(low), _finite(high)), smallest, largest)
+        return axes
+
+
+_SHOWN_OF_RUN = (
+    "run_id",
+    "name",
+    "model",
+    "input_family",
+    "n_ctx",
+    "n_layers",
+    "n_heads",
+    "interventions",
+    "statistics",
+    "measured_heads",
+    "shards",
+    "shards_done",
+    "sequences",
+    "sequences_done",
+    "complete",
+    "rows",
+    "tokens",
+)
+"""Columns of `runs` that the page shows."""
+
+
+def _first_statistics(facts: RunFacts) -> list[str]:
+    """The statistics that a page shows first."""
+    preferred = [name for name in FIRST_STATISTICS if name in facts.statistics]
+    names = dict.fromkeys([*preferred, *facts.statistics])
+    return list(names)[: len(FIRST_STATISTICS)]
+
+
+def _runs_of(database: RunDatabase) -> list[Run]:
+    """The runs that a database reads. The list is another one after damage was found."""
+    return OPENED[database.connection].runs
+
+
+def _has_rollups(runs: list[Run], run_id: str) -> bool:
+    """Whether all rows of a run are in roll-ups. Otherwise means are as quick from the rows."""
+    (run,) = (run for run in runs if run.directory.run_id == run_id)
+    return bool(run.files(ROLLUPS.name)) and not run.files(HEADS.name, unrolled=True)
+
+
+def _finite(value: Any) -> float | None:  # noqa: ANN401  # whatever a column holds
+    """A declared end, or None if it is open."""
+    return None if value is None or abs(value) == float("inf") else float(value)

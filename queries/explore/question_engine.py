@@ -1,0 +1,350 @@
+"""Answers questions about runs on threads: each has a deadline, and can be interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Annotated, Any, Literal, TypeVar
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from queries.answers import query_error, run_query
+from queries.asking import open_runs
+from queries.connection import MEMORY
+from queries.explore.cache import AnswerCache
+from queries.explore.interruptible import Interruptible
+from queries.explore.opened import OpenedRuns
+from queries.explore.questions import Answer, Header, PageQuestion, Question, RunFacts, Texts
+from queries.run_models import OpenModel, RunModels
+from schemas.errors import HeadcountError, QueryError
+
+DEADLINE = 20.0
+"""Seconds after which a question is given up by default."""
+
+FRESH_SECONDS = 2.0
+"""A page that asks for the runs within this time gets them as they were looked at last."""
+
+INTERRUPT_SECONDS = 0.02
+"""Time between two interrupts. One that comes before a statement has begun is lost."""
+
+CLOSING_SECONDS = 5.0
+"""Seconds in which running questions are stopped when the server ends."""
+
+THREADS = 2
+"""Questions of the page that are answered at once. DuckDB uses all cores for each."""
+
+MOST_ROWS = 1_000
+"""Rows that the page shows of an answer in SQL."""
+
+MOST_CHARACTERS = 1_000
+"""Characters that the page shows of a value."""
+
+MOST_BYTES = 8 * 2**20
+"""Bytes of rows that are read of an answer in SQL."""
+
+T = TypeVar("T")
+
+
+class Overview(BaseModel):
+    """Asks for the list of runs as they are committed now."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: Literal["overview"]
+
+
+class Sql(BaseModel):
+    """A question in SQL, as `headcount query` answers it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: Literal["sql"]
+    text: Annotated[str, Field(max_length=100_000)]
+
+
+Asked = Annotated[PageQuestion | Overview | Sql, Field(discriminator="kind")]
+
+ASKED: TypeAdapter[Question | Overview | Sql] = TypeAdapter(Asked)
+"""Reads whatever the page may ask."""
+
+
+class Engine:
+    """Answers the questions of a page about the runs at a place."""
+
+    def __init__(
+        self,
+        path: str,
+        open_model: OpenModel,
+        *,
+        code: str | None = None,
+        memory: str = MEMORY,
+        deadline: float = DEADLINE,
+    ) -> None:
+        self.path = path
+        self.code = code
+        self.memory = memory
+        self.deadline = deadline
+        self.models = RunModels(path, open_model)
+        self.cache = AnswerCache()
+        self.threads = ThreadPoolExecutor(THREADS, "question")
+        # A long question of the user's must not hold up the page.
+        self.sql_threads = ThreadPoolExecutor(THREADS, "sql")
+        # A tokenizer is opened once, and by one thread.
+        self.text_thread = ThreadPoolExecutor(1, "text")
+        self.interrupted = 0
+        """Questions that were stopped: too long, or nobody waited for them any more."""
+        self._running: dict[Future[Any], Interruptible] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._opening = asyncio.Lock()
+        self.runs = self._open()
+        self._looked = time.monotonic()
+
+    async def ask(self, body: bytes) -> bytes:
+        """The packed answer to a question in JSON."""
+        try:
+            question = ASKED.validate_json(body)
+        except ValidationError as error:
+            raise QueryError(_problem_of(error)) from None
+        if isinstance(question, Overview):
+            if time.monotonic() - self._looked > FRESH_SECONDS:
+                await self.look_again()
+            return _packed_of(self.runs, Answer(self.runs.overview()))
+        if isinstance(question, Sql):
+            return await self._ask_sql(question.text)
+        key = f"{self.runs.revision} {question.model_dump_json()}"
+        return await self.cache.get(key, lambda: self._answer(question))
+
+    async def prepare(self) -> None:
+        """Look at the files, and answer what a page asks first, before it does."""
+        # What fails here fails again when the page asks, and is said there.
+        with contextlib.suppress(HeadcountError):
+            await self.look_again()
+            question = self.runs.first_question()
+            await self.ask(question.model_dump_json().encode())
+
+    async def look_again(self) -> None:
+        """Open the runs anew if something was committed, or damaged, since they were opened."""
+        async with self._opening:
+            self.runs = await asyncio.to_thread(self._current_runs)
+            self._looked = time.monotonic()
+
+    def close(self) -> None:
+        """Take no more questions, and stop those that are being answered."""
+        for threads in (self.threads, self.sql_threads, self.text_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
+        give_up = time.monotonic() + CLOSING_SECONDS
+        while self._running and time.monotonic() < give_up:
+            for connection in list(self._running.values()):
+                connection.interrupt()
+            time.sleep(INTERRUPT_SECONDS)
+
+    def _open(self) -> OpenedRuns:
+        database = open_runs(self.path, code=self.code, memory=self.memory)
+        return OpenedRuns(database, revision=time.time_ns())
+
+    def _current_runs(self) -> OpenedRuns:
+        """The runs as they are now: the opened ones, if nothing has changed."""
+        self.runs.verify()
+        if self.runs.is_current(self.path, self.code):
+            return self.runs
+        runs = self._open()
+        runs.verify()
+        self.cache.clear()
+        return runs
+
+    async def _answer(self, question: Question) -> bytes:
+        runs = self.runs
+        try:
+            header, answer = await self._compute(runs, question)
+        except duckdb.Error as error:
+            if isinstance(error, duckdb.InterruptException | duckdb.OutOfMemoryException):
+                raise query_error(error) from None
+            # A file may have gone or changed under the page. Whole ones are still read.
+            await self.look_again()
+            if self.runs is runs:
+                raise query_error(error) from None
+            runs = self.runs
+            header, answer = await self._compute(runs, question)
+        if isinstance(question, Texts):
+            answer = await self._with_texts(question, answer)
+        return _packed_of(runs, Answer(header | answer.header, answer.arrays))
+
+    async def _compute(self, runs: OpenedRuns, question: Question) -> tuple[Header, Answer]:
+        """What every answer says, and the answer."""
+
+        def work(connection: Interruptible) -> tuple[Header, Answer]:
+            cursor = connection.cursor()
+            facts = runs.facts(question.scope.run_id)
+            question.check(facts)
+            facts = runs.with_axes(facts, question.binned_statistics, cursor)
+            tables = _tables(cursor, question, facts)
+            return _header(question, facts), question.answer(facts, tables)
+
+        return await self._in_thread(self.threads, runs, work)
+
+    async def _in_thread(
+        self, threads: ThreadPoolExecutor, runs: OpenedRuns, work: Callable[[Interruptible], T]
+    ) -> T:
+        """Do some work on a thread, until the deadline or until nobody waits for it."""
+        connection = Interruptible(runs.database.connection)
+        job = threads.submit(work, connection)
+        self._running[job] = connection
+        job.add_done_callback(self._ended)
+        try:
+            # Shielded: to cancel what waits for a thread would not stop the thread.
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job)), self.deadline)
+        except TimeoutError:
+            self._stop(job)
+            raise QueryError(
+                f"stopped after {self.deadline:g} s without an answer; headcount explore "
+                "--timeout SECONDS waits longer"
+            ) from None
+        except asyncio.CancelledError:
+            self._stop(job)
+            raise
+
+    def _ended(self, job: Future[Any]) -> None:
+        """Close the cursors of a question, in the thread that has answered it."""
+        connection = self._running.pop(job, None)
+        if connection is not None:
+            connection.close()
+
+    def _stop(self, job: Future[Any]) -> None:
+        """Stop a question: at once if it has not begun, and else by interrupts."""
+        self.interrupted += 1
+        if not job.cancel():
+            task = asyncio.create_task(self._interrupt(job))
+            self._stopping.add(task)
+            task.add_done_callback(self._stopping.discard)
+
+    async def _interrupt(self, job: Future[Any]) -> None:
+        while connection := self._running.get(job):
+            connection.interrupt()
+            await asyncio.sleep(INTERRUPT_SECONDS)
+
+    async def _ask_sql(self, text: str) -> bytes:
+        began = time.perf_counter()
+        runs = self.runs
+        header = await self._in_thread(
+            self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
+        )
+        seconds = round(time.perf_counter() - began, 3)
+        return _packed_of(runs, Answer(header | {"seconds": seconds}))
+
+    async def _with_texts(self, question: Texts, answer: Answer) -> Answer:
+        """The answer with the text of each token."""
+        loop = asyncio.get_running_loop()
+        run_id = question.scope.run_id
+        rows: list[Header] = answer.header["rows"]
+
+        def texts() -> Header:
+            try:
+                model = self.models[run_id]
+                with_text = [row | {"tokens": model.texts(row["tokens"])} for row in rows]
+            except HeadcountError as error:
+                numbers = [row | {"tokens": list(map(str, row["tokens"]))} for row in rows]
+                return {"rows": numbers, "note": f"token numbers are shown: {error}"}
+            return {"rows": with_text}
+
+        return Answer(await loop.run_in_executor(self.text_thread, texts))
+
+
+def _packed_of(runs: OpenedRuns, answer: Answer) -> bytes:
+    """An answer that says which state of the runs it is of."""
+    return packed(Answer(answer.header | {"revision": str(runs.revision)}, answer.arrays))
+
+
+def packed(answer: Answer) -> bytes:
+    """An answer as bytes: the length of the header, the header as JSON, the arrays.
+
+    All begin at a multiple of eight bytes, so that the page reads the arrays where they are.
+    """
+    arrays = [np.ascontiguousarray(array) for array in answer.arrays]
+    kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
+    header = json.dumps(_json_value(answer.header | {"arrays": kinds}), allow_nan=False).encode()
+    header += b" " * (-(len(header) + 4) % 8)
+    parts = [struct.pack("<I", len(header)), header]
+    for array in arrays:
+        parts += [array.tobytes(), b"\0" * (-array.nbytes % 8)]
+    return b"".join(parts)
+
+
+def _tables(
+    cursor: duckdb.DuckDBPyConnection, question: Question, facts: RunFacts
+) -> list[pa.Table]:
+    """The table of each statement of a question."""
+    tables: list[pa.Table] = []
+    for statement in question.statements(facts):
+        for name, sql in statement.temporary_tables.items():
+            cursor.execute(f"CREATE TEMP TABLE {name} AS {sql}")
+        tables.append(cursor.sql(statement.sql).to_arrow_table())
+    return tables
+
+
+def _header(question: Question, facts: RunFacts) -> Header:
+    """What every answer says: the axes it uses, its SQL, and whether it is of a sample."""
+    statements = question.statements(facts)
+    axes = {name: [axis.low, axis.high] for name, axis in facts.axes.items()}
+    sql = [statement.sql for statement in statements if not statement.temporary_tables]
+    return {"axes": axes, "sql": sql, "every": facts.every}
+
+
+def _sql_rows(connection: Interruptible, text: str) -> Header:
+    """The first rows of an answer in SQL."""
+    answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
+    rows: list[list[object]] = []
+    byte_count = 0
+    for batch in answer.batches():
+        byte_count += batch.nbytes
+        if byte_count > MOST_BYTES:
+            raise QueryError(
+                f"the answer has more than {MOST_BYTES // 2**20} MB; ask for fewer columns or "
+                "rows, or write it to a file with headcount query -o"
+            )
+        columns = [column.to_pylist() for column in batch.columns]
+        rows += [[_cell(value) for value in row] for row in zip(*columns, strict=True)]
+    return {
+        "columns": answer.schema.names,
+        "rows": rows[:MOST_ROWS],
+        "has_more": len(rows) > MOST_ROWS,
+    }
+
+
+def _problem_of(error: ValidationError) -> str:
+    """What is wrong with a question, in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"])) or "question"
+    return f"{place}: {first['msg']}"
+
+
+def _cell(value: object) -> object:
+    """A value as the page shows it. Text is cut, and what JSON does not have becomes text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 2**53:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    text = str(value)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+
+
+def _json_value(value: object) -> object:
+    """A value without NaN and infinities, which JSON does not have."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(key): _json_value(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_json_value(item) for item in value]
+        case None | bool() | int() | str():
+            return value
+    return str(value)

@@ -1,0 +1,633 @@
+"""The questions that the explorer's page can ask, as SQL, and their answers, as dense arrays.
+
+Nothing here reads a file or a database: a question becomes SQL, and tables become an answer.
+The page never sends SQL, except in `queries.explore.question_engine` as a question of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
+
+from queries.explore.axes import BINS, DRAWN_BINS, Axis
+from queries.sql_text import quoted_name, text_literal
+from schemas.errors import QueryError, unknown
+
+MOST_STATISTICS = 12
+"""Histograms that one question asks for at most."""
+
+MOST_SEQUENCES = 20
+"""Sequences that one question names at most."""
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+"""An array of some shape and type. The answer's header says which."""
+
+Header: TypeAlias = dict[str, Any]
+"""What an answer says besides its arrays, as JSON."""
+
+BinNumber = Annotated[int, Field(ge=0, lt=BINS)]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What questions need to know of a run."""
+
+    run_id: str
+    layers: int
+    heads: int
+    interventions: tuple[str, ...]
+    statistics: tuple[str, ...]
+    chance: frozenset[str] = frozenset()
+    """Statistics with a chance level in `sequences`."""
+    axes: dict[str, Axis] = field(default_factory=dict[str, Axis])
+    """The axis of each statistic that was asked for."""
+    every: int = 1
+    """In a large run, brushes and histograms read one of so many sequences."""
+    has_rollups: bool = False
+    """Whether means come from roll-ups and not from rows."""
+
+    def check_statistic(self, name: str) -> None:
+        """Refuse a statistic that the run did not measure."""
+        if name not in self.statistics:
+            raise QueryError(unknown("statistic", name, self.statistics))
+
+
+@dataclass(frozen=True)
+class Statement:
+    """SQL that answers a question, and tables that it needs while it runs."""
+
+    sql: str
+    temporary_tables: dict[str, str] = field(default_factory=dict[str, str])
+    """SQL of each temporary table, by name."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the page gets: a header, and arrays of numbers."""
+
+    header: Header = field(default_factory=dict[str, Any])
+    arrays: tuple[Array, ...] = ()
+
+
+class _Closed(BaseModel):
+    """A model that refuses fields it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Scope(_Closed):
+    """The rows that a question is about."""
+
+    run_id: str
+    intervention: str = "none"
+    part: str | None = None
+    """Part of the Pile. None is all of them."""
+    layers: tuple[NonNegativeInt, NonNegativeInt] | None = None
+    """First and last layer. None is all of them."""
+
+    def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
+        """Conditions on rows of `heads`. `sampled` reads only some sequences of a large run."""
+        conditions = self.conditions_on_run
+        if self.layers is not None:
+            first, last = self.layers
+            conditions.append(f"layer BETWEEN {first} AND {last}")
+        if self.part is not None:
+            # Only a chosen part needs the table of sequences. A join would always read it.
+            of_part = [*self.conditions_on_run, f"pile_set_name = {text_literal(self.part)}"]
+            conditions.append(f"sequence IN (SELECT sequence FROM sequences{where(of_part)})")
+        if sampled and facts.every > 1:
+            conditions.append(f"sequence % {facts.every} = 0")
+        return conditions
+
+    def summaries(self, conditions: list[str]) -> str:
+        """The view of means from roll-ups, with conditions on its rows."""
+        conditions = [*self.conditions_on_run, *conditions]
+        if self.part is None:
+            return f"head_summaries{where(conditions)}"
+        return f"part_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
+
+    @property
+    def conditions_on_run(self) -> list[str]:
+        """Conditions on rows of any table."""
+        return [
+            f"run_id = {text_literal(self.run_id)}",
+            f"intervention = {text_literal(self.intervention)}",
+        ]
+
+
+class Head(_Closed):
+    """One head of the model."""
+
+    layer: NonNegativeInt
+    head: NonNegativeInt
+
+    @property
+    def conditions(self) -> list[str]:
+        """Conditions on rows of `heads`."""
+        return [f"layer = {self.layer}", f"head = {self.head}"]
+
+
+class Brush(_Closed):
+    """A range of a statistic: its first and last bin. The bins at the ends have no outer end."""
+
+    statistic: str
+    first: BinNumber
+    last: BinNumber
+
+    def condition(self, facts: RunFacts) -> str:
+        """The condition on a row of `heads`.
+
+        It asks for the bin and not for the value, so that it is the same as in a cube.
+        """
+        axis = facts.axes[self.statistic]
+        return f"{axis.bin_sql(self.statistic)} BETWEEN {self.first} AND {self.last}"
+
+
+Statistics = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_STATISTICS)]
+Brushes = Annotated[tuple[Brush, ...], Field(max_length=MOST_STATISTICS)]
+
+
+class Question(_Closed):
+    """A question about the rows of one run."""
+
+    scope: Scope
+
+    @property
+    def named_statistics(self) -> set[str]:
+        """Every statistic that the question names."""
+        return set()
+
+    @property
+    def binned_statistics(self) -> set[str]:
+        """The statistics whose axes the question needs."""
+        return set()
+
+    def check(self, facts: RunFacts) -> None:
+        """Refuse names that the run does not have."""
+        for name in sorted(self.named_statistics | self.binned_statistics):
+            facts.check_statistic(name)
+        if self.scope.intervention not in facts.interventions:
+            raise QueryError(unknown("intervention", self.scope.intervention, facts.interventions))
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """The SQL of the question."""
+        raise NotImplementedError
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """The answer, from the table of each statement."""
+        raise NotImplementedError
+
+
+class HeadQuestion(Question):
+    """A question about one head."""
+
+    head: Head
+
+    def check(self, facts: RunFacts) -> None:
+        """Refuse names and heads that the run does not have."""
+        super().check(facts)
+        if self.head.layer >= facts.layers or self.head.head >= facts.heads:
+            raise QueryError(
+                f"head L{self.head.layer}H{self.head.head}: run {facts.run_id} has heads L0H0 to "
+                f"L{facts.layers - 1}H{facts.heads - 1}"
+            )
+
+    def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
+        """Conditions on the rows of the head. The chosen layers do not hide it."""
+        whole_scope = self.scope.model_copy(update={"layers": None})
+        return whole_scope.conditions(facts, sampled=sampled) + self.head.conditions
+
+
+class Heatmap(Question):
+    """The mean of a statistic for every head. Arrays: mean and count, [layer head]."""
+
+    kind: Literal["heatmap"]
+    statistic: str
+
+    @property
+    def named_statistics(self) -> set[str]:
+        """Every statistic that the question names."""
+        return {self.statistic}
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """One mean a head, from roll-ups if the run has them."""
+        if facts.has_rollups:
+            return [Statement(self._from_rollups())]
+        column = quoted_name(self.statistic)
+        conditions = where(self.scope.conditions(facts, sampled=True))
+        return [
+            Statement(
+                f"SELECT layer, head, avg({column}) AS mean, count({column}) AS count "
+                f"FROM heads{conditions} GROUP BY ALL"
+            )
+        ]
+
+    def _from_rollups(self) -> str:
+        conditions = [f"statistic = {text_literal(self.statistic)}"]
+        if self.scope.layers is not None:
+            conditions.append(f"layer BETWEEN {self.scope.layers[0]} AND {self.scope.layers[1]}")
+        return f"SELECT layer, head, mean, count FROM {self.scope.summaries(conditions)}"
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """Two matrices. A head without a row has mean NaN and count 0."""
+        (table,) = tables
+        means = np.full((facts.layers, facts.heads), np.nan)
+        counts = np.zeros((facts.layers, facts.heads), np.uint32)
+        place = column(table, "layer"), column(table, "head")
+        means[place] = column(table, "mean")
+        counts[place] = column(table, "count")
+        source = "rollups" if facts.has_rollups else "rows"
+        return Answer({"source": source}, (means, counts))
+
+
+class Histograms(HeadQuestion):
+    """How some statistics of a head are distributed. Arrays: counts [statistic bin]."""
+
+    kind: Literal["histograms"]
+    statistics: Statistics
+    brushes: Brushes = ()
+
+    @property
+    def binned_statistics(self) -> set[str]:
+        """The statistics whose axes the question needs."""
+        return {*self.statistics, *(brush.statistic for brush in self.brushes)}
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """All statistics in one pass over the rows of the head."""
+        bins = _bins_under_brushes(self.statistics, self.brushes, facts)
+        conditions = where(self.conditions(facts, sampled=True))
+        rows = f"SELECT {bins} FROM heads{conditions}"
+        return [Statement(_counts_of_bins(rows, len(self.statistics)))]
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """A row of counts for each statistic."""
+        (table,) = tables
+        counts = np.zeros((len(self.statistics), DRAWN_BINS), np.uint32)
+        for index, rows in enumerate(_of_each_statistic(table, len(self.statistics))):
+            counts[index, rows["bin"]] = rows["count"]
+        return Answer({}, (counts,))
+
+
+class Background(Question):
+    """How a statistic is distributed over the rows of all heads. Array: counts [bin]."""
+
+    kind: Literal["background"]
+    statistic: str
+
+    @property
+    def binned_statistics(self) -> set[str]:
+        """The statistics whose axes the question needs."""
+        return {self.statistic}
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """One count a bin."""
+        bin_sql = facts.axes[self.statistic].bin_sql(self.statistic, DRAWN_BINS)
+        conditions = where(self.scope.conditions(facts, sampled=True))
+        return [
+            Statement(
+                f"SELECT {bin_sql} AS bin, count(*) AS count FROM heads{conditions} GROUP BY bin"
+            )
+        ]
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """A row of counts, and how many values are undefined."""
+        (table,) = tables
+        defined = table.filter(table["bin"].is_valid())
+        counts = np.zeros(DRAWN_BINS, np.uint32)
+        counts[column(defined, "bin").astype(int)] = column(defined, "count")
+        undefined = int(column(table, "count").sum() - counts.sum())
+        return Answer({"undefined": undefined}, (counts,))
+
+
+Meaning = Literal["sequences", "rows"]
+"""What a brush picks.
+
+sequences: all rows of the sequences in which the chosen head is in range.
+rows: the rows in range, of whichever head.
+"""
+
+
+class Cube(HeadQuestion):
+    """Everything that a brush on one statistic can show, so that moving it asks nothing.
+
+    Arrays: counts [statistic bin_of_active bin], then sums and counts of the heatmap's statistic
+    [bin_of_active layer head].
+    """
+
+    kind: Literal["cube"]
+    active: str
+    statistic: str
+    """The statistic of the heatmap."""
+    statistics: Statistics
+    """The statistics of the other histograms."""
+    brushes: Brushes = ()
+    """The brushes on other statistics."""
+    meaning: Meaning = "sequences"
+
+    @property
+    def named_statistics(self) -> set[str]:
+        """Every statistic that the question names."""
+        return {self.statistic}
+
+    @property
+    def binned_statistics(self) -> set[str]:
+        """The statistics whose axes the question needs."""
+        return {self.active, *self.statistics, *(brush.statistic for brush in self.brushes)}
+
+    @cached_property
+    def _other_brushes(self) -> tuple[Brush, ...]:
+        return tuple(brush for brush in self.brushes if brush.statistic != self.active)
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """One pass over the rows of the head for histograms, one over all rows for the heatmap."""
+        active = facts.axes[self.active].bin_sql(self.active)
+        bins = _bins_under_brushes(self.statistics, self._other_brushes, facts)
+        of_head = self.conditions(facts, sampled=True)
+        rows = f"SELECT {active} AS active, {bins} FROM heads{where(of_head)}"
+        histograms = Statement(_counts_of_bins(rows, len(self.statistics), by_active=True))
+        in_brushes = [brush.condition(facts) for brush in self._other_brushes]
+        of_scope = self.scope.conditions(facts, sampled=True)
+        value = quoted_name(self.statistic)
+        sums = f"layer, head, sum({value}::DOUBLE) AS sum, count({value}) AS count"
+        if self.meaning == "rows":
+            heatmap = Statement(
+                f"SELECT {active} AS active, {sums} FROM heads{where(of_scope + in_brushes)} "
+                "GROUP BY ALL"
+            )
+        else:
+            # As a subquery instead of a table, the same join may take ten times as long.
+            picked = f"SELECT sequence, {active} AS active FROM heads{where(of_head + in_brushes)}"
+            heatmap = Statement(
+                f"SELECT active, {sums} FROM heads JOIN picked USING (sequence){where(of_scope)} "
+                "GROUP BY ALL",
+                {"picked": picked},
+            )
+        return [histograms, heatmap]
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """The counts of the histograms, and sums and counts of the heatmap."""
+        histograms, heatmap = tables
+        counts = np.zeros((len(self.statistics), BINS, DRAWN_BINS), np.uint32)
+        for index, rows in enumerate(_of_each_statistic(histograms, len(self.statistics))):
+            counts[index, rows["active"], rows["bin"]] = rows["count"]
+        heatmap = heatmap.filter(heatmap["active"].is_valid())
+        shape = (BINS, facts.layers, facts.heads)
+        sums = np.zeros(shape)
+        defined = np.zeros(shape, np.uint32)
+        place = tuple(column(heatmap, name).astype(int) for name in ("active", "layer", "head"))
+        sums[place] = np.nan_to_num(column(heatmap, "sum"))
+        defined[place] = column(heatmap, "count")
+        return Answer({}, (counts, sums, defined))
+
+
+_SUMMARY = "statistic, count, mean, sd, standard_error, minimum, maximum"
+
+
+class Card(HeadQuestion):
+    """Every statistic of a head: count, mean, spread and chance level. One object each."""
+
+    kind: Literal["card"]
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """The means of the head, and one row of chance levels."""
+        statements = [
+            Statement(self._from_rollups() if facts.has_rollups else self._from_rows(facts))
+        ]
+        if facts.chance:
+            chances = ", ".join(
+                f"avg({quoted_name(f'chance_{name}')})" for name in self._with_chance(facts)
+            )
+            of_sequences = self.scope.conditions_on_run
+            if self.scope.part is not None:
+                of_sequences.append(f"pile_set_name = {text_literal(self.scope.part)}")
+            statements.append(Statement(f"SELECT {chances} FROM sequences{where(of_sequences)}"))
+        return statements
+
+    def _from_rollups(self) -> str:
+        """A row for each statistic."""
+        return f"SELECT {_SUMMARY} FROM {self.scope.summaries(self.head.conditions)}"
+
+    def _from_rows(self, facts: RunFacts) -> str:
+        """The same rows, in one pass over those of the head."""
+        names = ", ".join(map(quoted_name, facts.statistics))
+        rows = f"SELECT {names} FROM heads{where(self.conditions(facts, sampled=True))}"
+        aggregates = ("count", "avg", "stddev_samp", "min", "max")
+        columns = ", ".join(
+            f"[{', '.join(f'{function}({quoted_name(name)})' for name in facts.statistics)}]"
+            for function in aggregates
+        )
+        statistics = ", ".join(map(text_literal, facts.statistics))
+        return (
+            "SELECT statistic, count, mean, sd, sd / sqrt(count) AS standard_error, minimum, "
+            f"maximum FROM (SELECT unnest([{statistics}]) AS statistic, "
+            "unnest(counts) AS count, unnest(means) AS mean, unnest(sds) AS sd, "
+            "unnest(minima) AS minimum, unnest(maxima) AS maximum "
+            f"FROM (SELECT {columns} FROM ({rows})) AS t(counts, means, sds, minima, maxima))"
+        )
+
+    def _with_chance(self, facts: RunFacts) -> list[str]:
+        return [name for name in facts.statistics if name in facts.chance]
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """One object for each statistic."""
+        chances: dict[str, float | None] = {}
+        if facts.chance:
+            chances = dict(zip(self._with_chance(facts), _row(tables[1]), strict=True))
+        by_name = {row["statistic"]: row for row in tables[0].to_pylist()}
+        return Answer(
+            {
+                "rows": [
+                    by_name[name] | {"chance": chances.get(name)}
+                    for name in facts.statistics
+                    if name in by_name
+                ]
+            }
+        )
+
+
+class Parts(HeadQuestion):
+    """A statistic of a head in each part of the Pile. One object each, largest mean first."""
+
+    kind: Literal["parts"]
+    statistic: str
+
+    @property
+    def named_statistics(self) -> set[str]:
+        """Every statistic that the question names."""
+        return {self.statistic}
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """One row a part."""
+        order = "ORDER BY mean DESC NULLS LAST, part"
+        if facts.has_rollups:
+            conditions = self.scope.conditions_on_run + self.head.conditions
+            conditions.append(f"statistic = {text_literal(self.statistic)}")
+            return [
+                Statement(
+                    "SELECT pile_set_name AS part, count, mean, standard_error FROM "
+                    f"part_summaries{where(conditions)} {order}"
+                )
+            ]
+        whole = self.model_copy(update={"scope": self.scope.model_copy(update={"part": None})})
+        rows = where(whole.conditions(facts, sampled=True))
+        value = quoted_name(self.statistic)
+        return [
+            Statement(
+                f"SELECT pile_set_name AS part, count({value}) AS count, avg({value}) AS mean, "
+                f"stddev_samp({value}) / sqrt(count({value})) AS standard_error "
+                f"FROM (SELECT sequence, {value} FROM heads{rows}) "
+                "JOIN (SELECT sequence, pile_set_name FROM sequences"
+                f"{where(self.scope.conditions_on_run)}) USING (sequence) GROUP BY ALL {order}"
+            )
+        ]
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """One object for each part."""
+        return Answer({"rows": tables[0].to_pylist()})
+
+
+class Extremes(HeadQuestion):
+    """The sequences in which a statistic of a head is highest or lowest. One object each."""
+
+    kind: Literal["extremes"]
+    statistic: str
+    statistics: Statistics
+    """Statistics that are shown beside it."""
+    brushes: Brushes = ()
+    lowest: bool = False
+
+    @property
+    def named_statistics(self) -> set[str]:
+        """Every statistic that the question names."""
+        return {self.statistic, *self.statistics}
+
+    @property
+    def binned_statistics(self) -> set[str]:
+        """The statistics whose axes the question needs."""
+        return {brush.statistic for brush in self.brushes}
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """The first sequences of the head by value, and where each comes from."""
+        # Every sequence counts, also in a large run: a sample would lack the extremes.
+        conditions = self.conditions(facts, sampled=False)
+        conditions += [brush.condition(facts) for brush in self.brushes]
+        value = quoted_name(self.statistic)
+        conditions.append(f"{value} IS NOT NULL")
+        names = dict.fromkeys((self.statistic, *self.statistics))
+        direction = "ASC" if self.lowest else "DESC"
+        order = f"ORDER BY {value} {direction}, sequence"
+        return [
+            Statement(
+                f'SELECT extremes.*, pile_set_name AS part, file, "row" FROM '
+                f"(SELECT sequence, {', '.join(map(quoted_name, names))} FROM heads"
+                f"{where(conditions)} {order} LIMIT {MOST_SEQUENCES}) AS extremes "
+                'LEFT JOIN (SELECT sequence, pile_set_name, file, "row" FROM sequences'
+                f"{where(self.scope.conditions_on_run)}) USING (sequence) {order}"
+            )
+        ]
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """One object for each sequence."""
+        return Answer({"rows": tables[0].to_pylist()})
+
+
+class Texts(Question):
+    """The tokens of some sequences, in the order in which they are named."""
+
+    kind: Literal["texts"]
+    sequences: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_SEQUENCES)]
+    first: Annotated[int, Field(ge=1, le=100_000)] = 100_000
+    """So many tokens of each."""
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """The token ids of each sequence."""
+        numbers = ", ".join(map(str, self.sequences)) or "NULL"
+        conditions = [*self.scope.conditions_on_run, f"sequence IN ({numbers})"]
+        return [
+            Statement(
+                f"SELECT sequence, n_tokens, tokens[1:{self.first}] AS tokens "
+                f"FROM sequences{where(conditions)}"
+            )
+        ]
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """One object for each sequence that the run has."""
+        rows = {row["sequence"]: row for row in tables[0].to_pylist()}
+        return Answer({"rows": [rows[number] for number in self.sequences if number in rows]})
+
+
+PageQuestion: TypeAlias = Annotated[
+    Heatmap | Histograms | Background | Cube | Card | Parts | Extremes | Texts,
+    Field(discriminator="kind"),
+]
+
+QUESTIONS: TypeAdapter[Question] = TypeAdapter(PageQuestion)
+"""Reads a question."""
+
+
+def where(conditions: Sequence[str]) -> str:
+    """A WHERE clause with a space before it. Empty without conditions."""
+    return f" WHERE {' AND '.join(conditions)}" if conditions else ""
+
+
+def column(table: pa.Table, name: str) -> Array:
+    """The values of a column as numpy has them."""
+    return table[name].to_numpy()
+
+
+def _row(table: pa.Table) -> list[Any]:
+    """The values of the only row."""
+    return [values[0].as_py() for values in table.columns]
+
+
+def _bins_under_brushes(
+    statistics: Sequence[str], brushes: Sequence[Brush], facts: RunFacts
+) -> str:
+    """The bin of each statistic as columns b0, b1 and so on.
+
+    A histogram shows the rows that are in all brushes but its own, so that the brush can be moved.
+    """
+    columns: list[str] = []
+    for index, statistic in enumerate(statistics):
+        bin_sql = facts.axes[statistic].bin_sql(statistic, DRAWN_BINS)
+        others = [brush.condition(facts) for brush in brushes if brush.statistic != statistic]
+        if others:
+            bin_sql = f"CASE WHEN {' AND '.join(others)} THEN {bin_sql} END"
+        columns.append(f"{bin_sql} AS b{index}")
+    return ", ".join(columns)
+
+
+def _counts_of_bins(rows: str, statistics: int, *, by_active: bool = False) -> str:
+    """Count the rows in each bin of each statistic, in one pass."""
+    names = [f"b{index}" for index in range(statistics)]
+    before = "active, " if by_active else ""
+    sets = ", ".join(f"({before}{name})" for name in names)
+    all_names = ", ".join(names)
+    defined = " WHERE active IS NOT NULL" if by_active else ""
+    return (
+        f"SELECT {before}{all_names}, GROUPING_ID({all_names}) AS others, count(*) AS count "
+        f"FROM ({rows}){defined} GROUP BY GROUPING SETS ({sets})"
+    )
+
+
+def _of_each_statistic(table: pa.Table, statistics: int) -> list[dict[str, Array]]:
+    """The rows of each statistic: bin and count, and the bin of the active one if there is one."""
+    others = column(table, "others")
+    has_active = "active" in table.column_names
+    parts: list[dict[str, Array]] = []
+    for index in range(statistics):
+        # GROUPING_ID has a bit for every column that a row does not group by, the last lowest.
+        grouped_by_this = (1 << statistics) - 1 - (1 << (statistics - 1 - index))
+        rows = table.filter(pa.array(others == grouped_by_this))
+        rows = rows.filter(rows[f"b{index}"].is_valid())
+        part = {"bin": column(rows, f"b{index}").astype(int), "count": column(rows, "count")}
+        if has_active:
+            part["active"] = column(rows, "active").astype(int)
+        parts.append(part)
+    return parts

@@ -1,0 +1,281 @@
+"""The explorer's server: a page, and answers for whoever has the token.
+
+A page of another site cannot ask: the token is in the fragment of the address, which browsers send
+nowhere, and every request says by its Host and Origin which page it comes from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import webbrowser
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from queries.explore.question_engine import Engine
+from schemas.errors import HeadcountError, QueryError, printable
+
+PAGE = Path(__file__).parent / "page"
+SHARED_PAGE = Path(__file__).parent.parent / "page"
+"""Functions that draw, and colours, which the explorer shares with the report."""
+
+MOST_BYTES = 256 * 1024
+"""Bytes of a request."""
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the server."""
+
+LOOPBACK = "127.0.0.1"
+LOCAL_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
+"""Names of this machine that lead nowhere else. Another site cannot be reached under them."""
+
+TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+}
+"""Types of the page's files."""
+
+HEADERS = {
+    # Nothing but our own files and answers. No script or style in the markup.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers of every answer."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Who may ask."""
+
+    token: str
+    host: str
+    """The address that the server listens at."""
+
+    def is_known_host(self, header: str | None) -> bool:
+        """Whether a request was sent to one of our names, at whatever port.
+
+        A port may differ behind `ssh -L`. A name that is not ours may have been pointed here by
+        another site, to read the answers as its own.
+        """
+        name = _host_name(f"http://{header}") if header else None
+        if name is None:
+            return False
+        if name in LOCAL_NAMES or name == self.host:
+            return True
+        if self.host in LOCAL_NAMES:
+            return False
+        # Who opened the port to others may use any address of the machine, and its name.
+        return _is_address(name) or name in {socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    def refusal(self, request: web.Request) -> tuple[int, str] | None:
+        """Why a request is refused, with its status. None if it is not."""
+        host = request.headers.get("Host")
+        if not self.is_known_host(host):
+            return 421, "this address is not one of the explorer's"
+        origin = request.headers.get("Origin")
+        if origin is not None and origin != f"http://{host}":
+            return 403, "the request comes from another site"
+        if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+            return 403, "the request comes from another site"
+        return None
+
+    def has_token(self, request: web.Request) -> bool:
+        """Whether a request has the token."""
+        header = request.headers.get("Authorization", "")
+        # In constant time, so that nobody finds the token letter by letter.
+        given = header.encode("utf-8", "surrogateescape")
+        return secrets.compare_digest(given, f"Bearer {self.token}".encode())
+
+
+def make_app(engine: Engine, guard: Guard) -> web.Application:
+    """The application: the files of the page, and one address for questions."""
+    files = page_files()
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await _response(guard, request, handler)
+        response.headers.update(HEADERS)
+        # Names the library and its version, which nobody needs.
+        response.headers["Server"] = "headcount"
+        return response
+
+    async def page(request: web.Request) -> web.Response:
+        name = request.match_info.get("name") or "index.html"
+        # Only names that were listed at the start: no path of a request is ever opened.
+        if name not in files:
+            raise web.HTTPNotFound(text=f"the page has no file {name!r}")
+        return web.Response(
+            body=files[name], content_type=TYPES[Path(name).suffix], charset="utf-8"
+        )
+
+    async def ask(request: web.Request) -> web.Response:
+        if not guard.has_token(request):
+            return _refused(
+                401,
+                "the token is missing or wrong: open the address that headcount explore printed",
+            )
+        if request.content_type != "application/json":
+            return _refused(415, "expected application/json")
+        try:
+            answer = await engine.ask(await request.read())
+        except HeadcountError as error:
+            return _refused(400, str(error))
+        return web.Response(body=answer, content_type="application/octet-stream")
+
+    app = web.Application(middlewares=[guarded], client_max_size=MOST_BYTES)
+    app.router.add_post("/ask", ask)
+    app.router.add_get("/", page)
+    app.router.add_get("/{name}", page)
+    return app
+
+
+async def _response(guard: Guard, request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The answer to a request, or why there is none."""
+    refusal = guard.refusal(request)
+    if refusal is not None:
+        return _refused(*refusal)
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _refused(error.status, error.text or error.reason)
+    except Exception as error:
+        # A mistake of ours: the page says it in one line, and the server goes on.
+        return _refused(500, f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def _silent() -> logging.Logger:
+    """A log that nobody reads: aiohttp writes a stack trace of every malformed request."""
+    logger = logging.getLogger("headcount.explore")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger
+
+
+def _refused(status: int, why: str) -> web.Response:
+    body = json.dumps({"error": printable(why)})
+    return web.Response(status=status, text=body, content_type="application/json")
+
+
+def page_files() -> dict[str, bytes]:
+    """The content of every file of the page, by name."""
+    files = [*SHARED_PAGE.glob("*.*"), *PAGE.glob("*.*")]
+    return {file.name: file.read_bytes() for file in files if file.suffix in TYPES}
+
+
+def serve(
+    engine: Engine, host: str, port: int, tell: Callable[[str], None], open_browser: bool
+) -> None:
+    """Serve the page until a signal ends the command."""
+    guard = Guard(secrets.token_urlsafe(24), host)
+    number = asyncio.run(_serve(engine, guard, port, tell, open_browser))
+    engine.close()
+    # Commands say how they ended in one place.
+    signal.raise_signal(number)
+
+
+async def _serve(
+    engine: Engine, guard: Guard, port: int, tell: Callable[[str], None], open_browser: bool
+) -> signal.Signals:
+    """Serve until a signal comes, and return it."""
+    # A question whose asker is gone is cancelled.
+    runner = web.AppRunner(
+        make_app(engine, guard), handler_cancellation=True, access_log=None, logger=_silent()
+    )
+    await runner.setup()
+    try:
+        address = f"{await _listen(runner, guard.host, port)}#{guard.token}"
+        preparing = asyncio.create_task(engine.prepare())
+        tell(address)
+        if open_browser:
+            # A browser that is missing or does not start is no reason to stop.
+            with contextlib.suppress(webbrowser.Error, OSError):
+                await asyncio.to_thread(webbrowser.open, address)
+        number = await _signal()
+        preparing.cancel()
+        return number
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+    """Listen, and return the address of the page."""
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise QueryError(_why_not(error, host, port)) from None
+    _, own_port, *_ = runner.addresses[0]
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{own_port}/"
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    """Why the server cannot listen."""
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port}: is taken by another program; --port 0 takes a free one"
+    if error.errno == errno.EACCES:
+        return f"--port {port}: needs rights that you do not have; --port 0 takes a free one"
+    why = os.strerror(error.errno).lower() if error.errno else error.strerror
+    return f"--host {host}: cannot be listened at ({why}); {LOOPBACK} always can"
+
+
+async def _signal() -> signal.Signals:
+    """Wait for a signal that ends the command."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def receive(number: signal.Signals) -> None:
+        if not received.done():
+            received.set_result(number)
+
+    # The handlers of the command come back: it says how it ended.
+    previous = {number: signal.getsignal(number) for number in ENDING}
+    for number in ENDING:
+        loop.add_signal_handler(number, receive, number)
+    try:
+        return await received
+    finally:
+        for number, handler in previous.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+def _host_name(address: str) -> str | None:
+    """The name in an address, in lower case. None if it is not an address."""
+    try:
+        parts = urlsplit(address)
+        # A port that is not a number is found only here.
+        _ = parts.port
+    except ValueError:
+        return None
+    if parts.username is not None or parts.path or parts.query or parts.fragment:
+        return None
+    return parts.hostname
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

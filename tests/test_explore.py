@@ -1,0 +1,565 @@
+"""The explorer as a process: who may ask what, and what its page does in a real browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.common.by import By
+
+from headcount import main
+from queries.asking import RunDatabase, open_runs
+from queries.explore.server import HEADERS, MOST_BYTES, Guard
+from tests.browser import chromium
+from tests.processes import DIES_WITH_ITS_PARENT
+from tests.test_explore_questions import SEQUENCES, unpacked, write
+
+ROOT = Path(__file__).parent.parent
+HOSTILE_RUN = "a-b_0.1"
+HOSTILE_PART = "<img src=x onerror=document.title='stolen'>"
+DEADLINE = 20.0
+
+
+class Explorer(NamedTuple):
+    """A running explorer."""
+
+    process: subprocess.Popen[str]
+    address: str
+    runs: Path
+    files: list[Path]
+    """The files of the runs before anybody asked."""
+
+    @property
+    def port(self) -> int:
+        port = urlsplit(self.address).port
+        assert port is not None
+        return port
+
+    @property
+    def token(self) -> str:
+        return urlsplit(self.address).fragment
+
+
+def start(runs: Path, *options: str) -> Explorer:
+    command = [sys.executable, "-m", "headcount", "explore", str(runs), "--no-open", *options]
+    process = subprocess.Popen(
+        [*DIES_WITH_ITS_PARENT, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout
+    files = sorted(path for path in runs.rglob("*") if path.is_file())
+    return Explorer(process, process.stdout.readline().strip(), runs, files)
+
+
+def stop(explorer: Explorer, number: signal.Signals) -> tuple[int, str]:
+    """End an explorer. Returns its exit code and what it said."""
+    explorer.process.send_signal(number)
+    _, said = explorer.process.communicate(timeout=30)
+    return explorer.process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explorer]:
+    runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=[HOSTILE_PART, "ArXiv"])
+    # Something in a run's own directory that is not a row.
+    (runs / "secret.txt").write_text("secret")
+    running = start(runs, "--memory", "300MB")
+    yield running
+    code, said = stop(running, signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM, said
+    assert "Traceback" not in said
+
+
+class Reply(NamedTuple):
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def error(self) -> str:
+        return json.loads(self.body)["error"]
+
+
+def request(
+    explorer: Explorer,
+    method: str = "POST",
+    path: str = "/ask",
+    body: object = None,
+    headers: Mapping[str, str | None] | None = None,
+) -> Reply:
+    """Send a request as a page sends it, with other headers where some are given."""
+    connection = http.client.HTTPConnection("127.0.0.1", explorer.port, timeout=30)
+    sent = {
+        "Host": f"127.0.0.1:{explorer.port}",
+        "Authorization": f"Bearer {explorer.token}",
+        "Content-Type": "application/json",
+    } | dict(headers or {})
+    content = body if isinstance(body, bytes) else json.dumps(body or {"kind": "overview"}).encode()
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    for name, value in sent.items():
+        if value is not None:
+            connection.putheader(name, value)
+    if method == "POST":
+        connection.putheader("Content-Length", str(len(content)))
+    connection.endheaders(content if method == "POST" else None)
+    response = connection.getresponse()
+    reply = Reply(response.status, response.read(), dict(response.getheaders()))
+    connection.close()
+    return reply
+
+
+def sql(explorer: Explorer, text: str) -> Reply:
+    return request(explorer, body={"kind": "sql", "text": text})
+
+
+REQUESTS: list[tuple[str, dict[str, Any], int]] = [
+    ("another host", {"headers": {"Host": "evil.example"}}, 421),
+    ("another host at our port", {"headers": {"Host": "evil.example:80"}}, 421),
+    ("a host that begins like ours", {"headers": {"Host": "127.0.0.1.evil.example"}}, 421),
+    ("a host with a user", {"headers": {"Host": "127.0.0.1@evil.example"}}, 421),
+    ("a user at our host", {"headers": {"Host": "evil.example@127.0.0.1"}}, 421),
+    ("a host with a wrong port", {"headers": {"Host": "127.0.0.1:x"}}, 421),
+    ("an empty host", {"headers": {"Host": ""}}, 421),
+    ("the page for another host", {"method": "GET", "path": "/", "headers": {"Host": "e.x"}}, 421),
+    ("another origin", {"headers": {"Origin": "http://evil.example"}}, 403),
+    ("the origin null", {"headers": {"Origin": "null"}}, 403),
+    ("our origin at another port", {"headers": {"Origin": "http://127.0.0.1:1"}}, 403),
+    ("our origin with https", {"headers": {"Origin": "https://127.0.0.1"}}, 403),
+    ("from another site", {"headers": {"Sec-Fetch-Site": "cross-site"}}, 403),
+    ("from the same site", {"headers": {"Sec-Fetch-Site": "same-site"}}, 403),
+    (
+        "a preflight",
+        {"method": "OPTIONS", "headers": {"Origin": "http://evil.example"}},
+        403,
+    ),
+    ("no token", {"headers": {"Authorization": None}}, 401),
+    ("a wrong token", {"headers": {"Authorization": "Bearer x"}}, 401),
+    ("a token that is not ASCII", {"headers": {"Authorization": "Bearer \u00e9"}}, 401),
+    ("another scheme", {"headers": {"Authorization": "Basic x"}}, 401),
+    ("plain text", {"headers": {"Content-Type": "text/plain"}}, 415),
+    ("a form", {"headers": {"Content-Type": "application/x-www-form-urlencoded"}}, 415),
+    ("no type", {"headers": {"Content-Type": None}}, 415),
+    ("too many bytes", {"body": b" " * (MOST_BYTES + 1)}, 413),
+    ("no JSON", {"body": b"{"}, 400),
+    ("bytes that are not text", {"body": b"\xff\xfe"}, 400),
+    ("deep JSON", {"body": b"[" * 100_000}, 400),
+    ("a question by GET", {"method": "GET"}, 404),
+    ("a traversal", {"method": "GET", "path": "/../headcount.py"}, 404),
+    ("a coded traversal", {"method": "GET", "path": "/%2e%2e%2fserver.py"}, 404),
+    ("a double traversal", {"method": "GET", "path": "/..%2f..%2fsecret.txt"}, 404),
+    ("an absolute path", {"method": "GET", "path": "//etc/passwd"}, 404),
+    ("a NUL", {"method": "GET", "path": "/index.html%00.js"}, 404),
+    ("our own source", {"method": "GET", "path": "/server.py"}, 404),
+    ("a method that writes", {"method": "PUT", "path": "/index.html"}, 405),
+    ("a method that removes", {"method": "DELETE", "path": "/index.html"}, 405),
+]
+
+STATEMENTS = [
+    "INSERT INTO heads VALUES (1)",
+    "DELETE FROM heads",
+    "UPDATE runs SET model = 'x'",
+    "CREATE TABLE t AS SELECT 1",
+    "CREATE TEMP TABLE t AS SELECT 1",
+    "CREATE OR REPLACE VIEW heads AS SELECT 1",
+    "DROP VIEW heads",
+    "COPY heads TO '{runs}/out.csv'",
+    "COPY (SELECT 1) TO '/tmp/out.csv'",
+    "EXPORT DATABASE '{runs}/x'",
+    "ATTACH '{runs}/x.db'",
+    "ATTACH ':memory:' AS m",
+    "DETACH memory",
+    "INSTALL httpfs",
+    "LOAD httpfs",
+    "SET memory_limit = '100GB'",
+    "RESET ALL",
+    "PRAGMA enable_profiling",
+    "CALL pragma_version()",
+    "CHECKPOINT",
+    "VACUUM",
+    "BEGIN TRANSACTION",
+    "EXECUTE x",
+    "SELECT 1; SELECT 2",
+    "SELECT 1; DROP VIEW heads",
+    "SELECT 1) UNION ALL (SELECT 2",
+    "SELECT 1\n) TO '{runs}/out.csv' --",
+    "SELECT 1 /*",
+    "WITH x AS (INSERT INTO runs VALUES (1) RETURNING *) FROM x",
+    "WITH x AS (COPY (SELECT 1) TO '{runs}/out.csv') FROM x",
+    "EXPLAIN ANALYZE COPY (SELECT 1) TO '{runs}/out.csv'",
+    "FROM read_text('/etc/passwd')",
+    "FROM read_text('{runs}/../../../../../../etc/passwd')",
+    "FROM read_blob('/proc/self/environ')",
+    "FROM read_csv('/etc/passwd')",
+    "FROM '/etc/passwd.csv'",
+    "FROM read_parquet('http://127.0.0.1:{port}/x.parquet')",
+    "FROM read_parquet('s3://bucket/x.parquet')",
+    "FROM glob('/etc/*')",
+    "FROM glob('{runs}/../*')",
+    "FROM sniff_csv('/etc/passwd')",
+    "FROM parquet_metadata('/etc/passwd')",
+    "SELECT getenv('HOME')",
+    "FROM query('DROP VIEW heads')",
+    "SELECT * FROM sqlite_scan('/tmp/x', 't')",
+    "SELECT repeat('x', 3000000) FROM range(5)",
+    "SELECT list(i) FROM range(100000000000) t(i)",
+    "",
+]
+
+
+@pytest.mark.parametrize(
+    ("attack", "status"), [(a, s) for _, a, s in REQUESTS], ids=[name for name, _, _ in REQUESTS]
+)
+def test_a_request_that_is_not_the_page_s_is_refused(
+    explorer: Explorer, attack: dict[str, Any], status: int
+) -> None:
+    reply = request(explorer, **attack)
+    assert reply.status == status, reply.body
+    assert "\n" not in reply.error
+    assert "Traceback" not in reply.error
+    assert HEADERS.items() <= reply.headers.items()
+
+
+@pytest.mark.parametrize("statement", STATEMENTS, ids=lambda text: text[:40])
+def test_sql_that_is_not_a_question_about_the_runs_is_refused(
+    explorer: Explorer, statement: str
+) -> None:
+    began = time.monotonic()
+    reply = sql(explorer, statement.format(runs=explorer.runs, port=explorer.port))
+    assert reply.status == 400, reply.body[:300]
+    assert "\n" not in reply.error
+    assert time.monotonic() - began < DEADLINE
+
+
+def test_after_all_attacks_nothing_is_written_and_questions_are_answered(
+    explorer: Explorer,
+) -> None:
+    assert sorted(path for path in explorer.runs.rglob("*") if path.is_file()) == explorer.files
+    assert not Path("/tmp/out.csv").exists()
+    assert unpacked(sql(explorer, "SELECT count(*) FROM heads").body)["rows"] == [[420]]
+
+
+def test_the_page_is_files_of_ours_alone(explorer: Explorer) -> None:
+    page = request(explorer, "GET", "/", headers={"Authorization": None})
+    assert page.status == 200
+    assert HEADERS.items() <= page.headers.items()
+    assert explorer.token.encode() not in page.body
+    assert b"http" not in page.body.replace(b"http-equiv", b"")
+    for name in ("explore.js", "draw.js", "page.css"):
+        assert request(explorer, "GET", f"/{name}").status == 200
+    # Behind a tunnel the port is another one.
+    assert request(explorer, "GET", "/", headers={"Host": "localhost:1"}).status == 200
+
+
+def test_only_who_opens_the_port_to_others_is_known_by_other_names() -> None:
+    assert not Guard("x", "127.0.0.1").is_known_host("192.0.2.7:80")
+    opened_guard = Guard("x", "0.0.0.0")
+    assert opened_guard.is_known_host("192.0.2.7:80")
+    assert opened_guard.is_known_host(f"{socket.gethostname()}:80")
+    assert not opened_guard.is_known_host("evil.example:80")
+
+
+def test_it_listens_on_this_machine_alone(explorer: Explorer) -> None:
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", explorer.port), timeout=2)
+
+
+def test_a_malformed_request_is_refused_without_a_word_on_the_terminal(explorer: Explorer) -> None:
+    with socket.create_connection(("127.0.0.1", explorer.port), timeout=10) as connection:
+        connection.sendall(b"POST /ask HTTP/1.1\r\n\r\n")
+        assert b" 400 " in connection.recv(100)
+
+
+def test_a_port_that_is_taken_is_one_line(
+    explorer: Explorer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["headcount", "explore", str(explorer.runs), "--port", str(explorer.port), "--no-open"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: --port {explorer.port}: is taken by another program; --port 0 takes a free one\n"
+    )
+
+
+# The page in a browser
+
+
+class Page:
+    """The explorer's page in a browser."""
+
+    def __init__(self, browser: webdriver.Chrome) -> None:
+        self.browser = browser
+
+    def run(self, script: str, *arguments: object) -> Any:
+        return self.browser.execute_script(script, *arguments)
+
+    def wait(self) -> None:
+        """Wait until the page has asked for everything, and got it."""
+        until = time.monotonic() + 30
+        quiet_looks = 0
+        while quiet_looks < 3:
+            assert time.monotonic() < until, "the page still waits for an answer"
+            is_quiet = self.run(
+                "return document.body.dataset.ready === 'yes' && document.body.ariaBusy !== 'true'"
+            )
+            quiet_looks = quiet_looks + 1 if is_quiet else 0
+            time.sleep(0.03)
+
+    def find(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        return self.find(selector).text
+
+    @property
+    def questions(self) -> int:
+        """Questions that the page has asked."""
+        return int(self.run("return document.body.dataset.sent"))
+
+    def titles(self) -> dict[str, str]:
+        """What each cell of the heatmap says."""
+        script = """return Object.fromEntries([...document.querySelectorAll('[data-cell]')]
+            .map(cell => [cell.dataset.cell, cell.querySelector('title').textContent]))"""
+        return self.run(script)
+
+    def count(self, statistic: str) -> int:
+        """Values that a histogram shows."""
+        return int(
+            self.run("return arguments[0].dataset.count", self.find(f'[data-hist="{statistic}"]'))
+        )
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    yield from chromium(tmp_path_factory.mktemp("chromium"))
+
+
+@pytest.fixture(scope="module")
+def page(browser: webdriver.Chrome, explorer: Explorer) -> Page:
+    browser.get(explorer.address)
+    page = Page(browser)
+    page.wait()
+    return page
+
+
+@pytest.fixture(scope="module")
+def database(explorer: Explorer) -> RunDatabase:
+    """The same runs, asked in SQL."""
+    return open_runs(explorer.runs)
+
+
+def shown(page: Page, question: str, database: RunDatabase) -> None:
+    """Hold the heatmap to SQL that gives layer, head and mean."""
+    rows = database.rows(question)
+    titles = page.titles()
+    assert len(rows) == len(titles) == 6
+    for layer, head, mean in rows:
+        words = titles[f"{layer}.{head}"].split()
+        number = float(next(word for word in words if word[:1].isdigit()))
+        assert number == pytest.approx(mean, rel=1e-3), (layer, head)
+
+
+OF_RUN = "FROM heads WHERE intervention = 'none'"
+
+
+def test_the_page_opens_with_a_heatmap_and_a_head(
+    page: Page, explorer: Explorer, database: RunDatabase
+) -> None:
+    shown(page, f"SELECT layer, head, avg(sink_mass) {OF_RUN} GROUP BY ALL", database)
+    # The token has left the address.
+    assert explorer.token not in page.browser.current_url
+    assert page.text("#head-name").startswith("Head L")
+    assert page.text("#progress").startswith(f"{SEQUENCES} sequences")
+    assert len(page.browser.find_elements(By.CSS_SELECTOR, "[data-hist]")) == 3
+
+
+def test_a_click_shows_the_card_of_a_head(page: Page, database: RunDatabase) -> None:
+    page.find('[data-cell="1.2"]').click()
+    page.wait()
+    assert page.text("#head-name") == "Head L1H2"
+    ((mean,),) = database.rows(f"SELECT avg(entropy) {OF_RUN} AND layer = 1 AND head = 2")
+    cells = page.text('[data-statistic="entropy"]').split()
+    assert float(cells[1]) == pytest.approx(mean, rel=1e-3)
+    # Percentiles come one after the other.
+    assert cells[4].isdigit()
+    assert "L1H2 has the highest sink_mass" in page.text("#extremes-name")
+    assert page.text("[data-text]").startswith("01234")
+
+
+def test_hostile_text_is_text(page: Page) -> None:
+    # A long name is cut where it is drawn, and whole in the title.
+    assert HOSTILE_PART in str(page.find("#parts").get_attribute("textContent"))
+    assert HOSTILE_PART in page.text("#extremes")
+    assert page.browser.find_elements(By.CSS_SELECTOR, "main img") == []
+    assert page.browser.title == "headcount explorer"
+
+
+def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
+    page: Page, explorer: Explorer, database: RunDatabase
+) -> None:
+    histogram = page.find('[data-hist="value_norm"]')
+    ActionChains(page.browser).scroll_to_element(histogram).perform()
+    # The pointer enters: the page asks for the cube.
+    ActionChains(page.browser).move_to_element(histogram).perform()
+    page.wait()
+    asked = page.questions
+    drag = ActionChains(page.browser, duration=0).move_to_element(histogram).click_and_hold()
+    for _ in range(30):
+        drag.move_by_offset(4, 0)
+    drag.perform()
+    time.sleep(0.1)
+    assert page.questions == asked
+    assert len(page.run("return performance.getEntriesByName('brush')")) > 2
+    ActionChains(page.browser).release().perform()
+    page.wait()
+    grips = page.browser.find_elements(By.CSS_SELECTOR, '[data-hist="value_norm"] .handle')
+    first, end = (int(grip.get_attribute("aria-valuenow") or -1) for grip in grips)
+    low, high = axis_of_page(explorer)
+    edges = [low + (high - low) * edge / 128 for edge in (first, end)]
+    picked = (
+        f"SELECT sequence {OF_RUN} AND layer = 1 AND head = 2 "
+        f"AND value_norm >= {edges[0]} AND value_norm < {edges[1]}"
+    )
+    rows = database.rows(picked)
+    assert 0 < len(rows) < SEQUENCES
+    assert page.count("sink_mass") == len(rows)
+    assert page.count("value_norm") == SEQUENCES
+    shown(
+        page,
+        f"SELECT layer, head, avg(sink_mass) {OF_RUN} AND sequence IN ({picked}) GROUP BY ALL",
+        database,
+    )
+    table = page.browser.find_elements(By.CSS_SELECTOR, "#extremes [data-sequence]")
+    assert len(table) == min(len(rows), 20)
+
+
+def axis_of_page(explorer: Explorer) -> list[float]:
+    question = {
+        "kind": "histograms",
+        "scope": {"run_id": HOSTILE_RUN},
+        "head": {"layer": 1, "head": 2},
+        "statistics": ["value_norm"],
+    }
+    return unpacked(request(explorer, body=question).body)["axes"]["value_norm"]
+
+
+def test_a_brush_moves_with_the_keyboard(page: Page) -> None:
+    page.find("#clear").click()
+    page.wait()
+    assert page.count("sink_mass") == SEQUENCES
+    handle = page.browser.find_elements(By.CSS_SELECTOR, '[data-hist="entropy"] .handle')[0]
+    page.run("arguments[0].focus()", handle)
+    page.wait()
+    keys = ActionChains(page.browser).send_keys(*[Keys.PAGE_DOWN, Keys.PAGE_UP] * 2)
+    keys.send_keys(*[Keys.PAGE_UP] * 4, Keys.ARROW_RIGHT).perform()
+    time.sleep(0.4)
+    page.wait()
+    assert handle.get_attribute("aria-valuenow") in ("33", "41")
+    assert str(handle.get_attribute("aria-valuetext")).endswith("and above")
+    assert 0 < page.count("sink_mass") < SEQUENCES
+    ActionChains(page.browser).send_keys(Keys.ESCAPE).perform()
+    time.sleep(0.4)
+    page.wait()
+    assert page.count("sink_mass") == SEQUENCES
+
+
+def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -> None:
+    page.find('#intervention option[value="zero_key_bias"]').click()
+    page.find('#part option[value="ArXiv"]').click()
+    page.wait()
+    page.find('#statistic option[value="value_norm"]').click()
+    page.wait()
+    shown(
+        page,
+        "SELECT layer, head, avg(value_norm) FROM heads JOIN sequences USING (run_id, "
+        "intervention, sequence) WHERE intervention = 'zero_key_bias' AND pile_set_name = 'ArXiv' "
+        "GROUP BY ALL",
+        database,
+    )
+    page.find("#search").send_keys("l0h1", Keys.ENTER)
+    page.wait()
+    assert page.text("#head-name") == "Head L0H1"
+    cell = page.find('[data-cell="0.1"]')
+    page.run("arguments[0].focus()", cell)
+    ActionChains(page.browser).send_keys(Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER).perform()
+    page.wait()
+    assert page.text("#head-name") == "Head L1H2"
+    # A reload keeps the choice and the token.
+    page.browser.refresh()
+    page.wait()
+    assert page.text("#head-name") == "Head L1H2"
+    assert page.find("#part").get_attribute("value") == "ArXiv"
+
+
+def test_sql_on_the_page(page: Page) -> None:
+    box = page.find("#sql")
+    box.clear()
+    box.send_keys("SELECT layer, count(*) AS n FROM heads GROUP BY layer ORDER BY layer")
+    box.send_keys(Keys.CONTROL, Keys.ENTER)
+    page.wait()
+    assert page.text("#sql-rows tbody").split() == ["0", "210", "1", "210"]
+    box.clear()
+    box.send_keys("DROP VIEW heads", Keys.CONTROL, Keys.ENTER)
+    page.wait()
+    assert "queries are read-only" in page.text("#sql-note")
+
+
+def test_the_page_is_dark_where_the_reader_is(page: Page) -> None:
+    def ground() -> str:
+        return page.run("return getComputedStyle(document.body).backgroundColor")
+
+    def colour() -> str:
+        return page.run("return getComputedStyle(document.querySelector('[data-cell]')).fill")
+
+    light = ground(), colour()
+    media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    assert ground() != light[0]
+    assert colour() != light[1]
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_narrow_page_does_not_scroll_sideways(page: Page) -> None:
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    width = page.run("return document.documentElement.scrollWidth")
+    page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert width == 390
+
+
+def test_the_page_asked_its_own_host_alone_and_its_console_is_empty(
+    page: Page, explorer: Explorer
+) -> None:
+    hosts: set[str] = set()
+    for entry in page.browser.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        if message["method"] == "Network.requestWillBeSent":
+            address = urlsplit(message["params"]["request"]["url"])
+            if address.scheme in ("http", "https"):
+                hosts.add(address.netloc)
+            assert explorer.token not in message["params"]["request"]["url"].partition("#")[0]
+    assert hosts == {f"127.0.0.1:{explorer.port}"}
+    refusals = [
+        entry
+        for entry in page.browser.get_log("browser")
+        # The refused DROP is logged by the browser itself.
+        if "400 (Bad Request)" not in entry["message"]
+    ]
+    assert refusals == []
