@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ import pyarrow as pa
 
 from queries import run_tables
 from queries.descriptions import VIEWS, describe_views
+from queries.rollup_views import create_rollup_views, measured_statistics
 from queries.run import Run, read_run, read_runs
 from queries.shipped_views import BLIND, QUERIES, ShippedViews
 from queries.sql_text import text_literal
@@ -108,6 +110,7 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: boo
     _create_table(connection, "shards", run_tables.shards_table([]))
     _create_table(connection, "statistics", run_tables.statistics_table(runs))
     _create_table(connection, "formulas", run_tables.formulas_table(runs))
+    opened.shipped.foundation = partial(create_rollup_views, statistics=measured_statistics(runs))
     if not lazily:
         opened.shipped.create(connection)
         _describe(connection, opened)

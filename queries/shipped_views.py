@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class ShippedViews:
     """Why the others have none that answers, by name, of those that were asked."""
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     """The column that a view needs and no run has, by name of the view."""
+    foundation: Callable[[duckdb.DuckDBPyConnection], None] | None = None
+    """Creates the internal views that some queries stand on, which takes time. None if done."""
 
     @classmethod
     def of(cls, folder: Path) -> ShippedViews:
@@ -92,6 +94,9 @@ class ShippedViews:
             self._with_foundations(self.queries) if question is None else self.named_in(question)
         )
         missing = [name for name in names if name not in self.created]
+        if self.foundation and (question is None or "ledger." in self.code_of(question)):
+            self.foundation(connection)
+            self.foundation = None
         # What failed before is tried again: another query may stand on it and fail for its reason.
         for name in missing:
             if name in self.errors:
