@@ -37,14 +37,12 @@ def query_error(error: Exception) -> SqlMistake:
     if "data-modifying" in message or "containing a COPY" in message:
         return SqlMistake("queries are read-only: a WITH clause cannot write")
     # Views that cannot be answered fail with a message of ours, which DuckDB prefixes.
-    ours = message.startswith(("Invalid Input Error: view ", "Invalid Input Error: query "))
-    text = message.removeprefix("Invalid Input Error: ") if ours else message
+    text = message.removeprefix("Invalid Input Error: ")
     column = _missing_column(message)
     if column is not None and (line := _nearest_column(column, message)):
         text = line
     first_paragraph = text.partition("\n\n")[0]
-    pointer = None if ours else pointer_in(message)
-    return SqlMistake(printable(" ".join(first_paragraph.split())), pointer)
+    return SqlMistake(printable(" ".join(first_paragraph.split())), pointer_in(message))
 
 
 def explained(

@@ -80,15 +80,18 @@ class ShippedViews:
             if name in seen:
                 return
             seen.add(name)
-            code = self.queries[name].code
-            for other in self.queries:
-                if other.lower() in code:
-                    add(other)
+            for other in self._foundations_of(name):
+                add(other)
             ordered[name] = None
 
         for name in names:
             add(name)
         return list(ordered)
+
+    def _foundations_of(self, name: str) -> list[str]:
+        """The other queries whose names stand in the SQL of a query."""
+        code = self.queries[name].code
+        return [other for other in self.queries if other != name and other.lower() in code]
 
     def create(self, connection: duckdb.DuckDBPyConnection, question: str | None = None) -> None:
         """Create the views that a question may stand on, or all of them."""
@@ -106,7 +109,7 @@ class ShippedViews:
                 connection.execute(f"DROP MACRO TABLE IF EXISTS {quoted_name(name)}")
         for name in missing:
             try:
-                _create(connection, self.queries[name])
+                _create(connection, self.queries[name], self._foundations_of(name))
                 self.created.add(name)
             except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException) as why:
                 self.errors[name] = why
@@ -150,18 +153,51 @@ class ShippedViews:
         return problems[-1] if problems else None
 
 
-def _create(connection: duckdb.DuckDBPyConnection, query: NamedQuery) -> None:
+def _create(
+    connection: duckdb.DuckDBPyConnection, query: NamedQuery, foundations: Iterable[str]
+) -> None:
     """Create the view of a query, and its macro if it has parameters."""
     view = quoted_name(query.name)
     if not query.parameters:
         connection.execute(f"CREATE VIEW {view} AS {query.sql}")
         return
     declared = ", ".join(parameter.declaration for parameter in query.parameters)
-    connection.execute(f"CREATE MACRO {view}({declared}) AS TABLE {query.macro_body}")
+    macro = f"CREATE MACRO {view}({declared}) AS TABLE {query.macro_body}"
+    try:
+        connection.execute(macro)
+    except duckdb.BinderException as error:
+        if "Conflicting column names" not in str(error):
+            raise
+        _create_over_tables(connection, macro, foundations)
     if query.required:
         connection.execute(_failing_view(query.name, query.what_is_missing(query.required)))
     else:
         connection.execute(f"CREATE VIEW {view} AS FROM {view}()")
+
+
+def _create_over_tables(
+    connection: duckdb.DuckDBPyConnection, macro: str, views: Iterable[str]
+) -> None:
+    """Create a macro while empty tables stand in the place of the views that it reads.
+
+    DuckDB 2.0 takes columns inside of these views for parameters of the same name, but only while
+    it creates the macro.
+    """
+    connection.execute("BEGIN TRANSACTION")
+    try:
+        for view in views:
+            name, aside = quoted_name(view), quoted_name(f"{view} (aside)")
+            connection.execute(f"ALTER VIEW {name} RENAME TO {aside}")
+            connection.execute(f"CREATE TABLE {name} AS FROM {aside} LIMIT 0")
+        connection.execute(macro)
+        for view in views:
+            name, aside = quoted_name(view), quoted_name(f"{view} (aside)")
+            connection.execute(f"DROP TABLE {name}")
+            connection.execute(f"ALTER VIEW {aside} RENAME TO {name}")
+        connection.execute("COMMIT")
+    except duckdb.Error:
+        connection.execute("ROLLBACK")
+        raise
 
 
 def _create_failing(connection: duckdb.DuckDBPyConnection, query: NamedQuery, message: str) -> None:
