@@ -50,6 +50,7 @@ import jobs.run_model  # noqa: E402
 import jobs.scan_commands  # noqa: E402
 import queries.query_commands  # noqa: E402
 import queries.text_commands  # noqa: E402
+import queries.views_commands  # noqa: E402
 import reproduce.reproduce_commands  # noqa: E402
 import reproduce.texts_commands  # noqa: E402
 from jobs.endings import ended_in_lines  # noqa: E402
@@ -72,6 +73,7 @@ jobs.cluster_commands.mount(app)
 # Questions import no models, so the front door hands them the class that opens one.
 queries.query_commands.mount(app, jobs.run_model.RunModel)
 queries.text_commands.mount(app, jobs.run_model.RunModel)
+queries.views_commands.mount(app)
 reproduce.reproduce_commands.mount(app)
 reproduce.texts_commands.mount(app)
 

@@ -93,6 +93,11 @@ def _why_unknown(message: str, connection: duckdb.DuckDBPyConnection, question: 
     problem = shipped.problem_of(question)
     if problem is not None:
         return problem
+    if 'Candidate bindings: "missing"' in message:
+        # The view of a query that needs a parameter has this one column.
+        for name in reversed(shipped.named_in(question)):
+            if required := shipped.queries[name].required:
+                return shipped.queries[name].what_is_missing(required)
     if missing := re.search(r"Table with name (\S+) does not exist", message):
         return unknown("view", missing[1], view_descriptions(connection))
     if called := re.search(r"Macro (\w+)\(\) does not support", message):
