@@ -10,7 +10,7 @@ import pytest
 from queries.connection import connect, view_descriptions
 from queries.exported_views import NOTE, STORE_NOTE, write_views
 from schemas.errors import HeadcountError, QueryError
-from tests.toy_runs import Row, local, write_run
+from tests.toy_runs import Cell, Row, local, write_run
 
 
 def sink(row: Row) -> float:
@@ -24,7 +24,7 @@ def rows(reader: duckdb.DuckDBPyConnection, sql: str) -> list[tuple[object, ...]
 def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    columns = {"sink_mass": sink, "entropy": lambda row: None}
+    columns: dict[str, Cell] = {"sink_mass": sink, "entropy": lambda row: None}
     write_run(tmp_path / "my runs", "a-1", columns, commit=[0])
     monkeypatch.chdir(tmp_path)
     output = Path("head.duckdb")
