@@ -81,9 +81,8 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
 
 def _new_database(partial: Path, output: Path) -> duckdb.DuckDBPyConnection:
     """An empty database in a file that will become the output."""
-    config = {"storage_compatibility_version": OLDEST_READER}
     try:
-        return duckdb.connect(str(partial), config=config)
+        return duckdb.connect(str(partial), config={"storage_compatibility_version": OLDEST_READER})
     except duckdb.IOException as error:
         why = str(error).partition("\n")[0]
         raise QueryError(f"{output}: cannot be written ({why})") from None

@@ -9,7 +9,7 @@ WITH
             COLUMNS(lambda c: c = $statistic)::DOUBLE AS value
         FROM heads
     ),
-    head_quantiles AS (
+    of_heads AS (
         SELECT
             run_id, intervention, input_family, layer, head,
             quantile_cont(value, [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]) AS levels,
@@ -28,6 +28,6 @@ SELECT
     levels[1] AS p01, levels[2] AS p05, levels[3] AS p25, levels[4] AS p50,
     levels[5] AS p75, levels[6] AS p95, levels[7] AS p99,
     maximum, defined
-FROM head_quantiles
+FROM of_heads
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 ORDER BY run_id, intervention, input_family, layer, head

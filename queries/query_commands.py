@@ -11,8 +11,10 @@ from typer.core import TyperCommand
 from queries.named_queries import QUERIES, read_queries
 from queries.questions import read_question, with_parameters
 from queries.run_models import OpenModel, RunModels
+from schemas.errors import QueryError
 
 if TYPE_CHECKING:
+    from queries.answers import Answer
     from queries.asking import RunDatabase
 
 
@@ -108,10 +110,16 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             typer.Option(metavar="SIZE", help="Memory that the question may take: 4GB, or 50%."),
         ] = "50%",
         code: Code = None,
+        interactive: Annotated[
+            bool,
+            typer.Option(
+                "--interactive",
+                help="Ask one question after another, with a history and completion of names.",
+            ),
+        ] = False,
     ) -> None:
         """Ask the committed rows of runs a question in SQL, or by the name of a view."""
         # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-        from queries.answers import run_query
         from queries.asking import open_runs
         from queries.column_facts import column_facts, why_empty
         from queries.connection import check_memory
@@ -122,7 +130,6 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             write_file,
             writing_to_stdout,
         )
-        from queries.mistakes import SqlMistake
         from queries.text_columns import with_text
 
         time_limit = timeout if 0 < timeout < float("inf") else None
@@ -130,18 +137,16 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         answer_format = format_of(requested_format, output, vertical)
         database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
         warn_of_damage(database)
+        if interactive:
+            _converse(database, asked, time_limit, limit)
+            return
         if asked is None:
             _list_views(database)
             return
         options = [option for parameter in context.command.params for option in parameter.opts]
         sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
         row_limit = rows_to_read(answer_format, limit)
-        try:
-            answer = run_query(database.connection, sql, row_limit, time_limit)
-        except SqlMistake as mistake:
-            if mistake.pointer:
-                tell_user(mistake.pointer)
-            raise
+        answer = _ask(database, sql, row_limit, time_limit)
         if text:
             run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
             answer = with_text(answer, RunModels(runs, open_model), run_ids)
@@ -157,6 +162,43 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         if not answer.rows_read:
             for line in why_empty(database.connection, sql):
                 typer.echo(f"note: {line}", err=True)
+
+
+def _ask(
+    database: RunDatabase, sql: str, row_limit: int | None, time_limit: float | None
+) -> Answer:
+    """Ask a question. A mistake in it is shown where it stands, above the error."""
+    from queries.answers import run_query
+    from queries.mistakes import SqlMistake
+
+    try:
+        return run_query(database.connection, sql, row_limit, time_limit)
+    except SqlMistake as mistake:
+        if mistake.pointer:
+            tell_user(mistake.pointer)
+        raise
+
+
+def _converse(
+    database: RunDatabase, question: str | None, time_limit: float | None, limit: int | None
+) -> None:
+    """Answer questions one after another, as tables."""
+    from queries.answers import run_query
+    from queries.column_facts import why_empty
+    from queries.formats import rows_to_read, write, writing_to_stdout
+    from queries.prompt import converse
+
+    if question is not None:
+        raise QueryError(f"--interactive asks for questions itself; leave out {question!r}")
+
+    def answer(sql: str) -> None:
+        found = run_query(database.connection, sql, rows_to_read("table", limit), time_limit)
+        with writing_to_stdout() as out:
+            write(found, "table", out, limit)
+        for line in [] if found.rows_read else why_empty(database.connection, sql):
+            tell_user(f"note: {line}")
+
+    converse(database, read_queries(QUERIES), answer, tell_user)
 
 
 def _list_views(database: RunDatabase) -> None:
