@@ -51,6 +51,7 @@ import jobs.scan_commands  # noqa: E402
 import queries.explore_commands  # noqa: E402
 import queries.query_commands  # noqa: E402
 import queries.text_commands  # noqa: E402
+import queries.views_commands  # noqa: E402
 import reproduce.reproduce_commands  # noqa: E402
 import reproduce.texts_commands  # noqa: E402
 from jobs.endings import ended_in_lines  # noqa: E402
@@ -74,6 +75,7 @@ jobs.cluster_commands.mount(app)
 queries.query_commands.mount(app, jobs.run_model.RunModel)
 queries.explore_commands.mount(app, jobs.run_model.RunModel)
 queries.text_commands.mount(app, jobs.run_model.RunModel)
+queries.views_commands.mount(app)
 reproduce.reproduce_commands.mount(app)
 reproduce.texts_commands.mount(app)
 

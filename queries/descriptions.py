@@ -102,8 +102,10 @@ def describe_views(
     measured: Mapping[str, Mapping[str, Column]],
 ) -> None:
     """Write what views and their columns mean into the database, as comments."""
-    for view, description in descriptions.items():
-        connection.execute(f"COMMENT ON VIEW {quoted_name(view)} IS {text_literal(description)}")
+    comments = [
+        f"COMMENT ON VIEW {quoted_name(view)} IS {text_literal(description)}"
+        for view, description in descriptions.items()
+    ]
     measured_anywhere: dict[str, str] = {}
     for columns in measured.values():
         measured_anywhere |= _texts(columns)
@@ -118,7 +120,12 @@ def describe_views(
         text = texts.get(column) or _summary_text(column, measured_anywhere)
         if text:
             name = f"{quoted_name(view)}.{quoted_name(column)}"
-            connection.execute(f"COMMENT ON COLUMN {name} IS {text_literal(text)}")
+            comments.append(f"COMMENT ON COLUMN {name} IS {text_literal(text)}")
+    # In one transaction: 700 of them would take half as long again.
+    connection.execute("BEGIN TRANSACTION")
+    for comment in comments:
+        connection.execute(comment)
+    connection.execute("COMMIT")
 
 
 def _texts(columns: Mapping[str, Column]) -> dict[str, str]:

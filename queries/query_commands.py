@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer.core import TyperCommand
 
+from queries.named_queries import QUERIES, read_queries
+from queries.questions import read_question, with_parameters
 from queries.run_models import OpenModel, RunModels
 from schemas.errors import QueryError
 
 if TYPE_CHECKING:
+    from queries.answers import Answer
     from queries.asking import RunDatabase
 
 
@@ -31,12 +33,32 @@ Code = Annotated[
 ]
 
 
+class QueryCommand(TyperCommand):
+    """A command that also takes the parameters of named queries, and explains them."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Read the command line. `--help` beside a named query is about that query."""
+        if {"-h", "--help"} & set(args):
+            queries = read_queries(QUERIES)
+            # The first word is a path, which may have the name of a query.
+            for word in args[1:]:
+                if word in queries:
+                    typer.echo(queries[word].help_text())
+                    raise typer.Exit
+        return super().parse_args(ctx, args)
+
+
 def mount(app: typer.Typer, open_model: OpenModel) -> None:
     """Add the subcommands to the front door. `open_model` opens what turns tokens into text."""
     app.command()(report_command(open_model))
 
-    @app.command()
+    @app.command(
+        cls=QueryCommand,
+        # What the command does not know may be a parameter of the query.
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
     def query(  # pyright: ignore[reportUnusedFunction]
+        context: typer.Context,
         runs: Annotated[
             str,
             typer.Argument(
@@ -47,7 +69,8 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             str | None,
             typer.Argument(
                 metavar="QUESTION",
-                help="Name of a view, SQL, a file of SQL (NAME.sql or @NAME), or - for stdin. "
+                help="Name of a view, with its parameters (--threshold 0.2; NAME --help explains "
+                "them), SQL, a file of SQL (NAME.sql or @NAME), or - for stdin. "
                 "Default: list the views.",
             ),
         ] = None,
@@ -56,7 +79,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             typer.Option("-f", "--file", metavar="FILE", help="File that holds the SQL."),
         ] = None,
         requested_format: Annotated[
-            Literal["table", "csv", "json", "jsonl", "parquet"] | None,
+            Literal["table", "csv", "json", "jsonl", "parquet", "markdown"] | None,
             typer.Option(
                 "--format",
                 help="How to write the answer. Default: as the name of the file says, or a table.",
@@ -89,10 +112,16 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             typer.Option(metavar="SIZE", help="Memory that the question may take: 4GB, or 50%."),
         ] = "50%",
         code: Code = None,
+        interactive: Annotated[
+            bool,
+            typer.Option(
+                "--interactive",
+                help="Ask one question after another, with a history and completion of names.",
+            ),
+        ] = False,
     ) -> None:
         """Ask the committed rows of runs a question in SQL, or by the name of a view."""
         # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-        from queries.answers import run_query
         from queries.asking import open_runs
         from queries.column_facts import column_facts, why_empty
         from queries.connection import check_memory
@@ -106,15 +135,20 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         from queries.text_columns import with_text
 
         time_limit = timeout if 0 < timeout < float("inf") else None
-        sql = _question(question, file)
+        asked = read_question(question, file)
         answer_format = format_of(requested_format, output, vertical)
         database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
         warn_of_damage(database)
-        if sql is None:
+        if interactive:
+            _converse(database, asked, time_limit, limit)
+            return
+        if asked is None:
             _list_views(database)
             return
+        options = [option for parameter in context.command.params for option in parameter.opts]
+        sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
         row_limit = rows_to_read(answer_format, limit)
-        answer = run_query(database.connection, sql, row_limit, time_limit)
+        answer = _ask(database, sql, row_limit, time_limit)
         if text:
             run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
             answer = with_text(answer, RunModels(runs, open_model), run_ids)
@@ -132,6 +166,43 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
                 typer.echo(f"note: {line}", err=True)
 
 
+def _ask(
+    database: RunDatabase, sql: str, row_limit: int | None, time_limit: float | None
+) -> Answer:
+    """Ask a question. A mistake in it is shown where it stands, above the error."""
+    from queries.answers import run_query
+    from queries.mistakes import SqlMistake
+
+    try:
+        return run_query(database.connection, sql, row_limit, time_limit)
+    except SqlMistake as mistake:
+        if mistake.pointer:
+            tell_user(mistake.pointer)
+        raise
+
+
+def _converse(
+    database: RunDatabase, question: str | None, time_limit: float | None, limit: int | None
+) -> None:
+    """Answer questions one after another, as tables."""
+    from queries.answers import run_query
+    from queries.column_facts import why_empty
+    from queries.formats import rows_to_read, write, writing_to_stdout
+    from queries.prompt import converse
+
+    if question is not None:
+        raise QueryError(f"--interactive asks for questions itself; leave out {question!r}")
+
+    def answer(sql: str) -> None:
+        found = run_query(database.connection, sql, rows_to_read("table", limit), time_limit)
+        with writing_to_stdout() as out:
+            write(found, "table", out, limit)
+        for line in [] if found.rows_read else why_empty(database.connection, sql):
+            tell_user(f"note: {line}")
+
+    converse(database, read_queries(QUERIES), answer, tell_user)
+
+
 def _list_views(database: RunDatabase) -> None:
     """Print every view with the first sentence of its description."""
     from queries.connection import view_descriptions
@@ -141,30 +212,6 @@ def _list_views(database: RunDatabase) -> None:
         for name, description in view_descriptions(database.connection).items():
             first_sentence = description.partition(". ")[0].rstrip(".")
             out.write(f"{name:<24} {first_sentence}.\n")
-
-
-def _question(question: str | None, file: Path | None) -> str | None:
-    """The question as it was typed, or from a file or stdin. None if nothing was asked."""
-    if file is not None and question is not None:
-        raise QueryError(f"expected one question, got {question!r} and --file {file}")
-    if question == "-" or (file is not None and str(file) == "-"):
-        return sys.stdin.read()
-    if question is not None and question.startswith("@"):
-        file = Path(question.removeprefix("@"))
-    elif question is not None and re.fullmatch(r"[^\s;]+\.sql", question.strip()):
-        file = Path(question.strip())
-    if file is None:
-        return question
-    try:
-        # Editors on Windows may write a byte order mark, which DuckDB does not read.
-        sql = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise QueryError(f"{file}: expected SQL in UTF-8") from None
-    except OSError as error:
-        raise QueryError(f"{file}: cannot be read ({error.strerror})") from None
-    if not sql.strip():
-        raise QueryError(f"{file}: is empty; expected one SQL statement")
-    return sql
 
 
 def report_command(open_model: OpenModel) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Write the parts of docs/commands.md and docs/scan.md that the code knows.
+"""Write the parts of docs/commands.md, docs/queries.md and docs/scan.md that the code knows.
 
 `python -m tests.reference_pages`
 
@@ -18,6 +18,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from headcount import app
+from queries.named_queries import QUERIES, NamedQuery, read_queries
 from schemas.kinds import KINDS
 from schemas.scan import Scan
 from schemas.values import in_toml
@@ -146,8 +147,29 @@ def _more(name: str) -> str:
     return "" if page is None else f" More: [{page}]({page})."
 
 
+def queries_reference() -> str:
+    """Every named query with its parameters and an example, from its file."""
+    return "\n".join(map(_query_section, read_queries(QUERIES).values()))
+
+
+def _query_section(query: NamedQuery) -> str:
+    """One query: what its rows are, what it takes, and how it is asked."""
+    parameter_items: list[str] = []
+    for parameter in query.parameters:
+        is_required = parameter.default is None
+        default = "It must be given." if is_required else f"Default: {parameter.default}."
+        item = f"* `--{parameter.name}`, {parameter.type}: {parameter.meaning} {default}"
+        parameter_items.append(_wrapped(item))
+    example = f"headcount query runs {query.example or query.name}"
+    parts = [f"### {query.name}\n", _wrapped(query.description)]
+    if parameter_items:
+        parts.append("".join(parameter_items))
+    return "\n".join([*parts, f"```\n{example}\n```\n"])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_reference,
+    "queries.md": queries_reference,
     "scan.md": fields_reference,
 }
 
