@@ -81,7 +81,8 @@ class Runs:
     def sql(self, question: str, *, timeout: float | None = None) -> AnswerTable:
         """Ask in SQL, or by the name of a view. Nothing can be written; `timeout` is in seconds.
 
-        A mistake in the question is an error here, not later when its rows are read.
+        A mistake in the SQL is an error here. What only the rows show, for example a statistic that
+        no run measured, is an error when they are read.
         """
         return AnswerTable(self, question, timeout)
 
@@ -132,7 +133,7 @@ class AnswerTable:
         self._runs = runs
         self._question = question
         self._timeout = timeout
-        # No row is read, but DuckDB finds every mistake in the question.
+        # No row is read, but DuckDB finds what is wrong with the SQL.
         self.schema: pa.Schema = self._ask(limit=0).schema
         """Names and types of the columns."""
 
@@ -278,6 +279,6 @@ def _warn(line: str) -> None:
 
 def _not_installed(library: str, method: str) -> QueryError:
     return QueryError(
-        f"{method}() needs {library}, which is not installed: pip install {library}; or use "
-        "arrow(), which needs nothing"
+        f"{method}() needs {library}, which is not installed: pip install -e '.[notebook]'; or use "
+        "arrow(), which needs nothing more"
     )
