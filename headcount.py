@@ -121,7 +121,7 @@ def scan(
     in this process; `replicas` starts as many on Ray. `new` starts another run of the same scan.
     """
     try:
-        from jobs.python_api import run_scan
+        from jobs.scan_api import run_scan
     except ModuleNotFoundError as error:
         raise _missing_library("scan", error) from None
     from queries.python_api import open
