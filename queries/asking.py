@@ -10,7 +10,14 @@ import duckdb
 import pyarrow as pa
 
 from queries.answers import query_error, run_query
-from queries.connection import MEMORY, OPENED, connect, damage_lines, hold_to_commits
+from queries.connection import (
+    MEMORY,
+    OPENED,
+    connect,
+    damage_lines,
+    hold_to_commits,
+    make_views,
+)
 from queries.shipped_views import QUERIES
 from queries.verified_files import Tell
 from schemas.errors import QueryError
@@ -54,6 +61,7 @@ class RunDatabase:
 
     def columns(self, view: str) -> frozenset[str]:
         """Names of a view's columns."""
+        make_views(self.connection, view)
         sql = (
             "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main' AND table_name = ?"
         )
@@ -61,7 +69,8 @@ class RunDatabase:
 
     def unmeasured_views(self) -> dict[str, str]:
         """Views that cannot be answered, each with the column that it needs and no run measured."""
-        return dict(self.connection.execute("FROM ledger.unmeasured_views").fetchall())
+        make_views(self.connection)
+        return dict(OPENED[self.connection].shipped.unmeasured)
 
     def damage(self) -> list[str]:
         """One line for each run that cannot be read, or has files that are not as committed.
@@ -84,7 +93,7 @@ def open_runs(
     `views` adds views, SQL by name. `code` reads only the shards that it measured. `memory` is
     what queries may take. `tell` is called with a line whenever a question finds damage.
     """
-    connection = connect(path, queries, code, memory, tell)
+    connection = connect(path, queries, code, memory, tell, lazily=True)
     for name, sql in views.items():
         # DuckDB opens a file to create a view, and a damaged one would fail.
         hold_to_commits(connection, sql)

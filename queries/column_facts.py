@@ -8,7 +8,7 @@ import re
 
 import duckdb
 
-from queries.connection import view_descriptions
+from queries.connection import describe, view_descriptions
 from queries.descriptions import PREFIXES
 from schemas.kinds import KINDS, TABLES
 
@@ -31,6 +31,7 @@ def column_facts(connection: duckdb.DuckDBPyConnection, question: str) -> Facts:
 
     If two views differ, the views that the question reads win, then the tables.
     """
+    describe(connection)
     sql = """
         SELECT table_name, column_name, comment FROM duckdb_columns()
         WHERE schema_name = 'main' AND NOT internal AND comment IS NOT NULL
@@ -93,10 +94,6 @@ def _need(connection: duckdb.DuckDBPyConnection, view: str) -> str | None:
         fields = [f"{kind.field} = […]" for kind in KINDS if kind.table.name == view]
         # Two kinds may fill one table.
         return f"{' or '.join(fields)} in the scan"
-    sql = "SELECT comment FROM duckdb_views() WHERE schema_name = 'main' AND view_name = ?"
-    row = connection.cursor().execute(sql, [view]).fetchone()
-    if row is None:
-        return None
-    # The first comment of a `.sql` file may end in such a sentence.
-    need = re.search(r"Needs: (.+?)\.?$", row[0] or "")
+    # The description of a `.sql` file may end in such a sentence.
+    need = re.search(r"Needs: (.+?)\.?$", view_descriptions(connection)[view])
     return need[1] if need else None

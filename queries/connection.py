@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -17,8 +18,9 @@ import pyarrow as pa
 
 from queries import run_tables
 from queries.descriptions import VIEWS, describe_views
+from queries.rollup_views import create_rollup_views, measured_statistics
 from queries.run import Run, read_run, read_runs
-from queries.shipped_views import QUERIES, create_shipped_views
+from queries.shipped_views import BLIND, QUERIES, ShippedViews
 from queries.sql_text import text_literal
 from queries.stores import register_stores
 from queries.table_sql import path_pattern, table_sql
@@ -51,8 +53,12 @@ class OpenedRuns:
     left_out: list[str]
     """For each run that cannot be read at all, why."""
     tell: Tell
+    shipped: ShippedViews = field(default_factory=lambda: ShippedViews({}))
+    """The named queries, whose views are made when a question names them."""
+    is_described: bool = False
+    """Whether the database holds as comments what its views and columns mean."""
     lock: Lock = field(default_factory=Lock)
-    """Held while one question's files are compared with their commits: threads share the views."""
+    """Held while views are made or pointed at other files: threads share them."""
 
 
 OPENED: WeakKeyDictionary[duckdb.DuckDBPyConnection, OpenedRuns] = WeakKeyDictionary()
@@ -65,11 +71,15 @@ def connect(
     code: str | None = None,
     memory: str = MEMORY,
     tell: Tell = lambda line: None,
+    *,
+    lazily: bool = False,
 ) -> duckdb.DuckDBPyConnection:
     """Open a run directory, or a directory of runs: views of what is committed, and nothing else.
 
     `code` reads only the shards that it measured. `memory` is what queries may take: `4GB`, or a
-    share of the machine's, `50%`.
+    share of the machine's, `50%`. `lazily` makes the view of a named query when `run_query` or
+    `hold_to_commits` first meets its name, and comments when a question reads them: that opens in a
+    third of the time. SQL that goes past these two needs all views.
 
     Opening compares the names and sizes of files with their commits. Pass a user's SQL to
     `queries.answers.run_query`: that also compares the content of the files which the question
@@ -77,6 +87,16 @@ def connect(
     """
     runs, unreadable = read_runs(place(path), code)
     connection = duckdb.connect()
+    opened = OpenedRuns(runs, [str(error) for error in unreadable], tell, ShippedViews.of(queries))
+    build(connection, opened, lazily)
+    _lock_down(connection, runs, memory)
+    OPENED[connection] = opened
+    return connection
+
+
+def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: bool = False) -> None:
+    """Create the views of some runs in an empty database."""
+    runs = opened.runs
     register_stores(connection, [run.directory.path for run in runs])
     # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
     connection.execute("SET python_enable_replacements = false")
@@ -90,35 +110,70 @@ def connect(
     _create_table(connection, "shards", run_tables.shards_table([]))
     _create_table(connection, "statistics", run_tables.statistics_table(runs))
     _create_table(connection, "formulas", run_tables.formulas_table(runs))
-    descriptions = VIEWS | create_shipped_views(connection, queries)
-    describe_views(connection, descriptions, measured)
-    opened = OpenedRuns(runs, [str(error) for error in unreadable], tell)
+    opened.shipped.foundation = partial(create_rollup_views, statistics=measured_statistics(runs))
+    if not lazily:
+        opened.shipped.create(connection)
+        _describe(connection, opened)
     _point_at_files(connection, opened)
-    _lock_down(connection, runs, memory)
-    OPENED[connection] = opened
-    return connection
+
+
+def _describe(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
+    """Write what all views and columns mean into the database, as comments."""
+    if not opened.is_described:
+        descriptions = VIEWS | opened.shipped.descriptions
+        describe_views(connection, descriptions, run_tables.measured_columns(opened.runs))
+        opened.is_described = True
 
 
 def view_descriptions(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     """Every view and what it is for, tables first."""
-    sql = """
-        SELECT view_name, comment FROM duckdb_views()
-        WHERE schema_name = 'main' AND NOT internal
-        ORDER BY view_name
-    """
-    descriptions = dict(connection.cursor().execute(sql).fetchall())
-    return {name: descriptions[name] for name in VIEWS} | descriptions
+    sql = "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal"
+    created = {name: "" for (name,) in connection.cursor().execute(sql).fetchall()}
+    descriptions = created | OPENED[connection].shipped.descriptions
+    return VIEWS | dict(sorted((descriptions | VIEWS).items()))
+
+
+def make_views(connection: duckdb.DuckDBPyConnection, question: str | None = None) -> None:
+    """Make the views that a question may stand on and that are not there yet, or all views."""
+    opened = OPENED[connection]
+    with opened.lock:
+        _make_views(connection, opened, question)
+
+
+def describe(connection: duckdb.DuckDBPyConnection) -> None:
+    """Make all views, with comments that say what they and their columns mean."""
+    opened = OPENED[connection]
+    with opened.lock:
+        _make_views(connection, opened, None)
+        _describe(connection.cursor(), opened)
+
+
+def _make_views(
+    connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, question: str | None
+) -> None:
+    cursor = connection.cursor()
+    try:
+        opened.shipped.create(cursor, question)
+    except duckdb.Error:
+        # DuckDB opens a file to create a view. This one was damaged after the runs were opened.
+        opened.runs = [_verified(run, list(TABLES), opened.tell) for run in opened.runs]
+        _point_at_files(cursor, opened)
+        opened.shipped.create(cursor, question)
+    # Such a question may ask the database itself what its views mean.
+    if question is not None and BLIND.search(question.lower()):
+        _describe(cursor, opened)
 
 
 def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    """Compare the files that a question reads with their commits.
+    """Make the views that a question names, and compare the files that it reads with their commits.
 
     What is damaged is taken out of every view, and the user is told.
     """
     opened = OPENED[connection]
-    if not opened.runs:
-        return
     with opened.lock:
+        _make_views(connection, opened, sql)
+        if not opened.runs:
+            return
         tables = _tables_read(connection, sql)
         if not tables:
             return
@@ -158,6 +213,11 @@ def _tables_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
             cursor.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS FROM ledger.{name}_content")
         tables = cursor.get_table_names(sql, qualified=True)
     except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
+        shipped = OPENED[connection].shipped
+        if shipped.names_macro(sql):
+            # DuckDB names the tables without the values of parameters, which some macros need.
+            code = shipped.code_of(sql)
+            return [name for name in TABLES if name in code]
         # A mistake in the question. The user hears of it when the question is asked.
         return []
     except duckdb.Error:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer.core import TyperCommand
 
+from queries.named_queries import QUERIES, read_queries
+from queries.questions import read_question, with_parameters
 from queries.run_models import OpenModel, RunModels
-from schemas.errors import QueryError
 
 if TYPE_CHECKING:
     from queries.asking import RunDatabase
@@ -29,12 +29,32 @@ Code = Annotated[
 ]
 
 
+class QueryCommand(TyperCommand):
+    """A command that also takes the parameters of named queries, and explains them."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Read the command line. `--help` beside a named query is about that query."""
+        if {"-h", "--help"} & set(args):
+            queries = read_queries(QUERIES)
+            # The first word is a path, which may have the name of a query.
+            for word in args[1:]:
+                if word in queries:
+                    typer.echo(queries[word].help_text())
+                    raise typer.Exit
+        return super().parse_args(ctx, args)
+
+
 def mount(app: typer.Typer, open_model: OpenModel) -> None:
     """Add the subcommands to the front door. `open_model` opens what turns tokens into text."""
     app.command()(report)
 
-    @app.command()
+    @app.command(
+        cls=QueryCommand,
+        # What the command does not know may be a parameter of the query.
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
     def query(  # pyright: ignore[reportUnusedFunction]
+        context: typer.Context,
         runs: Annotated[
             str,
             typer.Argument(
@@ -45,7 +65,8 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             str | None,
             typer.Argument(
                 metavar="QUESTION",
-                help="Name of a view, SQL, a file of SQL (NAME.sql or @NAME), or - for stdin. "
+                help="Name of a view, with its parameters (--threshold 0.2; NAME --help explains "
+                "them), SQL, a file of SQL (NAME.sql or @NAME), or - for stdin. "
                 "Default: list the views.",
             ),
         ] = None,
@@ -104,13 +125,15 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         from queries.text_columns import with_text
 
         time_limit = timeout if 0 < timeout < float("inf") else None
-        sql = _question(question, file)
+        asked = read_question(question, file)
         answer_format = format_of(requested_format, output, vertical)
         database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
         warn_of_damage(database)
-        if sql is None:
+        if asked is None:
             _list_views(database)
             return
+        options = [option for parameter in context.command.params for option in parameter.opts]
+        sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
         row_limit = rows_to_read(answer_format, limit)
         answer = run_query(database.connection, sql, row_limit, time_limit)
         if text:
@@ -139,30 +162,6 @@ def _list_views(database: RunDatabase) -> None:
         for name, description in view_descriptions(database.connection).items():
             first_sentence = description.partition(". ")[0].rstrip(".")
             out.write(f"{name:<24} {first_sentence}.\n")
-
-
-def _question(question: str | None, file: Path | None) -> str | None:
-    """The question as it was typed, or from a file or stdin. None if nothing was asked."""
-    if file is not None and question is not None:
-        raise QueryError(f"expected one question, got {question!r} and --file {file}")
-    if question == "-" or (file is not None and str(file) == "-"):
-        return sys.stdin.read()
-    if question is not None and question.startswith("@"):
-        file = Path(question.removeprefix("@"))
-    elif question is not None and re.fullmatch(r"[^\s;]+\.sql", question.strip()):
-        file = Path(question.strip())
-    if file is None:
-        return question
-    try:
-        # Editors on Windows may write a byte order mark, which DuckDB does not read.
-        sql = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise QueryError(f"{file}: expected SQL in UTF-8") from None
-    except OSError as error:
-        raise QueryError(f"{file}: cannot be read ({error.strerror})") from None
-    if not sql.strip():
-        raise QueryError(f"{file}: is empty; expected one SQL statement")
-    return sql
 
 
 def report(

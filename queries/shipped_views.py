@@ -1,79 +1,161 @@
-"""The views that are `.sql` files of a folder, and why one cannot be answered from some runs."""
+"""The views of named queries, made when they are asked, and why one cannot be answered."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import duckdb
 
 from queries.descriptions import PREFIXES
+from queries.named_queries import QUERIES, NamedQuery, read_queries
 from queries.sql_text import quoted_name, text_literal
 from schemas.kinds import KINDS
 
-QUERIES = Path(__file__).parent
-"""The folder whose `.sql` files become views. The stem is the name, the first comment the
-description.
-"""
+__all__ = ["BLIND", "QUERIES", "ShippedViews", "way_to"]
+
+BLIND = re.compile(
+    r"\b(?:query|query_table|duckdb_\w+|information_schema|pg_\w+|sqlite_\w+|show)\b"
+)
+"""Words of questions that may name any view without its name standing in them."""
 
 
-def create_shipped_views(connection: duckdb.DuckDBPyConnection, folder: Path) -> dict[str, str]:
-    """Make each `.sql` file a view, and return their descriptions by name.
+@dataclass
+class ShippedViews:
+    """The named queries of a connection, and which of them have a view by now.
 
-    A query that needs a column which no run has becomes a view that says so when it is asked.
+    A query with parameters also has a table macro of its name. A query that needs a column which no
+    run has gets a view that says so when it is asked.
     """
-    connection.execute("CREATE TABLE ledger.unmeasured_views (view TEXT, column_name TEXT)")
-    queries = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.sql"))}
-    errors = _create_in_rounds(connection, queries)
-    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
-    known_columns = {column for (column,) in connection.execute(sql).fetchall()}
-    for view in errors:
-        _create_failing_view(connection, view, errors, known_columns)
-    return {name: first_comment(sql) for name, sql in queries.items()}
 
+    queries: dict[str, NamedQuery]
+    created: set[str] = field(default_factory=set[str])
+    """Queries whose view answers."""
+    errors: dict[str, duckdb.Error] = field(default_factory=dict[str, duckdb.Error])
+    """Why the others have none that answers, by name, of those that were asked."""
+    unmeasured: dict[str, str] = field(default_factory=dict[str, str])
+    """The column that a view needs and no run has, by name of the view."""
+    foundation: Callable[[duckdb.DuckDBPyConnection], None] | None = None
+    """Creates the internal views that some queries stand on, which takes time. None if done."""
 
-def _create_in_rounds(
-    connection: duckdb.DuckDBPyConnection, queries: Mapping[str, str]
-) -> dict[str, duckdb.Error]:
-    """Create the views in any order that works. Returns the errors of those that cannot be."""
-    errors: dict[str, duckdb.Error] = {}
-    uncreated = dict(queries)
-    while uncreated:
-        waiting: list[str] = []
-        for name, sql in uncreated.items():
+    @classmethod
+    def of(cls, folder: Path) -> ShippedViews:
+        """The named queries of a folder."""
+        return cls(read_queries(folder))
+
+    @property
+    def descriptions(self) -> dict[str, str]:
+        """What each query is for."""
+        return {name: query.description for name, query in self.queries.items()}
+
+    def named_in(self, question: str) -> list[str]:
+        """The queries that a question may stand on, each after those that it stands on itself.
+
+        A name that stands anywhere in the text counts: one view too many does no harm.
+        """
+        text = question.lower()
+        if BLIND.search(text):
+            return self._with_foundations(self.queries)
+        return self._with_foundations(name for name in self.queries if name.lower() in text)
+
+    def code_of(self, question: str) -> str:
+        """The SQL of a question and of all queries that it stands on."""
+        return " ".join(
+            [question.lower(), *(self.queries[n].code for n in self.named_in(question))]
+        )
+
+    def names_macro(self, question: str) -> bool:
+        """Whether a question may stand on a query with parameters."""
+        return any(self.queries[name].parameters for name in self.named_in(question))
+
+    def _with_foundations(self, names: Iterable[str]) -> list[str]:
+        ordered: dict[str, None] = {}
+        seen: set[str] = set()
+
+        def add(name: str) -> None:
+            if name in seen:
+                return
+            seen.add(name)
+            code = self.queries[name].code
+            for other in self.queries:
+                if other.lower() in code:
+                    add(other)
+            ordered[name] = None
+
+        for name in names:
+            add(name)
+        return list(ordered)
+
+    def create(self, connection: duckdb.DuckDBPyConnection, question: str | None = None) -> None:
+        """Create the views that a question may stand on, or all of them."""
+        names = (
+            self._with_foundations(self.queries) if question is None else self.named_in(question)
+        )
+        missing = [name for name in names if name not in self.created]
+        if self.foundation and (question is None or "ledger." in self.code_of(question)):
+            self.foundation(connection)
+            self.foundation = None
+        # What failed before is tried again: another query may stand on it and fail for its reason.
+        for name in missing:
+            if name in self.errors:
+                connection.execute(f"DROP VIEW IF EXISTS {quoted_name(name)}")
+                connection.execute(f"DROP MACRO TABLE IF EXISTS {quoted_name(name)}")
+        for name in missing:
             try:
-                connection.execute(f"CREATE VIEW {quoted_name(name)} AS {sql}")
-                errors.pop(name, None)
-            except duckdb.Error as error:
-                errors[name] = error
-                # It may read a view that the next round finds. Other errors would come again.
-                if isinstance(error, duckdb.CatalogException):
-                    waiting.append(name)
-        if len(waiting) == len(uncreated):
-            break
-        uncreated = {name: queries[name] for name in waiting}
-    return errors
+                _create(connection, self.queries[name])
+                self.created.add(name)
+            except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException) as why:
+                self.errors[name] = why
+        failed = [name for name in missing if name not in self.created]
+        if failed:
+            self._create_failing_views(connection, failed)
+
+    def _create_failing_views(
+        self, connection: duckdb.DuckDBPyConnection, names: list[str]
+    ) -> None:
+        sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
+        known_columns = {column for (column,) in connection.execute(sql).fetchall()}
+        for name in names:
+            problem = _first_line(self.errors[name])
+            column = _unmeasured_column(name, self.errors, known_columns)
+            if column is not None:
+                problem = f"it needs column {column!r}, which none of them measured{way_to(column)}"
+                self.unmeasured[name] = column
+            message = f"view {name!r} cannot be answered from these runs: {problem}"
+            _create_failing(connection, self.queries[name], message)
 
 
-def _create_failing_view(
-    connection: duckdb.DuckDBPyConnection,
-    view: str,
-    errors: Mapping[str, duckdb.Error],
-    known_columns: Container[str],
-) -> None:
-    """Create a view that has no rows and fails with a message when it is asked."""
-    problem = _first_line(errors[view])
-    column = _unmeasured_column(view, errors, known_columns)
-    if column is not None:
-        problem = f"it needs column {column!r}, which none of them measured{way_to(column)}"
-        connection.execute("INSERT INTO ledger.unmeasured_views VALUES (?, ?)", [view, column])
-    message = text_literal(f"view {view!r} cannot be answered from these runs: {problem}")
+def _create(connection: duckdb.DuckDBPyConnection, query: NamedQuery) -> None:
+    """Create the view of a query, and its macro if it has parameters."""
+    view = quoted_name(query.name)
+    if not query.parameters:
+        connection.execute(f"CREATE VIEW {view} AS {query.sql}")
+        return
+    declared = ", ".join(parameter.declaration for parameter in query.parameters)
+    connection.execute(f"CREATE MACRO {view}({declared}) AS TABLE {query.macro_body}")
+    if query.required:
+        connection.execute(_failing_view(query.name, query.what_is_missing(query.required)))
+    else:
+        connection.execute(f"CREATE VIEW {view} AS FROM {view}()")
+
+
+def _create_failing(connection: duckdb.DuckDBPyConnection, query: NamedQuery, message: str) -> None:
+    """Create a view, and a macro, that have no rows and fail with a message when they are asked."""
+    name = quoted_name(query.name)
+    # The query may have failed after its macro was there.
+    connection.execute(f"DROP MACRO TABLE IF EXISTS {name}")
+    connection.execute(_failing_view(query.name, message))
+    if query.parameters:
+        declared = ", ".join(parameter.declaration for parameter in query.parameters)
+        connection.execute(f"CREATE MACRO {name}({declared}) AS TABLE FROM {name}")
+
+
+def _failing_view(name: str, message: str) -> str:
+    error = f"error({text_literal(message)})"
     # The condition makes SELECT count(*) fail too, which does not compute the column.
-    connection.execute(
-        f"CREATE VIEW {quoted_name(view)} AS SELECT error({message}) AS missing WHERE "
-        f"error({message}) IS NULL"
-    )
+    return f"CREATE VIEW {quoted_name(name)} AS SELECT {error} AS missing WHERE {error} IS NULL"
 
 
 def way_to(column: str) -> str:
@@ -87,7 +169,7 @@ def way_to(column: str) -> str:
 
 
 def _unmeasured_column(
-    view: str, errors: Mapping[str, duckdb.Error], known_columns: Container[str]
+    view: str, errors: dict[str, duckdb.Error], known_columns: Container[str]
 ) -> str | None:
     """The column that a view, or one that it reads, needs and no table has.
 
@@ -99,7 +181,9 @@ def _unmeasured_column(
         column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', message)
         if column and isinstance(errors[view], duckdb.BinderException):
             return None if column[1] in known_columns else column[1]
-        missing_view = re.search(r"Table with name (\S+) does not exist", message)
+        missing_view = re.search(
+            r"(?:Table|Table Function) with name (\S+) does not exist", message
+        )
         if missing_view is None or missing_view[1] not in errors:
             return None
         view = missing_view[1]
@@ -108,17 +192,3 @@ def _unmeasured_column(
 
 def _first_line(error: duckdb.Error) -> str:
     return str(error).partition("\n")[0]
-
-
-def first_comment(sql: str) -> str:
-    """The comment that a query starts with, on one line.
-
-    >>> first_comment("-- Heads, ranked.\\n-- Two lines.\\nFROM heads -- not this")
-    'Heads, ranked. Two lines.'
-    """
-    lines: list[str] = []
-    for line in sql.splitlines():
-        if not line.startswith("--"):
-            break
-        lines.append(line.removeprefix("--").strip())
-    return " ".join(lines)

@@ -52,7 +52,7 @@ class Terminal(io.StringIO):
 @cache
 def connection_to(runs: Path) -> duckdb.DuckDBPyConnection:
     """One connection for all questions."""
-    return connect(runs)
+    return connect(runs, lazily=True)
 
 
 def table_lines(
@@ -145,12 +145,12 @@ def test_a_terminal_is_shown_no_control_characters(runs: Path) -> None:
             assert not any(sign in text for sign in "\x1b\x9b\u202e\x07")
             assert "a\\x1b[2J\\x9b\\u202e\\x07b" in text.replace("\n", "").replace(" ", "")
     terminal, file = Terminal(), io.StringIO()
-    write_csv(run_query(connect(runs), question), terminal)
-    write_csv(run_query(connect(runs), question), file)
+    write_csv(run_query(connection_to(runs), question), terminal)
+    write_csv(run_query(connection_to(runs), question), file)
     assert not any(sign in terminal.getvalue() for sign in "\x1b\x9b\u202e\x07")
     assert "\x1b[2J\x9b\u202e\x07b" in file.getvalue()
     terminal = Terminal()
-    write_json(run_query(connect(runs), question), terminal)
+    write_json(run_query(connection_to(runs), question), terminal)
     assert not any(sign in terminal.getvalue() for sign in "\x1b\x9b\u202e\x07")
     first, _ = json.loads(terminal.getvalue())[0].values()
     assert first == "a\x1b[2J\x9b\u202e\x07b"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from typer.testing import CliRunner
 from jobs.run_model import RunModel
 from queries.answers import run_query
 from queries.asking import open_runs
-from queries.connection import connect, view_descriptions
+from queries.connection import connect as connect_eagerly
+from queries.connection import view_descriptions
 from queries.descriptions import VIEWS
 from queries.formats import Format, rows_to_read, write, write_csv, write_json, write_parquet
 from queries.query_commands import mount
@@ -31,6 +33,9 @@ from queries.text_tables import COUNTED_ROWS, write_table
 from schemas.errors import QueryError, RunError
 from schemas.statistics import STATISTICS
 from tests.toy_runs import Cell, Row, connect_to_tables, local, read_manifest, write_run
+
+# All questions here go through `run_query`, which makes the views that they name.
+connect = partial(connect_eagerly, lazily=True)
 
 NORMS = {
     # The mean over the other positions is (T · mean - first) / (T - 1). With T = 5 that is
@@ -259,7 +264,7 @@ def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
 def test_every_shipped_query_answers_and_is_described(tmp_path: Path) -> None:
     received = {"attention_received_by_key": lambda row: [0.5] * 5}
     write_run(tmp_path, "a-1", dict.fromkeys(STATISTICS, lambda row: 0.5), curves=received)
-    connection = connect(tmp_path)
+    connection = connect_eagerly(tmp_path)
     descriptions = view_descriptions(connection)
     assert list(descriptions) == [*VIEWS, *sorted(file.stem for file in QUERIES.glob("*.sql"))]
     for name, description in descriptions.items():

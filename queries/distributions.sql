@@ -1,0 +1,10 @@
+-- How the values of every statistic are distributed, by head and part of the Pile.
+-- One row per bin with a value, between its ends low and high. The ends of an axis may be ±inf.
+-- What no part of the Pile claims has NULL as pile_set_name; sum over parts for a whole head.
+SELECT
+    run_id, model, intervention, input_family, pile_set_name, layer, head,
+    'L' || layer || 'H' || head AS label,
+    statistic, bin, low, high, count
+FROM ledger.part_bins
+JOIN (SELECT run_id, model FROM runs) USING (run_id)
+ORDER BY run_id, intervention, input_family, statistic, layer, head, pile_set_name, bin

@@ -1,0 +1,43 @@
+-- Quantiles of every statistic of every head, from its distribution.
+-- A quantile p is the smallest value that a share p of the values does not exceed. It is placed
+-- within its bin, so it is off by less than the bin. width is that of the bin of the median p50.
+-- Bins are 1/256 of a finite range; on an open axis they are 4.4 % of the value.
+WITH
+    bins AS (
+        SELECT
+            run_id, intervention, input_family, layer, head, statistic, count,
+            -- No value lies beyond the extremes, which are exact.
+            greatest(low, min(minimum) OVER cell) AS low,
+            least(high, max(maximum) OVER cell) AS high,
+            sum(count) OVER (cell ORDER BY bin) AS rank,
+            sum(count) OVER cell AS total
+        FROM ledger.head_bins
+        WINDOW cell AS (
+            PARTITION BY run_id, intervention, input_family, layer, head, statistic
+        )
+    ),
+    quantiles AS (
+        SELECT
+            run_id, intervention, input_family, layer, head, statistic, level, high - low AS width,
+            -- The values of a bin are taken to be equally far apart.
+            low + (high - low) * (ceil(level * total) - 0.5 - (rank - count)) / count AS quantile
+        FROM bins
+        JOIN (SELECT unnest([0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]) AS level)
+            ON rank - count < ceil(level * total) AND ceil(level * total) <= rank
+    )
+SELECT
+    run_id, model, intervention, input_family, layer, head,
+    'L' || layer || 'H' || head AS label,
+    statistic,
+    any_value(quantile) FILTER (level = 0.01) AS p01,
+    any_value(quantile) FILTER (level = 0.05) AS p05,
+    any_value(quantile) FILTER (level = 0.25) AS p25,
+    any_value(quantile) FILTER (level = 0.5) AS p50,
+    any_value(quantile) FILTER (level = 0.75) AS p75,
+    any_value(quantile) FILTER (level = 0.95) AS p95,
+    any_value(quantile) FILTER (level = 0.99) AS p99,
+    any_value(width) FILTER (level = 0.5) AS width
+FROM quantiles
+JOIN (SELECT run_id, model FROM runs) USING (run_id)
+GROUP BY ALL
+ORDER BY run_id, intervention, input_family, statistic, layer, head
