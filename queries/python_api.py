@@ -26,7 +26,8 @@ from queries.answers import Answer, rows_of, run_query
 from queries.asking import RunDatabase, open_runs
 from queries.connection import MEMORY, check_memory, view_descriptions
 from queries.formats import write
-from schemas.errors import QueryError
+from queries.named_queries import QUERIES, read_queries
+from schemas.errors import QueryError, unknown
 from schemas.places import Place, absolute
 
 if TYPE_CHECKING:
@@ -78,13 +79,15 @@ class Runs:
             _warn(f"warning: {line}")
         return database
 
-    def sql(self, question: str, *, timeout: float | None = None) -> AnswerTable:
-        """Ask in SQL, or by the name of a view. Nothing can be written; `timeout` is in seconds.
+    def sql(
+        self, question: str, *, timeout: float | None = None, **parameters: object
+    ) -> AnswerTable:
+        """Ask in SQL, or by the name of a query with its parameters: `"sink_heads", threshold=0.2`.
 
-        A mistake in the SQL is an error here. What only the rows show, for example a statistic that
-        no run measured, is an error when they are read.
+        Nothing can be written; `timeout` is in seconds. A mistake in the SQL is an error here. What
+        only the rows show, for example a statistic that no run measured, is one when they are read.
         """
-        return AnswerTable(self, question, timeout)
+        return AnswerTable(self, _with_parameters(question, parameters), timeout)
 
     def head(self, label: str, *, run_id: str | None = None, intervention: str = "none") -> Head:
         """The card of a head, such as `L5H1`, of one run. `run_id` may be left out if one is open.
@@ -253,6 +256,27 @@ class Frame:
             f'style="width: 100%; height: {self.height}px; border: 0" title="card of a head">'
             "</iframe>"
         )
+
+
+def _with_parameters(question: str, parameters: dict[str, object]) -> str:
+    """A question in SQL; only named queries take parameters."""
+    if not parameters:
+        return question
+    queries = read_queries(QUERIES)
+    query = queries.get(question.strip())
+    if query is None:
+        raise QueryError(
+            f"{next(iter(parameters))}: only named queries take parameters, and this is SQL; "
+            "write the value into it"
+            if " " in question.strip()
+            else unknown("query", question.strip(), queries)
+        )
+    # As a user would type them: true, not True.
+    values = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in parameters.items()
+    }
+    return query.call(values)
 
 
 def html_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -166,6 +166,19 @@ def test_a_question_by_the_name_of_a_view(runs: Any) -> None:
         runs.sql("sink_heads").df()
 
 
+@pytest.mark.parametrize(
+    ("question", "problem"),
+    [
+        ("SELECT 1", "threshold: only named queries take parameters"),
+        ("sinkheads", "unknown query 'sinkheads': did you mean 'sink_heads'"),
+        ("by_head", "query 'by_head' has no parameter --threshold"),
+    ],
+)
+def test_a_parameter_that_nobody_takes_is_one_line(runs: Any, question: str, problem: str) -> None:
+    with pytest.raises(headcount.Error, match=problem):
+        runs.sql(question, threshold=0.2)
+
+
 def test_an_answer_without_rows_has_columns(runs: Any) -> None:
     empty = runs.sql("SELECT layer, sink_mass FROM heads WHERE false")
     assert (empty.rows(), len(empty)) == ([], 0)
