@@ -1,9 +1,14 @@
-"""What our pages share: one HTML file with Plotly in it, whose data is text and never markup."""
+"""What our pages share: one HTML file with its style, its scripts and its data, and no network."""
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
 import json
 import math
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
@@ -11,6 +16,13 @@ import jinja2
 from queries.asking import Record
 from queries.shipped_views import QUERIES
 from schemas.errors import QueryError
+
+PAGE = QUERIES / "page"
+"""Style and modules that pages share with the explorer."""
+
+DRAWING = ("colours.js", "draw.js", "data.js")
+CARD = (*DRAWING, "answers.js", "card.js")
+"""Modules of `queries/page`, each after those that it imports."""
 
 
 class Figures:
@@ -25,13 +37,13 @@ class Figures:
         return {"figure": len(self.contents) - 1}
 
 
-def write_html(template: Path, output: Path, content: Record, figures: Figures) -> None:
-    """Write a page that needs no network.
+def html_text(
+    template: Path, content: Record, data: object, modules: Sequence[str] = DRAWING
+) -> str:
+    """A page as text.
 
-    `TEMPLATE.html.j2` lays it out, `TEMPLATE.js` draws its figures.
+    `TEMPLATE.html.j2` lays it out. `TEMPLATE.js` draws `data` with what the modules export.
     """
-    from plotly.offline import get_plotlyjs
-
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, QUERIES]),
         autoescape=True,
@@ -39,20 +51,54 @@ def write_html(template: Path, output: Path, content: Record, figures: Figures) 
         lstrip_blocks=True,
     )
     environment.filters["number"] = number
-    figures_json = json.dumps(json_value(figures.contents), allow_nan=False)
-    script_files = [QUERIES / "html.js", template.with_suffix(".js")]
-    scripts = {
-        "plotly": get_plotlyjs(),
-        # "</script>" inside data would end the script element.
-        "figures": figures_json.replace("<", "\\u003c"),
-        # The shared script comes first: the page's own uses its functions.
-        "script": "\n".join(file.read_text(encoding="utf-8") for file in script_files),
+    files = [*(PAGE / module for module in modules), template.with_suffix(".js")]
+    # Line breaks around the script belong to its element, and so to its digest.
+    script = f"\n{joined(file.read_text(encoding='utf-8') for file in files)}\n"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "style": (PAGE / "page.css").read_text(encoding="utf-8"),
+        "script": script,
+        "script_digest": digest,
+        "data": packed(data),
     }
-    page = environment.get_template(f"{template.name}.html.j2").stream(content | scripts)
+    return environment.get_template(f"{template.name}.html.j2").render(content | parts)
+
+
+def write_html(
+    template: Path, output: Path, content: Record, data: object, modules: Sequence[str] = DRAWING
+) -> None:
+    """Write a page into one file."""
+    page = html_text(template, content, data, modules)
     try:
-        page.dump(str(output), encoding="utf-8")
+        output.write_text(page, encoding="utf-8")
     except OSError as error:
         raise QueryError(f"{output}: cannot be written ({error.strerror})") from None
+
+
+def joined(modules: Iterable[str]) -> str:
+    """Modules as one script: without `export`, and without imports of one another.
+
+    >>> joined(['export const one = 1;', 'import { one } from "./one.js";\\nexport let two = one;'])
+    'const one = 1;\\nlet two = one;'
+    """
+    text = "\n".join(modules)
+    text = re.sub(r'^import \{[^}]*\} from "\./[^"]+";\n', "", text, flags=re.MULTILINE)
+    return re.sub(r"^export (?=function|const|let|class|async)", "", text, flags=re.MULTILINE)
+
+
+def packed(data: object) -> str:
+    """Data as compressed JSON in base64: it has no character that markup would read."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    # Without a time, the same data gives the same page.
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def unpacked(page: str) -> object:
+    """The data of a page."""
+    match = re.search(r'<script id="data" type="[^"]+">([^<]*)</script>', page)
+    if match is None:
+        raise QueryError("the page has no data")
+    return json.loads(gzip.decompress(base64.b64decode(match[1])))
 
 
 def json_value(value: object) -> object:
@@ -62,7 +108,7 @@ def json_value(value: object) -> object:
             return float(f"{value:.6g}") if math.isfinite(value) else None
         case dict():
             return {key: json_value(item) for key, item in value.items()}
-        case list():
+        case list() | tuple():
             return [json_value(item) for item in value]
     return value
 

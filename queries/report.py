@@ -1,33 +1,64 @@
-"""One HTML file with what the heads of some runs do: heatmaps, rankings, norms.
+"""One HTML file with what the heads of some runs do. It needs no network and no server.
 
-It needs no network and no server.
+This file gathers numbers. `report.js` draws them, and `page/card.js` draws the card of a head.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import product, starmap
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from queries.asking import Record, RunDatabase
-from queries.html_page import Figures, write_html
+from queries.examples import (
+    LEAST,
+    MOST,
+    Examples,
+    example_statistics,
+    read_examples,
+    strongest_heads,
+)
+from queries.html_page import CARD, json_value, write_html
 from queries.run_tables import bounds
+from queries.section import (
+    Head,
+    Histograms,
+    HeadValues,
+    Means,
+    Section,
+    read_section,
+    records,
+    runs_by_id,
+)
 from queries.shipped_views import QUERIES
 from queries.sql_text import text_literal
-from schemas.errors import QueryError
 from schemas.predictions import PREDICTIONS
 from schemas.statistics import STATISTICS
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from queries.run_models import RunModels
+
 TOP_HEADS = 10
 """Heads in a ranking."""
+
+MOST_DETAILED_CELLS = 60_000
+"""Heads times statistics, over all sections, whose distributions and parts fit into one file."""
+
+MOST_EXCERPTS = 2_400
+"""Excerpts of texts in one file."""
 
 
 class Ranking(NamedTuple):
     """What the report shows of a view that ranks heads."""
 
-    title: str
     flag: str
     """The column that says whether a head passes the view's threshold."""
     columns: list[str]
@@ -36,52 +67,104 @@ class Ranking(NamedTuple):
 
 RANKINGS = {
     "sink_heads": Ranking(
-        "Strongest sinks",
-        "is_sink",
-        ["sink_mass", "chance", "sink_rate", "value_norm_ratio"],
+        "is_sink", ["sink_mass", "chance", "sink_alpha", "sink_rate", "value_norm_ratio"]
     ),
-    "induction_heads": Ranking(
-        "Strongest induction",
-        "is_induction",
-        ["induction_score", "chance", "coverage"],
-    ),
+    "induction_heads": Ranking("is_induction", ["induction_score", "chance", "coverage"]),
 }
 """The rankings, by view."""
 
 DORMANT_COLUMNS = ["induction_repeated", "sink_repeated", "sink_unrepeated", "sink_text"]
 
-RESIDUAL_NORMS = {
-    "resid_pre_norm",
-    "sink_resid_pre_norm",
-    "resid_post_norm",
-    "sink_resid_post_norm",
-}
-"""Statistics that the card of the residual stream shows."""
 
-PILE_SET_STATISTICS = ("sink_mass", "induction_score")
-"""The two statistics that differ most between kinds of text."""
+class NormChart(NamedTuple):
+    """A chart of the residual stream's length by layer."""
 
-Matrix = list[list[float | None]]
-"""Values by layer and head. None where nothing was measured, or it is undefined."""
+    title: str
+    meaning: str
+    unit: str
+    lines: dict[str, str]
+    """Column of `layer_norms`, by name of the line."""
 
 
-def write_report(database: RunDatabase, output: Path) -> None:
-    """Write the report on some runs into one HTML file."""
-    figures = Figures()
-    statistics = {row["name"]: row for row in _records(database, "statistics", "FROM statistics")}
-    sections: list[Record] = []
-    for run in _records(database, "runs", "FROM runs"):
-        sections += _sections(database, run, statistics, figures)
-    content = {"sections": sections, "dormant": _dormant_blocks(database, figures)}
-    write_html(QUERIES / "report", output, content, figures)
+NORM_CHARTS = (
+    NormChart(
+        "Residual stream",
+        "Mean length at position 0 and at the other positions.",
+        "euclidean norm",
+        {
+            "before the layer, position 0": "resid_pre_first",
+            "before the layer, others": "resid_pre_others",
+            "after the layer, position 0": "resid_post_first",
+            "after the layer, others": "resid_post_others",
+        },
+    ),
+    NormChart(
+        "Residual peak",
+        "Length at position 0 over the mean of the others.",
+        "ratio",
+        {"before the layer": "resid_pre_ratio", "after the layer": "resid_post_ratio"},
+    ),
+)
 
 
-def _records(database: RunDatabase, subject: str, sql: str) -> list[Record]:
-    """The rows of a query. If it fails, the error is one line that names its subject."""
-    try:
-        return database.records(sql)
-    except QueryError as error:
-        raise QueryError(f"report, {subject}: {error}") from None
+@dataclass(frozen=True)
+class Detail:
+    """How much of each section one file can hold."""
+
+    distributions: bool
+    heads_with_examples: int
+    """Heads of each statistic whose sequences are shown."""
+
+
+def write_report(database: RunDatabase, output: Path, models: RunModels | None = None) -> None:
+    """Write the report on some runs into one HTML file. `models` turns tokens into text."""
+    runs = runs_by_id(database)
+    detail = _detail(runs.values())
+    data = {
+        "statistics": _formula_facts(database),
+        "detailed": detail.distributions,
+        "sections": [
+            section for run in runs.values() for section in _sections(database, run, detail, models)
+        ],
+        "dormant": _dormant_blocks(database),
+    }
+    write_html(QUERIES / "report", output, {"runs": list(runs.values())}, json_value(data), CARD)
+
+
+def _detail(runs: Iterable[Record]) -> Detail:
+    """What fits into a file of a few megabytes, however many runs and heads there are."""
+    cells = 0
+    sections = 0
+    for run in runs:
+        heads = (run["n_layers"] or 1) * (run["n_heads"] or 1)
+        cells += heads * len(run["statistics"]) * len(run["interventions"])
+        sections += len(run["interventions"])
+    excerpts_of_head = 4 * (MOST + LEAST)
+    heads_with_examples = MOST_EXCERPTS // (excerpts_of_head * max(1, sections))
+    return Detail(cells <= MOST_DETAILED_CELLS, max(2, heads_with_examples))
+
+
+def _formula_facts(database: RunDatabase) -> dict[str, Record]:
+    """What statistics and profiles mean, by name."""
+    facts: dict[str, Record] = {}
+    for row in records(database, "formulas", "FROM formulas"):
+        low, high = bounds([row["range_low"], row["range_high"]])
+        facts[row["name"]] = {
+            "meaning": row["meaning"],
+            "formula": row["formula"] or "",
+            "source": row["source"],
+            "unit": row["unit"] or "",
+            "low": low,
+            "high": high,
+            "family": _defining_file(row["name"]),
+        }
+    return facts
+
+
+def _defining_file(name: str) -> str:
+    """The file that defines a statistic. One of another version of headcount may be in none."""
+    statistic = STATISTICS.get(name)
+    return statistic.compute.__module__.rpartition(".")[2] if statistic else "other"
 
 
 def _view_records(database: RunDatabase, view: str, clauses: str = "") -> list[Record]:
@@ -89,50 +172,63 @@ def _view_records(database: RunDatabase, view: str, clauses: str = "") -> list[R
     # Any other error is raised: an empty place on the page means that nothing was measured.
     if view in database.unmeasured_views():
         return []
-    return _records(database, view, f"FROM {view} {clauses}")
+    return records(database, view, f"FROM {view} {clauses}")
 
 
 def _sections(
-    database: RunDatabase, run: Record, statistics: dict[str, Record], figures: Figures
+    database: RunDatabase, run: Record, detail: Detail, models: RunModels | None
 ) -> list[Record]:
     """One section for each intervention of a run. A run without rows yet has sections too."""
     in_run = f"WHERE run_id = {text_literal(run['run_id'])}"
-    # Once for all interventions: the view reads every row of the run.
-    heads = _view_records(database, "by_head", in_run)
-    damaged = _records(database, "damaged shards", f"FROM shards {in_run} AND status = 'damaged'")
-    chance = _chance_levels(database, in_run)
+    damaged = records(database, "damaged shards", f"FROM shards {in_run} AND status = 'damaged'")
     predictions = _predictions(database, in_run)
     sections: list[Record] = []
     for intervention in run["interventions"]:
-        in_section = f"{in_run} AND intervention = {text_literal(intervention)}"
-        rows = [row for row in heads if row["intervention"] == intervention]
-        norms = _view_records(database, "layer_norms", in_section)
-        cards = _statistic_cards(run, rows, statistics, chance, norms, figures)
-        section = {
-            "run": run,
+        section = read_section(
+            database,
+            run,
+            intervention,
+            with_distributions=detail.distributions,
+            with_parts=detail.distributions,
+        )
+        content = _head_facts(section) | {
+            "run_id": run["run_id"],
             "intervention": intervention,
-            "engine": _engine(database, run, intervention),
-            "options": _input_words(run),
-            "empty": not rows,
+            "facts": _run_facts(database, run, intervention),
             "damaged": [row["shard"] for row in damaged],
-            "families": cards.heatmaps,
-            "constants": cards.constants,
-            "layers": _norm_cards(run, norms, figures) + cards.layers,
-            "rankings": _rankings(database, in_section),
             "predictions": predictions.get(intervention, []),
-            "pile_sets": _pile_set_cards(database, run, in_section, figures),
+            "rankings": _rankings(database, section),
+            "norms": _norm_charts(database, section),
+            "examples": _examples(database, section, detail, models),
         }
-        sections.append(section)
+        sections.append(content)
     return sections
+
+
+def _run_facts(database: RunDatabase, run: Record, intervention: str) -> Record:
+    """What a reader must know of a run before the numbers."""
+    names = (
+        "name model weight_processing input_family n_ctx n_layers n_heads measured_heads "
+        "precision created shards shards_done complete sequences sequences_done"
+    )
+    facts = {name: run[name] for name in names.split()}
+    return facts | {
+        "options": _input_words(run),
+        "engine": _engine(database, run, intervention),
+    }
 
 
 def _input_words(run: Record) -> str:
     """The options of a run's input, and what became of its documents."""
     options: Record = json.loads(run["input_options"])
-    words = [f"{name} {value}" for name, value in options.items() if value is not None]
+    words = [f"{name} {_option_words(value)}" for name, value in options.items() if value is not None]
     if run["documents"] is not None:
         words.append(run["documents"])
     return ", ".join(words)
+
+
+def _option_words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
@@ -148,7 +244,7 @@ def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
         WHERE method.intervention = {text_literal(intervention)}
         ORDER BY ALL
     """
-    methods = _records(database, "engines", sql)
+    methods = records(database, "engines", sql)
     return "; ".join(map(_engine_words, methods)) or run["engine"]
 
 
@@ -158,25 +254,125 @@ def _engine_words(method: Record) -> str:
     return f"{method['engine']}{built}"
 
 
-def _chance_levels(database: RunDatabase, in_run: str) -> Record:
-    """What uniform attention would score, by name of the column in `sequences`."""
-    # DuckDB refuses a COLUMNS that matches nothing.
-    if not any(column.startswith("chance_") for column in database.columns("sequences")):
-        return {}
-    sql = f"SELECT avg(COLUMNS('^chance_.*')) FROM sequences {in_run}"
-    (levels,) = _records(database, "chance levels", sql)
-    return levels
+def _head_facts(section: Section) -> Record:
+    """Every number by head of a section, as lists in the order of layers and heads."""
+    measured = [~np.isnan(values.means.mean) for values in section.statistics.values()]
+    return {
+        "n_layers": section.n_layers,
+        "n_heads": section.n_heads,
+        "heads": int(np.logical_or.reduce(measured).sum()) if measured else 0,
+        "values": {name: _values(values) for name, values in section.statistics.items()},
+        "curves": [
+            {
+                "profile": curve.profile,
+                "axis": curve.axis,
+                "profiled": curve.is_profile,
+                "indices": curve.indices,
+                # By head first, because a card shows one head.
+                "values": _rounded(np.moveaxis(curve.values, 0, -1), 4),
+                "standard_errors": _rounded(np.moveaxis(curve.standard_errors, 0, -1), 2),
+            }
+            for curve in section.curves
+        ],
+    }
 
 
-def _rankings(database: RunDatabase, in_section: str) -> list[Record]:
-    """The first heads of each ranking that these runs can have."""
+def _values(values: HeadValues) -> Record:
+    content: Record = {
+        **_mean_lists(values.means),
+        "kind": _kind(values.means.mean),
+        "chance": values.chance,
+        "percentile": _rounded(values.percentiles, 3),
+        "undefined": values.undefined.ravel().tolist(),
+        "changes": _mean_lists(values.changes) if values.changes else None,
+    }
+    if values.histograms is not None:
+        content |= {
+            "minimum": _rounded(values.minimum, 4),
+            "maximum": _rounded(values.maximum, 4),
+            "edges": _edge_facts(values.histograms),
+            "bins": _bins(values.histograms),
+            "parts": {part: _mean_lists(means) for part, means in values.parts.items()},
+        }
+    return content
+
+
+def _mean_lists(means: Means) -> Record:
+    """Means, with as many digits as a reader or a chart can use."""
+    return {
+        "mean": _rounded(means.mean, 6),
+        "error": _rounded(means.standard_error, 3),
+        "count": means.count.ravel().tolist(),
+    }
+
+
+def _rounded(values: npt.NDArray[np.float64], digits: int) -> list[float | None]:
+    """Numbers with so many digits: short to write. None where they are undefined."""
+    return [
+        float(f"{value:.{digits}g}") if math.isfinite(value) else None
+        for value in values.ravel().tolist()
+    ]
+
+
+def _edge_facts(histograms: Histograms) -> list[float] | Record:
+    """The edges of all bins. Of even ones, only what they follow from."""
+    edges = histograms.edges
+    if histograms.is_even:
+        return {"low": edges[0], "high": edges[-1], "bins": len(edges) - 1}
+    return edges
+
+
+def _bins(histograms: Histograms) -> list[list[int]]:
+    """For each head: its first bin, how many bins are added up, and the sums."""
+    _, n_layers, n_heads = histograms.counts.shape
+    heads = starmap(Head, product(range(n_layers), range(n_heads)))
+    groups = map(histograms.groups_of, heads)
+    return [[first, size, *sums] for first, size, sums in groups]
+
+
+def _kind(means: npt.NDArray[np.float64]) -> str:
+    """How a statistic is shown.
+
+    heads: it differs between heads. layers: the heads of a layer share it. model: all do, or it is
+    undefined everywhere.
+    """
+    defined = ~np.isnan(means)
+    # Means of equal numbers may differ in the order in which they were added up.
+    tolerance = 1e-9 + 1e-6 * np.abs(np.where(defined, means, 0)).max()
+    largest = np.where(defined, means, -np.inf).max(axis=1)
+    smallest = np.where(defined, means, np.inf).min(axis=1)
+    measured_layers = defined.any(axis=1)
+    if not measured_layers.any():
+        return "model"
+    # One head of a layer cannot show whether all its heads have the same value.
+    has_several_heads = bool((defined.sum(axis=1) > 1).any())
+    is_full = bool((defined.all(axis=1) | ~measured_layers).all())
+    spreads = (largest - smallest)[measured_layers]
+    if not (has_several_heads and is_full and (spreads <= tolerance).all()):
+        return "heads"
+    spread_of_model = largest[measured_layers].max() - smallest[measured_layers].min()
+    return "model" if spread_of_model <= tolerance else "layers"
+
+
+def _rankings(database: RunDatabase, section: Section) -> list[Record]:
+    """The first heads of each ranking that these runs can have, and how many pass."""
     rankings: list[Record] = []
     for view, ranking in RANKINGS.items():
         # A head without a score has no place in a ranking.
-        clauses = f"{in_section} AND {ranking.columns[0]} IS NOT NULL LIMIT {TOP_HEADS}"
+        clauses = f"{section.condition} AND {ranking.columns[0]} IS NOT NULL"
         rows = _view_records(database, view, clauses)
         if rows:
-            rankings.append({**ranking._asdict(), "rows": rows})
+            columns = ["label", *ranking.columns, ranking.flag]
+            rankings.append(
+                {
+                    "view": view,
+                    "statistic": ranking.columns[0],
+                    "columns": ranking.columns,
+                    "flag": ranking.flag,
+                    "passing": sum(bool(row[ranking.flag]) for row in rows),
+                    "rows": [{name: row[name] for name in columns} for row in rows[:TOP_HEADS]],
+                }
+            )
     return rankings
 
 
@@ -192,9 +388,9 @@ def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
         # What has a number for every token has no mean over sequences.
         if prediction.per_token or name not in measured:
             continue
-        for row in _records(database, f"prediction {name}", _prediction_sql(name, in_run)):
-            card = {"name": name, "unit": prediction.unit, "meaning": prediction.meaning, **row}
-            by_intervention.setdefault(row["intervention"], []).append(card)
+        for row in records(database, f"prediction {name}", _prediction_sql(name, in_run)):
+            entry = {"name": name, "unit": prediction.unit, "meaning": prediction.meaning, **row}
+            by_intervention.setdefault(row["intervention"], []).append(entry)
     return by_intervention
 
 
@@ -225,216 +421,71 @@ def _prediction_sql(name: str, in_run: str) -> str:
     """
 
 
-@dataclass
-class _StatisticCards:
-    """What a section shows of the statistics of its run."""
-
-    heatmaps: dict[str, list[Record]] = field(default_factory=dict[str, list[Record]])
-    """Statistics that differ between heads, by the file that defines them."""
-    layers: list[Record] = field(default_factory=list[Record])
-    """Lines, for what all heads of a layer share."""
-    constants: list[Record] = field(default_factory=list[Record])
-    """Numbers, for what the whole model shares or what is undefined."""
-
-
-def _statistic_cards(
-    run: Record,
-    rows: list[Record],
-    statistics: dict[str, Record],
-    chance: Record,
-    norms: list[Record],
-    figures: Figures,
-) -> _StatisticCards:
-    """A card for each statistic, in the form that its values need."""
-    cards = _StatisticCards()
-    for name in run["statistics"] if rows else []:
-        facts = statistics[name]
-        card = {**facts, "title": name, "chance_level": chance.get(f"chance_{name}")}
-        means = {(row["layer"], row["head"]): row[f"mean_{name}"] for row in rows}
-        layers: dict[int, list[float | None]] = {}
-        for (layer, _), mean in means.items():
-            layers.setdefault(layer, []).append(mean)
-        values = [mean for mean in means.values() if mean is not None]
-        # One head of a layer cannot show whether all its heads have the same value.
-        has_several_heads = any(len(layer_means) > 1 for layer_means in layers.values())
-        same_in_layers = has_several_heads and all(map(_all_equal, layers.values()))
-        layer_values = {layer: layer_means[0] for layer, layer_means in layers.items()}
-        first_value = next(iter(layer_values.values()))
-        if not values:
-            cards.constants.append({**card, "value": None})
-        elif same_in_layers and _all_equal(list(layer_values.values())):
-            cards.constants.append({**card, "value": first_value})
-        elif same_in_layers:
-            # The norms of the residual stream have a card of their own.
-            if not (norms and name in RESIDUAL_NORMS):
-                series = [{"name": name, "y": _layer_line(run, layer_values)}]
-                lines = figures.add(kind="lines", series=series, y=facts["unit"])
-                cards.layers.append(card | lines)
-        else:
-            heatmap = _heatmap(run, means, _colour_scale(facts, values), figures)
-            cards.heatmaps.setdefault(_defining_file(name), []).append(card | heatmap)
-    return cards
-
-
-class _ColourScale(NamedTuple):
-    """The values at the two ends of the colours, and which colours."""
-
-    low: float
-    high: float
-    scale: str
-
-
-def _colour_scale(facts: Record, values: list[float]) -> _ColourScale:
-    """The colours of a heatmap.
-
-    From 0 to 1 if that is the range, even around 0 if the sign has a meaning, else from the
-    smallest to the largest value.
-    """
-    low, high = bounds([facts["range_low"], facts["range_high"]])
-    if (low, high) == (0, 1):
-        return _ColourScale(0, 1, "sequential")
-    if low < 0:
-        # If all values are 0, the colours still need two ends.
-        largest = max(abs(value) for value in values) or 1
-        return _ColourScale(-largest, largest, "diverging")
-    return _ColourScale(min(values), max(values), "sequential")
-
-
-def _heatmap(
-    run: Record,
-    means: dict[tuple[int, int], float | None],
-    colours: _ColourScale,
-    figures: Figures,
-) -> Record:
-    """A heatmap of means by layer and head."""
-    # A manifest may not say the sizes of its model. Then the last measured head is the last one.
-    n_layers = run["n_layers"] or 1 + max(layer for layer, _ in means)
-    n_heads = run["n_heads"] or 1 + max(head for _, head in means)
-    matrix: Matrix = [[None] * n_heads for _ in range(n_layers)]
-    for (layer, head), mean in means.items():
-        matrix[layer][head] = mean
-    return figures.add(
-        kind="heatmap", z=matrix, **colours._asdict(), x="head", y="layer (0 at top)"
-    )
-
-
-def _layer_line(run: Record, layer_values: dict[int, float | None]) -> list[float | None]:
-    """A value for every layer of a model. None where it was not measured."""
-    n_layers = run["n_layers"] or 1 + max(layer_values)
-    return [layer_values.get(layer) for layer in range(n_layers)]
-
-
-def _all_equal(values: list[float | None]) -> bool:
-    """Whether all values are equal, up to the order in which a mean was added up."""
-    first = values[0]
-    if first is None:
-        return all(value is None for value in values)
-    return all(
-        value is not None and math.isclose(value, first, rel_tol=1e-6, abs_tol=1e-9)
-        for value in values
-    )
-
-
-def _defining_file(name: str) -> str:
-    """The file that defines a statistic. One of another version of headcount may be in none."""
-    statistic = STATISTICS.get(name)
-    return statistic.compute.__module__.rpartition(".")[2] if statistic else "other"
-
-
-class _NormChart(NamedTuple):
-    """A chart of the residual stream's length by layer."""
-
-    title: str
-    meaning: str
-    unit: str
-    lines: dict[str, str]
-    """Column of `layer_norms`, by name of the line."""
-
-
-NORM_CHARTS = (
-    _NormChart(
-        "Residual stream",
-        "Mean length at position 0 and at the other positions.",
-        "euclidean norm",
-        {
-            "before the layer, position 0": "resid_pre_first",
-            "before the layer, others": "resid_pre_others",
-            "after the layer, position 0": "resid_post_first",
-            "after the layer, others": "resid_post_others",
-        },
-    ),
-    _NormChart(
-        "Residual peak",
-        "Length at position 0 over the mean of the others.",
-        "ratio",
-        {"before the layer": "resid_pre_ratio", "after the layer": "resid_post_ratio"},
-    ),
-)
-
-
-def _norm_cards(run: Record, norms: list[Record], figures: Figures) -> list[Record]:
+def _norm_charts(database: RunDatabase, section: Section) -> list[Record]:
     """Lines of the residual stream's length by layer."""
+    norms = _view_records(database, "layer_norms", section.condition)
     # Also true if there are no rows, because the runs lack a column of the view.
     if all(row["resid_pre_first"] is None for row in norms):
         return []
-    cards: list[Record] = []
+    charts: list[Record] = []
     for chart in NORM_CHARTS:
         series: list[Record] = []
         for line_name, column in chart.lines.items():
             layer_values = {row["layer"]: row[column] for row in norms}
-            series.append({"name": line_name, "y": _layer_line(run, layer_values)})
-        lines = figures.add(kind="lines", series=series, y=chart.unit, log=True)
-        cards.append({"title": chart.title, "meaning": chart.meaning} | lines)
-    return cards
+            line = [layer_values.get(layer) for layer in range(section.n_layers)]
+            series.append({"name": line_name, "column": column, "y": line})
+        charts.append(
+            {"title": chart.title, "meaning": chart.meaning, "unit": chart.unit, "series": series}
+        )
+    return charts
 
 
-def _pile_set_cards(
-    database: RunDatabase, run: Record, in_section: str, figures: Figures
-) -> list[Record]:
-    """Heatmaps by part of the Pile and layer: means over heads."""
-    meaning = "Mean over the measured heads of a layer, per part of the Pile (number of sequences)."
-    cards: list[Record] = []
-    for name in PILE_SET_STATISTICS:
-        if name not in run["statistics"]:
-            continue
-        sql = f"""
-            SELECT pile_set_name, layer, avg(mean_{name}) AS mean, max(sequences) AS sequences
-            FROM by_pile_set {in_section}
-            GROUP BY ALL
-            ORDER BY ALL
-        """
-        lines: dict[str, list[float | None]] = {}
-        for row in _records(database, f"{name} by part of the Pile", sql):
-            # The number of sequences says how far a mean can be trusted.
-            part = f"{row['pile_set_name']} ({row['sequences']})"
-            line = lines.setdefault(part, [None] * run["n_layers"])
-            line[row["layer"]] = row["mean"]
-        if lines:
-            heatmap = figures.add(
-                kind="heatmap",
-                z=list(lines.values()),
-                low=0,
-                high=1,
-                scale="sequential",
-                x="layer",
-                y="",
-                rows=list(lines),
-            )
-            cards.append({"title": name, "meaning": meaning} | heatmap)
-    return cards
+def _examples(
+    database: RunDatabase, section: Section, detail: Detail, models: RunModels | None
+) -> Record:
+    """Excerpts of the heads with the largest means, by statistic and head."""
+    heads = {
+        name: strongest_heads(section.statistics[name].means.mean, detail.heads_with_examples)
+        for name in example_statistics(section.statistics)
+    }
+    examples = read_examples(database, section, heads, models)
+    return _packed_examples(examples) | {"heads": detail.heads_with_examples}
 
 
-def _dormant_blocks(database: RunDatabase, figures: Figures) -> list[Record]:
+def _packed_examples(examples: Examples) -> Record:
+    """Excerpts, each once however many heads it stands for."""
+    texts: dict[str, int] = {}
+    packed: Record = {"note": examples.note, "most": {}, "least": {}}
+    for group, by_key in (("most", examples.most), ("least", examples.least)):
+        for (statistic, layer, head), excerpts in by_key.items():
+            entries: list[Record] = []
+            for excerpt in excerpts:
+                entry = asdict(excerpt)
+                text = json.dumps(entry.pop("tokens"), ensure_ascii=False)
+                entry["text"] = texts.setdefault(text, len(texts))
+                entry["value"] = float(f"{excerpt.value:.4g}")
+                if excerpt.weights is not None:
+                    entry["weights"] = _rounded(np.array(excerpt.weights, dtype=float), 2)
+                entries.append(entry)
+            packed[group].setdefault(statistic, {})[f"L{layer}H{head}"] = entries
+    packed["texts"] = [json.loads(text) for text in texts]
+    return packed
+
+
+def _dormant_blocks(database: RunDatabase) -> list[Record]:
     """One block for each model, intervention and combination of runs."""
     key_columns = ("model", "intervention", "repeated_run", "unrepeated_run", "text_run")
     rows_by_key: dict[tuple[str | None, ...], list[Record]] = {}
     for row in _view_records(database, "dormant_induction_heads"):
         key = tuple(row[column] for column in key_columns)
         rows_by_key.setdefault(key, []).append(row)
-    return [_dormant_block(rows, figures) for rows in rows_by_key.values()]
+    return [
+        {**dict(zip(key_columns, key, strict=True)), **_dormant_block(rows)}
+        for key, rows in rows_by_key.items()
+    ]
 
 
-def _dormant_block(rows: list[Record], figures: Figures) -> Record:
+def _dormant_block(rows: list[Record]) -> Record:
     """A ranking and a scatter plot: copying where the input repeats against resting elsewhere."""
     points: list[Record] = []
     # The view ranks its rows by the induction score, so the first heads are the strongest.
@@ -442,25 +493,19 @@ def _dormant_block(rows: list[Record], figures: Figures) -> Record:
         induction = row["induction_repeated"]
         # Most heads never copy and lie in one crowd, where labels could not be read.
         has_label = index < TOP_HEADS and (induction or 0) > 0.1
-        point = {
-            "name": row["label"],
-            "x": induction,
-            "y": row["sink_unrepeated"],
-            "on": row["is_dormant"],
-            "label": has_label,
-        }
-        points.append(point)
-    dormant_count = sum(bool(row["is_dormant"]) for row in rows)
-    block = {
-        "first": rows[0],
+        points.append(
+            {
+                "name": row["label"],
+                "x": induction,
+                "y": row["sink_unrepeated"],
+                "on": row["is_dormant"],
+                "label": has_label,
+            }
+        )
+    columns = ["label", *DORMANT_COLUMNS, "is_dormant"]
+    return {
         "columns": DORMANT_COLUMNS,
-        "rows": rows[:TOP_HEADS],
-        "count": dormant_count,
+        "rows": [{name: row[name] for name in columns} for row in rows[:TOP_HEADS]],
+        "passing": sum(bool(row["is_dormant"]) for row in rows),
+        "points": points,
     }
-    scatter = figures.add(
-        kind="points",
-        points=points,
-        x="induction score where the input repeats",
-        y="sink mass where nothing repeats",
-    )
-    return block | scatter
