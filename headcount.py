@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import typer
 
-    from queries.python_api import Runs, open
+    from queries.python_api import Runs
     from schemas.errors import HeadcountError as Error
     from workers.measure_api import measure
     from workers.trainer_callback import MeasureCallback
@@ -45,7 +45,6 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 """Where our rooms lie."""
 
 PYTHON_NAMES = {
-    "open": ("queries.python_api", "open"),
     "measure": ("workers.measure_api", "measure"),
     "MeasureCallback": ("workers.trainer_callback", "MeasureCallback"),
     "Error": ("schemas.errors", "HeadcountError"),
@@ -102,6 +101,24 @@ def _missing_library(name: str, error: ModuleNotFoundError) -> ModuleNotFoundErr
     )
 
 
+def open(  # noqa: A001 - that is what it does
+    path: str | Path, *, code: str | None = None, memory: str = "50%"
+) -> Runs:
+    """Open a run directory, or a directory of runs: a path or `s3://…`, live or finished.
+
+    `code` reads only the shards that this code measured. `memory` is what a question may take:
+    `4GB`, or a share of the machine's, `50%`. It needs neither torch nor Ray.
+    """
+    try:
+        from jobs.run_model import RunModel
+        from queries.python_api import Runs
+    except ModuleNotFoundError as error:
+        raise _missing_library("open", error) from None
+
+    # Questions know no tokenizers, so the front door hands them the class that opens one.
+    return Runs(path, RunModel, code=code, memory=memory)
+
+
 def scan(
     source: str | Path | Mapping[str, object],
     *,
@@ -124,7 +141,6 @@ def scan(
         from jobs.scan_api import run_scan
     except ModuleNotFoundError as error:
         raise _missing_library("scan", error) from None
-    from queries.python_api import open
 
     path = run_scan(
         source,

@@ -1,4 +1,4 @@
-"""Runs opened in Python: `headcount.open`, questions in SQL, tables, and cards of heads.
+"""Runs opened in Python: questions in SQL, tables, and cards of heads. `headcount.open` opens them.
 
 It needs neither torch nor Ray. A mistake is an error of `schemas.errors` with one line.
 
@@ -27,6 +27,7 @@ from queries.asking import RunDatabase, open_runs
 from queries.connection import MEMORY, check_memory, view_descriptions
 from queries.formats import write
 from queries.named_queries import QUERIES, read_queries
+from queries.run_models import OpenModel, RunModels
 from schemas.errors import QueryError, unknown
 from schemas.places import Place, absolute
 
@@ -52,25 +53,23 @@ RUNS_SUMMARY = """
 """What a notebook shows of opened runs: which they are, and how much of each is in."""
 
 
-def open(  # noqa: A001 - users write headcount.open
-    path: str | Place, *, code: str | None = None, memory: str = MEMORY
-) -> Runs:
-    """Open a run directory, or a directory of runs: a path or `s3://…`, live or finished.
-
-    `code` reads only the shards that this code measured. `memory` is what a question may take:
-    `4GB`, or a share of the machine's, `50%`.
-    """
-    return Runs(path, code=code, memory=memory)
-
-
 class Runs:
     """Opened runs. They show what was committed when they were opened; `refresh` looks again."""
 
-    def __init__(self, path: str | Place, *, code: str | None = None, memory: str = MEMORY) -> None:
+    def __init__(
+        self,
+        path: str | Place,
+        open_model: OpenModel | None = None,
+        *,
+        code: str | None = None,
+        memory: str = MEMORY,
+    ) -> None:
+        """`open_model` opens the model of a run, whose tokenizer makes tokens readable."""
         # A notebook may change its working directory, and `refresh` must find the same runs.
         self.path = absolute(path)
         self.code = code
         self.memory = check_memory(memory)
+        self.models = None if open_model is None else RunModels(str(self.path), open_model)
         self.database = self._opened()
 
     def _opened(self) -> RunDatabase:
@@ -92,11 +91,12 @@ class Runs:
     def head(self, label: str, *, run_id: str | None = None, intervention: str = "none") -> Head:
         """The card of a head, such as `L5H1`, of one run. `run_id` may be left out if one is open.
 
-        The card has every statistic with its chance level and its place among the heads.
+        The card has every statistic with its chance level and its place among the heads. Tokens are
+        numbers if the tokenizer of the model is not there.
         """
         from queries.head_card import head_card
 
-        return Head(head_card(self.database, label, run_id, intervention))
+        return Head(head_card(self.database, label, run_id, intervention, self.models))
 
     def refresh(self) -> Self:
         """Look at the commits again: a scan that runs has written more since."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +34,7 @@ STATISTICS = ["sink_mass", "induction_score", "entropy", "value_norm", "head_res
 N_CTX = 12
 
 
-def fields_of(model: Path, out: Path, **changes: object) -> dict[str, object]:
+def fields_of(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
     """A scan of a toy model, as a dict."""
     return {
         "model": str(model),
@@ -259,7 +261,7 @@ def test_a_scan_file_with_overrides_is_the_run_of_the_command(toy: Path, tmp_pat
         f'model = "{toy}/gpt2"\nn_ctx = 8\nsequences = 2\nstatistics = ["entropy"]\n'
         f'input.family = "uniform_random"\nout = "{tmp_path}/runs"\n'
     )
-    changes = {"statistics": ["sink_mass"], "input.family": "repeated_random"}
+    changes: dict[str, Any] = {"statistics": ["sink_mass"], "input.family": "repeated_random"}
     with headcount.scan(file, quiet=True, **changes) as run:
         (manifest,) = run.sql("SELECT name, input_family, statistics FROM runs").rows()
         assert manifest == ("own", "repeated_random", ["sink_mass"])
@@ -287,7 +289,7 @@ def test_the_text_of_a_dict_is_a_scan_file(toy: Path) -> None:
     ],
 )
 def test_a_scan_that_cannot_run_is_one_line(
-    toy: Path, tmp_path: Path, changes: dict[str, object], problem: str
+    toy: Path, tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(headcount.Error, match=problem) as caught:
         headcount.scan(fields_of(toy / "gpt2", tmp_path / "runs"), quiet=True, **changes)
@@ -344,7 +346,7 @@ def state_of(model: Any) -> dict[str, Any]:
             for part in model.modules()
         ],
         "config": model.config.to_dict() | {"attention": model.config._attn_implementation},
-        "random": (torch.get_rng_state(), np.random.get_state()[1], random.getstate()),
+        "random": (torch.get_rng_state(), list(np.random.get_state()), random.getstate()),
         "settings": (torch.is_grad_enabled(), torch.get_num_threads()),
     }
 
@@ -541,3 +543,22 @@ def test_the_trainer_measures_before_during_and_after(toy: Path, tmp_path: Path)
 def test_a_callback_without_steps_is_refused() -> None:
     with pytest.raises(headcount.Error, match="every: expected a number of steps"):
         headcount.MeasureCallback(TOKENS, every=0)
+
+
+# Cards
+
+
+def test_a_card_stays_in_its_frame(runs: Any, tmp_path: Path) -> None:
+    head = runs.head("L1H2")
+    assert (head.card.label, head.card.layer, head.card.head) == ("L1H2", 1, 2)
+    (mean,) = [each.mean for each in head.card.statistics if each.name == "entropy"]
+    question = "SELECT avg(entropy) FROM heads WHERE label = 'L1H2' AND intervention = 'none'"
+    assert mean == pytest.approx(runs.sql(question).rows()[0][0], rel=1e-6)
+    assert head.save(tmp_path / "card.html").read_text(encoding="utf-8") == head.html()
+    shown = head.show(height=300)._repr_html_()
+    inside = re.fullmatch(r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" (.*)></iframe>', shown)
+    assert inside is not None
+    assert html.unescape(inside[1]) == head.html()
+    assert "height: 300px" in inside[2]
+    with pytest.raises(headcount.Error, match="expected a head from L0H0 to L2H3"):
+        runs.head("L9H9")
