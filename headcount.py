@@ -153,7 +153,7 @@ def scan(
         new=new,
         quiet=quiet,
     )
-    return open(path)
+    return open(str(path))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ runs.head("L5H1").show()
 from __future__ import annotations
 
 import html
-import io
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,9 @@ import pyarrow as pa
 from queries.answers import Answer, rows_of, run_query
 from queries.asking import RunDatabase, open_runs
 from queries.connection import MEMORY, check_memory, view_descriptions
-from queries.formats import write
 from queries.named_queries import QUERIES, read_queries
 from queries.run_models import OpenModel, RunModels
-from schemas.errors import QueryError, unknown
+from schemas.errors import QueryError, printable, unknown
 from schemas.places import Place, absolute
 
 if TYPE_CHECKING:
@@ -195,10 +193,9 @@ class AnswerTable:
         return list(self._ask(limit=ROWS_SHOWN + 1).rows())
 
     def __repr__(self) -> str:
-        text = io.StringIO()
-        write(self._ask(limit=ROWS_SHOWN), "table", text, ROWS_SHOWN)
-        more = f"… {MORE_ROWS}" if len(self._first_rows) > ROWS_SHOWN else ""
-        return f"{text.getvalue()}{more}".rstrip("\n")
+        # Not the tables of the command line: inside Jupyter, Rich would show them at once.
+        table = text_table(self.columns, self._first_rows[:ROWS_SHOWN])
+        return f"{table}\n… {MORE_ROWS}" if len(self._first_rows) > ROWS_SHOWN else table
 
     def _repr_html_(self) -> str:
         table = html_table(self.columns, self._first_rows[:ROWS_SHOWN])
@@ -277,6 +274,18 @@ def _with_parameters(question: str, parameters: dict[str, object]) -> str:
         for name, value in parameters.items()
     }
     return query.call(values)
+
+
+def text_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Rows as lines of text, in columns."""
+    cells = [[printable(name) for name in names]]
+    cells += [[printable(_cell(value)) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    return "\n".join(lines)
 
 
 def html_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

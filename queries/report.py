@@ -28,8 +28,8 @@ from queries.html_page import CARD, json_value, write_html
 from queries.run_tables import bounds
 from queries.section import (
     Head,
-    Histograms,
     HeadValues,
+    Histograms,
     Means,
     Section,
     read_section,

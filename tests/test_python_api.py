@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import html
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,7 +163,9 @@ def test_one_answer_in_every_form(runs: Any) -> None:
 
 def test_a_question_by_the_name_of_a_view(runs: Any) -> None:
     assert "one row per" in runs.views["heads"].lower()
-    assert runs.sql("by_head").rows() == runs.sql("FROM by_head").rows()
+    assert sorted(runs.sql("by_head").df()["label"]) == sorted(
+        runs.sql("FROM by_head").df()["label"]
+    )
     assert len(runs.sql("FROM by_head LIMIT 5")) == 5
     # What these runs cannot answer shows when it is asked for.
     with pytest.raises(headcount.Error, match="it needs column 'sink_value_norm'"):
@@ -214,6 +218,7 @@ def test_notebooks_show_few_rows_and_escape_them(runs: Any) -> None:
     assert "<script>" not in shown
     assert "<th>a&lt;b</th>" in shown
     assert "<td>&lt;script&gt;</td><td>0.1235</td><td>–</td>" in shown
+    assert repr(runs.sql(question)) == "a<b       n       nothing\n<script>  0.1235  –"
     many = runs.sql("SELECT layer, head FROM heads")
     assert many._repr_html_().count("<tr>") == 21
     assert "more rows: df(), pl() and arrow() have all" in many._repr_html_()
@@ -562,3 +567,53 @@ def test_a_card_stays_in_its_frame(runs: Any, tmp_path: Path) -> None:
     assert "height: 300px" in inside[2]
     with pytest.raises(headcount.Error, match="expected a head from L0H0 to L2H3"):
         runs.head("L9H9")
+
+
+# The page and the notebook
+
+
+@pytest.fixture
+def as_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory of a test's own, with the bundled models."""
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("as_in_a_checkout")
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 10
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert "did you mean 'sink_mass'" in capsys.readouterr().out
+    assert names["answer"].columns == ["label", "induction"]
+    assert set(names["edited"]["intervention"].to_pylist()) == {"none", "zero_query_bias"}
+    assert set(names["rows"]["run_id"].to_pylist()) == {"step-0", "step-2"}
+    assert Path("L1H5.html").stat().st_size > 10_000
+    assert names["callback"].every == 500
+
+
+def cells_of(notebook: Path) -> Iterator[ast.FunctionDef]:
+    """The cells of a marimo notebook, which is a Python file with a function for each."""
+    for node in ast.parse(notebook.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            yield node
+
+
+@pytest.mark.usefixtures("as_in_a_checkout")
+def test_the_cells_of_the_notebook_run() -> None:
+    """All but those that need marimo itself, which is not installed here: a menu and a title."""
+    names: dict[str, Any] = {"choice": SimpleNamespace(value="L1H5")}
+    cells_run = 0
+    for cell in cells_of(ROOT / "docs" / "notebook.py"):
+        if "mo" in ast.unparse(cell).replace("(", " ").replace(".", " ").split():
+            continue
+        body = [line for line in cell.body if not isinstance(line, ast.Return)]
+        exec(compile(ast.Module(body, []), str(cell.lineno), "exec"), names)
+        cells_run += 1
+    assert cells_run == 6
+    assert names["heatmap"].shape == (2, 8)
+    assert names["by_head"].rows()[0][3] > 0.5
+    assert names["effect"].columns.tolist() == ["none", "zero_query_bias"]
