@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,8 +14,8 @@ import duckdb
 import pyarrow as pa
 
 from queries.connection import hold_to_commits, view_descriptions
-from queries.shipped_views import way_to
-from schemas.errors import QueryError, printable, unknown
+from queries.mistakes import explained, query_error
+from schemas.errors import QueryError, unknown
 
 BATCH_ROWS = 10_000
 """Rows that DuckDB hands over at once."""
@@ -165,7 +164,7 @@ def run_query(
     try:
         reader = patience.wait(start)
     except duckdb.Error as error:
-        raise query_error(error, views, _column_names(connection)) from None
+        raise explained(error, connection, subquery) from None
     return Answer(patience, reader)
 
 
@@ -207,59 +206,6 @@ def _without_semicolons(text: str) -> str:
         if token_type == duckdb.token_type.operator and content[position] == ord(";"):
             content[position] = ord(" ")
     return content.decode()
-
-
-def _column_names(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
-    """The columns of all views."""
-    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
-    return frozenset(name for (name,) in connection.cursor().execute(sql).fetchall())
-
-
-def query_error(
-    error: Exception,
-    views: Mapping[str, str] | None = None,
-    columns: Container[str] | None = None,
-) -> QueryError:
-    """Say in one line what DuckDB says in many.
-
-    Names the view or column that was probably meant, if all `views` and `columns` are given.
-    """
-    if isinstance(error, duckdb.OutOfMemoryException):
-        return QueryError(
-            "the question needs more memory than it may take, or more disk than is free for what "
-            "does not fit; --memory 8GB gives it more, fewer columns or runs need less"
-        )
-    # Views that cannot be answered fail with a message of ours, which DuckDB prefixes.
-    message = str(error).replace("Invalid Input Error: view ", "view ")
-    missing_view = re.search(r"Table with name (\S+) does not exist", message)
-    if views and missing_view:
-        return QueryError(unknown("view", missing_view[1], views))
-    missing_column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', message)
-    if missing_column:
-        line = _unknown_column(missing_column[1], message, columns)
-        if line is not None:
-            return QueryError(line)
-    if "data-modifying" in message or "containing a COPY" in message:
-        return QueryError("queries are read-only: a WITH clause cannot write")
-    first_paragraph = message.partition("\n\n")[0]
-    return QueryError(printable(" ".join(first_paragraph.split())))
-
-
-def _unknown_column(name: str, message: str, columns: Container[str] | None) -> str | None:
-    """Why a question names a column in vain. None if DuckDB's message says more than we can."""
-    if columns is not None and name not in columns:
-        remedy = way_to(name)
-        if remedy:
-            return f"column {name!r} was not measured in these runs{remedy}"
-    candidates = re.search(r"Candidate bindings: (.*)", message)
-    if candidates is None:
-        return None
-    quoted_names = re.findall(r'"([^"]+)"', candidates[1])
-    # A candidate may be qualified, as in "heads.layer".
-    candidate_names = [quoted.rpartition(".")[2] for quoted in quoted_names]
-    nearest = difflib.get_close_matches(name, candidate_names, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown column {name!r}: {hint}Nearest: {', '.join(candidate_names)}"
 
 
 def _python_values(column: pa.Array) -> list[Any]:

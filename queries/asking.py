@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import duckdb
 import pyarrow as pa
 
-from queries.answers import query_error, run_query
+from queries.answers import run_query
 from queries.connection import (
     MEMORY,
     OPENED,
@@ -18,6 +18,7 @@ from queries.connection import (
     hold_to_commits,
     make_views,
 )
+from queries.mistakes import explained, query_error
 from queries.shipped_views import QUERIES
 from queries.verified_files import Tell
 from schemas.errors import QueryError
@@ -42,7 +43,7 @@ class RunDatabase:
         try:
             return self.connection.execute(sql).fetchall()
         except duckdb.Error as error:
-            raise query_error(error) from None
+            raise explained(error, self.connection, sql) from None
 
     def records(self, question: str) -> list[Record]:
         """The rows of an answer by name of column. `question` is SQL or the name of a view."""

@@ -11,7 +11,7 @@ WITH
     -- Query q gives each of the q + 1 keys that it sees 1 / (q + 1), if it attends uniformly.
     uniform AS (
         SELECT
-            run_id, model, key,
+            run_id, model, n_ctx, key,
             n_ctx - key AS queries,
             sum(1 / (key + 1)) OVER (PARTITION BY run_id ORDER BY key DESC) AS expected
         FROM (SELECT run_id, model, n_ctx, unnest(range(n_ctx)) AS key FROM runs)
@@ -33,7 +33,7 @@ WITH
     ),
     tokens AS (
         SELECT
-            run_id, model, intervention, input_family, layer, head, label, token, role,
+            run_id, model, n_ctx, intervention, input_family, layer, head, label, token, role,
             key = 0 AS first,
             count(*) AS keys,
             sum(queries) AS seen,
@@ -46,7 +46,7 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, input_family, label, layer, head, token, role, first, keys,
+    run_id, model, n_ctx, intervention, input_family, label, layer, head, token, role, first, keys,
     received / seen AS attention,
     expected / seen AS chance,
     received / expected AS attention_ratio,

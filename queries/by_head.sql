@@ -21,9 +21,9 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, input_family, layer, head,
+    run_id, model, n_ctx, intervention, input_family, layer, head,
     'L' || layer || 'H' || head AS label,
     head_means.* EXCLUDE (run_id, intervention, input_family, layer, head)
 FROM head_means
-JOIN (SELECT run_id, model FROM runs) USING (run_id)
+JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 ORDER BY run_id, intervention, input_family, layer, head

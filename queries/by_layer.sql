@@ -1,7 +1,7 @@
 -- Mean and largest value of every statistic over the measured heads of a layer.
 -- The value of a head is its mean over sequences.
 SELECT
-    run_id, model, intervention, input_family, layer,
+    run_id, model, n_ctx, intervention, input_family, layer,
     count(*) AS heads,
     max(sequences) AS sequences,
     avg(COLUMNS('^mean_(.*)$')) AS 'mean_\1',

@@ -1,7 +1,9 @@
 -- Mean of every statistic per part of the Pile and head, with standard errors.
--- sink_rate: share of sequences with sink_alpha above 0.3, as in sink_heads.
+-- sink_rate: share of sequences with sink_alpha above the threshold, as in sink_heads.
 -- se_…: standard error of the mean. It is NULL for a single sequence.
 -- Needs: an input of the family pile whose rows have meta.pile_set_name.
+-- parameter threshold DOUBLE = 0.3: Value of sink_alpha above which a sequence counts.
+-- example: by_pile_set --threshold 0.5 --limit 5
 WITH
     origins AS (
         -- Sequences are written once per intervention: without GROUP BY, heads would count twice.
@@ -17,12 +19,12 @@ WITH
         FROM heads
     )
 SELECT
-    run_id, intervention, input_family, pile_set_name, layer, head,
+    run_id, model, n_ctx, intervention, input_family, pile_set_name, layer, head,
     'L' || layer || 'H' || head AS label,
     count(*) AS sequences,
     -- sink_alpha = (1 + (T - 1) sink_mass) / T: it also counts query 0, which sees only key 0.
-    avg(((1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx > 0.3)::INT) AS sink_rate,
-    stddev_samp(((1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx > 0.3)::INT)
+    avg(((1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx > $threshold)::INT) AS sink_rate,
+    stddev_samp(((1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx > $threshold)::INT)
         / sqrt(count(sink_mass)) AS se_sink_rate,
     avg(COLUMNS(
         measured.* EXCLUDE (
@@ -41,7 +43,7 @@ SELECT
     ))) AS 'se_\0'
 FROM measured
 JOIN origins USING (run_id, sequence)
-JOIN (SELECT run_id, n_ctx FROM runs) USING (run_id)
+JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 WHERE pile_set_name IS NOT NULL
 GROUP BY ALL
 ORDER BY run_id, intervention, input_family, pile_set_name, layer, head

@@ -2,9 +2,12 @@
 -- Joins runs of the same weights: repeated_random with uniform_random input, and with text if
 -- there is such a run (pile, text). One row per combination of runs.
 -- is_dormant: induction score of at least 0.4 (ARENA's threshold) where tokens repeat, and sink
--- mass above 0.3 (Gu et al. 2024, arXiv 2410.10781) where nothing does.
+-- mass above 0.3 (Gu et al. 2024, arXiv 2410.10781) where nothing does, unless parameters say so.
 -- Needs: a run of the family repeated_random and a run of uniform_random, of the same model and
 -- interventions.
+-- parameter least_induction DOUBLE = 0.4: Induction score that a head must have on repeats.
+-- parameter least_sink DOUBLE = 0.3: Sink mass that it must exceed where nothing repeats.
+-- example: dormant_induction_heads --least-induction 0.3
 WITH
     head_means AS (
         SELECT
@@ -33,7 +36,8 @@ SELECT
     layer, head,
     repeated.induction_score AS induction_repeated,
     unrepeated.sink_mass AS sink_unrepeated,
-    repeated.induction_score >= 0.4 AND unrepeated.sink_mass > 0.3 AS is_dormant,
+    repeated.induction_score >= $least_induction
+        AND unrepeated.sink_mass > $least_sink AS is_dormant,
     repeated.sink_mass AS sink_repeated,
     natural_text.sink_mass AS sink_text,
     natural_text.induction_score AS induction_text,

@@ -52,11 +52,11 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, input_family,
+    run_id, model, n_ctx, intervention, input_family,
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
     untouched, edited, change, standard_error, pairs
 FROM changes
-JOIN (SELECT run_id, model FROM runs) USING (run_id), statistic_names
+JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id), statistic_names
 ORDER BY run_id, intervention, input_family, layer, head, number

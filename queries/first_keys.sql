@@ -41,9 +41,9 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, shard,
+    run_id, model, n_ctx, intervention, shard,
     'L' || layer || 'H' || head AS label,
-    layer, head, n_ctx,
+    layer, head,
     first_1, first_4, first_8,
     first_1 / uniform_1 AS boost_1,
     first_4 / uniform_4 AS boost_4,

@@ -15,7 +15,7 @@ WITH
         GROUP BY run_id, intervention, input_family, score
     )
 SELECT
-    run_id, intervention, input_family, score, quantile, threshold,
+    run_id, model, n_ctx, intervention, input_family, score, quantile, threshold,
     sequence, layer, head, label,
     CASE inactive WHEN 'above' THEN value > threshold ELSE value < threshold END AS is_inactive
 FROM inactive_scores

@@ -10,9 +10,9 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, input_family, score, quantile, threshold,
+    run_id, model, n_ctx, intervention, input_family, score, quantile, threshold,
     'L' || layer || 'H' || head AS label,
     layer, head, inactive_share, sequences
 FROM shares
-JOIN (SELECT run_id, model FROM runs) USING (run_id)
+JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 ORDER BY run_id, intervention, input_family, score, quantile, layer, head

@@ -36,7 +36,7 @@ WITH
         WHERE score = other_score
     )
 SELECT
-    run_id, intervention, input_family, quantile, score, other_score, n, other_n,
+    run_id, model, n_ctx, intervention, input_family, quantile, score, other_score, n, other_n,
     coalesce(n_both, 0) AS n_both,
     coalesce(n_both, 0) / (n + other_n - coalesce(n_both, 0)) AS iou
 FROM totals
@@ -45,4 +45,5 @@ JOIN (SELECT * RENAME (score AS other_score, n AS other_n) FROM totals)
 -- LEFT: two scores that never flag the same head have no pair, and an overlap of 0.
 LEFT JOIN pairs
     USING (run_id, intervention, input_family, quantile, score, other_score)
+JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 ORDER BY run_id, intervention, input_family, quantile, score, other_score

@@ -24,10 +24,10 @@ WITH
     ),
     with_layers AS (
         SELECT
-            measured.*,
+            measured.*, model, n_ctx,
             count(*) OVER layer_heads >= coalesce(n_heads, 0) AS is_whole
         FROM measured
-        JOIN (SELECT run_id, n_heads FROM runs) USING (run_id)
+        JOIN (SELECT run_id, model, n_ctx, n_heads FROM runs) USING (run_id)
         WINDOW layer_heads AS (PARTITION BY run_id, intervention, sequence, layer)
     ),
     -- FILTER makes the mean of a layer NULL, and with it the score, if heads are missing.
@@ -45,7 +45,7 @@ WITH
     ),
     scored AS (
         SELECT
-            run_id, intervention, input_family, sequence, layer, head, label,
+            run_id, model, n_ctx, intervention, input_family, sequence, layer, head, label,
             sink_alpha::DOUBLE AS "AWFT",
             sink_alpha / nullif(layer_alpha, 0) AS "AWFT (LN)",
             head_output_norm::DOUBLE AS "AHON",
@@ -67,13 +67,15 @@ WITH
         FROM layer_means
     )
 SELECT
-    run_id, intervention, input_family, sequence, layer, head, label, score, value,
+    run_id, model, n_ctx, intervention, input_family, sequence, layer, head, label, score, value,
     CASE WHEN score LIKE 'AWFT%' THEN 'above' ELSE 'below' END AS inactive
 FROM (
     -- UNPIVOT leaves out NULL, and so every score that a run cannot have.
     UNPIVOT scored
     ON COLUMNS(
-        * EXCLUDE (run_id, intervention, input_family, sequence, layer, head, label)
+        * EXCLUDE (
+            run_id, model, n_ctx, intervention, input_family, sequence, layer, head, label
+        )
     )
     INTO NAME score VALUE value
 )

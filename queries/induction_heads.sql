@@ -1,7 +1,9 @@
 -- Heads ranked by attention to what followed an earlier copy of the token, with the chance level.
--- is_induction: score of at least 0.4, the threshold of ARENA's exercises.
+-- is_induction: score of at least the threshold, by default that of ARENA's exercises.
 -- coverage: share of queries that have an earlier copy.
 -- measured: sequences in which any query has one. Only they count.
+-- parameter threshold DOUBLE = 0.4: Score from which on a head is an induction head.
+-- example: induction_heads --threshold 0.5 --limit 5
 WITH
     head_means AS (
         SELECT
@@ -20,7 +22,7 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, input_family,
+    run_id, model, n_ctx, intervention, input_family,
     -- A head without a score has no rank: rank() would give it the last one.
     CASE WHEN induction_score IS NOT NULL THEN
         rank() OVER (
@@ -30,9 +32,9 @@ SELECT
     END AS rank,
     'L' || layer || 'H' || head AS label,
     layer, head, induction_score, chance,
-    induction_score >= 0.4 AS is_induction,
+    induction_score >= $threshold AS is_induction,
     coverage, measured, sequences
 FROM head_means
-JOIN (SELECT run_id, model FROM runs) USING (run_id)
+JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 LEFT JOIN chance_levels USING (run_id)
 ORDER BY run_id, intervention, input_family, rank, layer, head

@@ -1,13 +1,16 @@
 -- Mean and variance of the attention that each key receives, over the queries that see it.
--- The queries of all sequences count alike. is_bar: mean above 0.018 and variance below 0.01, the
--- rule of Cancedda for keys that nearly all queries attend to.
+-- The queries of all sequences count alike. is_bar: mean above 0.018 and variance below 0.01, unless
+-- parameters say so: the rule of Cancedda for keys that nearly all queries attend to.
 -- decay: mean of this key over that of the key before.
 -- Needs: profiles = ["attention_by_pair"] in the scan, so at most 256 tokens.
+-- parameter least_mean DOUBLE = 0.018: Mean attention that a bar must exceed.
+-- parameter most_variance DOUBLE = 0.01: Variance that a bar must stay below.
+-- example: key_bars --least-mean 0.05 --limit 5
 WITH
     -- The mean over all queries stands beside each query's: the variance needs the difference.
     with_key_mean AS (
         SELECT
-            run_id, model, intervention, layer, head, label, query, key, count, mean,
+            run_id, model, n_ctx, intervention, layer, head, label, query, key, count, mean,
             sd ** 2 * (count - 1) AS m2,
             sum(count * mean) OVER one_key / sum(count) OVER one_key AS key_mean
         FROM profile_means
@@ -16,7 +19,7 @@ WITH
     ),
     bars AS (
         SELECT
-            run_id, model, intervention, layer, head, label, key,
+            run_id, model, n_ctx, intervention, layer, head, label, key,
             count(*) AS queries,
             any_value(key_mean) AS received_mean,
             -- A pair of a single sequence has no spread of its own.
@@ -25,9 +28,9 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, label, layer, head, key, queries,
+    run_id, model, n_ctx, intervention, label, layer, head, key, queries,
     received_mean, received_variance,
-    received_mean > 0.018 AND received_variance < 0.01 AS is_bar,
+    received_mean > $least_mean AND received_variance < $most_variance AS is_bar,
     received_mean / lag(received_mean) OVER (
         PARTITION BY run_id, intervention, layer, head ORDER BY key
     ) AS decay

@@ -3,7 +3,7 @@
 WITH
     layer_means AS (
         SELECT
-            run_id, model, intervention, input_family, layer,
+            run_id, model, n_ctx, intervention, input_family, layer,
             -- The stream is the same for all heads of a layer, so each sequence counts once.
             count(DISTINCT sequence) AS sequences,
             avg(sink_resid_pre_norm) AS resid_pre_first,
@@ -18,7 +18,7 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, input_family, layer,
+    run_id, model, n_ctx, intervention, input_family, layer,
     resid_pre_first, resid_pre_others,
     resid_pre_first / nullif(resid_pre_others, 0) AS resid_pre_ratio,
     resid_post_first, resid_post_others,

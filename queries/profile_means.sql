@@ -30,11 +30,11 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, profile, layer, head,
+    run_id, model, n_ctx, intervention, profile, layer, head,
     'L' || layer || 'H' || head AS label,
     query, key, lag, dimension, count, mean,
     sqrt(m2 / nullif(count - 1, 0)) AS sd,
     sqrt(m2 / nullif(count - 1, 0) / count) AS standard_error
 FROM merged
-JOIN (SELECT run_id, model FROM runs) USING (run_id)
+JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension

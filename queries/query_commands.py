@@ -122,6 +122,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             write_file,
             writing_to_stdout,
         )
+        from queries.mistakes import SqlMistake
         from queries.text_columns import with_text
 
         time_limit = timeout if 0 < timeout < float("inf") else None
@@ -135,7 +136,12 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         options = [option for parameter in context.command.params for option in parameter.opts]
         sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
         row_limit = rows_to_read(answer_format, limit)
-        answer = run_query(database.connection, sql, row_limit, time_limit)
+        try:
+            answer = run_query(database.connection, sql, row_limit, time_limit)
+        except SqlMistake as mistake:
+            if mistake.pointer:
+                tell_user(mistake.pointer)
+            raise
         if text:
             run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
             answer = with_text(answer, RunModels(runs, open_model), run_ids)

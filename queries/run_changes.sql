@@ -59,11 +59,11 @@ WITH
         GROUP BY ALL
     ),
     models AS (
-        SELECT run_id, model FROM runs
+        SELECT run_id, model, n_ctx FROM runs
     )
 SELECT
     changes.run_id, changes.other_run,
-    models.model, other_models.model AS other_model,
+    models.model, other_models.model AS other_model, models.n_ctx,
     intervention, input_family,
     'L' || layer || 'H' || head AS label,
     layer, head,

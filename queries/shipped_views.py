@@ -14,7 +14,7 @@ from queries.named_queries import QUERIES, NamedQuery, read_queries
 from queries.sql_text import quoted_name, text_literal
 from schemas.kinds import KINDS
 
-__all__ = ["BLIND", "QUERIES", "ShippedViews", "way_to"]
+__all__ = ["BLIND", "QUERIES", "ShippedViews", "base_names", "way_to"]
 
 BLIND = re.compile(
     r"\b(?:query|query_table|duckdb_\w+|information_schema|pg_\w+|sqlite_\w+|show)\b"
@@ -35,6 +35,8 @@ class ShippedViews:
     """Queries whose view answers."""
     errors: dict[str, duckdb.Error] = field(default_factory=dict[str, duckdb.Error])
     """Why the others have none that answers, by name, of those that were asked."""
+    problems: dict[str, str] = field(default_factory=dict[str, str])
+    """The same in a line for the user."""
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     """The column that a view needs and no run has, by name of the view."""
     foundation: Callable[[duckdb.DuckDBPyConnection], None] | None = None
@@ -78,15 +80,18 @@ class ShippedViews:
             if name in seen:
                 return
             seen.add(name)
-            code = self.queries[name].code
-            for other in self.queries:
-                if other.lower() in code:
-                    add(other)
+            for other in self._foundations_of(name):
+                add(other)
             ordered[name] = None
 
         for name in names:
             add(name)
         return list(ordered)
+
+    def _foundations_of(self, name: str) -> list[str]:
+        """The other queries whose names stand in the SQL of a query."""
+        code = self.queries[name].code
+        return [other for other in self.queries if other != name and other.lower() in code]
 
     def create(self, connection: duckdb.DuckDBPyConnection, question: str | None = None) -> None:
         """Create the views that a question may stand on, or all of them."""
@@ -104,7 +109,7 @@ class ShippedViews:
                 connection.execute(f"DROP MACRO TABLE IF EXISTS {quoted_name(name)}")
         for name in missing:
             try:
-                _create(connection, self.queries[name])
+                _create(connection, self.queries[name], self._foundations_of(name))
                 self.created.add(name)
             except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException) as why:
                 self.errors[name] = why
@@ -118,27 +123,81 @@ class ShippedViews:
         sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
         known_columns = {column for (column,) in connection.execute(sql).fetchall()}
         for name in names:
-            problem = _first_line(self.errors[name])
-            column = _unmeasured_column(name, self.errors, known_columns)
+            root = self._root_of_failure(name)
+            problem = _first_line(self.errors[root])
+            column = _unmeasured_column(self.errors[root], known_columns)
             if column is not None:
                 problem = f"it needs column {column!r}, which none of them measured{way_to(column)}"
                 self.unmeasured[name] = column
-            message = f"view {name!r} cannot be answered from these runs: {problem}"
-            _create_failing(connection, self.queries[name], message)
+            elif root != name:
+                problem = f"it stands on {root!r}: {problem}"
+            self.problems[name] = f"view {name!r} cannot be answered from these runs: {problem}"
+            _create_failing(connection, self.queries[name], self.problems[name])
+
+    def _root_of_failure(self, name: str) -> str:
+        """The query that failed for its own reason, on which a failed one stands."""
+        # As often as there are queries that failed: two could stand on each other.
+        for _ in self.errors:
+            message = _first_line(self.errors[name])
+            missing = re.search(r"Table (?:Function )?with name (\S+) does not exist", message)
+            if missing is None or missing[1] not in self.errors:
+                break
+            name = missing[1]
+        return name
+
+    def problem_of(self, question: str) -> str | None:
+        """Why a question cannot be answered that stands on a query without an answer."""
+        problems = [
+            self.problems[name] for name in self.named_in(question) if name in self.problems
+        ]
+        return problems[-1] if problems else None
 
 
-def _create(connection: duckdb.DuckDBPyConnection, query: NamedQuery) -> None:
+def _create(
+    connection: duckdb.DuckDBPyConnection, query: NamedQuery, foundations: Iterable[str]
+) -> None:
     """Create the view of a query, and its macro if it has parameters."""
     view = quoted_name(query.name)
     if not query.parameters:
         connection.execute(f"CREATE VIEW {view} AS {query.sql}")
         return
     declared = ", ".join(parameter.declaration for parameter in query.parameters)
-    connection.execute(f"CREATE MACRO {view}({declared}) AS TABLE {query.macro_body}")
+    macro = f"CREATE MACRO {view}({declared}) AS TABLE {query.macro_body}"
+    try:
+        connection.execute(macro)
+    except duckdb.BinderException as error:
+        if "Conflicting column names" not in str(error):
+            raise
+        _create_over_tables(connection, macro, foundations)
     if query.required:
         connection.execute(_failing_view(query.name, query.what_is_missing(query.required)))
     else:
         connection.execute(f"CREATE VIEW {view} AS FROM {view}()")
+
+
+def _create_over_tables(
+    connection: duckdb.DuckDBPyConnection, macro: str, views: Iterable[str]
+) -> None:
+    """Create a macro while empty tables stand in the place of the views that it reads.
+
+    DuckDB 2.0 takes columns inside of these views for parameters of the same name, but only while
+    it creates the macro.
+    """
+    connection.execute("BEGIN TRANSACTION")
+    try:
+        for view in views:
+            name, aside = quoted_name(view), quoted_name(f"{view} (aside)")
+            connection.execute(f"ALTER VIEW {name} RENAME TO {aside}")
+            connection.execute(f"CREATE TABLE {name} AS FROM {aside} LIMIT 0")
+        connection.execute(macro)
+        for view in views:
+            name, aside = quoted_name(view), quoted_name(f"{view} (aside)")
+            connection.execute(f"DROP TABLE {name}")
+            connection.execute(f"ALTER VIEW {aside} RENAME TO {name}")
+        connection.execute("COMMIT")
+    except duckdb.Error:
+        connection.execute("ROLLBACK")
+        raise
 
 
 def _create_failing(connection: duckdb.DuckDBPyConnection, query: NamedQuery, message: str) -> None:
@@ -158,36 +217,26 @@ def _failing_view(name: str, message: str) -> str:
     return f"CREATE VIEW {quoted_name(name)} AS SELECT {error} AS missing WHERE {error} IS NULL"
 
 
+def base_names(column: str) -> set[str]:
+    """A column and those that it may sum up: `entropy` for `mean_entropy`."""
+    return {column.removeprefix(prefix) for prefix in ("", *PREFIXES, "chance_")}
+
+
 def way_to(column: str) -> str:
     """How the next scan measures a column that no run has. Empty if no scan can."""
-    base_names = [column.removeprefix(prefix) for prefix in ("", *PREFIXES, "chance_")]
     for kind in KINDS:
-        for name in base_names:
+        for name in sorted(base_names(column)):
             if kind.named_by is None and name in kind.registry:
                 return f"; add {name!r} to {kind.field} in a scan, and scan again"
     return ""
 
 
-def _unmeasured_column(
-    view: str, errors: dict[str, duckdb.Error], known_columns: Container[str]
-) -> str | None:
-    """The column that a view, or one that it reads, needs and no table has.
-
-    None if something else is wrong with the view.
-    """
-    # Follow the view to the one that it reads, as often as there are views that failed.
-    for _ in errors:
-        message = _first_line(errors[view])
-        column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', message)
-        if column and isinstance(errors[view], duckdb.BinderException):
-            return None if column[1] in known_columns else column[1]
-        missing_view = re.search(
-            r"(?:Table|Table Function) with name (\S+) does not exist", message
-        )
-        if missing_view is None or missing_view[1] not in errors:
-            return None
-        view = missing_view[1]
-    return None
+def _unmeasured_column(error: duckdb.Error, known_columns: Container[str]) -> str | None:
+    """The column that a query needs and no table has. None if something else is wrong with it."""
+    if not isinstance(error, duckdb.BinderException):
+        return None
+    column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', _first_line(error))
+    return None if column is None or column[1] in known_columns else column[1]
 
 
 def _first_line(error: duckdb.Error) -> str:

@@ -1,7 +1,10 @@
 -- Heads ranked by attention to key 0, with the chance level and lengths at position 0.
--- is_sink: mean sink_alpha above 0.3, the threshold of Gu et al. 2024 (arXiv 2410.10781).
+-- is_sink: mean sink_alpha above the threshold, by default that of Gu et al. 2024 (arXiv
+-- 2410.10781).
 -- sink_rate: share of sequences above it.
 -- A ratio is the mean length at position 0 over the mean at the other positions.
+-- parameter threshold DOUBLE = 0.3: Mean sink_alpha above which a head is a sink.
+-- example: sink_heads --threshold 0.2 --limit 5
 WITH
     measured AS (
         SELECT
@@ -13,11 +16,11 @@ WITH
     ),
     head_means AS (
         SELECT
-            run_id, model, intervention, input_family, layer, head,
+            run_id, model, n_ctx, intervention, input_family, layer, head,
             count(sink_mass) AS sequences,
             avg(sink_mass) AS sink_mass,
             avg(alpha) AS sink_alpha,
-            avg((alpha > 0.3)::INT) AS sink_rate,
+            avg((alpha > $threshold)::INT) AS sink_rate,
             avg(sink_value_norm) AS first_value,
             -- (T · mean - first) / (T - 1): the stored mean includes position 0.
             avg((n_ctx * value_norm::DOUBLE - sink_value_norm) / nullif(n_ctx - 1, 0))
@@ -35,7 +38,7 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, input_family,
+    run_id, model, n_ctx, intervention, input_family,
     -- A head without a score has no rank: rank() would give it the last one.
     CASE WHEN sink_mass IS NOT NULL THEN
         rank() OVER (
@@ -45,7 +48,7 @@ SELECT
     END AS rank,
     'L' || layer || 'H' || head AS label,
     layer, head, sink_mass, chance, sink_alpha,
-    sink_alpha > 0.3 AS is_sink,
+    sink_alpha > $threshold AS is_sink,
     sink_rate,
     first_value / nullif(other_values, 0) AS value_norm_ratio,
     first_resid / nullif(other_resid, 0) AS resid_pre_norm_ratio,

@@ -3,7 +3,7 @@
 WITH
     head_means AS (
         SELECT
-            run_id, model, intervention, input_family, layer, head,
+            run_id, model, n_ctx, intervention, input_family, layer, head,
             count(*) AS sequences,
             avg(sink_value_norm) AS value_norm_first,
             -- (T · mean - first) / (T - 1): the stored mean includes position 0.
@@ -17,7 +17,7 @@ WITH
         GROUP BY ALL
     )
 SELECT
-    run_id, model, intervention, input_family,
+    run_id, model, n_ctx, intervention, input_family,
     'L' || layer || 'H' || head AS label,
     layer, head,
     value_norm_first, value_norm_others,

@@ -85,9 +85,9 @@ def test_constant_columns_are_written_once_and_columns_that_do_not_fit_are_named
     assert lines[:5] == [
         "run_id: a-1",
         "model: toy",
+        "n_ctx: 5",
         "intervention: none",
         "input_family: uniform_random",
-        "sequences: 4",
     ]
     header = lines.index(next(line for line in lines if line.startswith("layer")))
     assert lines[header].split() == ["layer", "head", "label", "mean_sink_mass"]

@@ -1,0 +1,16 @@
+-- What uniform attention would score on the same sequences, for each statistic that has such a level.
+SELECT run_id, model, n_ctx, name[8:] AS statistic, avg(value) AS chance
+FROM (
+    -- An empty column comes first: a run may have none.
+    UNPIVOT (
+        SELECT NULL::VARCHAR AS run_id, NULL::FLOAT AS chance_
+        WHERE false
+        UNION ALL BY NAME
+        FROM sequences
+    )
+    ON COLUMNS('^chance_')
+    INTO NAME name VALUE value
+)
+JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+GROUP BY ALL
+ORDER BY run_id, statistic

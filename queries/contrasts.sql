@@ -1,0 +1,93 @@
+-- How the means of two groups of sequences differ, per head and statistic.
+-- The groups are parts of the Pile, input families, models (checkpoints are models) or runs.
+-- difference: mean of this minus mean of other. standard_error: √(SE² + SE²), for groups that share
+-- no sequence. z: difference / standard_error.
+-- Runs on the same sequences are pairs: run_changes has smaller errors.
+-- Needs: two groups to compare; parts of the Pile need an input of the family pile.
+-- parameter compare VARCHAR = 'pile_set_name': What separates the groups: pile_set_name,
+--   input_family, model or run_id.
+-- parameter statistic VARCHAR = NULL: A column of heads. NULL: all of them.
+-- parameter this VARCHAR = NULL: One group. NULL: every one.
+-- parameter other VARCHAR = NULL: The group that it is compared with. NULL: every one.
+-- example: contrasts --statistic sink_mass --this Github --limit 5
+WITH
+    named AS (
+        SELECT
+            CASE $compare
+                WHEN 'pile_set_name' THEN parts.pile_set_name
+                WHEN 'input_family' THEN parts.input_family
+                WHEN 'model' THEN parts.model
+                WHEN 'run_id' THEN parts.run_id
+                ELSE error('compare: expected pile_set_name, input_family, model or run_id')
+            END AS name,
+            -- What must be equal in both groups. NULL is what separates them.
+            CASE WHEN $compare = 'pile_set_name' THEN parts.run_id END AS same_run,
+            CASE WHEN $compare = 'input_family' THEN parts.model END AS same_model,
+            CASE WHEN $compare <> 'input_family' THEN parts.input_family END AS same_input,
+            parts.intervention, parts.layer, parts.head, parts.statistic,
+            parts.count, parts.mean,
+            coalesce(parts.sd ** 2, 0) * (parts.count - 1) AS m2
+        FROM part_summaries AS parts
+        WHERE parts.count > 0 AND ($statistic IS NULL OR parts.statistic = $statistic)
+    ),
+    -- The mean over all parts of a group stands beside each part's: M2 needs the difference.
+    with_group_mean AS (
+        SELECT
+            *, sum(count * mean) OVER one_group / sum(count) OVER one_group AS group_mean
+        FROM named
+        WHERE name IS NOT NULL
+        WINDOW one_group AS (
+            PARTITION BY
+                name, same_run, same_model, same_input, intervention, layer, head, named.statistic
+        )
+    ),
+    groups AS (
+        SELECT
+            name, same_run, same_model, same_input, intervention, layer, head,
+            with_group_mean.statistic AS measured,
+            sum(count) AS n,
+            any_value(group_mean) AS mean,
+            sum(m2) + sum(count * (mean - group_mean) ** 2) AS m2
+        FROM with_group_mean
+        GROUP BY ALL
+    ),
+    with_errors AS (
+        -- A single sequence has no error.
+        SELECT *, m2 / nullif(n - 1, 0) / n AS squared_error
+        FROM groups
+    )
+SELECT
+    one.same_run AS run_id,
+    one.same_model AS model,
+    one.same_input AS input_family,
+    one.intervention,
+    'L' || one.layer || 'H' || one.head AS label,
+    one.layer, one.head,
+    one.measured AS statistic,
+    $compare AS compared,
+    one.name AS this,
+    two.name AS other,
+    one.mean AS this_mean,
+    two.mean AS other_mean,
+    one.mean - two.mean AS difference,
+    sqrt(one.squared_error + two.squared_error) AS standard_error,
+    (one.mean - two.mean) / nullif(sqrt(one.squared_error + two.squared_error), 0) AS z,
+    one.n::BIGINT AS this_sequences,
+    two.n::BIGINT AS other_sequences
+FROM with_errors AS one
+JOIN with_errors AS two
+    ON one.name <> two.name
+    AND one.same_run IS NOT DISTINCT FROM two.same_run
+    AND one.same_model IS NOT DISTINCT FROM two.same_model
+    AND one.same_input IS NOT DISTINCT FROM two.same_input
+    AND one.intervention = two.intervention
+    AND one.layer = two.layer
+    AND one.head = two.head
+    AND one.measured = two.measured
+-- Without a choice each pair of groups comes once.
+WHERE one.name = coalesce($this, one.name)
+    AND two.name = coalesce($other, two.name)
+    AND ($this IS NOT NULL OR $other IS NOT NULL OR one.name < two.name)
+ORDER BY
+    run_id, model, input_family, one.intervention, one.measured, one.name, two.name, one.layer,
+    one.head

@@ -1,0 +1,35 @@
+-- All statistics of one head: means with errors, chance levels and its place among the heads.
+-- percentile: share of the other heads of the run with a smaller mean, from 0 to 100. heads: with
+-- how many heads it was compared.
+-- parameter label VARCHAR = NULL: The head, as in L5H1. NULL: every head.
+-- parameter intervention VARCHAR = 'none': The edit of the model under which it was measured.
+-- example: head_card --label L5H1
+WITH
+    placed AS (
+        SELECT
+            summaries.*,
+            100 * percent_rank() OVER (
+                PARTITION BY summaries.run_id, summaries.input_family, summaries.statistic
+                ORDER BY summaries.mean
+            ) AS percentile,
+            count(*) OVER (
+                PARTITION BY summaries.run_id, summaries.input_family, summaries.statistic
+            ) AS heads
+        FROM head_summaries AS summaries
+        -- A head on which a statistic is never defined has no place.
+        WHERE summaries.intervention = $intervention AND summaries.mean IS NOT NULL
+    )
+SELECT
+    placed.run_id, placed.model, contexts.n_ctx, placed.intervention, placed.input_family, placed.label,
+    placed.statistic, placed.mean, placed.standard_error, placed.sd, levels.chance,
+    placed.percentile, placed.heads, placed.minimum, placed.maximum, placed.count AS defined,
+    placed.undefined
+FROM placed
+JOIN (SELECT run_id, n_ctx FROM runs) AS contexts ON contexts.run_id = placed.run_id
+LEFT JOIN (
+    SELECT chances.run_id, chances.statistic AS measured, chances.chance
+    FROM chance_levels AS chances
+) AS levels
+    ON levels.run_id = placed.run_id AND levels.measured = placed.statistic
+WHERE $label IS NULL OR placed.label = upper($label)
+ORDER BY placed.run_id, placed.input_family, placed.label, placed.statistic
