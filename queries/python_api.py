@@ -44,7 +44,8 @@ CARD_HEIGHT = 900
 """Height of a card in a notebook, in pixels; it scrolls."""
 
 RUNS_SUMMARY = """
-    SELECT run_id, model, input_family AS input, interventions, complete,
+    SELECT run_id, model, input_family AS input,
+        array_to_string(interventions, ', ') AS interventions, complete,
         sequences_done || ' of ' || sequences AS sequences, rows
     FROM runs ORDER BY run_id
 """
@@ -295,7 +296,10 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     for row in rows:
         cells = "".join(f"<td>{html.escape(_cell(value))}</td>" for value in row)
         lines.append(f"<tr>{cells}</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    # Not every notebook has a style for tables.
+    style = "border-collapse: separate; border-spacing: 12px 2px; text-align: left"
+    body = "".join(lines)
+    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _cell(value: object) -> str:

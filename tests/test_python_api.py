@@ -589,6 +589,8 @@ def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
         exec(block, names)
     assert "did you mean 'sink_mass'" in capsys.readouterr().out
     assert names["answer"].columns == ["label", "induction"]
+    for row in names["sinks"].df().itertuples():
+        assert row.is_sink == (row.sink_alpha > 0.5)
     assert set(names["edited"]["intervention"].to_pylist()) == {"none", "zero_query_bias"}
     assert set(names["rows"]["run_id"].to_pylist()) == {"step-0", "step-2"}
     assert Path("L1H5.html").stat().st_size > 10_000
