@@ -186,6 +186,7 @@ def command_line() -> typer.Typer:
     import jobs.scan_commands
     import queries.query_commands
     import queries.text_commands
+    import queries.views_commands
     import reproduce.reproduce_commands
     import reproduce.texts_commands
 
@@ -204,6 +205,7 @@ def command_line() -> typer.Typer:
     # Questions import no models, so the front door hands them the class that opens one.
     queries.query_commands.mount(app, jobs.run_model.RunModel)
     queries.text_commands.mount(app, jobs.run_model.RunModel)
+    queries.views_commands.mount(app)
     reproduce.reproduce_commands.mount(app)
     reproduce.texts_commands.mount(app)
 

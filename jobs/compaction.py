@@ -56,6 +56,7 @@ from schemas.errors import RunError
 from schemas.kinds import TABLES
 from schemas.places import names, reason
 from schemas.run_directory import RunDirectory, pc
+from schemas.tables import ROLLUPS
 
 ROWS = 2_000_000
 """Rows of a merged file of the largest table (`heads`, or `profiles`). A file with at least half of
@@ -176,7 +177,7 @@ class _Compaction:
 def _mergeable_units(ledger: pa.Table, rows: int) -> list[Unit]:
     """The units that are to be merged, in shard order.
 
-    These are the units with less than half of `rows`, and those with rows that no longer count.
+    These are the units with less than half of `rows`, and those that must be written again.
     """
     lists = ledger["files"].combine_chunks()
     files = pc.list_flatten(lists)
@@ -195,25 +196,30 @@ def _mergeable_units(ledger: pa.Table, rows: int) -> list[Unit]:
         positions_by_path.setdefault(path, []).append(position)
     shards_in_file = pc.struct_field(files, "shards").to_numpy()[first_files].tolist()
     shards_by_path = dict(zip(paths, shards_in_file, strict=True))
+    is_rollup = pc.equal(pc.struct_field(files, "table"), ROLLUPS.name).to_numpy(False)
+    has_rollups = np.zeros(len(ledger), bool)
+    has_rollups[positions[is_rollup]] = True
 
     shards = ledger["shard"].to_numpy()
     codes = ledger["code"].to_pylist()
-    units = [
-        Unit(
-            shards=shards[members].tolist(),
-            rows=int(rows_of_shard[members].sum()),
-            code=codes[members[0]],
-            has_foreign_rows=shards_by_path[path] != len(members),
+    units: list[Unit] = []
+    for path, members in positions_by_path.items():
+        unit_rows = int(rows_of_shard[members].sum())
+        has_foreign_rows = shards_by_path[path] != len(members)
+        # Older code merged without roll-ups, and a large shard is never merged.
+        is_large = len(members) > 1 or 2 * unit_rows >= ROWS
+        lacks_rollups = is_large and not has_rollups[members].all()
+        must_be_rewritten = has_foreign_rows or lacks_rollups
+        units.append(
+            Unit(shards[members].tolist(), unit_rows, codes[members[0]], must_be_rewritten)
         )
-        for path, members in positions_by_path.items()
-    ]
-    return [unit for unit in units if unit.has_foreign_rows or 2 * unit.rows < rows]
+    return [unit for unit in units if unit.must_be_rewritten or 2 * unit.rows < rows]
 
 
 def _grouped(units: list[Unit], rows: int) -> list[list[Unit]]:
     """Units of one code that are merged with one another, with at most `rows` in a group.
 
-    A unit without a partner stays as it is. Only one with foreign rows is written again alone.
+    A unit without a partner stays as it is, unless it must be written again.
     """
     groups: list[list[Unit]] = []
     group_rows = 0

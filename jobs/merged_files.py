@@ -1,5 +1,7 @@
 """The rows of some shards, moved into one file for each table and intervention.
 
+Roll-ups of these rows are made on the way, in a file beside the others.
+
 A merge writes new files and changes nothing else: no commit refers to them yet. Only the process
 that holds the run (`jobs.compaction`) says that the rows lie there, and deletes the small files. So
 a merge may run anywhere, be cut off, or outlive the process that asked for it. What it leaves then
@@ -30,11 +32,14 @@ from schemas.damage import (
     shards_in_words,
 )
 from schemas.digests import digest_of
+from schemas.histogram_bins import Axis
 from schemas.kinds import TABLES
 from schemas.manifest import Manifest
 from schemas.parquet import parquet_bytes, read_content
 from schemas.places import open_at_once, reason, settle, write_whole
 from schemas.run_directory import RunDirectory, data_path, pc
+from schemas.tables import HEADS, ROLLUPS, SEQUENCES, with_partitions
+from workers.measurements.rollups import rolled_up
 
 ROW_GROUP = 65_536
 """Rows of a row group, which a reader reads or skips together."""
@@ -66,8 +71,10 @@ class Unit:
     """The code that measured them. Shards of two codes are never merged, so that either can be read
     alone.
     """
-    has_foreign_rows: bool
-    """Whether its files also hold rows of shards that no longer count there."""
+    must_be_rewritten: bool
+    """Whether it is merged even alone: its files also hold rows of shards that no longer count
+    there, or it is large and has no roll-ups.
+    """
 
 
 @dataclass(frozen=True)
@@ -97,8 +104,8 @@ MergeGroups = Callable[[Iterable[Group]], Iterator[Merged]]
 
 
 def is_worth_merging(units: Sequence[Unit]) -> bool:
-    """Whether to merge some units: a single one only if it has rows that must be left behind."""
-    return len(units) > 1 or (len(units) == 1 and units[0].has_foreign_rows)
+    """Whether to merge some units: a single one only if it must be written again."""
+    return len(units) > 1 or (len(units) == 1 and units[0].must_be_rewritten)
 
 
 def merge_group(group: Group) -> Merged:
@@ -148,26 +155,46 @@ def merge_files(
         files_by_kind.setdefault((file.table, file.intervention), []).append(file)
     bounds = declared_bounds(manifest)
     new_files: list[DataFile] = []
+    new_rollups: list[DataFile] = []
     old_paths: list[str] = []
+    merged_rows: dict[str, dict[str, pa.Table]] = {}
     for (table, intervention), files in files_by_kind.items():
-        if len(files) == 1 and len(files[0].shards) == 1 and files[0].rows is not None:
+        if TABLES[table].written == "once":
             continue  # A run has one file of weights. It stays where it is.
-        rows = _sorted(_read_rows(run, manifest, files, bounds), TABLES[table].order)
-        new_files.append(_write_merged_file(run, table, intervention, name, rows, files))
         old_paths += [file.path for file in files]
-    return _with_new_files(commits, new_files), old_paths
+        if table == ROLLUPS.name:
+            continue  # They are made anew, from the rows.
+        rows = _sorted(_read_rows(run, manifest, files, bounds), TABLES[table].order)
+        shard_count = sum(len(file.shards) for file in files)
+        new_files.append(_write_merged_file(run, table, intervention, name, rows, shard_count))
+        if table in (HEADS.name, SEQUENCES.name):
+            tables = merged_rows.setdefault(intervention, {})
+            tables[table] = rows
+            if len(tables) == 2:
+                rollups = _rollups(run, manifest, intervention, merged_rows.pop(intervention))
+                new_rollups.append(
+                    _write_merged_file(run, ROLLUPS.name, intervention, name, rollups, len(commits))
+                )
+    return _with_rollups(_with_new_files(commits, new_files), new_rollups), old_paths
+
+
+def _rollups(
+    run: RunDirectory, manifest: Manifest, intervention: str, tables: Mapping[str, pa.Table]
+) -> pa.Table:
+    """The roll-ups of merged rows under one intervention."""
+    axes = {
+        name: Axis(*range_of_statistic)
+        for name, range_of_statistic in declared_bounds(manifest)[HEADS.name].items()
+    }
+    rows = rolled_up(tables[HEADS.name], tables[SEQUENCES.name], axes)
+    return with_partitions(rows, run.run_id, intervention)
 
 
 def _write_merged_file(
-    run: RunDirectory,
-    table: str,
-    intervention: str,
-    name: str,
-    rows: pa.Table,
-    old_files: list[CommittedFile],
+    run: RunDirectory, table: str, intervention: str, name: str, rows: pa.Table, shards: int
 ) -> DataFile:
-    """Write the rows of some files into one."""
-    content = parquet_bytes(rows, row_group_size=ROW_GROUP)
+    """Write the rows of some shards into one file."""
+    content = parquet_bytes(rows, row_group_size=TABLES[table].row_group or ROW_GROUP)
     path = data_path(table, intervention, name)
     write_whole(run.path / path, content)
     # The old files are deleted later, so the new name must survive a power cut.
@@ -178,7 +205,7 @@ def _write_merged_file(
         path=path,
         rows=rows.num_rows,
         bytes=content.size,
-        shards=sum(len(file.shards) for file in old_files),
+        shards=shards,
         digest=digest_of(content),
     )
 
@@ -210,6 +237,32 @@ def _with_new_files(commits: pa.Table, new_files: list[DataFile]) -> pa.Table:
     field = COMMITS.field("files")
     return commits.set_column(
         commits.schema.get_field_index("files"), field, moved.cast(field.type)
+    )
+
+
+def _with_rollups(commits: pa.Table, new_rollups: list[DataFile]) -> pa.Table:
+    """Commits that refer to new roll-ups, in place of older ones.
+
+    No row of them is of one shard, so each commit counts none.
+    """
+    lists = commits["files"].combine_chunks()
+    files = pc.list_flatten(lists)
+    is_kept = pc.not_equal(pc.struct_field(files, "table"), ROLLUPS.name)
+    commit_of_file = pc.list_parent_indices(lists).filter(is_kept).to_numpy()
+    kept_files = files.filter(is_kept)
+    records = [file.model_dump() | {"rows": 0} for file in new_rollups]
+    all_files = pa.concat_arrays([kept_files, pa.array(records, files.type)])
+    # Each commit has the files that it keeps, and then all the roll-ups.
+    kept = np.bincount(commit_of_file, minlength=len(commits))
+    added = np.tile(np.arange(len(records)) + len(kept_files), len(commits))
+    places = np.insert(np.arange(len(kept_files)), np.repeat(np.cumsum(kept), len(records)), added)
+    offsets = np.concatenate([[0], np.cumsum(kept + len(records))])
+    new_lists = pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()), all_files.take(pa.array(places))
+    )
+    field = COMMITS.field("files")
+    return commits.set_column(
+        commits.schema.get_field_index("files"), field, new_lists.cast(field.type)
     )
 
 

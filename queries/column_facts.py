@@ -91,6 +91,8 @@ def _need(connection: duckdb.DuckDBPyConnection, view: str) -> str | None:
     if view in TABLES:
         if TABLES[view].written == "every shard":
             return "a shard that is done: headcount status RUN says how far a run is"
+        if TABLES[view].written == "when shards are merged":
+            return "merged shards: headcount compact RUN; head_summaries answers without"
         fields = [f"{kind.field} = […]" for kind in KINDS if kind.table.name == view]
         # Two kinds may fill one table.
         return f"{' or '.join(fields)} in the scan"

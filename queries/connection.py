@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,14 @@ from queries.run import Run, read_run, read_runs
 from queries.shipped_views import BLIND, QUERIES, ShippedViews
 from queries.sql_text import text_literal
 from queries.stores import register_stores
-from queries.table_sql import path_pattern, table_sql
+from queries.table_sql import (
+    SOURCES,
+    UNROLLED_HEADS,
+    UNROLLED_SEQUENCES,
+    Source,
+    path_pattern,
+    source_sql,
+)
 from queries.verified_files import Tell, damage_in
 from schemas.errors import QueryError
 from schemas.kinds import TABLES
@@ -106,6 +113,10 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: boo
     measured = run_tables.measured_columns(runs)
     for name, table in TABLES.items():
         _create_table(connection, name, _empty_table(table, measured[name]))
+    for source in (UNROLLED_HEADS, UNROLLED_SEQUENCES):
+        _create_source(
+            connection, source.name, _empty_table(source.table, measured[source.table.name])
+        )
     _create_table(connection, "runs", run_tables.runs_table([]))
     _create_table(connection, "shards", run_tables.shards_table([]))
     _create_table(connection, "statistics", run_tables.statistics_table(runs))
@@ -174,10 +185,10 @@ def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
         _make_views(connection, opened, sql)
         if not opened.runs:
             return
-        tables = _tables_read(connection, sql)
-        if not tables:
+        sources = _sources_read(connection, sql)
+        if not sources:
             return
-        verified = [_verified(run, tables, opened.tell) for run in opened.runs]
+        verified = [_verified(run, _tables_of(run, sources), opened.tell) for run in opened.runs]
         if all(new is old for new, old in zip(verified, opened.runs, strict=True)):
             return
         known_lines = set(damage_lines(opened))
@@ -202,14 +213,14 @@ def damage_lines(opened: OpenedRuns) -> list[str]:
     return lines
 
 
-def _tables_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
-    """The tables with files that a question reads, whether it names them or views over them."""
+def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
+    """The sources of rows that a question reads, whether it names them or views over them."""
     cursor = connection.cursor()
     # To name the tables, DuckDB binds the question, which opens files; these may be damaged. So in
-    # a transaction that is taken back, every table is empty.
+    # a transaction that is taken back, every source is empty.
     cursor.execute("BEGIN TRANSACTION")
     try:
-        for name in TABLES:
+        for name in SOURCES:
             cursor.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS FROM ledger.{name}_content")
         tables = cursor.get_table_names(sql, qualified=True)
     except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
@@ -217,7 +228,9 @@ def _tables_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
         if shipped.names_macro(sql):
             # DuckDB names the tables without the values of parameters, which some macros need.
             code = shipped.code_of(sql)
-            return [name for name in TABLES if name in code]
+            # Internal views do not say which tables they read.
+            names_internals = "ledger." in code
+            return [name for name in SOURCES if names_internals or name in code]
         # A mistake in the question. The user hears of it when the question is asked.
         return []
     except duckdb.Error:
@@ -225,7 +238,17 @@ def _tables_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
         return list(TABLES)
     finally:
         cursor.execute("ROLLBACK")
-    return [name for name in TABLES if f"ledger.{name}_content" in tables]
+    return [name for name in SOURCES if f"ledger.{name}_content" in tables]
+
+
+def _tables_of(run: Run, sources: Iterable[str]) -> list[str]:
+    """The tables of a run that some sources read. Where all is rolled up, rows are not read."""
+    tables = {
+        SOURCES[name].table.name
+        for name in sources
+        if not SOURCES[name].unrolled or run.files(SOURCES[name].table.name, unrolled=True)
+    }
+    return sorted(tables)
 
 
 def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
@@ -246,29 +269,29 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
     """Point the tables at the files that count, and fill the tables that describe the runs."""
     # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now; it
     # takes a shard out of all tables, so all tables are tried again.
-    while unfit_tables := [
-        table for table in TABLES.values() if _problem_of_view(connection, table, opened.runs)
+    while unfit_sources := [
+        source for source in SOURCES.values() if _problem_of_view(connection, source, opened.runs)
     ]:
-        names = [table.name for table in unfit_tables]
+        names = [source.table.name for source in unfit_sources]
         opened.runs = [_verified(run, names, opened.tell) for run in opened.runs]
-        for table in unfit_tables:
-            _leave_out_misfits(connection, table, opened)
+        for source in unfit_sources:
+            _leave_out_misfits(connection, source, opened)
     _store_content(connection, "runs", run_tables.runs_table(opened.runs))
     _store_content(connection, "shards", run_tables.shards_table(opened.runs))
 
 
 def _problem_of_view(
-    connection: duckdb.DuckDBPyConnection, table: Table, runs: list[Run]
+    connection: duckdb.DuckDBPyConnection, source: Source, runs: list[Run]
 ) -> str | None:
-    """Create the view of a table's files; why that cannot be, or None if it is there."""
+    """Create the view of a source; why that cannot be, or None if it is there."""
     return _problem(
-        connection, f"CREATE OR REPLACE VIEW ledger.{table.name} AS {table_sql(table, runs)}"
+        connection, f"CREATE OR REPLACE VIEW ledger.{source.name} AS {source_sql(source, runs)}"
     )
 
 
-def _misfit(connection: duckdb.DuckDBPyConnection, table: Table, runs: list[Run]) -> str | None:
-    """Why the files of a table do not have its columns. None if they do."""
-    return _problem(connection, f"EXPLAIN {table_sql(table, runs)}")
+def _misfit(connection: duckdb.DuckDBPyConnection, source: Source, runs: list[Run]) -> str | None:
+    """Why the files of a source do not have its columns. None if they do."""
+    return _problem(connection, f"EXPLAIN {source_sql(source, runs)}")
 
 
 def _problem(connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
@@ -281,22 +304,23 @@ def _problem(connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
 
 
 def _leave_out_misfits(
-    connection: duckdb.DuckDBPyConnection, table: Table, opened: OpenedRuns
+    connection: duckdb.DuckDBPyConnection, source: Source, opened: OpenedRuns
 ) -> None:
-    """Leave out runs whose files of a table do not fit their manifests.
+    """Leave out runs whose files of a source do not fit their manifests.
 
     It is an error if no run is left.
     """
     fitting: list[Run] = []
     misfits: list[str] = []
     for run in opened.runs:
-        why = _misfit(connection, table, [run])
+        why = _misfit(connection, source, [run])
         if why is None:
             fitting.append(run)
         else:
             misfits.append(
-                f"{run.directory.path}: the files of table {table.name} do not fit the manifest: "
-                f"{why}; bring back a copy of manifest.json, or headcount rm {run.directory.path}"
+                f"{run.directory.path}: the files of table {source.table.name} do not fit the "
+                f"manifest: {why}; bring back a copy of manifest.json, or headcount rm "
+                f"{run.directory.path}"
             )
     if misfits and not fitting:
         raise QueryError(misfits[0])
@@ -311,12 +335,17 @@ def _empty_table(table: Table, measured: Mapping[str, Column]) -> pa.Table:
 
 def _create_table(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
     """Create a view that users see, over one that can be pointed at files, over the content."""
-    _store_content(connection, name, content)
-    connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
+    _create_source(connection, name, content)
     columns = content.schema.names
     needs_label = {"layer", "head"} <= set(columns) and "label" not in columns
     label = ", 'L' || layer || 'H' || head AS label" if needs_label else ""
     connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM ledger.{name}")
+
+
+def _create_source(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
+    """Create a view that can be pointed at files, over the content."""
+    _store_content(connection, name, content)
+    connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
 
 
 def _store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:

@@ -1,4 +1,4 @@
-"""Writing an answer as a table, CSV, JSON or Parquet.
+"""Writing an answer as a table, CSV, JSON, Markdown or Parquet.
 
 It goes to stdout, or to a file that appears whole.
 """
@@ -11,24 +11,26 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Literal, TextIO, TypeAlias
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from queries.answers import Answer
 from queries.text_tables import COUNTED_ROWS, TABLE_ROWS, write_table
 from schemas.errors import QueryError, printable
 
-Format: TypeAlias = Literal["table", "csv", "json", "jsonl", "parquet"]
+Format: TypeAlias = Literal["table", "csv", "json", "jsonl", "parquet", "markdown"]
 
 SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".json": "json",
     ".jsonl": "jsonl",
+    ".md": "markdown",
     ".parquet": "parquet",
     ".txt": "table",
 }
@@ -93,12 +95,12 @@ def write_file(
     if answer_format == "parquet":
         write_parquet(answer, path)
         return
-    with _appearing(path) as partial, partial.open("w", encoding="utf-8", newline="") as out:
+    with appearing(path) as partial, partial.open("w", encoding="utf-8", newline="") as out:
         write(answer, answer_format, out, limit, vertical)
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
+def appearing(path: Path) -> Iterator[Path]:
     """Another file to write to, which becomes `path` at the end. A device or a pipe is itself."""
     # A link stays a link: what it points at is replaced.
     target = Path(os.path.realpath(path))
@@ -177,6 +179,8 @@ def write(
         write_csv(answer, out)
     elif answer_format == "jsonl":
         write_json_lines(answer, out)
+    elif answer_format == "markdown":
+        write_markdown(answer, out)
     else:
         write_json(answer, out)
 
@@ -195,6 +199,28 @@ def write_csv(answer: Answer, out: TextIO) -> None:
             cell = _json_text(value, out) if isinstance(value, list | dict) else value
             cells.append(shown(cell) if isinstance(cell, str) else cell)
         writer.writerow(cells)
+
+
+def write_markdown(answer: Answer, out: TextIO) -> None:
+    """Write a table as pages on GitHub and notebooks show it. Numbers have all their digits.
+
+    NULL is a dash, as in a table.
+    """
+    out.write(_markdown_row(answer.schema.names))
+    is_number = [pa.types.is_floating(c.type) or pa.types.is_integer(c.type) for c in answer.schema]
+    out.write("|" + "|".join("---:" if right else "---" for right in is_number) + "|\n")
+    for row in answer.rows():
+        texts = [
+            _json_text(value, out) if isinstance(value, list | dict) else str(value)
+            for value in ("–" if value is None else value for value in row)
+        ]
+        out.write(_markdown_row(texts))
+
+
+def _markdown_row(cells: Iterable[str]) -> str:
+    """A line of a table, in which no cell can end its cell or line, or begin HTML."""
+    escaped = [re.sub(r"[\\|`*_<>\[\]]", r"\\\g<0>", printable(cell)) for cell in cells]
+    return f"| {' | '.join(escaped)} |\n"
 
 
 def write_json(answer: Answer, out: TextIO) -> None:
@@ -222,7 +248,7 @@ def _json_objects(answer: Answer, out: TextIO) -> Iterator[str]:
 
 def write_parquet(answer: Answer, path: Path) -> None:
     """Write a Parquet file whose metadata says what the columns mean."""
-    with _appearing(path) as partial:
+    with appearing(path) as partial:
         schema = answer.described_schema
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for batch in answer.batches():

@@ -93,6 +93,9 @@ def _why_unknown(message: str, connection: duckdb.DuckDBPyConnection, question: 
     problem = shipped.problem_of(question)
     if problem is not None:
         return problem
+    if 'Candidate bindings: "missing"' in message:
+        # The view of a query that needs a parameter has this one column.
+        return shipped.missing_parameter(question)
     if missing := re.search(r"Table with name (\S+) does not exist", message):
         return unknown("view", missing[1], view_descriptions(connection))
     if called := re.search(r"Macro (\w+)\(\) does not support", message):
@@ -100,6 +103,11 @@ def _why_unknown(message: str, connection: duckdb.DuckDBPyConnection, question: 
         return None if query is None else _wrong_call(query, question)
     if chosen := re.search(r"c = CAST\('(.*?)' AS VARCHAR\).* empty set of columns", message):
         return _unknown_statistic(chosen[1], connection)
+    return _why_no_column(message, connection)
+
+
+def _why_no_column(message: str, connection: duckdb.DuckDBPyConnection) -> str | None:
+    """Why a question names a column in vain, if DuckDB's message says less than we can."""
     column = _missing_column(message)
     if column is None:
         return None

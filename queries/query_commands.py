@@ -75,7 +75,7 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
             typer.Option("-f", "--file", metavar="FILE", help="File that holds the SQL."),
         ] = None,
         requested_format: Annotated[
-            Literal["table", "csv", "json", "jsonl", "parquet"] | None,
+            Literal["table", "csv", "json", "jsonl", "parquet", "markdown"] | None,
             typer.Option(
                 "--format",
                 help="How to write the answer. Default: as the name of the file says, or a table.",

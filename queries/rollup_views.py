@@ -1,5 +1,7 @@
 """Moments and histograms of every statistic, by head and by part of the Pile, as internal views.
 
+They come from the roll-ups that were written, and from the rows of shards that have none.
+
 `ledger.part_moments`, `ledger.head_moments`, `ledger.part_bins` and `ledger.head_bins` are what the
 views part_summaries, head_summaries, distributions and head_quantiles stand on.
 
@@ -17,7 +19,7 @@ import duckdb
 from queries.run import Run
 from queries.run_tables import bounds
 from queries.sql_text import quoted_name, text_literal
-from schemas.rollups import (
+from schemas.histogram_bins import (
     BINS_PER_OCTAVE,
     LAST_BIN,
     LINEAR_BINS,
@@ -88,13 +90,14 @@ def merged_moments(keys: Sequence[str], statistics: Sequence[MeasuredStatistic])
 
     n = Σ n_u, mean = Σ n_u mean_u / n, M2 = Σ M2_u + Σ n_u (mean_u - mean)², over what is merged.
     """
+    from_rows = [_moments_of_rows(keys, statistic) for statistic in statistics]
     by = ", ".join(keys)
     return f"""
         WITH with_pooled_mean AS (
             SELECT
                 *,
                 sum(count * mean) OVER cell / nullif(sum(count) OVER cell, 0) AS pooled_mean
-            FROM ({_union([_moments_of_rows(keys, statistic) for statistic in statistics])})
+            FROM ({_union([_written_moments(keys), *from_rows])})
             WINDOW cell AS (PARTITION BY {by})
         )
         SELECT
@@ -114,6 +117,7 @@ def merged_bins(keys: Sequence[str], statistics: Sequence[MeasuredStatistic]) ->
 
     `minimum` and `maximum` are ends that the values of the bin do not exceed either.
     """
+    from_rows = [_bins_of_rows(keys, statistic) for statistic in statistics]
     by = ", ".join(keys)
     return f"""
         SELECT
@@ -124,7 +128,7 @@ def merged_bins(keys: Sequence[str], statistics: Sequence[MeasuredStatistic]) ->
                 sum(count)::BIGINT AS count,
                 min(minimum) AS minimum,
                 max(maximum) AS maximum
-            FROM ({_union([_bins_of_rows(keys, statistic) for statistic in statistics])})
+            FROM ({_union([_written_bins(keys), *from_rows])})
             GROUP BY ALL
         )"""
 
@@ -146,7 +150,7 @@ BIN_LOW = f"""CASE
     WHEN bin = 0 THEN greatest(range_low, {-NEAR_ZERO!r})
     ELSE {_edge("bin - 1")}
 END"""
-"""The low end of a bin, in SQL: what `schemas.rollups` says."""
+"""The low end of a bin, in SQL: what `schemas.histogram_bins` says."""
 
 BIN_HIGH = f"""CASE
     WHEN {IS_LINEAR} THEN range_low + (bin + 1) * (range_high - range_low) / {LINEAR_BINS}
@@ -155,6 +159,22 @@ BIN_HIGH = f"""CASE
     WHEN bin = 0 THEN least(range_high, {NEAR_ZERO!r})
     ELSE -{_edge("-bin - 1")}
 END"""
+
+
+def _written_moments(keys: Sequence[str]) -> str:
+    """The moments that were written as roll-ups."""
+    return f"""
+        SELECT {", ".join(keys)}, count, undefined, mean, m2, minimum, maximum
+        FROM ledger.rollups"""
+
+
+def _written_bins(keys: Sequence[str]) -> str:
+    """The histograms that were written as roll-ups, a row for each bin."""
+    return f"""
+        SELECT
+            {", ".join(keys)}, range_low, range_high, minimum, maximum,
+            unnest(bins) AS bin, unnest(counts) AS count
+        FROM ledger.rollups"""
 
 
 def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
@@ -212,22 +232,12 @@ def _keys_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
 def _rows(keys: Sequence[str]) -> str:
     """The rows of heads, with the part of the Pile if it is among the keys."""
     if "pile_set_name" not in keys:
-        return "ledger.heads"
-    return """ledger.heads JOIN (
-            SELECT run_id, intervention, sequence, pile_set_name FROM ledger.sequences
+        return "ledger.unrolled_heads"
+    return """ledger.unrolled_heads JOIN (
+            SELECT run_id, intervention, sequence, pile_set_name FROM ledger.unrolled_sequences
         ) USING (run_id, intervention, sequence)"""
 
 
 def _union(selects: Iterable[str]) -> str:
-    """All rows of some selects. Without any there are no rows, but the columns."""
-    return " UNION ALL BY NAME ".join([_NO_ROWS, *selects])
-
-
-_NO_ROWS = """
-    SELECT
-        run_id, intervention, input_family, layer, head, NULL::VARCHAR AS statistic,
-        NULL::VARCHAR AS pile_set_name, NULL::BIGINT AS count, NULL::BIGINT AS undefined,
-        NULL::DOUBLE AS mean, NULL::DOUBLE AS m2, NULL::FLOAT AS minimum, NULL::FLOAT AS maximum,
-        NULL::SMALLINT AS bin, NULL::DOUBLE AS range_low, NULL::DOUBLE AS range_high
-    FROM ledger.heads_content
-    WHERE false"""
+    """All rows of some selects."""
+    return " UNION ALL BY NAME ".join(selects)

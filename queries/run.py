@@ -16,6 +16,7 @@ from schemas.kinds import WORDS
 from schemas.manifest import Manifest
 from schemas.places import Place, absolute
 from schemas.run_directory import RunDirectory, check_merged, find_runs, pc
+from schemas.tables import ROLLUPS
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,48 @@ class Run:
         """The commits whose files are as committed."""
         return self.ledger.filter(pa.array(self.is_whole))
 
-    def files(self, table: str) -> list[str]:
-        """Full paths of a table's files that count."""
+    def files(self, table: str, unrolled: bool = False) -> list[str]:
+        """Full paths of a table's files that count.
+
+        `unrolled` leaves out the files whose rows are in the roll-ups that count.
+        """
         files = pc.list_flatten(self.done["files"])
-        of_table = pc.equal(pc.struct_field(files, "table"), table)
-        paths = pc.struct_field(files, "path").filter(of_table)
+        is_read = pc.equal(pc.struct_field(files, "table"), table)
+        paths = pc.struct_field(files, "path")
+        if table == ROLLUPS.name:
+            is_read = pc.is_in(paths, self._whole_rollups)
+        elif unrolled:
+            is_rolled_up = pa.array(self._is_rolled_up)
+            commit_of_file = pc.list_parent_indices(self.done["files"])
+            is_read = pc.and_not(is_read, is_rolled_up.take(commit_of_file.combine_chunks()))
         # A merged file has one commit per shard, so its path occurs many times.
-        return [f"{self.directory.path}/{path}" for path in pc.unique(paths).to_pylist()]
+        unique_paths = pc.unique(paths.filter(is_read))
+        return [f"{self.directory.path}/{path}" for path in unique_paths.to_pylist()]
+
+    @cached_property
+    def _whole_rollups(self) -> pa.Array:
+        """Paths of the roll-ups all of whose shards count. Of others nothing can be taken out."""
+        files = pc.list_flatten(self.done["files"])
+        is_rollup = pc.equal(pc.struct_field(files, "table"), ROLLUPS.name)
+        references = pa.table(
+            {name: pc.struct_field(files, name).filter(is_rollup) for name in ("path", "shards")}
+        )
+        counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
+        is_whole = pc.equal(counts["shards_count"], counts["shards_max"])
+        return counts["path"].filter(is_whole).combine_chunks()
+
+    @cached_property
+    def _is_rolled_up(self) -> np.ndarray:
+        """For each commit that counts, whether its rows are in roll-ups that count."""
+        files = pc.list_flatten(self.done["files"])
+        is_whole = pc.is_in(pc.struct_field(files, "path"), self._whole_rollups)
+        rolled_up_commits = pc.list_parent_indices(self.done["files"]).filter(is_whole)
+        return np.isin(np.arange(len(self.done)), rolled_up_commits.to_numpy())
 
     def damaged_shards_inside(self, table: str) -> list[int]:
         """Damaged shards that have rows in a merged file of a table which is read for others."""
-        # Nearly every run: the rest walks over all commits.
-        if not self.damaged:
+        # Nearly every run: the rest walks over all commits. Roll-ups are read whole or not at all.
+        if not self.damaged or table == ROLLUPS.name:
             return []
         # One entry per commit and file: which shard, which path, and whether the commit is whole.
         files = pc.list_flatten(self.ledger["files"])

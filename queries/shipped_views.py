@@ -152,6 +152,14 @@ class ShippedViews:
         ]
         return problems[-1] if problems else None
 
+    def missing_parameter(self, question: str) -> str | None:
+        """Which parameters a question lacks, if it stands on a query that needs some."""
+        for name in reversed(self.named_in(question)):
+            query = self.queries[name]
+            if query.required:
+                return query.what_is_missing(query.required)
+        return None
+
 
 def _create(
     connection: duckdb.DuckDBPyConnection, query: NamedQuery, foundations: Iterable[str]

@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from queries.run import Run
 from queries.run_tables import measured_columns
 from queries.sql_text import quoted_name, text_literal
+from schemas.kinds import TABLES
 from schemas.scan import SAFE_NAME
-from schemas.tables import PARTITIONS, Table
+from schemas.tables import HEADS, PARTITIONS, SEQUENCES, Table
 
 
-def table_sql(table: Table, runs: list[Run]) -> str:
-    """The committed rows of a table: one `read_parquet` for all runs with the same columns.
+@dataclass(frozen=True)
+class Source:
+    """Committed rows of a table: all, or those that roll-ups do not have."""
+
+    name: str
+    """The name of its view in the schema `ledger`."""
+    table: Table
+    unrolled: bool = False
+
+
+UNROLLED_HEADS = Source("unrolled_heads", HEADS, unrolled=True)
+UNROLLED_SEQUENCES = Source("unrolled_sequences", SEQUENCES, unrolled=True)
+
+SOURCES = {
+    **{name: Source(name, table) for name, table in TABLES.items()},
+    **{source.name: source for source in (UNROLLED_HEADS, UNROLLED_SEQUENCES)},
+}
+"""Everything that is read from files, by the name of its view."""
+
+
+def source_sql(source: Source, runs: list[Run]) -> str:
+    """The rows of a source: one `read_parquet` for all runs with the same columns.
 
     `union_by_name` would open every file whenever a query is planned (20,000 files: 3 s). This
     opens one file per call.
     """
     # An empty table comes first, so that columns and types are there before the first commit.
+    table = source.table
     selects = [f"FROM ledger.{table.name}_content"]
     files_by_columns: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         if _has_safe_name(run):
             columns = _measured_names(run, table)
-            files_by_columns.setdefault(columns, []).extend(run.files(table.name))
+            files_by_columns.setdefault(columns, []).extend(_files(run, source))
     partitions = [column.name for column in PARTITIONS]
     for columns, files in sorted(files_by_columns.items()):
         if files:
@@ -36,7 +59,7 @@ def table_sql(table: Table, runs: list[Run]) -> str:
             )
     for run in runs:
         if not _has_safe_name(run):
-            selects += _selects_by_intervention(run, table)
+            selects += _selects_by_intervention(run, source)
     # BY NAME: what one run did not measure is NULL in its rows.
     return " UNION ALL BY NAME ".join(selects)
 
@@ -86,13 +109,18 @@ def _without_damaged_shards(table: Table, runs: list[Run]) -> str:
     return f" WHERE NOT ({' OR '.join(conditions)})" if conditions else ""
 
 
-def _selects_by_intervention(run: Run, table: Table) -> list[str]:
+def _files(run: Run, source: Source) -> list[str]:
+    return run.files(source.table.name, source.unrolled)
+
+
+def _selects_by_intervention(run: Run, source: Source) -> list[str]:
     """One select per intervention, which says run and intervention itself.
 
     That is for a run of an older version, whose name DuckDB cannot read off a path.
     """
+    table = source.table
     files_by_folder: dict[str, list[str]] = {}
-    for file in run.files(table.name):
+    for file in _files(run, source):
         files_by_folder.setdefault(file.split("/")[-2], []).append(file)
     columns = _name_list([*table.own, *_measured_names(run, table)])
     return [

@@ -17,7 +17,7 @@ import pyarrow as pa
 from schemas import curves, predictions, profiles, statistics, weight_statistics
 from schemas.formulas import Formula
 from schemas.kind import Kind
-from schemas.tables import SEQUENCES, Column, Table, carried_column
+from schemas.tables import ROLLUPS, SEQUENCES, Column, Table, carried_column
 
 KINDS: tuple[Kind[Any], ...] = (
     statistics.KIND,
@@ -33,8 +33,8 @@ WORDS = {kind.field: kind.word for kind in KINDS} | {
 }
 """Noun for one of the names that each field of a manifest describes."""
 
-TABLES: dict[str, Table] = {kind.table.name: kind.table for kind in KINDS}
-"""Every table by name."""
+TABLES: dict[str, Table] = {table.name: table for table in (*(k.table for k in KINDS), ROLLUPS)}
+"""Every table by name: those that the kinds fill, and the roll-ups of `heads`."""
 
 
 def kinds_of(table: Table) -> list[Kind[Any]]:

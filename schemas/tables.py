@@ -19,12 +19,13 @@ import pyarrow as pa
 
 from schemas.formulas import is_list
 
-Written = Literal["every shard", "where asked for", "once"]
+Written = Literal["every shard", "where asked for", "once", "when shards are merged"]
 """When a table is written.
 
 every shard: by each shard, under each intervention.
 where asked for: the same, but only if the scan names a formula that fills the table.
 once: with shard 0.
+when shards are merged: by `headcount compact`, from rows of other tables that it merges.
 """
 
 
@@ -62,6 +63,8 @@ class Table:
     order: tuple[str, ...]
     """Columns by which merged files are sorted, so that readers can skip row groups."""
     written: Written
+    row_group: int | None = None
+    """Rows of a merged file that a reader reads or skips together, if not as many as usual."""
 
     @property
     def description(self) -> str:
@@ -338,4 +341,45 @@ WEIGHTS = Table(
     ),
     order=("weight", "layer", "head", "position", "dimension"),
     written="once",
+)
+
+ROLLUPS = Table(
+    name="rollups",
+    grain=("statistic", "layer", "head", "part of the Pile", "merged shards"),
+    content="moments and histogram of the values in heads, over the shards that were merged "
+    "together; the views head_summaries, part_summaries, distributions and head_quantiles add "
+    "them up.",
+    keys=(
+        INPUT_FAMILY,
+        Column("statistic", pa.string(), "Statistic: a column of heads.", nullable=False),
+        LAYER,
+        HEAD,
+    ),
+    columns=(
+        Column(
+            "pile_set_name",
+            pa.string(),
+            "Part of the Pile that the sequences belong to; NULL if the corpus does not say.",
+        ),
+        Column("count", pa.int32(), "Number of sequences on which the statistic is defined."),
+        Column("undefined", pa.int32(), "Number of sequences on which it is NULL."),
+        Column("mean", pa.float64(), "Mean of the defined values; NULL if there are none."),
+        Column("m2", pa.float64(), "Sum of the squared deviations from the mean."),
+        Column("minimum", pa.float32(), "Smallest value."),
+        Column("maximum", pa.float32(), "Largest value."),
+        Column(
+            "range_low",
+            pa.float64(),
+            "Smallest possible value. If it and range_high are finite, the 256 bins between them "
+            "are equal. Otherwise bin b > 0 goes from 2^((b-1)/16 - 40) to 2^(b/16 - 40), bin -b "
+            "is its mirror image, and bin 0 is what lies between.",
+        ),
+        Column("range_high", pa.float64(), "Largest possible value."),
+        Column("bins", pa.list_(pa.int16()), "Numbers of the bins with a value, ascending."),
+        Column("counts", pa.list_(pa.int32()), "Number of values in each of these bins."),
+    ),
+    order=("statistic", "layer", "head", "pile_set_name"),
+    written="when shards are merged",
+    # Dashboards ask for one statistic, which has a row per head and part of the Pile.
+    row_group=4096,
 )

@@ -113,7 +113,7 @@ def test_a_head_card_places_a_head_among_the_others(database: RunDatabase) -> No
     assert (sink["heads"], sink["chance"], sink["defined"], sink["undefined"]) == (11, 0.125, 8, 1)
     cell = values("a-1")[0, 3, 1:]
     assert sink["standard_error"] == pytest.approx(cell.std(ddof=1) / 8**0.5, rel=1e-6)
-    assert (sink["minimum"], sink["maximum"]) == (cell.min(), cell.max())
+    assert (sink["minimum"], sink["maximum"]) == pytest.approx((cell.min(), cell.max()))
     # Four heads of twelve have a smaller entropy than head 2, and one other has the same.
     entropies = {
         row["run_id"]: row["percentile"]
@@ -286,16 +286,16 @@ def test_mistakes_in_parameters_are_one_line(path: Path, words: list[str], messa
 
 def test_a_parameter_without_a_default_must_be_given(path: Path, tmp_path: Path) -> None:
     (tmp_path / "one_layer.sql").write_text(
-        "-- Heads of a layer.\n-- parameter at BIGINT: The layer.\n"
-        "-- example: one_layer --at 1\nFROM heads WHERE layer = $at"
+        "-- Heads of a layer.\n-- parameter depth BIGINT: The layer.\n"
+        "-- example: one_layer --depth 1\nFROM heads WHERE layer = $depth"
     )
     database = open_runs(path, queries=tmp_path)
-    assert len(database.rows("FROM one_layer(at := 1)")) == 3 * HEADS * SEQUENCES
+    assert len(database.rows("FROM one_layer(depth := 1)")) == 3 * HEADS * SEQUENCES
     for question in ("FROM one_layer", "FROM one_layer()", "SELECT label FROM one_layer"):
-        with pytest.raises(QueryError, match="needs --at WHOLE NUMBER, as in: one_layer --at 1"):
+        with pytest.raises(QueryError, match=r"needs --depth .*, as in: one_layer --depth 1"):
             database.records(question)
-    (tmp_path / "one_layer.sql").write_text("-- parameter at LAYER: The layer.\nFROM heads")
-    with pytest.raises(QueryError, match="expected a type of VARCHAR, .* got LAYER"):
+    (tmp_path / "one_layer.sql").write_text("-- parameter depth LAYER: The layer.\nFROM heads")
+    with pytest.raises(QueryError, match=r"expected a type of VARCHAR, .* got LAYER"):
         open_runs(path, queries=tmp_path)
 
 

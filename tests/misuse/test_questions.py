@@ -141,6 +141,7 @@ EMPTY_VIEWS = {
     "curves": "curves = […] in the scan",
     "profiles": "profiles = […] in the scan",
     "weights": "weight_statistics = […] in the scan",
+    "rollups": "merged shards: headcount compact RUN; head_summaries answers without",
     "effects": 'interventions = ["none", "…"] in one scan',
     "by_pile_set": "an input of the family pile whose rows have meta.pile_set_name",
 }

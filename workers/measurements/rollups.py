@@ -1,0 +1,134 @@
+"""Roll-ups: moments and histograms of every statistic, from the rows of many shards.
+
+Roll-ups of one shard would take more than its rows: 64 sequences lie in some fifteen parts of the
+Pile, and each part has a mean, a spread and a histogram of four values. So they are made of shards
+that are merged.
+"""
+
+# pyarrow has no types.
+# pyright: basic
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from schemas.histogram_bins import Axis
+from schemas.parquet import table_of
+from schemas.tables import ROLLUPS
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The rows of `heads` by layer, head and part of the Pile."""
+
+    order: np.ndarray
+    """The rows, sorted by cell."""
+    starts: np.ndarray
+    """For each cell, where its rows start in that order."""
+    of_rows: np.ndarray
+    """The cell of each row, in that order."""
+    keys: dict[str, Any]
+    """What every cell is about, by column of `rollups`."""
+
+    @property
+    def count(self) -> int:
+        """The number of cells."""
+        return len(self.starts)
+
+
+def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) -> pa.Table:
+    """The roll-ups of rows of `heads`, which are of one run and one intervention.
+
+    `sequences` says of which part of the Pile each sequence is. `axes` names the statistics.
+    """
+    schema = ROLLUPS.schema()
+    if not len(heads):
+        return schema.empty_table()
+    cells = _cells(heads, sequences)
+    rows = [
+        table_of(_statistic_columns(name, heads[name].to_numpy(), axes[name], cells), schema)
+        for name in sorted(axes)
+    ]
+    return pa.concat_tables([schema.empty_table(), *rows]).combine_chunks()
+
+
+def _cells(heads: pa.Table, sequences: pa.Table) -> Cells:
+    """The cells in the order of the table: layer, head, part. No part comes last."""
+    name_of_sequence = dict(
+        zip(sequences["sequence"].to_pylist(), sequences["pile_set_name"].to_pylist(), strict=True)
+    )
+    parts = sorted({name for name in name_of_sequence.values() if name is not None})
+    number_of_part = {name: number for number, name in enumerate([*parts, None])}
+    # By sequence, counted from the first one here.
+    first = min(name_of_sequence)
+    part_of_sequence = np.zeros(max(name_of_sequence) - first + 1, np.int64)
+    for sequence, name in name_of_sequence.items():
+        part_of_sequence[sequence - first] = number_of_part[name]
+
+    layers, heads_of_layer = (heads[key].to_numpy().astype(np.int64) for key in ("layer", "head"))
+    width = int(heads_of_layer.max()) + 1
+    codes = layers * width + heads_of_layer
+    codes = codes * len(number_of_part) + part_of_sequence[heads["sequence"].to_numpy() - first]
+    order = np.argsort(codes, kind="stable")
+    code_of_cell, starts, sizes = np.unique(codes[order], return_index=True, return_counts=True)
+    head_of_cell, part_of_cell = np.divmod(code_of_cell, len(number_of_part))
+    keys = {
+        "input_family": [heads["input_family"][0].as_py()] * len(starts),
+        "layer": head_of_cell // width,
+        "head": head_of_cell % width,
+        "pile_set_name": [[*parts, None][part] for part in part_of_cell],
+    }
+    return Cells(order, starts, np.repeat(np.arange(len(starts)), sizes), keys)
+
+
+def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) -> dict[str, Any]:
+    """The columns of one statistic's rows; `values` has NaN where it is undefined."""
+    values = values[cells.order].astype(np.float64)
+    is_defined = ~np.isnan(values)
+    count = np.add.reduceat(is_defined, cells.starts, dtype=np.int64)
+    sizes = np.diff(np.append(cells.starts, len(values)))
+    total = np.add.reduceat(np.where(is_defined, values, 0), cells.starts)
+    # Without a defined value, everything else is NaN, which is written as NULL.
+    has_values = np.where(count > 0, 1, np.nan)
+    mean = total / np.maximum(count, 1) * has_values
+    # Two passes: the mean of squares less the square of the mean would lose a small spread.
+    deviations = np.where(is_defined, values - mean[cells.of_rows], 0)
+    bins, counts = _histograms(axis.bins_of(values[is_defined]), cells.of_rows[is_defined], cells)
+    minimum = np.minimum.reduceat(np.where(is_defined, values, np.inf), cells.starts)
+    maximum = np.maximum.reduceat(np.where(is_defined, values, -np.inf), cells.starts)
+    return cells.keys | {
+        "statistic": [name] * cells.count,
+        "count": count,
+        "undefined": sizes - count,
+        "mean": mean,
+        "m2": np.add.reduceat(deviations**2, cells.starts) * has_values,
+        "minimum": minimum * has_values,
+        "maximum": maximum * has_values,
+        "range_low": np.full(cells.count, axis.low),
+        "range_high": np.full(cells.count, axis.high),
+        "bins": bins,
+        "counts": counts,
+    }
+
+
+def _histograms(
+    bins: np.ndarray, cell_of_value: np.ndarray, cells: Cells
+) -> tuple[pa.Array, pa.Array]:
+    """For each cell, the bins with a value, and how many values each has."""
+    lowest = int(bins.min(initial=0))
+    span = int(bins.max(initial=0)) - lowest + 1
+    places = cell_of_value * span + (bins.astype(np.int64) - lowest)
+    counts = np.bincount(places, minlength=cells.count * span)
+    occupied = np.flatnonzero(counts)
+    bins_of_cell = np.bincount(occupied // span, minlength=cells.count)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(bins_of_cell)]), pa.int32())
+    numbers = pa.array((occupied % span + lowest).astype(np.int16))
+    return (
+        pa.ListArray.from_arrays(offsets, numbers),
+        pa.ListArray.from_arrays(offsets, pa.array(counts[occupied].astype(np.int32))),
+    )
