@@ -40,8 +40,11 @@ def test_what_the_dashboard_shows_grows_with_the_run(
     with headcount.scan(fields, sequences=2, quiet=True) as runs:
         assert dashboard["statistics"](runs) == STATISTICS
         assert dashboard["means"](runs, "entropy").df()["count"].unique().tolist() == [2]
-        headcount.scan(fields, quiet=True).close()
-        runs.refresh()
+        # The same run, continued elsewhere while it is open here.
+        with headcount.scan(fields, quiet=True) as continued:
+            assert continued.path == runs.path
+        assert dashboard["means"](runs, "entropy").df()["count"].unique().tolist() == [2]
+        assert runs.refresh() is runs
         (progress,) = dashboard["progress"](runs).df().to_dict("records")
         assert (progress["sequences_done"], progress["sequences"]) == (4, 4)
         shown = dashboard["means"](runs, "entropy").df()
