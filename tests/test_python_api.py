@@ -403,6 +403,21 @@ def test_a_model_is_measured_as_it_is_at_that_step(toy: Path) -> None:
         other = {name: value * 0.5 for name, value in model.state_dict().items()}
 
 
+def test_weights_that_a_bridge_has_copied_are_copied_anew() -> None:
+    """The bridge of GPT-NeoX splits queries, keys and values into weights of its own."""
+    from transformers import AutoModelForCausalLM
+
+    names = ["sink_mass", "sink_score_shift"]  # The second one reads these weights.
+    model = AutoModelForCausalLM.from_config(family("GPTNeoXConfig"))
+    before = headcount.measure(model, TOKENS, names, engine="dense")
+    trained(model)
+    after = headcount.measure(model, TOKENS, names, engine="dense")
+    expected = headcount.measure(copy.deepcopy(model), TOKENS, names, engine="dense")
+    for name in expected.schema.names[7:]:
+        np.testing.assert_array_equal(after[name], expected[name])
+    assert not np.array_equal(before["sink_mass"], after["sink_mass"])
+
+
 def test_half_precision_weights_and_autocast_are_measured_in_float32(toy: Path) -> None:
     model = loaded(toy / "gpt2").bfloat16()
     with torch.autocast("cpu", torch.bfloat16):

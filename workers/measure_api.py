@@ -64,6 +64,7 @@ def measure(
     layers: Literal["all"] | Sequence[int] = "all",
     heads: Literal["all"] | Sequence[str] = "all",
     batch_size: int | Literal["auto"] = "auto",
+    engine: Literal["fused", "dense"] = "fused",
     precision: str = "auto",
     run_id: str = "memory",
 ) -> pa.Table:
@@ -100,7 +101,7 @@ def measure(
             "heads": heads if isinstance(heads, str) else list(heads),
             "batch_size": batch_size,
             "precision": "float64" if is_float64 and precision == "auto" else precision,
-            "engine": "dense" if borrowed.is_bridge else "fused",
+            "engine": "dense" if borrowed.is_bridge else engine,
         }
     )
     _check_interventions(scan)

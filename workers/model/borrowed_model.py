@@ -53,7 +53,7 @@ class BorrowedModel:
     """Whether it was a `TransformerBridge`, which only the dense engine runs."""
     layout: Layout
     is_shared: bool
-    """Whether all weights are theirs. Weights in another format were copied, as they were."""
+    """Whether all weights are theirs, so that it sees what becomes of them."""
 
     def fits(self, modules: nn.Module) -> bool:
         """Whether it still has the weights of the modules, whatever these are now."""
@@ -100,8 +100,7 @@ def borrow(modules: nn.Module) -> BorrowedModel:
     with torch.random.fork_rng(devices), _current(device):
         is_bridge = _is_bridge(modules)
         model = _of_bridge(modules) if is_bridge else _of_transformers(modules, device)
-    is_shared = {weight.dtype for weight in modules.parameters()} <= {*SHARED_FORMATS}
-    return BorrowedModel(model, device.type, is_bridge, _layout(modules), is_shared)
+    return BorrowedModel(model, device.type, is_bridge, _layout(modules), _shares(model, modules))
 
 
 # A model of transformers
@@ -203,6 +202,16 @@ def _layout(modules: nn.Module) -> Layout:
     return tuple(
         (name, tensor.data_ptr(), tensor.dtype, tensor.shape) for name, tensor in named_tensors
     )
+
+
+def _shares(model: Model, modules: nn.Module) -> bool:
+    """Whether every weight that the model reads lies in a tensor of the modules.
+
+    Weights in narrow formats were copied. Bridges of some architectures split weights into copies.
+    """
+    places = {weight.untyped_storage().data_ptr() for weight in modules.parameters()}
+    own_weights = chain(model.bare.parameters(), model._bridge.parameters())
+    return all(weight.untyped_storage().data_ptr() in places for weight in own_weights)
 
 
 def _one_device(modules: nn.Module) -> torch.device:
