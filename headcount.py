@@ -1,4 +1,18 @@
-"""The front door: the command `headcount`, a census of attention heads."""
+"""The front door: the command `headcount`, and `import headcount` for notebooks.
+
+```python
+import headcount
+
+runs = headcount.open("runs")
+runs.sql("FROM sink_heads LIMIT 5").df()
+runs.head("L5H1").show()
+rows = headcount.measure(model, tokens)
+run = headcount.scan("texts.toml", sequences=500)
+```
+
+Importing it takes a hundredth of a second: each name is imported when it is first used. So `open`
+needs neither torch nor Ray, and nobody waits for the command line.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +20,36 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import typer
+
+    from queries.python_api import Runs
+    from schemas.errors import HeadcountError as Error
+    from workers.measure_api import measure
+    from workers.trainer_callback import MeasureCallback
+
+    app: typer.Typer
+
+__all__ = ["open", "measure", "scan", "MeasureCallback", "Error"]
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 """Where our rooms lie."""
+
+PYTHON_NAMES = {
+    "measure": ("workers.measure_api", "measure"),
+    "MeasureCallback": ("workers.trainer_callback", "MeasureCallback"),
+    "Error": ("schemas.errors", "HeadcountError"),
+}
+"""Where each name for notebooks comes from: a module, and the name there."""
 
 
 def _find_own_rooms() -> None:
@@ -32,52 +71,160 @@ def _leave_at_once(number: int, _: FrameType | None) -> None:
 
 
 _find_own_rooms()
-# Until the imports below have ended, an interrupt ends the process at once: nothing is started
-# or written yet. A program that imports this module and handles interrupts itself is left alone.
-_hears_interrupts = (
-    threading.current_thread() is threading.main_thread()
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-)
-if _hears_interrupts:
+
+
+def __getattr__(name: str) -> object:
+    """A name for notebooks, or the command line, imported when it is first asked for."""
+    if name == "app":
+        return command_line()
+    if name not in PYTHON_NAMES:
+        raise AttributeError(f"module 'headcount' has no attribute {name!r}")
+    module, name_there = PYTHON_NAMES[name]
+    try:
+        value: object = getattr(import_module(module), name_there)
+    except ModuleNotFoundError as error:
+        raise _missing_library(name, error) from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _missing_library(name: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Say which extra of ours brings a library that is not installed."""
+    extra = "." if name == "open" else ".[scan]"
+    return ModuleNotFoundError(
+        f"headcount.{name} needs {error.name}, which is not installed: pip install -e '{extra}'",
+        name=error.name,
+    )
+
+
+def open(  # noqa: A001 - that is what it does
+    path: str | Path, *, code: str | None = None, memory: str = "50%"
+) -> Runs:
+    """Open a run directory, or a directory of runs: a path or `s3://…`, live or finished.
+
+    `code` reads only the shards that this code measured. `memory` is what a question may take:
+    `4GB`, or a share of the machine's, `50%`. It needs neither torch nor Ray.
+    """
+    try:
+        from jobs.run_model import RunModel
+        from queries.python_api import Runs
+    except ModuleNotFoundError as error:
+        raise _missing_library("open", error) from None
+
+    # Questions know no tokenizers, so the front door hands them the class that opens one.
+    return Runs(path, RunModel, code=code, memory=memory)
+
+
+def scan(
+    source: str | Path | Mapping[str, object],
+    *,
+    name: str = "notebook",
+    replicas: int = 0,
+    cores: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    address: str | None = None,
+    new: bool = False,
+    quiet: bool = False,
+    **fields: object,
+) -> Runs:
+    """Run a scan to its end, and open its run. A run that was stopped is continued.
+
+    `source` is a scan file or a dict with the same fields. `fields` override some of them:
+    `scan("texts.toml", sequences=500)`. `name` names the run of a dict. By default the model runs
+    in this process; `replicas` starts as many on Ray. `new` starts another run of the same scan.
+    """
+    try:
+        from jobs.scan_api import run_scan
+    except ModuleNotFoundError as error:
+        raise _missing_library("scan", error) from None
+
+    path = run_scan(
+        source,
+        fields,
+        name=name,
+        replicas=replicas,
+        cores=cores,
+        device=device,
+        address=address,
+        new=new,
+        quiet=quiet,
+    )
+    return open(str(path))
+
+
+@contextmanager
+def _leaving_at_interrupts() -> Iterator[None]:
+    """Within it an interrupt ends the process at once: nothing is started or written yet.
+
+    A program that handles interrupts itself is left alone.
+    """
+    hears_interrupts = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not hears_interrupts:
+        yield
+        return
     signal.signal(signal.SIGINT, _leave_at_once)
-
-import typer  # noqa: E402
-
-import jobs.check_commands  # noqa: E402
-import jobs.cluster_commands  # noqa: E402
-import jobs.corpus_commands  # noqa: E402
-import jobs.run_model  # noqa: E402
-import jobs.scan_commands  # noqa: E402
-import queries.explore_commands  # noqa: E402
-import queries.query_commands  # noqa: E402
-import queries.text_commands  # noqa: E402
-import queries.views_commands  # noqa: E402
-import reproduce.reproduce_commands  # noqa: E402
-import reproduce.texts_commands  # noqa: E402
-from jobs.endings import ended_in_lines  # noqa: E402
-
-if _hears_interrupts:
+    yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-app = typer.Typer(
-    help="A census of attention heads: scan a model over a corpus, ask SQL about every head.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-# In the order of `headcount --help`.
-jobs.scan_commands.mount(app)
-jobs.corpus_commands.mount(app)
-jobs.check_commands.mount(app)
-jobs.cluster_commands.mount(app)
-# Questions import no models, so the front door hands them the class that opens one.
-queries.query_commands.mount(app, jobs.run_model.RunModel)
-queries.explore_commands.mount(app, jobs.run_model.RunModel)
-queries.text_commands.mount(app, jobs.run_model.RunModel)
-queries.views_commands.mount(app)
-reproduce.reproduce_commands.mount(app)
-reproduce.texts_commands.mount(app)
+
+@cache
+def command_line() -> typer.Typer:
+    """The command `headcount` with all its subcommands."""
+    import typer
+
+    import jobs.check_commands
+    import jobs.cluster_commands
+    import jobs.corpus_commands
+    import jobs.run_model
+    import jobs.scan_commands
+    import queries.explore_commands
+    import queries.query_commands
+    import queries.text_commands
+    import queries.views_commands
+    import reproduce.reproduce_commands
+    import reproduce.texts_commands
+
+    app = typer.Typer(
+        help="A census of attention heads: scan a model over a corpus, ask SQL about every head.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    # In the order of `headcount --help`.
+    jobs.scan_commands.mount(app)
+    jobs.corpus_commands.mount(app)
+    jobs.check_commands.mount(app)
+    jobs.cluster_commands.mount(app)
+    # Questions import no models, so the front door hands them the class that opens one.
+    queries.query_commands.mount(app, jobs.run_model.RunModel)
+    queries.explore_commands.mount(app, jobs.run_model.RunModel)
+    queries.text_commands.mount(app, jobs.run_model.RunModel)
+    queries.views_commands.mount(app)
+    reproduce.reproduce_commands.mount(app)
+    reproduce.texts_commands.mount(app)
+
+    # A default, and not an annotation: the name typer is not known outside of this function.
+    version = typer.Option(
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the release and the fingerprint of the measuring code.",
+    )
+
+    @app.callback()
+    def front_door(_: bool = version) -> None:  # pyright: ignore[reportUnusedFunction]
+        """Options that come before any command."""
+
+    return app
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -85,6 +232,8 @@ def _print_version(is_wanted: bool) -> None:
     if not is_wanted:
         return
     from importlib.metadata import PackageNotFoundError, version
+
+    import typer
 
     from workers.provenance.code_fingerprint import code_fingerprint
 
@@ -96,27 +245,16 @@ def _print_version(is_wanted: bool) -> None:
     raise typer.Exit
 
 
-@app.callback()
-def front_door(
-    _: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Print the release and the fingerprint of the measuring code.",
-        ),
-    ] = False,
-) -> None:
-    """Options that come before any command."""
-
-
 def main() -> None:
     """Run the command line; every error is a line and not a stack trace."""
     # OpenMP's threads wait for one another in a loop, and take cores from those they wait for.
     # Beside other programs a scan on all cores was ten times slower than on one. Torch reads the
     # variable when it is loaded; a value of the user's stays.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with _leaving_at_interrupts():
+        from jobs.endings import ended_in_lines
+
+        app = command_line()
     with ended_in_lines():
         app(prog_name="headcount")
 

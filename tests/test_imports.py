@@ -68,7 +68,12 @@ ONLY_IN = {
     "tokenizers": ("workers/model/", "models/"),
     "torch": ("workers/", "models/", "jobs/doctor.py", "jobs/kernel_table.py"),
     "transformer_lens": ("workers/model/",),
-    "transformers": ("workers/model/", "workers/process.py", "models/"),
+    "transformers": (
+        "workers/model/",
+        "workers/process.py",
+        "workers/trainer_callback.py",
+        "models/",
+    ),
     "triton": ("workers/engine/sweep_kernel.py",),
     "typer": (
         "headcount.py",

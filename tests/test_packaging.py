@@ -205,7 +205,7 @@ def python_files(*names: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("folders", "extras"),
     [
-        (("headcount.py", "schemas", "queries"), ()),
+        (("headcount.py", "schemas", "queries"), ("notebook",)),
         (("workers", "jobs", "reproduce", "models"), ("scan",)),
         (TESTING, ("scan", "dev")),
     ],

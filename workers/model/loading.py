@@ -55,7 +55,12 @@ def load_model(
 ) -> Model:
     """Load a model with its weights as `dtype`; `weights` is `raw` or `folded`."""
     load = _load_hugging_face if info.layout == "huggingface" else _load_legacy
-    bridge, bare, blocks = load(info, device, dtype)
+    return model_of(info, load(info, device, dtype), weights)
+
+
+def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
+    """A model from its modules; `weights` is `raw` or `folded`."""
+    bridge, bare, blocks = loaded
     modules = _modules_by_activation(bridge, bare, blocks)
     if weights == "folded":
         # Only the bridge gets folded weights. The bare modules keep the weights as trained, so
@@ -82,9 +87,13 @@ def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
 
 
 def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
+    return bridged(info, _pretrained(info, dtype), device, dtype)
+
+
+def bridged(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) -> LoadedModules:
+    """A bridge of a model of transformers, and its bare modules. The model itself is used up."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    model = _pretrained(info, dtype)
     model.eval().requires_grad_(False).to(device)
     # The bridge replaces modules in place, so the bare modules are copied first. The memo makes
     # the copy share the tensors.

@@ -190,6 +190,11 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
         ) from None
+    return shape_of(config, f"{path}/config.json")
+
+
+def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
+    """Shape and special tokens of a config of transformers; `where` it is, for errors."""
     shape: dict[str, Any] = {
         name: getattr(config, field, None) for name, field in HUGGING_FACE_SHAPE.items()
     }
@@ -200,14 +205,14 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
     absent = [HUGGING_FACE_SHAPE[name] for name, value in shape.items() if value is None]
     if absent:
         raise ModelError(
-            f"{path}/config.json: a {config.model_type} model names no {' and no '.join(absent)}, "
+            f"{where}: a {config.model_type} model names no {' and no '.join(absent)}, "
             "which a scan needs; add what is missing to it, or choose another model"
         )
     try:
         _check_positive(shape)
         d_head = _d_head(config, shape)
     except ValueError as error:
-        raise ModelError(f"{path}/config.json: {error}") from None
+        raise ModelError(f"{where}: {error}") from None
     return shape | {
         "d_head": d_head,
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),

@@ -16,3 +16,8 @@ from transformers.models.llama.configuration_llama import LlamaConfig as LlamaCo
 from transformers.tokenization_utils_tokenizers import (
     PreTrainedTokenizerFast as PreTrainedTokenizerFast,
 )
+from transformers.trainer import Trainer as Trainer
+from transformers.trainer_callback import TrainerCallback as TrainerCallback
+from transformers.trainer_callback import TrainerControl as TrainerControl
+from transformers.trainer_callback import TrainerState as TrainerState
+from transformers.training_args import TrainingArguments as TrainingArguments

@@ -1,0 +1,159 @@
+"""Rows in memory: the statistics of a model that is loaded already, on tokens that are there.
+
+The rows are those that a scan of the same tokens would write. The model is left as it was. A model
+that is measured again, for example in a training loop, is prepared once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from schemas.errors import ScanError
+from schemas.scan import Scan, parse_scan
+from schemas.tables import HEADS, with_partitions
+from workers.inputs.sequences import ShardInput
+from workers.interventions import bind
+from workers.model.borrowed_model import BorrowedModel, borrow, unwrapped
+from workers.model.model_info import ModelInfo
+from workers.replica import Replica
+from workers.shard import sequence_rows
+
+if TYPE_CHECKING:
+    from torch import nn
+
+GIVEN = "given"
+"""The input family of rows that no family made."""
+
+
+class _Prepared:
+    """A model that can be measured, and the replicas that have measured it, by scan."""
+
+    def __init__(self, borrowed: BorrowedModel) -> None:
+        self.borrowed = borrowed
+        self.replicas: dict[str, Replica] = {}
+
+    def replica(self, scan: Scan) -> Replica:
+        """The replica of a scan. To make one, engines are compared on a few tokens."""
+        key = f"{scan.fingerprint} {scan.batch_size}"
+        if key not in self.replicas:
+            self.replicas[key] = Replica(
+                self.borrowed.model.info,
+                scan,
+                self.borrowed.device,
+                lambda *_: self.borrowed.model,
+            )
+        return self.replicas[key]
+
+
+_PREPARED: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
+"""What was prepared of models that still exist. It shares their weights."""
+
+
+def measure(
+    model: object,
+    tokens: object,
+    statistics: Literal["standard", "all"] | Sequence[str] = "standard",
+    *,
+    interventions: Sequence[str] = ("none",),
+    layers: Literal["all"] | Sequence[int] = "all",
+    heads: Literal["all"] | Sequence[str] = "all",
+    batch_size: int | Literal["auto"] = "auto",
+    engine: Literal["fused", "dense"] = "fused",
+    precision: str = "auto",
+    run_id: str = "memory",
+) -> pa.Table:
+    """Measure every head of a loaded model on tokens; returns rows like those of table `heads`.
+
+    `model` is a causal language model of transformers or a TransformerBridge. `tokens` are
+    `[sequence pos]`: a tensor, an array or lists, all sequences of one length, without padding. The
+    other arguments mean what they mean in a scan. `run_id` fills the column of that name.
+
+    The model keeps its weights, mode, hooks and random state. It is measured without dropout, and a
+    model of transformers without its hooks.
+    """
+    modules = unwrapped(model)
+    prepared = _PREPARED.get(modules)
+    if prepared is None or not prepared.borrowed.fits(modules):
+        prepared = _Prepared(borrow(modules))
+        # Copied weights would be those of now for ever, and take memory.
+        if prepared.borrowed.is_shared:
+            _PREPARED[modules] = prepared
+    borrowed = prepared.borrowed
+    info = borrowed.model.info
+    token_ids = _token_ids(tokens, info)
+    is_float64 = borrowed.model.dtype == torch.float64
+    scan = parse_scan(
+        {
+            "model": info.name,
+            "n_ctx": token_ids.shape[1],
+            "bos": False,
+            "input": {"family": GIVEN},
+            "sequences": len(token_ids),
+            "statistics": statistics if isinstance(statistics, str) else list(statistics),
+            "interventions": list(interventions),
+            "layers": layers if isinstance(layers, str) else list(layers),
+            "heads": heads if isinstance(heads, str) else list(heads),
+            "batch_size": batch_size,
+            "precision": "float64" if is_float64 and precision == "auto" else precision,
+            "engine": "dense" if borrowed.is_bridge else engine,
+        }
+    )
+    _check_interventions(scan)
+    shard = ShardInput(0, 0, token_ids, origin={}, bad_rows=[])
+    tables: list[pa.Table] = []
+    with borrowed.reading(modules):
+        replica = prepared.replica(scan)
+        for intervention in scan.interventions:
+            measured = replica.measure(token_ids, intervention)
+            rows = sequence_rows(HEADS, scan, shard, measured)
+            tables.append(with_partitions(rows, run_id, str(intervention)))
+    return pa.concat_tables(tables).unify_dictionaries()
+
+
+def _check_interventions(scan: Scan) -> None:
+    """Refuse interventions that need more than tokens."""
+    for intervention in scan.interventions:
+        bound = bind(intervention)
+        if bound.needs_partner or bound.needs_labels:
+            what = "partner sequences" if bound.needs_partner else "labels of tokens"
+            raise ScanError(
+                f"interventions: '{intervention}' needs {what}, which measure does not take; use "
+                "headcount.scan"
+            )
+
+
+def _token_ids(tokens: Any, info: ModelInfo) -> np.ndarray:  # noqa: ANN401 - checked here
+    """Tokens as `[sequence pos]`, int32; refused if the model cannot read them."""
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.detach().cpu().numpy()
+    try:
+        token_ids = np.asarray(tokens)
+    except ValueError:
+        raise ScanError(
+            "tokens: expected sequences of one length; cut them, or measure each length by itself"
+        ) from None
+    if token_ids.ndim == 1:
+        token_ids = token_ids[None]
+    if token_ids.ndim != 2 or not token_ids.size or token_ids.dtype.kind not in "iu":
+        raise ScanError(
+            f"tokens: expected integers [sequence pos], got {token_ids.dtype} of shape "
+            f"{list(token_ids.shape)}"
+        )
+    smallest, largest = int(token_ids.min()), int(token_ids.max())
+    if smallest < 0 or largest >= info.d_vocab:
+        raise ScanError(
+            f"tokens: expected ids from 0 to {info.d_vocab - 1}, the vocabulary of {info.name}, "
+            f"got {smallest if smallest < 0 else largest}"
+        )
+    n_ctx = token_ids.shape[1]
+    if n_ctx > info.n_ctx:
+        raise ScanError(
+            f"tokens: {n_ctx} in a sequence are beyond the {info.n_ctx} positions of {info.name}"
+        )
+    return token_ids.astype(np.int32)

@@ -1,0 +1,95 @@
+"""Heads while they are trained: a callback for the Trainer of transformers.
+
+```python
+callback = headcount.MeasureCallback(tokens, every=500, statistics=["sink_mass"], out="heads")
+Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()
+callback.table()
+```
+
+A training loop without the Trainer calls `headcount.measure` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from schemas.errors import ScanError
+from schemas.parquet import parquet_bytes
+from schemas.places import place, write_whole
+from workers.measure_api import measure
+
+
+class MeasureCallback(TrainerCallback):
+    """Measures all heads on the same tokens before, during and after a training."""
+
+    def __init__(
+        self,
+        tokens: object,
+        *,
+        every: int = 500,
+        statistics: Literal["standard", "all"] | Sequence[str] = "standard",
+        out: str | Path | None = None,
+    ) -> None:
+        """`every` is a number of steps. `out` is a directory that gets a Parquet file each time."""
+        if every < 1:
+            raise ScanError(f"every: expected a number of steps, 1 or more, got {every}")
+        self.tokens = tokens
+        self.every = every
+        self.statistics = statistics
+        self.out = None if out is None else place(str(out))
+        self._tables: dict[int, pa.Table] = {}
+
+    def table(self) -> pa.Table:
+        """All rows so far: those of `headcount.measure`, and the column `step`."""
+        if not self._tables:
+            raise ScanError("the callback has measured nothing yet; the Trainer calls it")
+        return pa.concat_tables(self._tables.values()).unify_dictionaries()
+
+    def on_train_begin(  # noqa: D102 - the Trainer names it
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **others: object,
+    ) -> None:
+        self._measure(state, others["model"])
+
+    def on_step_end(  # noqa: D102
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **others: object,
+    ) -> None:
+        if state.global_step % self.every == 0:
+            self._measure(state, others["model"])
+
+    def on_train_end(  # noqa: D102
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **others: object,
+    ) -> None:
+        self._measure(state, others["model"])
+
+    def _measure(self, state: TrainerState, model: object) -> None:
+        """Measure the model of now, once for each step and on one process of several."""
+        step = state.global_step
+        if step in self._tables or not state.is_world_process_zero:
+            return
+        assert isinstance(model, nn.Module)
+        rows = measure(model, self.tokens, self.statistics, run_id=f"step-{step}")
+        steps = pa.array(np.full(rows.num_rows, step, np.int64))
+        self._tables[step] = rows.append_column("step", steps)
+        if self.out is not None:
+            # Readers of the directory never see half of a file.
+            file = self.out / f"step-{step:09d}.parquet"
+            write_whole(file, parquet_bytes(self._tables[step]))
