@@ -147,7 +147,7 @@ def _parse_function(function: FunctionType) -> ast.AST:
     return tree
 
 
-def _methods_named(cls: type, names: set[str]) -> Iterator[object]:
+def _methods_named(cls: type, names: frozenset[str]) -> Iterator[object]:
     return (_unwrapped(value) for name, value in vars(cls).items() if name in names)
 
 
