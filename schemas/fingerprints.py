@@ -11,9 +11,10 @@ import hashlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import FunctionType
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin
 
 LENGTH = 12
 """Hexadecimal digits of a fingerprint."""
@@ -86,11 +87,9 @@ def _code_of_function(
     `owner` is the class of a method. `callers` are left out, so that recursion ends.
     """
     assert isinstance(function, FunctionType)
-    tree = _parse_function(function)
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    # A method is known by its name alone: the tree does not say whose attribute it is.
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    global_values = [function.__globals__.get(name) for name in sorted(names - {function.__name__})]
+    source = _read_function(function)
+    names = sorted(source.names - {function.__name__})
+    global_values = [function.__globals__.get(name) for name in names]
     callers = callers | {function}
     helpers = [
         _code_of_function(helper, None, callers)
@@ -106,12 +105,33 @@ def _code_of_function(
     for cls in [*classes, *([owner] if owner else [])]:
         helpers += [
             _code_of_function(method, cls, callers)
-            for method in _methods_named(cls, attributes)
+            for method in _methods_named(cls, source.attributes)
             if _is_ours(method) and method not in callers
         ]
     constants = [repr(value) for value in global_values if isinstance(value, int | float | str)]
     closed_over = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
-    return "\n".join([_canonical(tree), *closed_over, *constants, *helpers])
+    return "\n".join([source.text, *closed_over, *constants, *helpers])
+
+
+class _Source(NamedTuple):
+    """The code of one function, and the names in it."""
+
+    text: str
+    names: frozenset[str]
+    attributes: frozenset[str]
+    """A method is known by its name alone: the tree does not say whose attribute it is."""
+
+
+@cache
+def _read_function(function: FunctionType) -> _Source:
+    """Read a function's own code. Every plan asks for it, and it never changes."""
+    tree = _parse_function(function)
+    nodes = list(ast.walk(tree))
+    return _Source(
+        text=_canonical(tree),
+        names=frozenset(node.id for node in nodes if isinstance(node, ast.Name)),
+        attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
+    )
 
 
 def _parse_function(function: FunctionType) -> ast.AST:
@@ -127,7 +147,7 @@ def _parse_function(function: FunctionType) -> ast.AST:
     return tree
 
 
-def _methods_named(cls: type, names: set[str]) -> Iterator[object]:
+def _methods_named(cls: type, names: frozenset[str]) -> Iterator[object]:
     return (_unwrapped(value) for name, value in vars(cls).items() if name in names)
 
 

@@ -16,21 +16,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LONGEST_FILES = (
     "test_faults.py",
-    "test_reproduce.py",
     "test_controls.py",
-    "test_remote.py",
-    "test_machine.py",
+    "test_cluster.py",
     "test_dispatch.py",
+    "test_reproduce.py",
+    "test_machine.py",
+    "test_runs.py",
+    "test_remote.py",
+    "test_report.py",
     "test_bench.py",
     "test_extension.py",
     "test_reference.py",
-    "test_runs.py",
-    "test_cluster.py",
     "test_kernel.py",
     "test_damage.py",
     "test_preemption.py",
     "test_metrics.py",
-    "test_report.py",
+    "test_queries.py",
+    "test_packaging.py",
+    "test_measured_heads.py",
+    "test_stores.py",
 )
 """They come first, so that no worker begins a long file when the others have ended."""
 

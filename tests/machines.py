@@ -23,14 +23,18 @@ from queries.connection import connect
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.chaos import SCAN, compare, reference, rows_of
-from tests.s3_server import S3Server
+from tests.s3_server import Rule, S3Server
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("schemas", "workers", "jobs", "queries", "models")
 NETWORK = "10.77.41"
 HEAD = f"{NETWORK}.1:6391"
 OUT = "s3://bucket/runs"
-SEQUENCES = 800
+SEQUENCES = 240
+COMMIT_DELAY_SECONDS = 1.0
+"""How long the store holds each commit back until both machines have committed. The run is so short
+that the first machine would otherwise end it before the second one is there.
+"""
 HEAD_SECONDS = 90
 PROGRESS_SECONDS = 150
 
@@ -166,7 +170,7 @@ class Machines:
                 logs = {log.name: log.read_text()[-2000:] for log in self.folder.glob("*.log")}
                 printed = driver.communicate()
                 raise AssertionError(f"no progress in {PROGRESS_SECONDS} s: {printed}, {logs}")
-            time.sleep(0.1)
+            time.sleep(0.5)
 
 
 def lose_a_machine_in_the_middle_of_a_scan(folder: Path) -> None:
@@ -183,6 +187,10 @@ def lose_a_machine_in_the_middle_of_a_scan(folder: Path) -> None:
             "RAY_AUTH_TOKEN": "0" * 32,
             "RAY_DISABLE_IMPORT_WARNING": "1",
         }
+        held_back = Rule(
+            {"delay": COMMIT_DELAY_SECONDS}, path="/commits/", method="PUT", count=None
+        )
+        store.set_rules(held_back)
         machines.start_head()
         machines.start_node(1)
         machines.start_node(2)
@@ -193,6 +201,7 @@ def lose_a_machine_in_the_middle_of_a_scan(folder: Path) -> None:
             driver,
         )
         machines.lose_node("hcnode1")
+        store.set_rules()
         _, errors = driver.communicate(timeout=200)
         assert driver.returncode == 0, errors
         assert "Traceback" not in errors, errors

@@ -130,10 +130,12 @@ def _fork_server() -> ForkServerContext:
     # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
     context.set_forkserver_preload(
         [
+            "aiohttp",  # Ray's client of jobs needs it.
             "headcount",
             "jobs.plan",
             "jobs.status",
             "queries.asking",
+            "tests.preloaded",
             "tests.processes",
             "tests.toy_replica",
         ]

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,19 +46,19 @@ from workers.replica import Replica
 from workers.shard import run_shard
 
 scan = parse_scan({
-    "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 4, "out": "runs",
+    "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 4, "out": "steps",
     "interventions": ["none", "zero_key_bias"], "input": {"family": "single_token", "token": 7},
 })
 plan = make_plan(scan, "followed")
 prepare_run(plan, "")
 run_shard(Replica(plan.info, scan), plan.run, plan.sequences.shard(0))
-rows = connect(Path("runs")).execute(
+rows = connect(Path("steps")).execute(
     "SELECT intervention, layer, head, round(mean_second_key_mass, 4) FROM by_head ORDER BY ALL"
 ).fetchall()
 edited = [row[1:] for row in rows if row[0] != "none"]
 untouched = [row[1:] for row in rows if row[0] == "none"]
 assert len(untouched) == 16 and edited == untouched, rows
-assert connect(Path("runs")).execute("SELECT count(*) FROM restless_sinks").fetchone() == (32,)
+assert connect(Path("steps")).execute("SELECT count(*) FROM restless_sinks").fetchone() == (32,)
 
 assert pytest.main(["-q", "--doctest-modules", "schemas/statistics/sink.py"]) == 0
 arguments = ["reproduce", "copying.toml", "--json", "copying.json"]
@@ -161,13 +161,18 @@ def copy_project(folder: Path) -> None:
         shutil.copy(ROOT / file, folder)
 
 
-def run_python(folder: Path, file: str) -> None:
-    """Run a file in a folder, where Python finds the copy of the project first.
+def run_python(folder: Path, files: Sequence[str]) -> None:
+    """Run files in a folder, where Python finds the copy of the project first.
 
-    The file does everything in one process, because each process takes seconds to load torch.
+    They do everything in one process, because each process takes seconds to load torch.
     """
+    code = "import runpy, sys; [runpy.run_path(file) for file in sys.argv[1:]]"
     finished = subprocess.run(
-        [sys.executable, file], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *files],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
@@ -184,41 +189,53 @@ def apply_diff(file: Path, diff: str) -> None:
     file.write_text(source, encoding="utf-8")
 
 
-def test_following_adding_md_adds_a_kind_of_measurement_with_one_file_and_one_entry(
-    tmp_path: Path,
-) -> None:
-    copy_project(tmp_path)
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project in which somebody has done all that adding.md says."""
+    folder = tmp_path_factory.mktemp("followed")
+    copy_project(folder)
     page_text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    add_kind_of_measurement(folder, page_text)
+    follow_steps(folder, page_text)
+    (folder / "kind_followed.py").write_text(KIND_FOLLOWED, encoding="utf-8")
+    (folder / "steps_followed.py").write_text(STEPS_FOLLOWED, encoding="utf-8")
+    (folder / "docs").mkdir()
+    run_python(folder, ["kind_followed.py", "steps_followed.py"])
+    return folder
+
+
+def add_kind_of_measurement(folder: Path, page_text: str) -> None:
     _, rest_of_page = page_text.split("## A kind of measurement\n")
     section, *_ = rest_of_page.split("\n## ")
     step = r"(?:Create|Add to) `(schemas/\w+\.py)`[^\n]*:\n\n```\w+\n(.*?)```"
     blocks = dict(re.findall(step, section, flags=re.DOTALL))
     assert list(blocks) == ["schemas/layer_statistics.py", "schemas/kinds.py"]
-    new_file = tmp_path / "schemas" / "layer_statistics.py"
+    new_file = folder / "schemas" / "layer_statistics.py"
     new_file.write_text(blocks["schemas/layer_statistics.py"], encoding="utf-8")
-    apply_diff(tmp_path / "schemas" / "kinds.py", blocks["schemas/kinds.py"])
-    (tmp_path / "followed.py").write_text(KIND_FOLLOWED, encoding="utf-8")
-    (tmp_path / "docs").mkdir()
-    run_python(tmp_path, "followed.py")
-    new_page = (tmp_path / "docs" / "layers.md").read_text(encoding="utf-8")
+    apply_diff(folder / "schemas" / "kinds.py", blocks["schemas/kinds.py"])
+
+
+def follow_steps(folder: Path, page_text: str) -> None:
+    steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", page_text, flags=re.DOTALL)
+    rooms = [path.split("/")[0] for path, _ in steps]
+    assert rooms == ["schemas", "workers", "workers", "queries", "copying.toml"]
+    for path, addition in steps:
+        with (folder / path).open("a", encoding="utf-8") as file:
+            file.write(f"\n\n{addition}" if path.endswith(".py") else addition)
+
+
+def test_following_adding_md_adds_a_kind_of_measurement_with_one_file_and_one_entry(
+    followed: Path,
+) -> None:
+    new_page = (followed / "docs" / "layers.md").read_text(encoding="utf-8")
     assert new_page.startswith("# Layer statistics\n")
     assert "### update_norm\n\nMean length of what a layer adds to the residual stream." in new_page
 
 
 def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_and_a_system(
-    tmp_path: Path,
+    followed: Path,
 ) -> None:
-    copy_project(tmp_path)
-    page_text = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
-    steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", page_text, flags=re.DOTALL)
-    rooms = [path.split("/")[0] for path, _ in steps]
-    assert rooms == ["schemas", "workers", "workers", "queries", "copying.toml"]
-    for path, addition in steps:
-        with (tmp_path / path).open("a", encoding="utf-8") as file:
-            file.write(f"\n\n{addition}" if path.endswith(".py") else addition)
-    (tmp_path / "followed.py").write_text(STEPS_FOLLOWED)
-    run_python(tmp_path, "followed.py")
-    findings = json.loads((tmp_path / "copying.json").read_text())
+    findings = json.loads((followed / "copying.json").read_text())
     verdicts = [(finding["system"], finding["verdict"]) for finding in findings]
     assert verdicts == [("copying", "not comparable")] * 2 + [("copying", "pass")]
 
