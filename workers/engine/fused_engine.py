@@ -24,6 +24,7 @@ from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import linears_in
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
+from workers.model.attention_facts import AttentionFacts
 from workers.model.model import Model, at_least_float32
 
 ModuleOutput = Tensor | tuple[Any, ...]
@@ -216,13 +217,13 @@ class _FusedPass:
             return (edited, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": edited}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The attention of a layer, over `[batch head pos d_head]`; returns z
-        `[batch pos head d_head]`.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+        """The attention of a layer, as `attention_facts.Attend` says it.
 
         The model's attention calls this in the place of its own softmax. It remembers the layer's
         activations and shows them.
         """
+        scale = facts.scale
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         query_heads_per_key = q.shape[1] // k.shape[1]
         q = self._edited_projection("q", at_least_float32(q))
