@@ -397,7 +397,7 @@ OF_THE_BRIDGE = ("position_cosine_layer", "first_mlp_norm", "first_mlp_position_
 """Predictions that run the first layer once more in the bridge, which is not given these facts."""
 UNDER_FACTS = {
     "gpt2": ("none", "mask_keys(0,1)", "zero_query_bias", "zero_head(0,1)"),
-    "llama-gqa": ("none", "mask_keys(0,1)", "swap_first_key(3)"),
+    "llama-gqa": ("none", "mask_keys(0,1)", "zero_head(0,1)"),
 }
 
 
