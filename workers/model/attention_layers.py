@@ -7,7 +7,7 @@ model's attention module gets another class. Both then call the function that `a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from schemas.errors import ModelError
-
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Computes attention from q, k, v `[batch head pos d_head]` and the scale of q·k. Returns z
-`[batch pos head d_head]`.
-"""
+from workers.model.attention_facts import Attend, AttentionFacts
 
 IMPLEMENTATION = "headcount"
 """The name under which Hugging Face models look our attention up."""
@@ -80,7 +76,7 @@ def _hugging_face_attention(
     if attention_mask is not None:
         _refuse("an attention mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, key, value, scale), None
+    return attend(query, key, value, AttentionFacts(scale)), None
 
 
 def _refuse(feature: str) -> NoReturn:
@@ -113,7 +109,7 @@ def native_attention() -> type[nn.Module]:
                 linear(hidden_states).view(shape).transpose(1, 2)
                 for linear in (self.q, self.k, self.v)
             )
-            z = attend(q, k, v, 1 / self.scale)
+            z = attend(q, k, v, AttentionFacts(1 / self.scale))
             return self.o(z.flatten(2)), None
 
     return AskingAttention

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
-from workers.model.attention_layers import Attend, attending, scale_of, score_problem, scores_from
+from workers.model.attention_facts import Attend
+from workers.model.attention_layers import attending, scale_of, score_problem, scores_from
 from workers.model.circuit import Circuit, effective_positions
 from workers.model.model_info import ModelInfo
 
