@@ -84,6 +84,7 @@ ONLY_IN = {
         "queries/explore_commands.py",
         "queries/query_commands.py",
         "queries/text_commands.py",
+        "queries/views_commands.py",
         "reproduce/reproduce_commands.py",
         "reproduce/texts_commands.py",
     ),
