@@ -289,3 +289,18 @@ def test_ctrl_c_ends_a_question_in_one_line(runs: Path) -> None:
     stdout, stderr = process.communicate(timeout=60)
     assert (stdout, stderr.count(b"\n"), process.returncode) == (b"", 1, 130)
     assert stderr.startswith(b"stopped")
+
+
+def test_markdown_is_a_table_that_no_text_can_leave(runs: Path, tmp_path: Path) -> None:
+    question = (
+        "SELECT 'a|b' AS \"n|m\", '<script>' AS s, 0.1::FLOAT AS x, NULL AS y, [1, NULL] AS l, "
+        "'two' || chr(10) || 'lines' AS t"
+    )
+    path = tmp_path / "answer.md"
+    arguments = ["query", str(runs), question, "-o", str(path)]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert path.read_text().splitlines() == [
+        "| n\\|m | s | x | y | l | t |",
+        "|---|---|---:|---|---|---|",
+        "| a\\|b | \\<script\\> | 0.1 | – | \\[1, null\\] | two\\\\nlines |",
+    ]
