@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -348,11 +349,28 @@ class FusedPattern:
         return answers
 
 
+@dataclass(frozen=True)
+class _Tile:
+    """What one step of a sweep is about."""
+
+    sequences: slice
+    kv_heads: slice
+    group: int
+    """Query heads that share a head of keys."""
+    queries: slice
+    keys: slice
+
+    @property
+    def heads(self) -> slice:
+        """Its query heads."""
+        return slice(self.kv_heads.start * self.group, self.kv_heads.stop * self.group)
+
+
 class _TileSweep:
     """One sweep over the scores of a pattern: the answers, and how each tile fills its part.
 
-    A tile is `[batch head query key]`: some sequences, all heads, some queries, and the keys that
-    any of these queries sees.
+    A tile is `[batch head query key]`: some sequences, the heads that share some keys, some
+    queries, and the keys that any of these queries sees.
 
     Scores are kept in base 2, as in flash kernels: if s = S / ln 2, then 2^s = e^S, so the weights
     are the same. exp2 takes a third of the time of exp. If the result underflows, exp takes ten
@@ -400,8 +418,13 @@ class _TileSweep:
 
     def answers(self) -> dict[str, Tensor]:
         """Sweep once over all tiles; answers by question, in natural units."""
+        kv_heads = self.values.shape[1]
+        group = self.q.shape[1] // kv_heads
+        at_once = self._kv_heads_at_once(group)
         for sequences, queries, keys in _tiles(self.q, self.window):
-            self._sweep_tile(sequences, queries, keys)
+            for first in range(0, kv_heads, at_once):
+                some_kv_heads = slice(first, min(first + at_once, kv_heads))
+                self._sweep_tile(_Tile(sequences, some_kv_heads, group, queries, keys))
         answers = {
             "z": self.z,
             "lse": self.log2_sums.mul_(LN2),  # ln x = ln 2 · log2 x
@@ -414,16 +437,25 @@ class _TileSweep:
             answers[name] = mass.transpose(1, 2)
         return answers
 
-    def _sweep_tile(self, sequences: slice, queries: slice, keys: slice) -> None:
-        """Write the answers of some queries of some sequences."""
-        tile = (sequences, slice(None), queries)
-        scores = self._scores(sequences, queries, keys)  # [batch head query key]
+    def _kv_heads_at_once(self, group: int) -> int:
+        """How many heads of keys a tile takes, so that it fits `TILE_BYTES` if it can."""
+        _, _, n_ctx, _ = self.q.shape
+        most_queries = _queries_in_tile(self.q)
+        bytes_of_kv_head = 4 * group * most_queries * min(n_ctx, self.window + most_queries - 1)
+        return max(1, TILE_BYTES[self.q.device.type] // bytes_of_kv_head)
+
+    def _sweep_tile(self, part: _Tile) -> None:
+        """Write the answers of some queries of some heads of some sequences."""
+        sequences, queries, keys = part.sequences, part.queries, part.keys
+        tile = (sequences, part.heads, queries)
+        sink = None if self.sink is None else self.sink[part.heads]
+        scores = self._scores(part)  # [batch head query key]
 
         # 2^s overflows from s = 128 on. Less the row's maximum, the largest weight is 1. The
         # softmax does not change, because the factor 2^-maximum cancels in weights / total.
         maximum = scores.amax(-1, keepdim=True)  # [batch head query 1]
-        if self.sink is not None:
-            maximum = maximum.maximum(self.sink)
+        if sink is not None:
+            maximum = maximum.maximum(sink)
         relative_scores = scores.sub_(maximum)
         weights = relative_scores.exp2()
 
@@ -432,19 +464,19 @@ class _TileSweep:
             # A window is short beside positions late in a long sequence, and a difference of two
             # large numbers would have their rounding.
             origin = queries.start
-            self.values[sequences, :, keys, -1] = self.positions[keys] - origin
-        sums = self._weighted_sums(weights, sequences, keys)  # [batch head query d_v+2]
+            self.values[sequences, part.kv_heads, keys, -1] = self.positions[keys] - origin
+        sums = self._weighted_sums(weights, part)  # [batch head query d_v+2]
         key_total = sums[..., self.d_v]  # [batch head query]
         position_sum = sums[..., self.d_v + 1]
         total = key_total
-        if self.sink is not None:
+        if sink is not None:
             # The sink is one more entry of the row, which has no key and no value.
-            total = key_total + (self.sink - maximum).exp2()[..., 0]
+            total = key_total + (sink - maximum).exp2()[..., 0]
         log2_total = total.log2()
         torch.div(sums[..., : self.d_v], total[..., None], out=self.z[tile])
         # Σ A (q-k) = q Σ A - Σ A k
         query_share = self.positions[queries] - origin
-        if self.sink is not None:
+        if sink is not None:
             query_share = query_share * (key_total / total)
         torch.sub(query_share, position_sum / total, out=self.distance[tile])
         # log2 Σ 2^s = maximum + log2 Σ 2^(s - maximum)
@@ -455,18 +487,20 @@ class _TileSweep:
             # -Σ A log2 A = log2 total · Σ A - Σ weight · relative_score / total.
             # `mul_` overwrites the scores, which nothing below reads.
             mean_score = relative_scores.mul_(weights).sum(-1) / total
-            if self.sink is not None:
+            if sink is not None:
                 log2_total = log2_total * (key_total / total)
             torch.sub(log2_total, mean_score, out=self.entropy[tile])
         for name, mass in self.masses.items():
             batch, query, key = self.pairs[name].members_seen(sequences, queries, keys, self.window)
             attention = weights[batch, :, query, key] / total[batch, :, query]  # [pair head]
             # A query with several keys occurs several times: accumulate, do not overwrite.
-            mass[sequences, queries].index_put_((batch, query), attention, accumulate=True)
+            masses = mass[sequences, queries, part.heads]
+            masses.index_put_((batch, query), attention, accumulate=True)
 
-    def _scores(self, sequences: slice, queries: slice, keys: slice) -> Tensor:
+    def _scores(self, part: _Tile) -> Tensor:
         """A tile of scores in base 2, masked where a query does not see the key."""
-        scores = self._unmasked_scores(sequences, queries, keys)
+        scores = self._unmasked_scores(part)
+        queries, keys = part.queries, part.keys
         count = queries.stop - queries.start
         # Keys before the first query are in the past of all queries of the tile. So only the square
         # at the end of the tile, which the diagonal crosses, needs a mask of the future.
@@ -480,24 +514,25 @@ class _TileSweep:
             scores[..., : len(some_keys)].masked_fill_(is_unseen, MASKED)
         return scores
 
-    def _unmasked_scores(self, sequences: slice, queries: slice, keys: slice) -> Tensor:
+    def _unmasked_scores(self, part: _Tile) -> Tensor:
         """A tile of scores in base 2: `[batch head query key]`."""
-        scaled = self.q[sequences, :, queries] * self.scale
+        queries, keys = part.queries, part.keys
+        scaled = self.q[part.sequences, part.heads, queries] * self.scale
         batch, heads, count, _ = scaled.shape
-        kv_heads = self.values.shape[1]
-        products = by_shared_head(scaled, kv_heads) @ self.k_transposed[sequences, :, :, keys]
+        k_transposed = self.k_transposed[part.sequences, part.kv_heads, :, keys]
+        products = by_shared_head(scaled, k_transposed.shape[1]) @ k_transposed
         scores = products.view(batch, heads, count, keys.stop - keys.start)
         if self.cap is not None:
             scores.tanh_().mul_(self.cap)
         if self.slopes is not None:
             # Of the distance and not of the key, because a small number has a small rounding.
             behind = distances(self.positions[queries], self.positions[keys])
-            scores.addcmul_(self.slopes, behind, value=-1)
+            scores.addcmul_(self.slopes[part.heads], behind, value=-1)
         return scores
 
-    def _weighted_sums(self, weights: Tensor, sequences: slice, keys: slice) -> Tensor:
+    def _weighted_sums(self, weights: Tensor, part: _Tile) -> Tensor:
         """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
-        values = self.values[sequences, :, keys]
+        values = self.values[part.sequences, part.kv_heads, part.keys]
         shape = (*weights.shape[:3], self.d_v + 2)
         sums = (by_shared_head(weights, values.shape[1]) @ values).view(shape)
         # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
