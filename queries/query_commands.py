@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0
 """Seconds after which a question is given up by default."""
 
+MANY_RUNS = 3
+"""If more runs are not complete, one line speaks of all of them."""
+
 Code = Annotated[
     str | None,
     typer.Option(
@@ -163,7 +166,24 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
         # No rows may be the answer, or a sign that the scan did not measure what a view needs.
         if not answer.rows_read:
             for line in why_empty(database.connection, sql):
-                typer.echo(f"note: {line}", err=True)
+                tell_user(f"note: {line}")
+        _say_how_much_is_in(database)
+
+
+def _say_how_much_is_in(database: RunDatabase) -> None:
+    """Say on stderr which runs are not complete: what was asked is about a part of them."""
+    unfinished = database.rows(
+        "SELECT run_id, shards_done, shards FROM runs WHERE shards_done < shards ORDER BY run_id"
+    )
+    if len(unfinished) > MANY_RUNS:
+        _, done, shards = zip(*unfinished, strict=True)
+        tell_user(
+            f"note: {len(unfinished):,} runs are not complete: {sum(done):,} of their "
+            f"{sum(shards):,} shards are in"
+        )
+        return
+    for run_id, shards_done, shards in unfinished:
+        tell_user(f"note: run {run_id} is not complete: {shards_done:,} of {shards:,} shards are in")
 
 
 def _ask(
