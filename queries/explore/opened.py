@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 
 from queries.asking import Record, RunDatabase
-from queries.connection import OPENED, hold_to_commits
+from queries.connection import OPENED, hold_to_commits, make_views
 from queries.explore.axes import Axis, axis_of
 from queries.explore.questions import Header, Heatmap, RunFacts, Scope, where
 from queries.run import Run, read_runs
@@ -55,6 +55,9 @@ class OpenedRuns:
         )
         self._parts = self._parts_by_run()
         self._facts = {record["run_id"]: self._facts_of(record) for record in self._records}
+        if any(facts.has_rollups for facts in self._facts.values()):
+            # Questions are asked on cursors of the connection, which make no views.
+            make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
         self._axes: dict[tuple[str, str], Axis] = {}
 
     def is_current(self, path: str, code: str | None) -> bool:
@@ -172,6 +175,9 @@ class OpenedRuns:
             axes[facts.run_id, name] = axis_of((_finite(low), _finite(high)), smallest, largest)
         return axes
 
+
+_ROLLED_UP_VIEWS = ("head_summaries", "part_summaries")
+"""The views over roll-ups that questions read."""
 
 _SHOWN_OF_RUN = (
     "run_id",
