@@ -26,6 +26,7 @@ LONGEST_FILES = (
     "test_report.py",
     "test_bench.py",
     "test_extension.py",
+    "test_explore.py",
     "test_reference.py",
     "test_kernel.py",
     "test_damage.py",

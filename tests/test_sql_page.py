@@ -152,7 +152,7 @@ def test_the_examples_in_python_run(
     # The second example continues the first: it uses its variables.
     variables: dict[str, Any] = {}
     exec(asking, variables)
-    assert sorted(variables["heads"]["sink_mass"].to_pylist()) == pytest.approx(
+    assert sorted(variables["heads"].df()["sink_mass"]) == pytest.approx(
         [0.5, 0.5, 0.6, 0.6, 0.7, 0.7]
     )
     assert "L1H2" in capsys.readouterr().out

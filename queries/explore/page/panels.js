@@ -2,7 +2,7 @@
 import { bars, html, number, tokens } from "./draw.js";
 
 function table(columns, rows, caption) {
-  const heads = columns.map((column) => html("th", { scope: "col", title: column.title ?? null }, column.name));
+  const heads = columns.map((column) => html("th", { scope: "col", title: column.title ?? null, class: column.words ? "words" : null }, column.name));
   return html("table", {},
     html("caption", { class: "visually-hidden" }, caption),
     html("thead", {}, html("tr", {}, ...heads)),
@@ -43,7 +43,7 @@ export function partBars(rows, statistic) {
 
 // Sequences with the values of some statistics. `showText(sequence)` shows all of one.
 export function extremesTable(rows, statistics, parts, showText) {
-  const columns = [{ name: "sequence" }, ...(parts ? [{ name: "part" }] : []), ...statistics.map((name) => ({ name }))];
+  const columns = [{ name: "sequence" }, ...(parts ? [{ name: "part", words: true }] : []), ...statistics.map((name) => ({ name }))];
   return table(columns, rows.flatMap((row) => {
     const button = html("button", { type: "button", class: "plain", title: place(row), onclick: () => showText(row.sequence) }, number(row.sequence));
     const values = statistics.map((name) => html("td", {}, number(row[name])));
@@ -70,5 +70,6 @@ export function text(row, isWhole) {
 export function sqlTable(answer) {
   const rows = answer.rows.map((row) => html("tr", {}, ...row.map((value) =>
     html("td", { class: typeof value === "string" ? "words" : null }, typeof value === "number" || value === null ? number(value) : String(value)))));
-  return table(answer.columns.map((name) => ({ name })), rows, "The answer");
+  const isText = (column) => answer.rows.some((row) => typeof row[column] === "string");
+  return table(answer.columns.map((name, column) => ({ name, words: isText(column) })), rows, "The answer");
 }
