@@ -16,7 +16,6 @@ from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.precision import PRECISIONS
 from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_engine import DenseEngine
 from workers.engine.dense_pattern import MASKED, DensePattern
 from workers.engine.edits import Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
@@ -24,16 +23,11 @@ from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import linears_in
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
+from workers.model.attention_facts import AttentionFacts
 from workers.model.model import Model, at_least_float32
 
 ModuleOutput = Tensor | tuple[Any, ...]
 """What a module returns: a tensor, or a tuple that begins with it."""
-
-CHECK_TOKENS = 16
-"""Tokens on which the fused engine is compared with the bridge."""
-
-LARGEST_DIFFERENCE = 1e-3
-"""Relative difference from the bridge that is still taken for rounding."""
 
 
 class FusedEngine:
@@ -53,12 +47,9 @@ class FusedEngine:
         self.edits = Edits()
         self.questions: set[str] = set()
         """Questions that every sweep answers on its way; patterns add what they are asked."""
-        # The check is about the model's attention, so it runs in the format of the bridge.
-        self.formats = PRECISIONS["float64" if precision == "float64" else "float32"]
-        self.sweep: Sweep | None = None
-        self._check_against_bridge()
+        self._check_attention()
         self.formats = PRECISIONS[precision]
-        self.sweep = sweep
+        self.sweep: Sweep | None = sweep
 
     @property
     def attention(self) -> Literal["tiles", "kernel"]:
@@ -89,7 +80,7 @@ class FusedEngine:
         It ends with the last of these layers. If there is `on_final`, it goes through all layers
         and ends before the unembedding.
         """
-        shown_layers = range(len(self.model.blocks)) if layers is None else layers
+        shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
         fused_pass = _FusedPass(self, tokens, matches, on_layer, read_late, on_final, shown_layers)
         try:
             with fused_pass.hooked(), linears_in(self.formats.linears, tokens.device.type):
@@ -103,48 +94,16 @@ class FusedEngine:
         engine.edits = edits
         return engine
 
-    def _check_against_bridge(self) -> None:
-        """Refuse a model whose attention is not the plain causal softmax.
+    def _check_attention(self) -> None:
+        """Refuse a model whose attention is not what the facts of its layers say.
 
-        Both engines must see the same activations in the last layer.
+        The facts were held against the model's own attention when it was loaded.
         """
-        info = self.model.info
-        tokens = torch.randint(
-            info.d_vocab,
-            (1, min(info.n_ctx, CHECK_TOKENS)),
-            generator=torch.Generator().manual_seed(0),
-        )
-        tokens = tokens.to(self.model.device)
-        fused_layers: list[Activations] = []
-        dense_layers: list[Activations] = []
-
-        def add_whole_layer(_layer: int, activations: Activations) -> None:
-            if "resid_post" in activations:  # The fused engine shows each layer twice.
-                fused_layers.append(activations)
-
-        with torch.inference_mode():
-            self.run(tokens, {}, add_whole_layer)
-            DenseEngine(self.model).run(
-                tokens, {}, lambda _, activations: dense_layers.append(activations)
-            )
-        if not len(fused_layers) == len(dense_layers) == info.n_layers:
-            raise ModelError(
-                f"{info.name}: {info.n_layers} layers expected, {len(fused_layers)} seen; "
-                "use engine = 'dense'"
-            )
-        for name in ("q", "k", "resid_post"):
-            # Not every bridge shows q and k after their rotation. A rotation keeps lengths, so
-            # lengths are compared.
-            fused_length = fused_layers[-1][name].norm(dim=-1)
-            dense_length = dense_layers[-1][name].norm(dim=-1)
-            difference = (fused_length - dense_length).norm() / dense_length.norm()
-            # Weights that are not numbers make NaN here, which passes: measuring names the layer.
-            if difference.item() >= LARGEST_DIFFERENCE:
-                raise ModelError(
-                    f"{info.name}: the fused engine does not reproduce this model (the length of "
-                    f"{name} in the last layer differs by {difference.item():.2g}, expected < "
-                    "1e-3): its attention has something the engine lacks; use engine = 'dense'"
-                )
+        problem = self.model.attention_problem
+        if problem is None:
+            return
+        advice = "use engine = 'dense'" if self.model.has_bridge else self.model.bridge_problem
+        raise ModelError(f"{self.model.info.name}: {problem}; {advice}")
 
 
 class _FusedPass:
@@ -216,13 +175,13 @@ class _FusedPass:
             return (edited, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": edited}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The attention of a layer, over `[batch head pos d_head]`; returns z
-        `[batch pos head d_head]`.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+        """The attention of a layer, as `attention_facts.Attend` says it.
 
         The model's attention calls this in the place of its own softmax. It remembers the layer's
         activations and shows them.
         """
+        scale = facts.scale
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         query_heads_per_key = q.shape[1] // k.shape[1]
         q = self._edited_projection("q", at_least_float32(q))
@@ -327,7 +286,7 @@ class _FusedPass:
         self, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
     ) -> ModuleOutput | None:
         """Show the layer with its output; returns the block's output if an edit changes it."""
-        if not self.has_attended:
+        if not self.has_attended and layer in self.model.info.attention_layers_or_all:
             raise ModelError(
                 f"{self.model.info.name}: layer {layer} has no attention that can be seen; "
                 "use engine = 'dense'"

@@ -21,6 +21,7 @@ from torch import nn
 from schemas.errors import ModelError
 from schemas.places import reason
 from workers.model.attention_layers import native_attention, take_over_attention
+from workers.model.bare_modules import find_blocks, find_modules
 from workers.model.model import Model
 from workers.model.model_info import LEGACY_PLAIN, ModelInfo, weight_files
 
@@ -45,9 +46,11 @@ LEGACY_FIELDS = (
 class LoadedModules(NamedTuple):
     """A bridge, the bare modules, and those of them that are the layers."""
 
-    bridge: TransformerBridge
+    bridge: TransformerBridge | None
     bare: nn.Module
     blocks: list[nn.Module]
+    bridge_problem: str | None = None
+    """Why there is no bridge."""
 
 
 def load_model(
@@ -55,16 +58,21 @@ def load_model(
 ) -> Model:
     """Load a model with its weights as `dtype`; `weights` is `raw` or `folded`."""
     load = _load_hugging_face if info.layout == "huggingface" else _load_legacy
-    bridge, bare, blocks = load(info, device, dtype)
-    modules = _modules_by_activation(bridge, bare, blocks)
+    bridge, bare, blocks, bridge_problem = load(info, device, dtype)
+    if bridge is None:
+        modules = find_modules(bare, blocks)
+    else:
+        modules = _modules_by_activation(bridge, bare, blocks)
     if weights == "folded":
+        if bridge is None:
+            raise ModelError(f"{info.name}: {bridge_problem}, which folds weights")
         # Only the bridge gets folded weights. The bare modules keep the weights as trained, so
         # whatever is folded must not be asked of them.
         bridge.enable_compatibility_mode()
         modules["unembed"] = [_folded_unembedding(bridge)]
         modules["mlp_out"] = []
-    model = Model(info, bridge, bare, blocks, modules)
-    model.settle_scales()
+    model = Model(info, bridge, bare, blocks, modules, bridge_problem)
+    model.settle_attention()
     return model
 
 
@@ -97,15 +105,16 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
             bridge = TransformerBridge.boot_transformers(
                 info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
             )
-    except Exception as error:
-        raise ModelError(
-            f"{info.path}: TransformerLens cannot bridge this architecture ({reason(error)})"
-        ) from None
+        components: Any = bridge.adapter.component_mapping
+        blocks: Any = bare.get_submodule(components["blocks"].name)
+    except Exception:
+        # Its message lists every architecture that it knows. Ours says what follows from it.
+        take_over_attention(bare)
+        problem = f"TransformerLens has no bridge for {type(bare).__name__}"
+        return LoadedModules(None, bare, find_blocks(bare, info), problem)
     # Again, because the bridge has put modules of its own in.
     model.requires_grad_(False)
     take_over_attention(bare)
-    components: Any = bridge.adapter.component_mapping
-    blocks: Any = bare.get_submodule(components["blocks"].name)
     return LoadedModules(bridge, bare, list(blocks))
 
 

@@ -58,6 +58,16 @@ class ModelInfo:
     eos_token_id: int | None
     files: tuple[tuple[str, str], ...] = ()
     """Name and fingerprint of each file that `sha256` covers."""
+    attention_layers: tuple[int, ...] | None = None
+    """The layers that attend; None if all do. Others are recurrent or convolve: they have no rows.
+    """
+
+    @property
+    def attention_layers_or_all(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        return (
+            tuple(range(self.n_layers)) if self.attention_layers is None else self.attention_layers
+        )
 
     @property
     def record(self) -> dict[str, Any]:
@@ -65,6 +75,11 @@ class ModelInfo:
         fields = asdict(self)
         del fields["path"]
         fields["files"] = dict(self.files)
+        # Left out where it says nothing, so that runs from before keep their identity.
+        if self.attention_layers is None:
+            del fields["attention_layers"]
+        else:
+            fields["attention_layers"] = list(self.attention_layers)
         return fields
 
     @property
@@ -185,13 +200,15 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        # A model that also sees images keeps the sizes of its language model apart.
+        config = whole.get_text_config(decoder=True)
     except Exception as error:
         raise ModelError(
             f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
         ) from None
     shape: dict[str, Any] = {
-        name: getattr(config, field, None) for name, field in HUGGING_FACE_SHAPE.items()
+        name: _field(config, field) for name, field in HUGGING_FACE_SHAPE.items()
     }
     if shape["n_ctx"] is None:
         # BLOOM has no embeddings of positions. It names the length it was trained on.
@@ -210,21 +227,55 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path}/config.json: {error}") from None
     return shape | {
         "d_head": d_head,
+        "attention_layers": _attention_layers(config, shape["n_layers"]),
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
         "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
     }
 
 
+def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 (whatever a config holds)
+    """A field of a config; None if it has none, or a value for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        # transformers raises an error of its own for fields that differ by layer.
+        layers = [getattr(layer, name, None) for layer in config.per_layer_config]
+        return layers[0] if len(set(layers)) == 1 else None
+
+
+NOT_ATTENDING = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "recurrent")
+"""Types of layers without softmax attention, in the words of Hugging Face's `layer_types`."""
+
+
+def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...] | None:
+    """The layers that attend; None if all of them do."""
+    # The two names of one list, and the layers that only look at images.
+    types = _field(config, "layer_types") or _field(config, "layers_block_type")
+    across = _field(config, "cross_attention_layers") or ()
+    if not isinstance(types, list | tuple) or len(types) != n_layers:
+        types = ["full_attention"] * n_layers
+    attending = tuple(
+        layer
+        for layer, kind in enumerate(types)
+        if kind not in NOT_ATTENDING and layer not in across
+    )
+    return None if len(attending) == n_layers else attending
+
+
 def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
     """The width of a head. Heads that cannot share the width or the keys raise `ValueError`."""
     n_heads = shape["n_heads"]
-    n_key_heads = getattr(config, "num_key_value_heads", None) or n_heads
+    # Latent attention (DeepSeek's MLA) joins two parts of its own widths.
+    widths = [_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
+    if all(isinstance(width, int) for width in widths):
+        return sum(widths)
+    n_key_heads = _field(config, "num_key_value_heads") or n_heads
     if not isinstance(n_key_heads, int) or n_key_heads < 1 or n_heads % n_key_heads:
         raise ValueError(
             f"num_key_value_heads is {n_key_heads!r}, expected a divisor of num_attention_heads = "
             f"{n_heads}"
         )
-    d_head = getattr(config, "head_dim", None)
+    d_head = _field(config, "head_dim")
     if d_head is None:
         if shape["d_model"] % n_heads:
             raise ValueError(
