@@ -1,148 +1,243 @@
-"""A tiny random model of every causal language model family of the installed transformers."""
+"""A tiny random model of every family of causal language models that transformers knows.
+
+Configurations are derived from a family's defaults: its own layer types and switches, with small
+sizes. A window is shorter than the sequences.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-N_LAYERS, N_HEADS, N_KV_HEADS, D_MODEL, D_HEAD, WINDOW, N_CTX, D_VOCAB = 4, 4, 2, 32, 8, 8, 24, 64
+N_LAYERS, N_HEADS, N_KV_HEADS, D_MODEL, D_HEAD = 4, 4, 2, 32, 8
+WINDOW, N_CTX, D_VOCAB = 8, 24, 64
 
-SIZES: dict[str, Any] = {
-    "vocab_size": D_VOCAB,
-    "hidden_size": D_MODEL,
-    "d_model": D_MODEL,
-    "n_embd": D_MODEL,
-    "dim": D_MODEL,
-    "word_embed_proj_dim": D_MODEL,
-    "embedding_size": D_MODEL,
-    "embedding_dim": D_MODEL,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "n_inner": 48,
-    "d_inner": 48,
-    "ffn_hidden_size": 48,
-    "dff": 48,
-    "dim_ff": 48,
-    "decoder_ffn_dim": 48,
-    "encoder_ffn_dim": 48,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_hidden_layers": N_LAYERS,
-    "n_layer": N_LAYERS,
-    "n_layers": N_LAYERS,
-    "num_layers": N_LAYERS,
-    "decoder_layers": N_LAYERS,
-    "encoder_layers": 1,
-    "num_attention_heads": N_HEADS,
-    "n_head": N_HEADS,
-    "n_heads": N_HEADS,
-    "num_heads": N_HEADS,
-    "decoder_attention_heads": N_HEADS,
-    "encoder_attention_heads": N_HEADS,
+LARGEST_SIZE = 7_000_000
+"""Parameters of a tiny model. More mean that a size is not set."""
+
+SIZES: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "dim",
+            "word_embed_proj_dim",
+            "embedding_size",
+            "emb_dim",
+        )
+        + ("input_embedding_size", "lru_width", "hidden_size_per_layer_input", "ple_embed_dim")
+        + ("pronunciation_embed_dim", "shape_embed_dim", "backbone_hidden_size"),
+        D_MODEL,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "d_inner", "ffn_hidden_size", "dff", "dim_ff")
+        + (
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "shared_intermediate_size",
+            "expert_ffn_hidden_size",
+        )
+        + ("shared_experts_intermediate_size", "feed_forward_size"),
+        48,
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+        + ("num_decoder_layers",),
+        N_LAYERS,
+    ),
+    **dict.fromkeys(("encoder_layers", "num_encoder_layers"), 1),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+        + ("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"),
+        N_HEADS,
+    ),
     "num_key_value_heads": N_KV_HEADS,
-    "head_dim": D_HEAD,
-    "global_head_dim": D_HEAD,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 4,
+    **dict.fromkeys(("head_dim", "global_head_dim", "d_kv", "attention_head_dim"), D_HEAD),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "laurel_rank", "hc_lowrank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "max_seq_len": 64,
-    "seq_length": 64,
-    "sliding_window": WINDOW,
-    "window_size": WINDOW,
-    "attention_window_size": WINDOW,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_k": 2,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
+    **dict.fromkeys(("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+        + ("max_source_positions", "model_max_length"),
+        64,
+    ),
+    **dict.fromkeys(
+        ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
+        + ("local_attention",),
+        WINDOW,
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), D_VOCAB),
+    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size", "ngram_vocab_size_base"), 64),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "is_decoder": True,
 }
-"""Fields of configurations and the sizes that all tiny models have."""
+"""Sizes of a tiny model, by the names that configurations have for them."""
+
+WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
+"""Sizes that a family has only if its default has them."""
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
+HALF_MAMBA = {**MAMBA, "mamba_expand": 2}
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "axk1": {"num_key_value_heads": 4, "head_dim": 4},
+    "bailing_hybrid": {"num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 16},
+    "bamba": {**HALF_MAMBA, "attn_layer_indices": [1, 3]},
+    "bloom": {"seq_length": 64},
+    "codegen": {"rotary_dim": 4},
+    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "falcon_h1": {**HALF_MAMBA, "mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {
+        **HALF_MAMBA,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_key_value_heads": 2,
+    },
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+    | {"mamba_dt_rank": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "ministral": {"head_dim": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "max_position_embeddings": 64},
+    "youtu": {"num_key_value_heads": 4, "head_dim": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 8}
+    | {"n_mamba_heads": 8, "attention_hidden_size": 64, "attention_head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
+"""What a family needs beside the sizes, because its fields depend on each other."""
 
 
 def families() -> list[str]:
-    """Every family by its `model_type`."""
+    """Every family, by its `model_type`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-EXTRA: dict[str, dict[str, Any]] = {}
-
-
 def tiny_config(family: str) -> Any:
+    """The configuration of a tiny model."""
     from transformers import CONFIG_MAPPING
 
     return _tiny(CONFIG_MAPPING[family], EXTRA.get(family, {}))
 
 
-def _tiny(cls, extra):
-    default = cls()
-    fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    amap = getattr(cls, "attribute_map", {})
-    names = fields | set(vars(default))
-    kw = {}
-    for k, v in SIZES.items():
-        if k in names and amap.get(k, k) == k:
-            old = getattr(default, k, None)
-            if k in ("sliding_window", "window_size", "attention_window_size") and old is None:
-                continue
-            if k == "num_key_value_heads" and old == getattr(default, "num_attention_heads", 0):
-                v = N_HEADS
-            if k in ("head_dim", "q_lora_rank") and old is None:
-                continue
-            if isinstance(old, (list, tuple)):
-                continue
-            kw[k] = v
-    types = getattr(default, "layer_types", None)
-    if isinstance(types, list) and types:
-        first = types[:N_LAYERS]
-        distinct = list(dict.fromkeys(types))
-        if set(first) != set(distinct):
-            first = (distinct * N_LAYERS)[: max(N_LAYERS, len(distinct))]
-        kw["layer_types"] = first
-        for k in ("num_hidden_layers", "n_layer"):
-            if k in kw:
-                kw[k] = len(first)
-    for name, sub in getattr(cls, "sub_configs", {}).items():
-        d = getattr(default, name, None)
-        if d is None:
+def _tiny(config_class: Any, extra: dict[str, Any]) -> Any:
+    default = _default(config_class, extra)
+    fields = _sizes(config_class, default) | _layer_types(config_class, default)
+    for name in getattr(config_class, "sub_configs", {}):
+        part = getattr(default, name, None)
+        if part is not None and name not in extra:
+            fields[name] = _tiny(type(part), EXTRA.get(part.model_type, {}))
+    # A decoder that was made from an encoder's classes.
+    if "is_decoder" in vars(default):
+        fields["is_decoder"] = True
+    fields |= extra
+    # A family has as many layers as its list of types says.
+    if "layer_types" in fields:
+        fields["num_hidden_layers"] = len(fields["layer_types"])
+    return config_class(**fields)
+
+
+def _default(config_class: Any, extra: dict[str, Any]) -> Any:
+    """The family's default configuration."""
+    try:
+        return config_class()
+    except Exception:
+        # Some families refuse their own defaults.
+        return config_class(**extra)
+
+
+def _sizes(config_class: Any, default: Any) -> dict[str, Any]:
+    """The sizes of the fields that a configuration has."""
+    aliases = config_class.attribute_map
+    names = {*vars(default), *getattr(config_class, "__dataclass_fields__", {})}
+    sizes: dict[str, Any] = {}
+    for name in names & SIZES.keys() - aliases.keys():
+        value = _value(default, name)
+        if isinstance(value, list | tuple) or (value is None and name in WINDOWS + OPTIONAL):
             continue
-        try:
-            kw[name] = _tiny(type(d), extra.get(name, {}))
-        except Exception as e:
-            pass
-    kw.update(extra)
-    return cls(**kw)
+        sizes[name] = SIZES[name]
+    n_heads = _value(default, "num_attention_heads")
+    if _value(default, "num_key_value_heads") == n_heads and "num_key_value_heads" in sizes:
+        sizes["num_key_value_heads"] = N_HEADS
+    return sizes
 
 
-def tiny_model(config, seed=0):
+OPTIONAL = ("head_dim", "q_lora_rank", "num_experts", "n_routed_experts", "rotary_dim", "d_kv")
+"""Sizes that mean another kind of model if the default leaves them out."""
+
+
+def _value(config: Any, name: str) -> Any:
+    """A field; None if it differs by layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
+def _layer_types(config_class: Any, default: Any) -> dict[str, list[str]]:
+    """A few layers in which every type of layer of the family occurs, in its own order."""
+    name = config_class.attribute_map.get("layer_types", "layer_types")
+    if isinstance(getattr(config_class, name, None), property):
+        return {}  # It follows from other fields.
+    types = _value(default, name)
+    if not isinstance(types, list) or not types:
+        return {}
+    first = types[:N_LAYERS]
+    distinct = list(dict.fromkeys(types))
+    if set(first) == set(distinct):
+        return {name: first}
+    repeated = distinct * N_LAYERS
+    return {name: repeated[: max(N_LAYERS, len(distinct))]}
+
+
+def tiny_model(family: str, seed: int = 0) -> nn.Module:
+    """A tiny model with random weights of sensible scale."""
     from transformers import AutoModelForCausalLM
 
+    config = tiny_config(family)
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    if size > 3_000_000:
-        raise ValueError(f"tiny model has {size:,} parameters")
+        empty = AutoModelForCausalLM.from_config(config)
+    size = sum(parameter.numel() for parameter in empty.parameters())
+    if size > LARGEST_SIZE:
+        raise ValueError(f"a tiny model of {family} has {size:,} parameters")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, w in model.named_parameters():
-            if w.is_floating_point():
-                w.copy_(torch.randn(w.shape, generator=g) * (0.3 if w.dim() > 1 else 0.2))
-                if w.dim() == 1 and name.endswith("weight"):
-                    w.add_(1)
+        for name, weight in model.named_parameters():
+            scale = 0.3 if weight.dim() > 1 else 0.2
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+            # The weight of a norm is about 1.
+            if weight.dim() == 1 and name.endswith("weight"):
+                weight.add_(1)
     return model.eval().requires_grad_(False)

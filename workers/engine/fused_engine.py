@@ -166,7 +166,7 @@ class _FusedPass:
         self.layer = layer
         self.has_attended = False
         # Libraries pass the stream as the first argument or by this name.
-        resid_pre: Tensor = args[0] if args else kwargs["hidden_states"]
+        resid_pre: Tensor = self.model.stream(args[0] if args else kwargs["hidden_states"])
         edited = self.edit("resid_pre", resid_pre)
         self.activations = {"resid_pre": at_least_float32(edited)}
         if edited is resid_pre:
@@ -291,7 +291,8 @@ class _FusedPass:
                 f"{self.model.info.name}: layer {layer} has no attention that can be seen; "
                 "use engine = 'dense'"
             )
-        resid_post = output[0] if isinstance(output, tuple) else output
+        has_more = isinstance(output, tuple | list)
+        resid_post = self.model.stream(output[0] if has_more else output)
         edited = self.edit("resid_post", resid_post)
         self.activations["resid_post"] = at_least_float32(edited)
         self._show_layer()
@@ -300,7 +301,7 @@ class _FusedPass:
             raise StopPass
         if edited is resid_post:
             return None
-        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+        return (edited, *output[1:]) if has_more else edited
 
     def _end_pass(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Hand over the stream before the unembedding."""

@@ -95,7 +95,17 @@ def settle_attention(
     except Exception as error:
         # Whatever a library raises: the model is refused in one line, or the bridge runs it.
         return SettledAttention(problem=f"transformers cannot run it ({reason(error)})")
-    return SettledAttention(ours.facts, _difference(info, ours, own))
+    return SettledAttention(
+        ours.facts, _difference(info, ours, own, has_active_stream=active_stream(bare) is not None)
+    )
+
+
+def active_stream(bare: nn.Module) -> int | None:
+    """Which of several streams is the one that attention reads (Gemma 3n); None if there is one."""
+    config = getattr(bare, "config", None)
+    if config is None:
+        return None
+    return getattr(config.get_text_config(decoder=True), "altup_active_idx", None)
 
 
 def _tokens(info: ModelInfo, count: int) -> Tensor:
@@ -155,22 +165,28 @@ def _begin_layer(seen: _Pass, layer: int, _module: nn.Module, _args: tuple[Any, 
 def _end_layer(
     seen: _Pass, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: object
 ) -> None:
-    stream = output[0] if isinstance(output, tuple) else output
+    stream = output[0] if isinstance(output, tuple | list) else output
     assert isinstance(stream, Tensor)
     seen.streams[layer] = stream.detach().clone()
     seen.layer = -1
 
 
-def _difference(info: ModelInfo, ours: _Pass, own: _Pass) -> str | None:
-    """What is wrong with our pass; None if it agrees with the model's own."""
+def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:
+    """What is wrong with our pass; None if it agrees with the model's own.
+
+    With `has_active_stream` layers may hand on several streams, of which one is measured.
+    """
     expected = set(info.attention_layers_or_all)
+    if not ours.facts:
+        return "its attention modules do not use the attention interface of transformers"
     if set(ours.facts) != expected:
         return (
             f"its layers {_listed(ours.facts)} attend in a way that can be measured, expected "
             f"{_listed(expected)} by its config.json"
         )
     for layer, stream in own.streams.items():
-        if stream.dim() != 3 or stream.shape[-1] != info.d_model:
+        is_stream = stream.dim() == 3 or (stream.dim() == 4 and has_active_stream)
+        if not is_stream or stream.shape[-1] != info.d_model:
             return (
                 f"layer {layer} hands on {list(stream.shape)}, expected one stream "
                 f"[batch, pos, {info.d_model}]"

@@ -114,9 +114,9 @@ def _hugging_face_attention(
 
     An argument that changes the pattern in a way that `AttentionFacts` cannot say is refused.
     """
-    # Our masks are None, so a mask that arrives is made by the model itself.
+    # Our masks are None where `AttentionFacts` says the same.
     if attention_mask is not None:
-        refuse("an attention mask of its own")
+        refuse("a mask that is not a window of the latest keys")
     if arguments.get("position_bias") is not None:
         refuse("scores with a learned bias of positions")
     is_causal = arguments.get("is_causal")
@@ -153,36 +153,39 @@ def _hugging_face_mask(
 ) -> Tensor | None:
     """What transformers calls to write a mask out. Ours notes the window and writes nothing.
 
-    A mask that is not a window of the latest keys is noted as a window of 0, which no layer has.
+    A mask that is not a window of the latest keys is not None, so that a layer that gets it is
+    refused. Models also make masks that no layer gets.
     """
     running = _running.get()
-    if running is not None:
-        running.windows.add(_window_of(mask_function, q_length))
+    if running is None:
+        return None
+    windows = _windows_of(mask_function, q_length)
+    if windows is None:
+        return torch.zeros(1, 1, 1, 1)
+    running.windows |= windows
     return None
 
 
-def _window_of(visible_keys: VisibleKeys, n_ctx: int) -> int | None:
-    """How many keys each query of a mask sees; None if it sees all before it, 0 if neither holds.
+def _windows_of(visible_keys: VisibleKeys, n_ctx: int) -> set[int | None] | None:
+    """How many keys each query of a mask sees, {None} if all before it.
 
-    A few rows are looked at, so that the cost is that of a row.
+    None if the keys that a query sees are not the latest ones, or their number differs. A few rows
+    are looked at, so that the cost is that of a row.
     """
     keys = torch.arange(n_ctx)
     zero = torch.zeros((), dtype=torch.long)
-    windows: set[int | None] = set()
+    counts: dict[int, int] = {}
     for query in sorted({0, n_ctx // 2, max(0, n_ctx - 2), n_ctx - 1}):
         visible = visible_keys(zero, zero, torch.tensor(query), keys).expand(n_ctx)
-        count = int(visible.sum())
-        if count == 0 or not visible[query + 1 - count : query + 1].all():
-            return 0
-        windows.add(None if count == query + 1 else count)
-    cut = windows - {None}
-    if not cut:
-        return None
-    window = cut.pop()
+        counts[query] = int(visible.sum())
+        latest = (keys <= query) & (keys > query - counts[query])
+        if not visible.equal(latest):
+            return None
+    window = max(counts.values())
     # Queries with fewer keys before them than the window see them all.
-    assert window is not None
-    is_one_window = not cut and (window < n_ctx - 1 or len(windows) == 2)
-    return window if is_one_window else 0
+    if any(count != min(query + 1, window) for query, count in counts.items()):
+        return None
+    return {None} if window == n_ctx else {window}
 
 
 def refuse(feature: str) -> NoReturn:

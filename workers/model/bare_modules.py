@@ -27,14 +27,22 @@ PROJECTIONS = {
 
 def find_blocks(model: nn.Module, info: ModelInfo) -> list[nn.Module]:
     """The layers of a language model: its largest list of as many modules as it has layers."""
-    lists = [
-        (sum(parameter.numel() for parameter in module.parameters()), list(module))
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == info.n_layers
-    ]
+    lists = _lists(_decoder(model), info.n_layers) or _lists(model, info.n_layers)
     if not lists:
         raise ModelError(f"{info.path}: no list of {info.n_layers} layers was found in its modules")
-    return max(lists, key=lambda size_and_blocks: size_and_blocks[0])[1]
+    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
+
+
+def _lists(model: nn.Module, length: int) -> list[nn.ModuleList]:
+    """The lists of modules of that length."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [blocks for blocks in lists if len(blocks) == length]
+
+
+def _decoder(model: Any) -> nn.Module:  # noqa: ANN401 (any model of transformers)
+    """The language model alone, of a model that may also see images or hear."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, nn.Module) else model
 
 
 def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.Module]]:  # noqa: ANN401

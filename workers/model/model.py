@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
-from workers.model.attention_check import SettledAttention, settle_attention
+from workers.model.attention_check import SettledAttention, active_stream, settle_attention
 from workers.model.attention_facts import Attend, AttentionFacts
 from workers.model.attention_layers import attending, scale_of, score_problem, scores_from
 from workers.model.bare_modules import has_rotations, projection
@@ -378,6 +378,8 @@ class Model:
 
         Positions may be rotations instead of embeddings, and layers may have no MLP.
         """
+        if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
+            return False  # There are several, and which of them an edit means is not settled.
         if self._optional_bridge is None:
             # What is added to embeddings outside a module of its own is not known.
             return activation not in MODULE_OUTPUTS or bool(self._modules[activation])
@@ -404,6 +406,19 @@ class Model:
         list is empty if the model hides or lacks it.
         """
         return self._modules[activation]
+
+    def stream(self, activation: Tensor) -> Tensor:
+        """The stream `[batch pos d_model]` in what a layer takes or hands on.
+
+        Gemma 3n hands on several `[stream batch pos d_model]`, and attention reads one of them.
+        """
+        if activation.dim() == 3 or self._active_stream is None:
+            return activation
+        return activation[self._active_stream]
+
+    @cached_property
+    def _active_stream(self) -> int | None:
+        return active_stream(self.bare)
 
     # Running
 
