@@ -6,10 +6,24 @@ sizes. A window is shorter than the sequences.
 
 from __future__ import annotations
 
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
 from torch import nn
+
+from schemas.errors import HeadcountError
+from schemas.places import reason
+from schemas.scan import Scan, parse_scan
+from workers.model.model import Model
+from workers.model.model_info import describe
+from workers.replica import Replica
 
 N_LAYERS, N_HEADS, N_KV_HEADS, D_MODEL, D_HEAD = 4, 4, 2, 32, 8
 WINDOW, N_CTX, D_VOCAB = 8, 24, 64
@@ -241,3 +255,191 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
             if weight.dim() == 1 and name.endswith("weight"):
                 weight.add_(1)
     return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """What became of one family."""
+
+    family: str
+    engine: str
+    """`fused`, `dense`, `refused`, or `not tried`."""
+    facts: str = ""
+    """What the tiny model's attention has, in words."""
+    reason: str = ""
+    """Why it is not fused, or what it goes without."""
+    difference: float = 0.0
+    """The largest difference between our numbers and those of the model's own patterns."""
+
+    @property
+    def line(self) -> str:
+        """Its row in docs/models.md."""
+        return f"| {self.family} | {self.engine} | {self.facts} | {self.reason} |"
+
+
+def family_row(family: str, folder: Path) -> FamilyRow:
+    """Measure a tiny model of a family from files, and compare with its own attention."""
+    path = folder / family
+    try:
+        model = tiny_model(family)
+        model.save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    except Exception as error:
+        # Libraries that are not installed, and configurations that need more than sizes.
+        return FamilyRow(family, "not tried", reason=_one_line(error, folder))
+    try:
+        info = describe(path)
+        replica = Replica(info, _scan(path, "fused"), "cpu")
+        measured = replica.measure(_tokens()).heads
+    except HeadcountError as error:
+        return _dense_row(family, path, _one_line(error, folder))
+    finally:
+        shutil.rmtree(path)
+    facts = _facts_in_words(replica.model, model)
+    note = "" if replica.model.has_bridge else "no bridge"
+    layers = info.attention_layers_or_all
+    patterns = _own_patterns(model, len(layers))
+    if patterns is None:
+        return FamilyRow(family, "fused", facts, (note + ", compared by its stream").strip(", "))
+    windows = [_window(replica.model, layer) for layer in layers]
+    difference = max(
+        float(np.abs(measured[name] - own).max())
+        for name, own in _own_statistics(patterns, windows).items()
+    )
+    return FamilyRow(family, "fused", facts, note, difference)
+
+
+def _dense_row(family: str, path: Path, problem: str) -> FamilyRow:
+    """The row of a family that the fused engine refuses."""
+    # Nothing is tried where not even the description exists: both engines need it.
+    if not problem.endswith("use engine = 'dense'"):
+        return FamilyRow(family, "refused", reason=problem)
+    try:
+        tiny_model(family).save_pretrained(path)  # pyright: ignore[reportCallIssue]
+        Replica(describe(path), _scan(path, "dense"), "cpu").measure(_tokens())
+    except HeadcountError:
+        return FamilyRow(family, "refused", reason=problem.removesuffix("; use engine = 'dense'"))
+    return FamilyRow(family, "dense", reason=problem.removesuffix("; use engine = 'dense'"))
+
+
+def _scan(path: Path, engine: str) -> Scan:
+    return parse_scan(
+        {
+            "model": str(path),
+            "n_ctx": N_CTX,
+            "sequences": 2,
+            "engine": engine,
+            "statistics": ["sink_mass", "previous_token_score", "self_attention", "entropy"],
+            "input": {"family": "repeated_random"},
+        }
+    )
+
+
+def _tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(3, D_VOCAB, size=(2, N_CTX)).astype(np.int32)
+
+
+def _own_patterns(model: Any, n_layers: int) -> torch.Tensor | None:
+    """The patterns `[batch layer head query key]` that transformers computes; None if it gives
+    none, or those of other layers.
+    """
+    tokens = torch.from_numpy(_tokens()).long()
+    with torch.inference_mode():
+        outputs = model(tokens, output_attentions=True, use_cache=False)
+    shape = (len(tokens), N_HEADS, N_CTX, N_CTX)
+    patterns = [
+        pattern
+        for pattern in getattr(outputs, "attentions", None) or ()
+        if isinstance(pattern, torch.Tensor) and pattern.shape == shape
+    ]
+    return torch.stack(patterns, 1).double() if len(patterns) == n_layers else None
+
+
+def _own_statistics(patterns: torch.Tensor, windows: list[int]) -> dict[str, np.ndarray]:
+    """The statistics `[batch layer head]` by their definitions."""
+    # Key 0 is seen by the queries of one window; query 0 has no choice.
+    first_key = patterns[..., 0]
+    sink_mass = torch.stack(
+        [first_key[:, i, :, 1:window].mean(-1) for i, window in enumerate(windows)], 1
+    )
+    entropy = -torch.special.xlogy(patterns, patterns).sum(-1).mean(-1)
+    return {
+        "sink_mass": sink_mass.numpy(),
+        "previous_token_score": patterns.diagonal(-1, -2, -1).mean(-1).numpy(),
+        "self_attention": patterns.diagonal(0, -2, -1).mean(-1).numpy(),
+        "entropy": entropy.numpy(),
+    }
+
+
+def _window(model: Model, layer: int) -> int:
+    """How many keys a query of a layer sees at most."""
+    facts = model.facts(layer)
+    return N_CTX if facts is None or facts.window is None else facts.window
+
+
+def _facts_in_words(model: Model, own: nn.Module) -> str:
+    """What the attention of a model has beside softmax, causal mask and scale."""
+    facts = [model.facts(layer) for layer in model.info.attention_layers_or_all]
+    present = {
+        "window": any(fact is not None and fact.window is not None for fact in facts),
+        "sinks": any(fact is not None and fact.sink is not None for fact in facts),
+        "cap": any(fact is not None and fact.soft_cap is not None for fact in facts),
+        "ALiBi": any(fact is not None and fact.slopes is not None for fact in facts),
+        "MLA": any("kv_a_proj" in name for name, _ in own.named_modules()),
+        "MoE": any("expert" in name for name, _ in own.named_modules()),
+    }
+    words = [word for word, is_present in present.items() if is_present]
+    attending, layers = len(facts), model.info.n_layers
+    if attending < layers:
+        words.append(f"{attending} of {layers} layers attend")
+    return ", ".join(words)
+
+
+def _one_line(error: Exception, folder: Path) -> str:
+    """A reason in one line, without the place of the model."""
+    text = re.sub(rf"{re.escape(str(folder))}/[^/:]+(/config\.json)?: ", "", reason(error))
+    return text.replace("|", "/")
+
+
+def page() -> str:
+    """The table of docs/models.md."""
+    with TemporaryDirectory() as folder:
+        rows = [family_row(family, Path(folder)) for family in families()]
+    counts = {engine: sum(row.engine == engine for row in rows) for engine in ENGINES}
+    heading = ", ".join(f"{counts[engine]} {engine}" for engine in ENGINES)
+    version = transformers.__version__
+    return "\n".join(
+        [
+            f"transformers {version} knows {len(rows)} families: {heading}.",
+            "",
+            "| family | engine | attention | without, or why not |",
+            "|---|---|---|---|",
+            *(row.line for row in rows),
+            "",
+        ]
+    )
+
+
+ENGINES = ("fused", "dense", "refused", "not tried")
+
+MODELS_PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+
+
+def write_page() -> None:
+    """Write the table of docs/models.md."""
+    prepare_libraries()
+    text = MODELS_PAGE.read_text(encoding="utf-8")
+    MODELS_PAGE.write_text(GENERATED.sub(lambda _: page(), text), encoding="utf-8")
+
+
+GENERATED = re.compile(r"(?<=<!-- generated by make docs -->\n).*(?=<!-- end -->)", re.DOTALL)
+"""The part of the page that is written here."""
+
+
+def prepare_libraries() -> None:
+    """Keep transformers from printing about every tiny model."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    write_page()
