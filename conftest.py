@@ -10,7 +10,10 @@ import torch
 
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.token_pairs import TokenPairs, find_matches
+from workers.model.attention_facts import AttentionFacts
 from workers.process import prepare_process
+
+UNSCALED = AttentionFacts(1.0)
 
 # Set before anything imports huggingface_hub, which reads it once: no test reaches for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,19 +28,19 @@ prepare_process(threads=1)
 def pattern(rows: list[list[float]]) -> DensePattern:
     """A pattern of one sequence and one head, from its matrix."""
     matrix = torch.tensor(rows)[None, None]
-    return DensePattern(matrix, matrix, matrix, _unit_vectors(matrix), 1.0)
+    return DensePattern(matrix, matrix, matrix, _unit_vectors(matrix), UNSCALED)
 
 
 def scores(rows: list[list[float]]) -> DensePattern:
     """A pattern of one sequence and one head, from its pre-softmax scores."""
     matrix = torch.tensor(rows, dtype=torch.float32)
     causal = matrix.masked_fill(torch.ones_like(matrix).triu(1).bool(), -torch.inf)[None, None]
-    return DensePattern(causal.softmax(-1), causal, causal, _unit_vectors(causal), 1.0)
+    return DensePattern(causal.softmax(-1), causal, causal, _unit_vectors(causal), UNSCALED)
 
 
 def products(q: torch.Tensor, k: torch.Tensor) -> DensePattern:
     """The pattern of queries and keys `[batch pos head d_head]`, whose products are not scaled."""
-    return DensePattern.of(q.transpose(1, 2), k.transpose(1, 2), 1.0)
+    return DensePattern.of(q.transpose(1, 2), k.transpose(1, 2), UNSCALED)
 
 
 def _unit_vectors(matrix: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from workers.engine.fused_engine import FusedEngine
 from workers.engine.number_formats import HALVES, linears_in
 from workers.engine.token_pairs import find_matches
 from workers.measurements.batch import measure_batch
+from workers.model.attention_facts import AttentionFacts
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from workers.model.loading import load_model
 from workers.model.model import Model, bridge_of
@@ -100,7 +101,7 @@ def _layer_activations(model: Model, layer: int, cached: dict[str, Tensor]) -> d
     q = activations["q"].transpose(1, 2)
     k = activations["k"].transpose(1, 2)
     activations["pattern"] = DensePattern(
-        cached["pattern"], cached["attn_scores"], q, k, model.scale(layer)
+        cached["pattern"], cached["attn_scores"], q, k, AttentionFacts(model.scale(layer))
     )
     return activations | attention_weights(model, layer, READABLE_WEIGHTS)
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.fused_pattern import FusedPattern, uniform_pattern
 from workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matches
+from workers.model.attention_facts import AttentionFacts
 
 
 def both_patterns(
@@ -21,10 +22,11 @@ def both_patterns(
     """The two patterns of q, k, v `[batch head pos d_head]`; the dense one is made in float64."""
     scale = q.shape[-1] ** -0.5
     # The dense one has no rounding of its own, so what differs is the fused one's error.
-    fused = FusedPattern(q, k, v, scale, find_matches(tokens))
+    facts = AttentionFacts(scale)
+    fused = FusedPattern(q, k, v, facts, find_matches(tokens))
     scores = (q.double() @ k.double().mT) * scale
     causal = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return fused, DensePattern(causal.softmax(-1), causal, q.double(), k.double(), scale)
+    return fused, DensePattern(causal.softmax(-1), causal, q.double(), k.double(), facts)
 
 
 def random_inputs(
@@ -101,7 +103,7 @@ def test_both_take_a_bias_out_of_the_queries() -> None:
 def test_a_score_of_the_future_may_be_huge() -> None:
     q = torch.ones(1, 1, 3, 1)
     k = torch.tensor([0.0, 0.0, 400.0])[None, None, :, None]
-    pattern = FusedPattern(q, k, k, 1.0, {})
+    pattern = FusedPattern(q, k, k, AttentionFacts(1.0), {})
     assert pattern.dense()[0, 0].tolist() == [[1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]]
     assert pattern.received()[0, 0].tolist() == [0.5, 0.25, 1]
     assert pattern.row(1)[0, 0].tolist() == [0.5, 0.5, 0]
@@ -111,9 +113,9 @@ def test_a_score_of_the_future_may_be_huge() -> None:
 def test_tiles_of_several_sequences_equal_tiles_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, tokens = random_inputs(5, 2, 100, 4)
     matches = find_matches(tokens)
-    together = all_answers(FusedPattern(q, k, v, 0.5, matches), matches)
+    together = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
     monkeypatch.setattr("workers.engine.fused_pattern.TILE_BYTES", {"cpu": 1})
-    alone = all_answers(FusedPattern(q, k, v, 0.5, matches), matches)
+    alone = all_answers(FusedPattern(q, k, v, AttentionFacts(0.5), matches), matches)
     for name, answer in together.items():
         torch.testing.assert_close(answer, alone[name], rtol=1e-5, atol=1e-6)
 
@@ -142,7 +144,7 @@ def test_all_attention_on_one_key_has_no_entropy() -> None:
     k[..., 0, 0] = 50
     q = torch.zeros(1, 1, 9, 2)
     q[..., 0] = 50
-    pattern = FusedPattern(q, k, k, 1.0, {})
+    pattern = FusedPattern(q, k, k, AttentionFacts(1.0), {})
     assert pattern.entropy().tolist() == [[[0.0] * 9]]
     assert pattern.key(0).tolist() == [[[1.0] * 9]]
 
@@ -192,7 +194,7 @@ def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int) -> 
     with Largest() as largest:
         # A single token repeated makes all pairs copies of one another.
         matches = find_matches(torch.arange(n_ctx)[None] % alphabet)
-        all_answers(FusedPattern(q, k, v, 0.25, matches), matches)
+        all_answers(FusedPattern(q, k, v, AttentionFacts(0.25), matches), matches)
     # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra
     # columns.
     assert largest.numel <= max(max(heads, 3) * 64 * n_ctx, heads * n_ctx * (d_head + 2))
@@ -210,10 +212,10 @@ def test_a_question_asked_once_is_answered_by_the_next_sweep() -> None:
     q, k, v, tokens = random_inputs(1, 2, 40, 4)
     matches = find_matches(tokens)
     questions: set[str] = set()
-    first = FusedPattern(q, k, v, 0.5, matches, questions)
+    first = FusedPattern(q, k, v, AttentionFacts(0.5), matches, questions)
     first.entropy()
     first.mass(matches["copies"])
     assert questions == {"entropy", "copies"}
-    second = FusedPattern(q, k, v, 0.5, matches, questions)
+    second = FusedPattern(q, k, v, AttentionFacts(0.5), matches, questions)
     assert {"entropy", "copies"} <= set(second._answers)
     assert "successors" not in second._answers

@@ -36,6 +36,7 @@ from workers.measurements.profile_means import (
     means_table,
     merge,
 )
+from workers.model.attention_facts import AttentionFacts
 from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
@@ -109,7 +110,7 @@ def test_merging_knows_no_order() -> None:
 
 def test_exact_aggregates_of_two_toy_sequences() -> None:
     rows = torch.tensor([[[1, 0], [0.75, 0.25]], [[1, 0], [0.25, 0.75]]])[:, None]
-    pattern = DensePattern(rows, rows, rows, torch.eye(2).expand_as(rows), 1.0)
+    pattern = DensePattern(rows, rows, rows, torch.eye(2).expand_as(rows), AttentionFacts(1.0))
     expected = {
         # Mean over queries of A[q, q-d]: (1 + 0.25)/2 and (1 + 0.75)/2 at lag 0; 0.75 and 0.25 at
         # lag 1.

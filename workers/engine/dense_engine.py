@@ -12,10 +12,12 @@ from torch import Tensor
 from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_pattern import MASKED, DensePattern
+from workers.engine.attention_scores import MASKED
+from workers.engine.dense_pattern import DensePattern
 from workers.engine.edits import EMBEDDINGS, WHOLE_PATTERN, Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.token_pairs import TokenPairs
+from workers.model.attention_facts import AttentionFacts
 from workers.model.attention_layers import causal_softmax
 from workers.model.model import Hook, Model, at_least_float32
 
@@ -86,7 +88,7 @@ class DenseEngine:
     def pattern_of(self, layer: int, tensors: Tensors) -> DensePattern:
         """A layer's pattern with the scores behind it, from what its hooks have shown."""
         model = self.model
-        scale = model.scale(layer)
+        facts = AttentionFacts(model.scale(layer))
         q, k = _queries_and_keys(tensors)
         if model.shows_scores(layer):
             scores = tensors["attn_scores"]
@@ -96,13 +98,13 @@ class DenseEngine:
                 f"layer {layer}, so they cannot be edited"
             )
         else:
-            scores = q @ k.mT * scale
+            scores = q @ k.mT * facts.scale
         # The comparison costs a softmax over T², and its outcome depends on the layer and T alone.
         n_ctx = scores.shape[-1]
         if (layer, n_ctx) not in self._checked_patterns:
             self._check_pattern(layer, scores, tensors)
             self._checked_patterns.add((layer, n_ctx))
-        return DensePattern(tensors["pattern"], scores, q, k, scale, tensors.get("hidden"))
+        return DensePattern(tensors["pattern"], scores, q, k, facts, tensors.get("hidden"))
 
     def _check_pattern(self, layer: int, scores: Tensor, tensors: Tensors) -> None:
         """Refuse a pattern that its scores do not make.
@@ -238,7 +240,8 @@ class _DensePass:
             # Some bridges show the pattern and the scores only after z. An edit that reads the
             # pattern before gets one of q and k. Whether these make the layer's pattern is checked
             # at the end of the layer.
-            early_pattern = DensePattern.of(*_queries_and_keys(tensors), self.model.scale(layer))
+            facts = AttentionFacts(self.model.scale(layer))
+            early_pattern = DensePattern.of(*_queries_and_keys(tensors), facts)
             if "pattern" in tensors:
                 early_pattern.pattern = tensors["pattern"]
             activations["pattern"] = early_pattern

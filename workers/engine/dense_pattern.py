@@ -1,6 +1,7 @@
 """The reference: a pattern that holds its matrix.
 
-q, k, v are `[batch head pos d_head]`; S = scale · q·k is the score before the softmax.
+q and k are `[batch head pos d_qk]`. S is the score before the softmax, made of q·k by the layer's
+`AttentionFacts`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from workers.engine.attention_scores import (
+    all_scores,
+    distances,
+    facts_of_heads,
+    softmax_of,
+    unseen_keys,
+    window_of,
+    without_bias,
+)
 from workers.engine.token_pairs import TokenPairs
-from workers.model.attention_layers import causal_softmax
-
-MASKED = -1e30
-"""Score of a key in the future: finite, so that 0 · MASKED is 0 and not NaN."""
+from workers.model.attention_facts import AttentionFacts
 
 
 class DensePattern:
@@ -27,24 +34,28 @@ class DensePattern:
         scores: Tensor,
         q: Tensor,
         k: Tensor,
-        scale: float,
+        facts: AttentionFacts,
         hidden: Tensor | None = None,
     ) -> None:
-        """`pattern` and `scores` are `[batch head query key]`, as edits leave them; scores of
-        future keys may be anything.
+        """`pattern` and `scores` are `[batch head query key]`, as edits leave them; scores of keys
+        that a query does not see may be anything, and the pattern is 0 there.
 
-        q and k are what the layer multiplies. `hidden` is true where an edit hides a key.
+        q and k are what the layer multiplies; k may have fewer heads, which query heads share.
+        `hidden` is true where an edit hides a key.
         """
         self.pattern = pattern
         self.q = q
         self.k = k
-        self.scale = scale
+        self.facts = facts
         self.hidden = hidden
         self.n_ctx = pattern.shape[-1]
+        self.window = window_of(facts, self.n_ctx)
         self.was_asked_for_scores = False
         # NaN spreads to everything that is computed from a hidden score, so all of it is undefined.
         # A mean over the remaining scores would be another formula.
         self._scores = scores if hidden is None else scores.masked_fill(hidden, torch.nan)
+        if self.is_partial:
+            self._scores = self._scores.masked_fill(self._is_behind_window(), torch.nan)
 
     @property
     def scores(self) -> Tensor:
@@ -59,7 +70,9 @@ class DensePattern:
         selected.pattern = self.pattern.index_select(1, index)
         selected._scores = self._scores.index_select(1, index)
         selected.q = self.q.index_select(1, index)
-        selected.k = self.k.index_select(1, index)
+        kv_index = index // (self.q.shape[1] // self.k.shape[1])
+        selected.k = self.k.index_select(1, kv_index)
+        selected.facts = facts_of_heads(self.facts, index)
         selected.hidden = None if self.hidden is None else self.hidden.index_select(1, index)
         return selected
 
@@ -75,23 +88,49 @@ class DensePattern:
             return self
         duplicate = copy.copy(self)
         duplicate.hidden = None
-        products = self.q @ self.k.mT * self.scale
-        duplicate._scores = self._scores.where(~self.hidden, products)
+        duplicate._scores = self._scores.where(~self.hidden, all_scores(self.q, self.k, self.facts))
         return duplicate
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, scale: float) -> DensePattern:
-        """The causal softmax of scaled products, with no edit of scores or pattern."""
-        scores = q @ k.mT * scale
-        return cls(causal_softmax(scores), scores, q, k, scale)
+    def of(cls, q: Tensor, k: Tensor, facts: AttentionFacts) -> DensePattern:
+        """The pattern that q, k and the facts make, with no edit of scores or pattern."""
+        scores = all_scores(q, k, facts)
+        masked = scores.masked_fill(unseen_keys(q.shape[2], facts, q.device), -torch.inf)
+        return cls(softmax_of(masked, facts), scores, q, k, facts)
+
+    @property
+    def scale(self) -> float:
+        """The factor of q·k."""
+        return self.facts.scale
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some query does not see all keys before it."""
+        return self.window < self.n_ctx
+
+    def is_finite(self) -> Tensor:
+        """Whether every row of the pattern is made of numbers, as a tensor of one bool."""
+        return self.pattern.isfinite().all()
+
+    def _is_behind_window(self) -> Tensor:
+        """Which keys lie behind the window of a query: `[query key]`."""
+        place = torch.arange(self.n_ctx, device=self.pattern.device)
+        return distances(place, place) >= self.window
+
+    @property
+    def _attention(self) -> Tensor:
+        """`A`, NaN behind the window."""
+        if not self.is_partial:
+            return self.pattern
+        return self.pattern.masked_fill(self._is_behind_window(), torch.nan)
 
     def key(self, k: int) -> Tensor:
-        """`A[q, k]` for one key: `[batch head query]`."""
-        return self.pattern[..., k]
+        """`A[q, k]` for one key, NaN behind the window: `[batch head query]`."""
+        return self._attention[..., k]
 
     def lag(self, d: int) -> Tensor:
         """`A[q, q-d]` for the queries `q >= d`: `[batch head query-d]`."""
-        return self.pattern.diagonal(-d, dim1=-2, dim2=-1)
+        return self._attention.diagonal(-d, dim1=-2, dim2=-1)
 
     def mass(self, pairs: TokenPairs) -> Tensor:
         """`Σ_{k in pairs[q]} A[q, k]`: `[batch head query]`."""
@@ -107,14 +146,28 @@ class DensePattern:
         """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
         return -torch.xlogy(self.pattern, self.pattern).sum(-1)  # xlogy(0, 0) = 0
 
+    def gate(self) -> Tensor:
+        """Share of each row that no key has; NaN if there is no learned sink:
+        `[batch head query]`.
+        """
+        shares = self.pattern.sum(-1)
+        return torch.full_like(shares, torch.nan) if self.facts.sink is None else 1 - shares
+
+    def seen(self, pairs: TokenPairs) -> Tensor:
+        """Number of keys in pairs[q] that a query sees: `[batch query]`."""
+        return pairs.count_within(self.window)
+
     def score(self, k: int) -> Tensor:
-        """`S[q, k]` for one key; only queries `q >= k` mean anything: `[batch head query]`."""
+        """`S[q, k]` for one key, NaN behind the window; only queries `q >= k` mean anything:
+        `[batch head query]`.
+        """
         return self.scores[..., k]
 
     def earlier_score(self) -> Tensor:
         """Mean of `S[q, k]` over the keys `1 <= k < q`: `[batch head query]`.
 
-        NaN where one of them is hidden, and for the first two queries, which have no such key.
+        NaN where one of them is hidden or behind the window, and for the first two queries, which
+        have no such key.
         """
         ones = torch.ones(self.n_ctx, self.n_ctx, dtype=torch.bool, device=self.scores.device)
         is_earlier = ones.tril(-1)
@@ -122,35 +175,43 @@ class DensePattern:
         return self.scores.masked_fill(~is_earlier, 0).sum(-1) / is_earlier.sum(-1)
 
     def without(self, b_Q: Tensor) -> DensePattern:
-        """The pattern of queries less `b_Q [head d_head]`, with no edit of scores or pattern."""
-        return DensePattern.of(self.q - b_Q[:, None], self.k, self.scale)
+        """The pattern of queries less `b_Q [head d_qk]`, without cap, slopes and learned sink, and
+        with no edit of scores or pattern.
+        """
+        return DensePattern.of(self.q - b_Q[:, None], self.k, without_bias(self.facts))
 
     def received(self) -> Tensor:
-        """`1/(T-k) Σ_{q>=k} A[q, k]`: `[batch head key]`."""
-        return self.pattern.sum(-2) / (self.n_ctx - self.positions())
+        """Mean of `A[q, k]` over the queries that see the key: `[batch head key]`."""
+        return self.pattern.sum(-2) / (self.n_ctx - self.positions()).clamp(max=self.window)
 
     def by_lag(self) -> Tensor:
-        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d: `[batch head lag]`."""
+        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d, NaN from the window on:
+        `[batch head lag]`.
+        """
         return torch.stack([self.lag(d).mean(-1) for d in range(self.n_ctx)], dim=-1)
 
     def row(self, q: int) -> Tensor:
-        """`A[q, k]` for one query: `[batch head key]`."""
-        return self.pattern[..., q, :]
+        """`A[q, k]` for one query, NaN behind the window: `[batch head key]`."""
+        return self._attention[..., q, :]
 
     def rows(self, first: int) -> Tensor:
         """`A[q, k]` for the queries `q >= first`: `[batch head query key]`."""
         return self.pattern[..., first:, :]
 
     def row_scores(self, q: int) -> Tensor:
-        """`S[q, k]` for one query; only keys `k <= q` mean anything: `[batch head key]`."""
+        """`S[q, k]` for one query, NaN behind the window; only keys `k <= q` mean anything:
+        `[batch head key]`.
+        """
         return self.scores[..., q, :]
 
     def dense(self) -> Tensor:
-        """The matrix `A`: `[batch head query key]`."""
-        return self.pattern
+        """The matrix `A`, NaN behind the window: `[batch head query key]`."""
+        return self._attention
 
     def dense_scores(self) -> Tensor:
-        """The matrix `S`; only `k <= q` means anything: `[batch head query key]`."""
+        """The matrix `S`, NaN behind the window; only `k <= q` means anything:
+        `[batch head query key]`.
+        """
         return self.scores
 
     def positions(self) -> Tensor:

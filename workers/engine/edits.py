@@ -160,13 +160,16 @@ def hide(scores: Tensor, hidden: Tensor) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def hidden_keys(scores: Tensor) -> Tensor:
+def hidden_keys(scores: Tensor, unseen: Tensor | None = None) -> Tensor:
     """Which keys edited scores `[batch head query key]` hide, of those that a query can see.
 
-    A query from which every key is hidden would attend to nothing, so that is refused.
+    `unseen [query key]` are the keys that a query cannot see; None means the future. A query from
+    which every key is hidden would attend to nothing, so that is refused.
     """
-    hidden = scores.isneginf().tril()  # Without the future, which nobody can see.
-    visible_keys = torch.arange(1, scores.shape[-1] + 1, device=scores.device)  # [query]
+    if unseen is None:
+        unseen = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    hidden = scores.isneginf() & ~unseen
+    visible_keys = (~unseen).sum(-1)  # [query]
     sees_nothing = (hidden.sum(-1) == visible_keys).flatten(0, -2).any(0)  # [query]
     if sees_nothing.any():
         raise ScanError(

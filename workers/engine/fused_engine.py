@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from schemas.commits import Method
-from schemas.errors import ModelError
+from schemas.errors import ModelError, ScanError
 from schemas.precision import PRECISIONS
 from schemas.statistics import LAYER_VALUES
-from workers.engine.dense_pattern import MASKED, DensePattern
+from workers.engine.attention_scores import (
+    MASKED,
+    all_scores,
+    softmax_of,
+    unseen_keys,
+    weighted_values,
+    window_of,
+)
+from workers.engine.dense_pattern import DensePattern
 from workers.engine.edits import Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.fused_pattern import FusedPattern
@@ -106,6 +114,30 @@ class FusedEngine:
         raise ModelError(f"{self.model.info.name}: {problem}; {advice}")
 
 
+class _OfEveryHead(Mapping[str, Any]):
+    """Activations in which keys and values are repeated where query heads share them.
+
+    They are repeated when they are asked for, and the copy lives no longer than its reader wants.
+    """
+
+    def __init__(self, activations: Mapping[str, Any], n_heads: int) -> None:
+        self.activations = activations
+        self.n_heads = n_heads
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (a tensor, a pattern or pairs)
+        activation = self.activations[name]
+        if name not in ("k", "v"):
+            return activation
+        group = self.n_heads // activation.shape[2]
+        return activation if group == 1 else activation.repeat_interleave(group, 2)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.activations)
+
+    def __len__(self) -> int:
+        return len(self.activations)
+
+
 class _FusedPass:
     """One forward pass through the bare modules: where it is, and what it knows of the layer."""
 
@@ -131,6 +163,8 @@ class _FusedPass:
         self.last_layer = max(shown_layers)
         self.dense_layers = self.edits.dense_layers(len(self.model.blocks))
         self.layer = 0
+        self.n_heads = 0
+        """Query heads of the layer, known when its attention asks."""
         self.has_attended = False
         """Whether the attention of the layer has asked this pass."""
         self.activations: dict[str, Tensor | FusedPattern | DensePattern] = {}
@@ -181,24 +215,19 @@ class _FusedPass:
         The model's attention calls this in the place of its own softmax. It remembers the layer's
         activations and shows them.
         """
-        scale = facts.scale
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
-        query_heads_per_key = q.shape[1] // k.shape[1]
+        self.n_heads = q.shape[1]
         q = self._edited_projection("q", at_least_float32(q))
         k = self._edited_projection("k", at_least_float32(k))
         v = self._edited_projection("v", at_least_float32(v))
-        # Edits see each shared key and value once. From here on every query head has its own.
-        if query_heads_per_key > 1:
-            k = k.repeat_interleave(query_heads_per_key, 1)
-            v = v.repeat_interleave(query_heads_per_key, 1)
         self.activations["q"] = q.transpose(1, 2)
         self.activations["k"] = k.transpose(1, 2)
         self.activations["v"] = v.transpose(1, 2)
         if self.layer in self.dense_layers:
-            pattern = self._built_pattern(q, k, scale)
-            z = (pattern.pattern @ v).transpose(1, 2)
+            pattern = self._built_pattern(q, k, facts)
+            z = weighted_values(pattern.pattern, v).transpose(1, 2)
         else:
-            pattern = self._fused_pattern(q, k, v, scale)
+            pattern = self._fused_pattern(q, k, v, facts)
             z = pattern.z.transpose(1, 2)
         self.activations["pattern"] = pattern
         edited_z = self.edit("z", z)
@@ -215,7 +244,9 @@ class _FusedPass:
         self._forget_what_nobody_reads()
         return edited_z.to(dtype)
 
-    def _fused_pattern(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> FusedPattern:
+    def _fused_pattern(
+        self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
+    ) -> FusedPattern:
         """The pattern of a layer that no edit needs built."""
         # In a layer that nobody looks at, the sweep is asked for z alone.
         is_questioned = self.layer in self.shown_layers or "pattern" in self.edits.reads
@@ -223,26 +254,33 @@ class _FusedPass:
             q,
             k,
             v,
-            scale,
+            facts,
             self.matches,
             self.engine.questions if is_questioned else set[str](),
             self.engine.formats.scores,
             self.engine.sweep,
         )
 
-    def _built_pattern(self, q: Tensor, k: Tensor, scale: float) -> DensePattern:
+    def _built_pattern(self, q: Tensor, k: Tensor, facts: AttentionFacts) -> DensePattern:
         """The pattern of a layer whose scores or pattern are edited."""
-        n_ctx = q.shape[2]
-        future = torch.ones(n_ctx, n_ctx, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.mT * scale).masked_fill_(future, MASKED)
+        unseen = unseen_keys(q.shape[2], facts, q.device)
+        scores = all_scores(q, k, facts).masked_fill_(unseen, MASKED)
         hidden = None
         if self.edits.touch("attn_scores", self.layer):
             edited_scores = self.edit("attn_scores", scores)
-            hidden = hidden_keys(edited_scores)
-            # An edit may have given scores to keys of the future.
-            scores = edited_scores.masked_fill(future, MASKED)
-        pattern = self.edit("pattern", scores.softmax(-1))
-        return DensePattern(pattern, scores, q, k, scale, hidden)
+            hidden = hidden_keys(edited_scores, unseen)
+            # An edit may have given scores to keys that a query does not see.
+            scores = edited_scores.masked_fill(unseen, MASKED)
+        made = softmax_of(scores, facts)
+        pattern = self.edit("pattern", made)
+        is_partial = window_of(facts, q.shape[2]) < q.shape[2]
+        if is_partial and pattern is not made and pattern.masked_select(unseen).any():
+            raise ScanError(
+                f"interventions: an edit gives attention to keys that queries of layer "
+                f"{self.layer} do not see: they see {window_of(facts, q.shape[2])} keys; "
+                "leave the layer out or lower n_ctx"
+            )
+        return DensePattern(pattern, scores, q, k, facts, hidden)
 
     def _edited_projection(self, name: str, projection: Tensor) -> Tensor:
         """Queries, keys or values `[batch head pos d_head]` as edits leave them.
@@ -257,7 +295,11 @@ class _FusedPass:
         """An activation of the layer as edits leave it; the same tensor if nothing edits it."""
         if not self.edits.touch(name, self.layer):
             return value
-        readable_values = {**self.activations, "tokens": self.tokens}
+        activations = _OfEveryHead(self.activations, self.n_heads)
+        readable_values: dict[str, Any] = {
+            read: activations[read] for read in self.edits.reads if read in activations
+        }
+        readable_values["tokens"] = self.tokens
         return self.edits.apply(name, self.layer, value, readable_values)
 
     def _edit_output(
@@ -270,7 +312,8 @@ class _FusedPass:
     def _show_layer(self) -> None:
         """Hand over what is known of the layer, if somebody wants to know."""
         if self.layer in self.shown_layers:
-            self.on_layer(self.layer, cast(Activations, {**self.activations, **self.matches}))
+            shown = _OfEveryHead({**self.activations, **self.matches}, self.n_heads)
+            self.on_layer(self.layer, cast(Activations, shown))
 
     def _forget_what_nobody_reads(self) -> None:
         """Free the layer's tensors that neither formulas nor edits read after the attention, before

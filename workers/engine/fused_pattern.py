@@ -1,12 +1,16 @@
 """A pattern that answers questions about attention without ever building its matrix.
 
-q, k, v are `[batch head pos d_head]`, S = scale · q·k is the score before the softmax, and A is the
-pattern. Two facts make the matrix unnecessary:
+S is the score before the softmax, made of q·k by the layer's `AttentionFacts`, and A is the
+pattern. Two identities make the matrix unnecessary:
 
-* `A[q, k] = exp(S[q, k] - lse[q])` with `lse[q] = ln Σ_k exp S[q, k]`. If the log-sum-exp of each
-  query is known, the attention to single keys costs one product of q and k.
+* `A[q, k] = exp(S[q, k] - lse[q])` with `lse[q] = ln Σ_k exp S[q, k]`, where a learned sink adds a
+  term. If the log-sum-exp of each query is known, the attention to single keys costs one product of
+  q and k.
 * Everything that needs all keys (z, entropy, mean distance, mass on pairs) is a sum over keys.
-  One sweep adds it up, a tile of scores at a time, and forgets the tile.
+  One sweep adds it up, a tile of scores at a time, and forgets the tile. Keys behind the window of
+  all queries of a tile are not even read.
+
+Query heads can share keys and values. Then these have fewer heads, and are not repeated.
 """
 
 from __future__ import annotations
@@ -18,10 +22,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from workers.engine.dense_pattern import MASKED
+from workers.engine.attention_scores import (
+    MASKED,
+    all_scores,
+    by_shared_head,
+    distances,
+    facts_of_heads,
+    products_of,
+    scored,
+    window_of,
+    without_bias,
+)
 from workers.engine.number_formats import HALVES, rounded
 from workers.engine.sweep_kernel import PairLabels, Sweep
 from workers.engine.token_pairs import TokenPairs
+from workers.model.attention_facts import AttentionFacts
 
 LN2 = math.log(2)
 
@@ -49,22 +64,25 @@ class FusedPattern:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
+        facts: AttentionFacts,
         matches: Mapping[str, TokenPairs],
         questions: set[str] | None = None,
         number_format: str = "float32",
         sweep: Sweep | None = None,
     ) -> None:
-        """`number_format` is the format in which q, k, v and A are multiplied with each other
+        """q is `[batch head pos d_qk]`, k `[batch kv_head pos d_qk]`, v `[batch kv_head pos d_v]`.
+
+        `number_format` is the format in which q, k, v and A are multiplied with each other
         (`schemas.precision`). `sweep` is a GPU's kernel that answers instead of the tiles.
         """
         self.q = rounded(q, number_format)
         self.k = rounded(k, number_format)
         self.v = rounded(v, number_format)
-        self.scale = scale
+        self.facts = facts
         self.matches = matches
         self.number_format = number_format
         self.n_ctx = q.shape[2]
+        self.window = window_of(facts, self.n_ctx)
         self.questions = set() if questions is None else questions
         self.sweep = sweep
         self._answers: dict[str, Tensor] = {}
@@ -74,9 +92,12 @@ class FusedPattern:
         """The same pattern of some heads alone; what has been answered is not computed again."""
         index = torch.tensor(heads, device=self.q.device)
         selected = copy.copy(self)
+        # Each of the selected heads gets its own keys: there are few of them.
+        kv_index = index // (self.q.shape[1] // self.k.shape[1])
         selected.q = self.q.index_select(1, index)
-        selected.k = self.k.index_select(1, index)
-        selected.v = self.v.index_select(1, index)
+        selected.k = self.k.index_select(1, kv_index)
+        selected.v = self.v.index_select(1, kv_index)
+        selected.facts = facts_of_heads(self.facts, index)
         selected._answers = {
             question: answer.index_select(1, index) for question, answer in self._answers.items()
         }
@@ -92,8 +113,22 @@ class FusedPattern:
         """`ln Σ_k exp S[q,k]`: `[batch head query]`."""
         return self._answers["lse"]
 
+    @property
+    def scale(self) -> float:
+        """The factor of q·k."""
+        return self.facts.scale
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some query does not see all keys before it."""
+        return self.window < self.n_ctx
+
+    def is_finite(self) -> Tensor:
+        """Whether every row of the pattern is made of numbers, as a tensor of one bool."""
+        return self.lse.isfinite().all()
+
     def key(self, k: int) -> Tensor:
-        """`A[q, k]` for one key, 0 where `q < k`: `[batch head query]`."""
+        """`A[q, k]` for one key, 0 where `q < k`, NaN behind the window: `[batch head query]`."""
         return self._remembered(f"key {k}", lambda: self._attention_to(k))
 
     def _attention_to(self, key: int) -> Tensor:
@@ -103,10 +138,12 @@ class FusedPattern:
 
     def lag(self, d: int) -> Tensor:
         """`A[q, q-d]` for the queries `q >= d`: `[batch head query-d]`."""
-        queries = self.q[:, :, d:]
-        keys = self.k[:, :, : self.n_ctx - d]
-        scores = torch.linalg.vecdot(queries, keys) * self.scale
-        return _attention(scores, self.lse[..., d:])
+        lse = self.lse[..., d:]
+        if d >= self.window:
+            return torch.full_like(lse, torch.nan)
+        products = _dot(self.q[:, :, d:], self.k[:, :, : self.n_ctx - d])
+        behind = torch.full_like(products[0, 0], d)
+        return _attention(scored(products, behind, self.facts), lse)
 
     def mass(self, pairs: TokenPairs) -> Tensor:
         """`Σ_{k in pairs[q]} A[q, k]`: `[batch head query]`."""
@@ -120,83 +157,155 @@ class FusedPattern:
         """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
         return self._swept("entropy")
 
+    def gate(self) -> Tensor:
+        """Share of each row that the learned sink takes; NaN if there is none:
+        `[batch head query]`.
+        """
+        if self.facts.sink is None:
+            return torch.full_like(self.lse, torch.nan)
+        return _attention(self.facts.sink.to(self.lse)[:, None], self.lse)
+
+    def seen(self, pairs: TokenPairs) -> Tensor:
+        """Number of keys in pairs[q] that a query sees: `[batch query]`."""
+        return pairs.count_within(self.window)
+
     def score(self, k: int) -> Tensor:
-        """`S[q, k]` for one key; only queries `q >= k` mean anything: `[batch head query]`."""
+        """`S[q, k]` for one key, NaN behind the window; only queries `q >= k` mean anything:
+        `[batch head query]`.
+        """
         if k >= FIRST_KEYS:
-            return self._remembered(
-                f"score {k}", lambda: (self.q @ self.k[:, :, k, :, None]).squeeze(-1) * self.scale
-            )
-        first_scores = self._remembered(
-            "first scores", lambda: self.q @ self.k[:, :, :FIRST_KEYS].mT * self.scale
-        )
+            return self._remembered(f"score {k}", lambda: self._scores_of(k, k + 1)[..., 0])
+        first_scores = self._remembered("first scores", lambda: self._scores_of(0, FIRST_KEYS))
         return first_scores[..., k]
 
+    def _scores_of(self, first: int, stop: int) -> Tensor:
+        """The scores of some keys: `[batch head query key]`."""
+        keys = self.k[:, :, first:stop]
+        behind = distances(self._places(), self._places()[first:stop])
+        return scored(products_of(self.q, keys), behind, self.facts)
+
     def earlier_score(self) -> Tensor:
-        """Mean of `S[q, k]` over the keys `1 <= k < q`; NaN for the first two queries, which have
-        no such key: `[batch head query]`.
+        """Mean of `S[q, k]` over the keys `1 <= k < q`; NaN if one of them is behind the window,
+        and for the first two queries, which have no such key: `[batch head query]`.
         """
-        # The mean of products is the product with the mean key, so running sums of keys suffice.
-        key_sums = self.k[:, :, 1:].cumsum(2)  # [batch head pos-1 d_head]
+        if self.facts.soft_cap is None:
+            sums = self._earlier_score_sums()
+        else:
+            sums = self._earlier_capped_sums()
         mean_score = torch.full_like(self.lse, torch.nan)
-        score_sums = torch.linalg.vecdot(self.q[:, :, 2:], key_sums[:, :, :-1]) * self.scale
-        mean_score[..., 2:] = score_sums / self.positions()[1:-1]  # Query q has q - 1 such keys.
+        mean_score[..., 2:] = sums[..., 2:] / self.positions()[1:-1]  # Query q has q - 1 such keys.
+        mean_score[..., self.window + 1 :] = torch.nan
         return mean_score
 
+    def _earlier_score_sums(self) -> Tensor:
+        """`Σ S[q, k]` over the keys `1 <= k < q`; meaningless for the first two queries."""
+        sums = torch.zeros_like(self.lse)
+        # The sum of products is the product with the summed keys, so running sums suffice.
+        key_sums = self.k[:, :, 1:].cumsum(2)  # [batch kv_head pos-1 d_qk]
+        sums[..., 2:] = _dot(self.q[:, :, 2:], key_sums[:, :, :-1]) * self.scale
+        if self.facts.slopes is not None:
+            # Σ (k - q) over these keys is -q (q-1)/2.
+            position = self.positions()
+            slopes = self.facts.slopes.to(sums)[:, None]
+            sums -= slopes * (position * (position - 1) / 2)
+        return sums
+
+    def _earlier_capped_sums(self) -> Tensor:
+        """The same where scores are capped: a capped sum is not the sum of capped scores."""
+        sums = torch.zeros_like(self.lse)
+        for sequences, queries, keys in self._tiles():
+            scores = self._tile_scores(sequences, queries, keys)
+            behind = distances(self._places()[queries], self._places()[keys])
+            is_earlier = (behind > 0) & (self._places()[keys] > 0)
+            sums[sequences, :, queries] = scores.masked_fill_(~is_earlier, 0).sum(-1)
+        return sums
+
     def without(self, b_Q: Tensor) -> FusedPattern:
-        """The pattern of queries less `b_Q [head d_head]`."""
+        """The pattern of queries less `b_Q [head d_qk]`, without cap, slopes and learned sink."""
         return FusedPattern(
             self.q - b_Q[:, None],
             self.k,
             self.v,
-            self.scale,
+            without_bias(self.facts),
             self.matches,
             number_format=self.number_format,
             sweep=self.sweep,
         )
 
     def received(self) -> Tensor:
-        """`1/(T-k) Σ_{q>=k} A[q, k]`: `[batch head key]`."""
+        """Mean of `A[q, k]` over the queries that see the key: `[batch head key]`."""
         batch, heads, n_ctx, _ = self.q.shape
         attention_sums = self.lse.new_zeros(batch, heads, n_ctx)
-        for sequences, queries in _tiles(self.q):
-            first, stop = queries.start, queries.stop
-            products = self.q[sequences, :, queries] @ self.k[sequences, :, :stop].mT
-            attention = _attention(products * self.scale, self.lse[sequences, :, queries, None])
+        for sequences, queries, keys in self._tiles():
+            scores = self._tile_scores(sequences, queries, keys)
+            attention = _attention(scores, self.lse[sequences, :, queries, None])
             # Above the diagonal a score can exceed the log-sum-exp by any amount, so the future is
             # replaced by zeros: infinity times zero would be NaN.
-            attention_sums[sequences, :, :stop] += attention.tril_(first).sum(-2)
-        return attention_sums / (n_ctx - self.positions())
+            attention.tril_(queries.start - keys.start)
+            if keys.start > 0 or self.is_partial:
+                attention.triu_(queries.start - keys.start - self.window + 1)
+            attention_sums[sequences, :, keys] += attention.sum(-2)
+        return attention_sums / (n_ctx - self.positions()).clamp(max=self.window)
 
     def by_lag(self) -> Tensor:
-        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d: `[batch head lag]`."""
-        return torch.stack([self.lag(d).mean(-1) for d in range(self.n_ctx)], dim=-1)
+        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d, NaN from the window on:
+        `[batch head lag]`.
+        """
+        means = torch.full_like(self.lse, torch.nan)
+        for d in range(self.window):
+            means[..., d] = self.lag(d).mean(-1)
+        return means
 
     def row(self, q: int) -> Tensor:
-        """`A[q, k]` for one query, 0 where `k > q`: `[batch head key]`."""
+        """`A[q, k]` for one query, 0 where `k > q`, NaN behind the window: `[batch head key]`."""
         attention = _attention(self.row_scores(q), self.lse[..., q, None])
         attention[..., q + 1 :] = 0
         return attention
 
     def rows(self, first: int) -> Tensor:
-        """`A[q, k]` for the queries `q >= first`, 0 where `k > q`: `[batch head query key]`."""
-        scores = self.q[:, :, first:] @ self.k.mT * self.scale
-        return _attention(scores, self.lse[..., first:, None]).tril(first)
+        """`A[q, k]` for the queries `q >= first`, 0 where the query does not see the key:
+        `[batch head query key]`.
+        """
+        behind = distances(self._places()[first:], self._places())
+        scores = scored(products_of(self.q[:, :, first:], self.k), behind, self.facts)
+        attention = _attention(scores, self.lse[..., first:, None]).tril(first)
+        return attention.masked_fill_(behind >= self.window, 0) if self.is_partial else attention
 
     def row_scores(self, q: int) -> Tensor:
-        """`S[q, k]` for one query; only keys `k <= q` mean anything: `[batch head key]`."""
-        return (self.k @ self.q[:, :, q, :, None]).squeeze(-1) * self.scale
+        """`S[q, k]` for one query, NaN behind the window; only keys `k <= q` mean anything:
+        `[batch head key]`.
+        """
+        kv_heads = self.k.shape[1]
+        queries = self.q[:, :, q].unflatten(1, (kv_heads, -1))  # [batch kv_head head-of-group d_qk]
+        products = (self.k @ queries.mT).mT.flatten(1, 2)
+        return scored(products, q - self._places(), self.facts)
 
     def dense(self) -> Tensor:
-        """The matrix `A` itself, of T² numbers: `[batch head query key]`."""
+        """The matrix `A` itself, of T² numbers, NaN behind the window: `[batch head query key]`."""
         return _attention(self.dense_scores(), self.lse[..., None]).tril()
 
     def dense_scores(self) -> Tensor:
-        """The matrix `S`; only `k <= q` means anything: `[batch head query key]`."""
-        return self.q @ self.k.mT * self.scale
+        """The matrix `S`, NaN behind the window; only `k <= q` means anything:
+        `[batch head query key]`.
+        """
+        return all_scores(self.q, self.k, self.facts)
 
     def positions(self) -> Tensor:
         """`0 .. T-1` in the pattern's dtype and on its device: `[query]`."""
         return torch.arange(self.n_ctx, dtype=self.q.dtype, device=self.q.device)
+
+    def _places(self) -> Tensor:
+        """`0 .. T-1` as integers: `[query]`."""
+        return torch.arange(self.n_ctx, device=self.q.device)
+
+    def _tiles(self) -> Iterator[tuple[slice, slice, slice]]:
+        return _tiles(self.q, self.window)
+
+    def _tile_scores(self, sequences: slice, queries: slice, keys: slice) -> Tensor:
+        """The scores of a tile; those of the future may be anything: `[batch head query key]`."""
+        products = products_of(self.q[sequences, :, queries], self.k[sequences, :, keys])
+        behind = distances(self._places()[queries], self._places()[keys])
+        return scored(products, behind, self.facts)
 
     def _remembered(self, question: str, compute: Callable[[], Tensor]) -> Tensor:
         """An answer that is computed when it is first asked for."""
@@ -226,7 +335,7 @@ class FusedPattern:
             self.q.to(dtype),
             self.k.to(dtype),
             self.v.to(dtype),
-            self.scale,
+            self.facts,
             [PairLabels(pair.query_label, pair.key_label, pair.lag) for pair in pairs],
             entropy="entropy" in questions,
             number_format=self.number_format,
@@ -242,8 +351,8 @@ class FusedPattern:
 class _TileSweep:
     """One sweep over the scores of a pattern: the answers, and how each tile fills its part.
 
-    A tile is `[batch head query key]`: some sequences, all heads, some queries, and the keys up to
-    the last of these queries.
+    A tile is `[batch head query key]`: some sequences, all heads, some queries, and the keys that
+    any of these queries sees.
 
     Scores are kept in base 2, as in flash kernels: if s = S / ln 2, then 2^s = e^S, so the weights
     are the same. exp2 takes a third of the time of exp. If the result underflows, exp takes ten
@@ -251,21 +360,28 @@ class _TileSweep:
     """
 
     def __init__(self, pattern: FusedPattern, questions: set[str]) -> None:
-        batch, heads, n_ctx, d_head = pattern.v.shape
+        batch, heads, n_ctx, _ = pattern.q.shape
+        kv_heads, d_v = pattern.v.shape[1], pattern.v.shape[3]
         new = pattern.q.new_empty
-        self.d_head = d_head
+        facts = pattern.facts
+        self.d_v = d_v
+        self.window = pattern.window
         self.number_format = pattern.number_format
         self.positions = pattern.positions()
         self.pairs = {name: pairs for name, pairs in pattern.matches.items() if name in questions}
 
         # Factors. The change of base costs nothing: it is part of the scale.
-        self.q = pattern.q * (pattern.scale / LN2)  # [batch head query d_head]
-        self.k_transposed = pattern.k.mT  # [batch head d_head key]
+        self.q = pattern.q  # [batch head query d_qk]
+        self.scale = pattern.scale / (LN2 if facts.soft_cap is None else facts.soft_cap)
+        self.cap = None if facts.soft_cap is None else facts.soft_cap / LN2
+        self.slopes = _of_heads(facts.slopes, self.q)
+        self.sink = _of_heads(facts.sink, self.q)
+        self.k_transposed = pattern.k.mT  # [batch kv_head d_qk key]
         # Two more value columns carry Σ_k weight and Σ_k weight · k through the product that makes
         # z, so the tile of weights is read once for all three.
         ones_and_positions = torch.stack([torch.ones_like(self.positions), self.positions], dim=-1)
-        self.values = torch.cat(  # [batch head key d_head+2]
-            [pattern.v, ones_and_positions.expand(batch, heads, n_ctx, 2)], dim=-1
+        self.values = torch.cat(  # [batch kv_head key d_v+2]
+            [pattern.v, ones_and_positions.expand(batch, kv_heads, n_ctx, 2)], dim=-1
         )
         most_queries = _queries_in_tile(pattern.q)
         # Finite, because the entropy multiplies masked scores by a weight of 0.
@@ -274,21 +390,21 @@ class _TileSweep:
         ).triu(1)
 
         # Answers. The axes of z lie in memory as the output projection wants them.
-        self.z = new(batch, n_ctx, heads, d_head).transpose(1, 2)
+        self.z = new(batch, n_ctx, heads, d_v).transpose(1, 2)
         self.log2_sums = new(batch, heads, n_ctx)
-        self.mean_position = new(batch, heads, n_ctx)
+        self.distance = new(batch, heads, n_ctx)
         self.entropy = new(batch, heads, n_ctx) if "entropy" in questions else None
         # Heads last, because every head of a pair (query, key) is picked at once.
         self.masses = {name: new(batch, n_ctx, heads).zero_() for name in self.pairs}
 
     def answers(self) -> dict[str, Tensor]:
         """Sweep once over all tiles; answers by question, in natural units."""
-        for sequences, queries in _tiles(self.q):
-            self._sweep_tile(sequences, queries)
+        for sequences, queries, keys in _tiles(self.q, self.window):
+            self._sweep_tile(sequences, queries, keys)
         answers = {
             "z": self.z,
             "lse": self.log2_sums.mul_(LN2),  # ln x = ln 2 · log2 x
-            "distance": self.positions - self.mean_position,  # Σ A (q-k) = q - Σ A k
+            "distance": self.distance,
         }
         if self.entropy is not None:
             # Rounding can leave a tiny negative number where one key has all the attention.
@@ -297,87 +413,147 @@ class _TileSweep:
             answers[name] = mass.transpose(1, 2)
         return answers
 
-    def _sweep_tile(self, sequences: slice, queries: slice) -> None:
+    def _sweep_tile(self, sequences: slice, queries: slice, keys: slice) -> None:
         """Write the answers of some queries of some sequences."""
         tile = (sequences, slice(None), queries)
-        scores = self._scores(sequences, queries)  # [batch head query key]
+        scores = self._scores(sequences, queries, keys)  # [batch head query key]
 
         # 2^s overflows from s = 128 on. Less the row's maximum, the largest weight is 1. The
         # softmax does not change, because the factor 2^-maximum cancels in weights / total.
         maximum = scores.amax(-1, keepdim=True)  # [batch head query 1]
+        if self.sink is not None:
+            maximum = maximum.maximum(self.sink)
         relative_scores = scores.sub_(maximum)
         weights = relative_scores.exp2()
 
-        sums = self._weighted_sums(weights, sequences, queries)  # [batch head query d_head+2]
-        total = sums[..., self.d_head]  # [batch head query]
-        position_sum = sums[..., self.d_head + 1]
+        sums = self._weighted_sums(weights, sequences, keys)  # [batch head query d_v+2]
+        key_total = sums[..., self.d_v]  # [batch head query]
+        position_sum = sums[..., self.d_v + 1]
+        total = key_total
+        if self.sink is not None:
+            # The sink is one more entry of the row, which has no key and no value.
+            total = key_total + (self.sink - maximum).exp2()[..., 0]
         log2_total = total.log2()
-        torch.div(sums[..., : self.d_head], total[..., None], out=self.z[tile])
-        torch.div(position_sum, total, out=self.mean_position[tile])
+        torch.div(sums[..., : self.d_v], total[..., None], out=self.z[tile])
+        # Σ A (q-k) = q Σ A - Σ A k
+        query_share = self.positions[queries]
+        if self.sink is not None:
+            query_share = query_share * (key_total / total)
+        torch.sub(query_share, position_sum / total, out=self.distance[tile])
         # log2 Σ 2^s = maximum + log2 Σ 2^(s - maximum)
         torch.add(maximum[..., 0], log2_total, out=self.log2_sums[tile])
 
         if self.entropy is not None:
-            # A = weight / total, so log2 A = relative_score - log2 total. Because Σ A = 1,
-            # -Σ A log2 A = log2 total - Σ weight · relative_score / total.
+            # A = weight / total, so log2 A = relative_score - log2 total, and
+            # -Σ A log2 A = log2 total · Σ A - Σ weight · relative_score / total.
             # `mul_` overwrites the scores, which nothing below reads.
             mean_score = relative_scores.mul_(weights).sum(-1) / total
+            if self.sink is not None:
+                log2_total = log2_total * (key_total / total)
             torch.sub(log2_total, mean_score, out=self.entropy[tile])
         for name, mass in self.masses.items():
-            batch, query, key = self.pairs[name].members(sequences, queries.start, queries.stop)
+            batch, query, key = self.pairs[name].members_seen(sequences, queries, keys, self.window)
             attention = weights[batch, :, query, key] / total[batch, :, query]  # [pair head]
             # A query with several keys occurs several times: accumulate, do not overwrite.
             mass[sequences, queries].index_put_((batch, query), attention, accumulate=True)
 
-    def _scores(self, sequences: slice, queries: slice) -> Tensor:
-        """A tile of scores in base 2, masked where the key is in the future."""
-        first, stop = queries.start, queries.stop
-        scores = self.q[sequences, :, queries] @ self.k_transposed[sequences, :, :, :stop]
+    def _scores(self, sequences: slice, queries: slice, keys: slice) -> Tensor:
+        """A tile of scores in base 2, masked where a query does not see the key."""
+        scores = self._unmasked_scores(sequences, queries, keys)
+        count = queries.stop - queries.start
         # Keys before the first query are in the past of all queries of the tile. So only the square
-        # at the end of the tile, which the diagonal crosses, needs a mask.
-        scores[..., first:] += self.future[: stop - first, : stop - first]
+        # at the end of the tile, which the diagonal crosses, needs a mask of the future.
+        scores[..., queries.start - keys.start :] += self.future[:count, :count]
+        behind_last = queries.stop - self.window
+        if behind_last > keys.start:
+            # The last query does not see the keys before this one, and others do not see a part.
+            some_keys = torch.arange(keys.start, behind_last, device=scores.device)
+            some_queries = torch.arange(queries.start, queries.stop, device=scores.device)
+            is_unseen = distances(some_queries, some_keys) >= self.window
+            scores[..., : len(some_keys)].masked_fill_(is_unseen, MASKED)
         return scores
 
-    def _weighted_sums(self, weights: Tensor, sequences: slice, queries: slice) -> Tensor:
-        """`Σ_k weight · [v | 1 | k]`: `[batch head query d_head+2]`."""
-        values = self.values[sequences, :, : queries.stop]
-        sums = weights @ values
+    def _unmasked_scores(self, sequences: slice, queries: slice, keys: slice) -> Tensor:
+        """A tile of scores in base 2: `[batch head query key]`."""
+        scaled = self.q[sequences, :, queries] * self.scale
+        batch, heads, count, _ = scaled.shape
+        kv_heads = self.values.shape[1]
+        products = by_shared_head(scaled, kv_heads) @ self.k_transposed[sequences, :, :, keys]
+        scores = products.view(batch, heads, count, keys.stop - keys.start)
+        if self.cap is not None:
+            scores.tanh_().mul_(self.cap)
+        if self.slopes is not None:
+            # Of the distance and not of the key, because a small number has a small rounding.
+            behind = distances(self.positions[queries], self.positions[keys])
+            scores.addcmul_(self.slopes, behind, value=-1)
+        return scores
+
+    def _weighted_sums(self, weights: Tensor, sequences: slice, keys: slice) -> Tensor:
+        """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
+        values = self.values[sequences, :, keys]
+        shape = (*weights.shape[:3], self.d_v + 2)
+        sums = (by_shared_head(weights, values.shape[1]) @ values).view(shape)
         # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
         # sums stay float32. `rounded` returns the same tensor if there is nothing to round.
         rounded_weights = rounded(weights, self.number_format)
         if rounded_weights is not weights:
-            sums[..., : self.d_head] = rounded_weights @ values[..., : self.d_head]
+            rounded_sums = by_shared_head(rounded_weights, values.shape[1]) @ values
+            sums[..., : self.d_v] = rounded_sums.view(shape)[..., : self.d_v]
         return sums
 
 
-def _tiles(q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The sequences and the queries of each tile.
+def _of_heads(fact: Tensor | None, like: Tensor) -> Tensor | None:
+    """A fact of each head in base 2, beside a tile of scores: `[head 1 1]`."""
+    return None if fact is None else fact.to(like)[:, None, None] / LN2
+
+
+def _dot(queries: Tensor, keys: Tensor) -> Tensor:
+    """The product of each query with the key at its place, `[batch head pos]`.
+
+    queries `[batch head pos d_qk]`, keys `[batch kv_head pos d_qk]`.
+    """
+    group = queries.shape[1] // keys.shape[1]
+    if group == 1:
+        return torch.linalg.vecdot(queries, keys)
+    by_group = queries.unflatten(1, (keys.shape[1], group))
+    # One query head of each group at a time, so that keys are not repeated.
+    products = [torch.linalg.vecdot(by_group[:, :, i], keys) for i in range(group)]
+    return torch.stack(products, dim=2).flatten(1, 2)
+
+
+def _tiles(q: Tensor, window: int) -> Iterator[tuple[slice, slice, slice]]:
+    """The sequences, the queries and the keys of each tile.
 
     A tile of one sequence is small if T is small, so a tile takes as many sequences as
     `TILE_BYTES` allow, counted in float32 scores.
     """
     batch, heads, n_ctx, _ = q.shape
     most_queries = _queries_in_tile(q)
-    bytes_of_sequence = 4 * heads * most_queries * n_ctx
+    most_keys = min(n_ctx, window + most_queries - 1)
+    bytes_of_sequence = 4 * heads * most_queries * most_keys
     most_sequences = max(1, TILE_BYTES[q.device.type] // bytes_of_sequence)
     for first_sequence in range(0, batch, most_sequences):
         sequences = slice(first_sequence, min(first_sequence + most_sequences, batch))
         for first_query in range(0, n_ctx, most_queries):
-            yield sequences, slice(first_query, min(first_query + most_queries, n_ctx))
+            queries = slice(first_query, min(first_query + most_queries, n_ctx))
+            yield sequences, queries, slice(max(0, first_query - window + 1), queries.stop)
 
 
 def _queries_in_tile(q: Tensor) -> int:
     return min(TILE_QUERIES[q.device.type], q.shape[2])
 
 
-def uniform_pattern(matches: Mapping[str, TokenPairs], tokens: Tensor) -> FusedPattern:
-    """The pattern that attends to all keys alike, `A[q,k] = 1/(q+1)`.
+def uniform_pattern(
+    matches: Mapping[str, TokenPairs], tokens: Tensor, window: int | None = None
+) -> FusedPattern:
+    """The pattern that attends to all keys that it sees alike, `A[q,k] = 1/min(q+1, window)`.
 
     It is one head of width 1 whose scores are all zero.
     """
     batch, n_ctx = tokens.shape
     zeros = torch.zeros(batch, 1, n_ctx, 1, device=tokens.device)
-    return FusedPattern(zeros, zeros, zeros, 1.0, matches, {"entropy", *matches})
+    facts = AttentionFacts(1.0, window=window)
+    return FusedPattern(zeros, zeros, zeros, facts, matches, {"entropy", *matches})
 
 
 def _attention(scores: Tensor, lse: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import HALVES, rounded
 from workers.engine.sweep_kernel import PairLabels, Sweep
 from workers.engine.token_pairs import TokenPairs, find_matches
+from workers.model.attention_facts import AttentionFacts
 from workers.model.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -93,9 +94,9 @@ class Drawn:
     """`[batch pos]`, few different ones, so that many pairs match."""
 
     @property
-    def scale(self) -> float:
-        """1/√d_head."""
-        return self.q.shape[3] ** -0.5
+    def facts(self) -> AttentionFacts:
+        """A scale of 1/√d_head, and nothing else."""
+        return AttentionFacts(self.q.shape[3] ** -0.5)
 
 
 def compare(sweep: Sweep, shape: Shape, factors: str, device: torch.device) -> Comparison:
@@ -128,7 +129,6 @@ def proven_sweep(info: ModelInfo, n_ctx: int, precision: str, device: str) -> Sw
     torch_device = torch.device(device)
     if factors == "float64" or not sweep_kernel.available(torch_device):
         return None
-    # The engine repeats keys and values before it asks, so all heads have their own.
     shape = Shape(info.n_heads, info.n_heads, min(n_ctx, MOST_TOKENS), info.d_head)
     comparison = compare(sweep_kernel.sweep, shape, factors, torch_device)
     if comparison.agrees:
@@ -170,16 +170,12 @@ def _difference(
         drawn.q.to(dtype),
         drawn.k.to(dtype),
         drawn.v.to(dtype),
-        drawn.scale,
+        drawn.facts,
         [PairLabels(pairs.query_label, pairs.key_label, pairs.lag) for pairs in requested_pairs],
         entropy="entropy" in questions,
         number_format=factors,
     )
-    # The tiles want as many keys as queries, and multiply in float32.
-    query_heads_per_key = drawn.q.shape[1] // drawn.k.shape[1]
-    k = drawn.k.repeat_interleave(query_heads_per_key, 1)
-    v = drawn.v.repeat_interleave(query_heads_per_key, 1)
-    tiles = FusedPattern(drawn.q, k, v, drawn.scale, matches, set(questions))
+    tiles = FusedPattern(drawn.q, drawn.k, drawn.v, drawn.facts, matches, set(questions))
     answers = [(swept.z, tiles.z), (swept.lse, tiles.lse), (swept.distance, tiles.distance())]
     if swept.entropy is not None:
         answers.append((swept.entropy, tiles.entropy()))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from schemas.errors import ModelError, unknown
+from workers.model.attention_facts import AttentionFacts
 
 try:
     import triton  # pyright: ignore[reportMissingImports]
@@ -104,7 +105,7 @@ class Sweep(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
+        facts: AttentionFacts,
         labels: Sequence[PairLabels],
         *,
         entropy: bool,
@@ -127,7 +128,7 @@ def sweep(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    facts: AttentionFacts,
     labels: Sequence[PairLabels],
     *,
     entropy: bool,
@@ -161,7 +162,7 @@ def sweep(
             q.stride(),
             k.stride(),
             v.stride(),
-            scale / math.log(2),  # Scores in base 2: the GPU's exponential is exp2.
+            facts.scale / math.log(2),  # Scores in base 2: the GPU's exponential is exp2.
             n_ctx,
             HEADS_PER_KV_HEAD=heads // k.shape[1],
             D_HEAD=d_head,

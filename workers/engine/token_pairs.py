@@ -47,17 +47,24 @@ class TokenPairs:
     _stored_members: dict[tuple[int, ...], Members] = field(
         default_factory=dict[tuple[int, ...], Members], repr=False
     )
+    _counts: dict[int, Tensor] = field(default_factory=dict[int, Tensor], repr=False)
+    """What `count_within` has counted: tokens are the same in every layer."""
 
-    @cached_property
+    @property
     def count(self) -> Tensor:
         """Number of pairs of each query: `[batch query]`."""
-        batch, n_ctx = self.query_label.shape
-        all_sequences = slice(0, batch)
-        counts = [
-            self.matrix(all_sequences, start, min(start + QUERIES_COUNTED, n_ctx)).sum(-1)
-            for start in range(0, n_ctx, QUERIES_COUNTED)
-        ]
-        return torch.cat(counts, dim=1)
+        return self.count_within(self.query_label.shape[1])
+
+    def count_within(self, window: int) -> Tensor:
+        """Number of pairs of each query with a key less than `window` behind: `[batch query]`."""
+        if window not in self._counts:
+            batch, n_ctx = self.query_label.shape
+            counts: list[Tensor] = []
+            for start in range(0, n_ctx, QUERIES_COUNTED):
+                pairs = self.matrix(slice(0, batch), start, min(start + QUERIES_COUNTED, n_ctx))
+                counts.append(pairs.triu_(start - window + 1).sum(-1))
+            self._counts[window] = torch.cat(counts, dim=1)
+        return self._counts[window]
 
     @cached_property
     def _are_few(self) -> bool:
@@ -81,6 +88,19 @@ class TokenPairs:
         if self._are_few:
             self._stored_members[tile] = members
         return members
+
+    def members_seen(self, batch: slice, queries: slice, keys: slice, window: int) -> Members:
+        """The pairs of some queries with a key less than `window` behind.
+
+        All of these lie in `keys`, and their keys are counted from its start.
+        """
+        members = self.members(batch, queries.start, queries.stop)
+        if queries.stop <= window:
+            return members
+        is_seen = members.query + queries.start - members.key < window
+        return Members(
+            members.batch[is_seen], members.query[is_seen], members.key[is_seen] - keys.start
+        )
 
 
 def find_matches(tokens: Tensor) -> dict[str, TokenPairs]:

@@ -6,6 +6,7 @@ and q, k and v are still in the cache when they are read.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -90,11 +91,10 @@ class LayerFormulas:
         The fused engine calls this twice in a layer: after the attention, and at its end.
         """
         heads = self.heads.part(layer)
-        available = {
-            **_of_heads(activations, heads),
-            **self.shared_values,
-            **self._weights_of(layer),
-        }
+        # Not merged into one dict, because an engine may make a value when it is asked for.
+        available = ChainMap[str, LayerValue](
+            dict(self._weights_of(layer)), dict(self.shared_values), _of_heads(activations, heads)
+        )
         for number, (formula, reads, stored_in) in enumerate(self.evaluations):
             if (layer, number) in self._evaluated or not reads <= available.keys():
                 continue

@@ -92,6 +92,7 @@ def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
 def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
     from transformer_lens.model_bridge import TransformerBridge
 
+    _forbid_installs()
     model = _pretrained(info, dtype)
     model.eval().requires_grad_(False).to(device)
     # The bridge replaces modules in place, so the bare modules are copied first. The memo makes
@@ -116,6 +117,26 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
     model.requires_grad_(False)
     take_over_attention(bare)
     return LoadedModules(bridge, bare, list(blocks))
+
+
+def _forbid_installs() -> None:
+    """Keep TransformerLens from installing packages while it loads a model.
+
+    For a model that also sees images it runs `pip install torchvision`, which brings another torch.
+    """
+    from transformer_lens.model_bridge.sources.transformers import helpers, source
+
+    # The first installs; the second asks for it, to prepare images that nobody shows the model.
+    helpers._ensure_torchvision = _not_installed
+    source.load_modality_processor = _without_processor
+
+
+def _not_installed() -> bool:
+    return False
+
+
+def _without_processor(*_arguments: object) -> None:
+    return None
 
 
 def _pretrained(info: ModelInfo, dtype: torch.dtype) -> nn.Module:
