@@ -57,12 +57,9 @@ def take_over_attention(model: nn.Module) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    from workers.model.attention_modules import take_over_modules
-
     AttentionInterface.register(IMPLEMENTATION, _hugging_face_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _hugging_face_mask)
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
-    take_over_modules(model)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch import nn
 from schemas.errors import ModelError
 from schemas.places import reason
 from workers.model.attention_layers import native_attention, take_over_attention
+from workers.model.attention_modules import take_over_modules
 from workers.model.bare_modules import find_blocks, find_modules
 from workers.model.model import Model
 from workers.model.model_info import LEGACY_PLAIN, ModelInfo, weight_files
@@ -111,11 +112,13 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
     except Exception:
         # Its message lists every architecture that it knows. Ours says what follows from it.
         take_over_attention(bare)
+        take_over_modules(bare)
         problem = f"TransformerLens has no bridge for {type(bare).__name__}"
         return LoadedModules(None, bare, find_blocks(bare, info), problem)
     # Again, because the bridge has put modules of its own in.
     model.requires_grad_(False)
     take_over_attention(bare)
+    take_over_modules(bare)
     return LoadedModules(bridge, bare, list(blocks))
 
 
