@@ -31,6 +31,13 @@ def pattern(rows: list[list[float]]) -> DensePattern:
     return DensePattern(matrix, matrix, matrix, _unit_vectors(matrix), UNSCALED)
 
 
+def gated(rows: list[list[float]]) -> DensePattern:
+    """A pattern of one sequence and one head with a learned sink, which has what rows leave."""
+    matrix = torch.tensor(rows)[None, None]
+    facts = AttentionFacts(1.0, sink=torch.zeros(1))
+    return DensePattern(matrix, matrix, matrix, _unit_vectors(matrix), facts)
+
+
 def scores(rows: list[list[float]]) -> DensePattern:
     """A pattern of one sequence and one head, from its pre-softmax scores."""
     matrix = torch.tensor(rows, dtype=torch.float32)
@@ -85,6 +92,18 @@ def successors(tokens: list[int]) -> TokenPairs:
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
-    makers = (pattern, scores, products, vectors, stream, head, nats, triggers, copies, successors)
+    makers = (
+        pattern,
+        gated,
+        scores,
+        products,
+        vectors,
+        stream,
+        head,
+        nats,
+        triggers,
+        copies,
+        successors,
+    )
     doctest_namespace |= {maker.__name__: maker for maker in makers}
     doctest_namespace["nan"] = float("nan")

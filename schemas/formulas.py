@@ -34,6 +34,8 @@ class Formula:
     """Rule that says where the formula has a value; without a rule it always has one."""
     of_directions: bool = False
     """Whether it reads only directions, as a cosine does. A vector of zeros has no direction."""
+    missing: str = ""
+    """What a layer may lack so that it has no value there: the end of the sentence "NULL if …"."""
 
     undefined: ClassVar[str] = "NULL"
     """What is stored if it has no value."""
@@ -48,6 +50,8 @@ class Formula:
             rules.append(f"{self.undefined} unless {rule.rstrip('.')}")
         if self.of_directions:
             rules.append("NULL if one of its vectors is zero")
+        if self.missing:
+            rules.append(f"NULL if {self.missing}")
         return "; ".join(rules)
 
     @property

@@ -1,10 +1,17 @@
 """The questions that an attention pattern answers without ever being built.
 
-`A[q, k]` is the softmax pattern of one head. `S[q, k]` is its score before the softmax, after
-scaling and the causal mask (`k <= q`). T = `n_ctx`. Both include all edits. If an edit hides a key
-from a query, `S[q, k]` is not defined: answers about it are NaN, and so is everything computed from
-them. Answers have the axes `[batch head query]` unless a docstring gives others. Statistics and
-profiles see a pattern only through this protocol.
+`A[q, k]` is the softmax pattern of one head. `S[q, k]` is its score just before the softmax:
+scaled, capped where the layer caps scores, and with ALiBi's bias where it has one. T = `n_ctx`.
+Both include all edits. Answers have the axes `[batch head query]` unless a docstring gives others.
+Statistics and profiles see a pattern only through this protocol.
+
+* Query q sees the keys `max(0, q - window + 1) .. q`. To a key of the future it gives no attention:
+  0. Of a key behind its window there is neither `S[q, k]` nor `A[q, k]`: answers about it are NaN.
+  So statistics of key k are means over the queries that see it, `k .. k + window - 1`.
+* A layer may have a learned sink, one more entry of the softmax that has no key. `A[q, k]` is the
+  key's share of the whole row, so the keys of a row sum to `1 - gate`.
+* If an edit hides a key from a query, `S[q, k]` is not defined: answers about it are NaN, and so is
+  everything computed from them. `A[q, k]` is 0 there.
 """
 
 # The methods of `Tensor` are torch's.
@@ -71,7 +78,7 @@ class Tensor(Protocol):
     def exp(self) -> Self: ...
     def log(self) -> Self: ...
     def isnan(self) -> Self: ...
-    def clamp(self, *, min: float) -> Self: ...  # noqa: A002
+    def clamp(self, *, min: float | None = None, max: float | None = None) -> Self: ...  # noqa: A002
     def float(self) -> Self: ...
     def flatten(self, start_dim: int) -> Self: ...
     def transpose(self, dim0: int, dim1: int) -> Self: ...
@@ -108,12 +115,28 @@ class Pattern(Protocol):
         """T, the number of queries and of keys."""
         ...
 
+    @property
+    def window(self) -> int:
+        """How many keys the last query sees, its own among them: T if there is no window."""
+        ...
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some query does not see all keys before it: `window < n_ctx`."""
+        ...
+
+    def is_finite(self) -> Tensor:
+        """Whether every row is made of numbers: one bool. NaN answers then mean "undefined"."""
+        ...
+
     def key(self, k: int) -> Tensor:
-        """`A[q, k]` for one key, 0 if `q < k`: `[batch head query]`."""
+        """`A[q, k]` for one key, 0 if `q < k`, NaN if the key is behind the window:
+        `[batch head query]`.
+        """
         ...
 
     def lag(self, d: int) -> Tensor:
-        """`A[q, q-d]` for the queries `q >= d`: `[batch head query-d]`."""
+        """`A[q, q-d]` for the queries `q >= d`, NaN if `d >= window`: `[batch head query-d]`."""
         ...
 
     def mass(self, pairs: Pairs) -> Tensor:
@@ -125,59 +148,88 @@ class Pattern(Protocol):
         ...
 
     def entropy(self) -> Tensor:
-        """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
+        """`-Σ_k A[q, k] ln A[q, k]` over the keys, in nats: `[batch head query]`.
+
+        A learned sink is no key, so its own term is not in the sum.
+        """
+        ...
+
+    def gate(self) -> Tensor:
+        """`1 - Σ_k A[q, k]`, the share that a learned sink takes; NaN if the layer has none."""
+        ...
+
+    def seen(self, pairs: Pairs) -> Tensor:
+        """How many of the keys `pairs[q]` query q sees: `[batch query]`."""
         ...
 
     @property
     def scale(self) -> float:
-        """The factor by which a layer multiplies `q·k` to get `S`: 1/√d_head in most models."""
+        """The factor of `q·k` in `S`, before cap and bias: 1/√d_head in most models."""
         ...
 
     def score(self, k: int) -> Tensor:
-        """`S[q, k]` for one key, meaningless if `q < k`: `[batch head query]`."""
+        """`S[q, k]` for one key, meaningless if `q < k`, NaN if the key is behind the window:
+        `[batch head query]`.
+        """
         ...
 
     def earlier_score(self) -> Tensor:
         """Mean of `S[q, k]` over the keys `1 <= k < q`: `[batch head query]`.
 
-        NaN if one of these keys is hidden. Entries of queries `q < 2` are meaningless.
+        NaN if one of these keys is hidden or behind the window. Entries of queries `q < 2` are
+        meaningless.
         """
         ...
 
     def without(self, b_Q: Tensor) -> Pattern:
         """The pattern of queries without their bias `b_Q [head d_head]`.
 
-        It is the causal softmax of `scale (q[q] - b_Q)·k[k]`. Edits of scores and of the pattern
-        are left out.
+        It is the softmax of `scale (q[q] - b_Q)·k[k]` over the keys that a query sees. A cap,
+        ALiBi's bias, a learned sink, and edits of scores and of the pattern are left out: it asks
+        what the products alone would do.
         """
         ...
 
     def received(self) -> Tensor:
-        """`1/(T-k) Σ_{q>=k} A[q, k]`: `[batch head key]`."""
+        """Mean of `A[q, k]` over the queries that see the key: `[batch head key]`.
+
+        `1/min(T-k, window) Σ_{k<=q<k+window} A[q, k]`
+        """
         ...
 
     def by_lag(self) -> Tensor:
-        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d: `[batch head lag]`."""
+        """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d, NaN if `d >= window`:
+        `[batch head lag]`.
+        """
         ...
 
     def row(self, q: int) -> Tensor:
-        """`A[q, k]` for one query, 0 if `k > q`: `[batch head key]`."""
+        """`A[q, k]` for one query, 0 if `k > q`, NaN behind the window: `[batch head key]`."""
         ...
 
     def rows(self, first: int) -> Tensor:
-        """`A[q, k]` for the queries `q >= first`, 0 if `k > q`: `[batch head query-first key]`."""
+        """`A[q, k]` for the queries `q >= first`, 0 where the query does not see the key, in the
+        future or behind the window: `[batch head query-first key]`.
+        """
         ...
 
     def row_scores(self, q: int) -> Tensor:
-        """`S[q, k]` for one query, meaningless if `k > q`: `[batch head key]`."""
+        """`S[q, k]` for one query, meaningless if `k > q`, NaN behind the window:
+        `[batch head key]`.
+        """
         ...
 
     def dense(self) -> Tensor:
-        """The matrix `A` itself, `[batch head query key]`: T² numbers, so only for small T."""
+        """The matrix `A` itself, 0 in the future, NaN behind the window: `[batch head query key]`.
+
+        T² numbers, so only for small T.
+        """
         ...
 
     def dense_scores(self) -> Tensor:
-        """The matrix `S` itself, meaningless if `k > q`: `[batch head query key]`."""
+        """The matrix `S` itself, meaningless if `k > q`, NaN behind the window:
+        `[batch head query key]`.
+        """
         ...
 
     def positions(self) -> Tensor:

@@ -64,5 +64,6 @@ def _as_batch(replica: Replica, tokens: np.ndarray) -> Tensor:
 
 def _strongest_key(attention: Tensor) -> Tensor:
     """Key, its attention, and attention to key 0, of one query; float64 holds any key exactly."""
-    mass, key = attention.double().max(dim=-1)
+    # Keys behind the window have no attention.
+    mass, key = attention.double().nan_to_num(nan=0).max(dim=-1)
     return torch.stack([key.double(), mass, attention[0].double()])

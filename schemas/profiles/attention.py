@@ -26,7 +26,7 @@ def attention_by_lag(pattern: Pattern) -> Tensor:
 def attention_received_by_key(pattern: Pattern) -> Tensor:
     """Attention that a key receives, mean over the queries that can see it.
 
-    1/(T-k) Σ_{q≥k} A[q,k]
+    1/(T-k) Σ_{q≥k} A[q,k]; with a window, 1/min(T-k, window) Σ_{k≤q<k+window} A[q,k]
 
     >>> attention_received_by_key(pattern([[1, 0, 0], [0.75, 0.25, 0], [0.5, 0.25, 0.25]])).tolist()
     [[[0.75, 0.25, 0.25]]]

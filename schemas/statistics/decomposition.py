@@ -4,6 +4,9 @@ With the content of a query, q[q] - b_Q, and of a key, k[k] - b_K, a score is a 
 q·k = T1 + T2 + T3 + T4. T1 is the content of the query times the content of the key. T3 = Δ[k] is
 the same for every query. T2 and T4 do not depend on the key, so the softmax cancels them. Weights
 should be raw: folding moves a part of T1 into b_Q.
+
+The parts are of the product itself: a cap of the scores, ALiBi's bias and a learned sink are left
+out. With a window, means over queries are over those that see key 0.
 """
 
 import math
@@ -92,7 +95,7 @@ def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     defined=has_fixed_positions,
     standard=False,
 )
-def sink_shift_advantage(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
+def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     """How much more the query bias adds to the score of key 0 than to the mean key, mean over the
     second half of the queries.
 
@@ -101,13 +104,14 @@ def sink_shift_advantage(b_Q: Tensor, k: Tensor, b_K: Tensor) -> Tensor:
     Divided by `sink_score_advantage` it is the share of the sink's advantage that comes from the
     query bias.
 
-    >>> sink_shift_advantage(head([2, 0]), vectors([3, 9], [1, 9]), head([1, 4])).item()
+    >>> a = pattern([[1, 0], [0.5, 0.5]])
+    >>> sink_shift_advantage(a, head([2, 0]), vectors([3, 9], [1, 9]), head([1, 4])).item()
     2.0
     """
     shift = shifts(b_Q, k, b_K)
     # The cumulative sum of ones is q+1.
     lead = shift[:, :1] - shift.cumsum(1) / (shift * 0 + 1).cumsum(1)
-    return lead[:, shift.shape[1] // 2 :].mean(1)
+    return lead[:, pattern.n_ctx // 2 : pattern.window].mean(1)
 
 
 @statistic(
@@ -126,10 +130,10 @@ def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     2.0
     """
     # Σ_{k≤q} q·k[k] = q·Σ_{k≤q} k[k]: cumulative sums of keys replace the matrix of scores.
-    half = pattern.n_ctx // 2
-    q, k = q.transpose(1, 2)[:, :, half:], k.transpose(1, 2)
-    sums = k[:, :, half:].cumsum(2) + k[:, :, :half].sum(2, keepdim=True)
-    mean = sums / (pattern.positions()[half:, None] + 1)
+    half, stop = pattern.n_ctx // 2, pattern.window
+    q, k = q.transpose(1, 2)[:, :, half:stop], k.transpose(1, 2)
+    sums = k[:, :, half:stop].cumsum(2) + k[:, :, :half].sum(2, keepdim=True)
+    mean = sums / (pattern.positions()[half:stop, None] + 1)
     return (q * (k[:, :, :1] - mean)).sum(-1).mean(-1)
 
 
@@ -154,7 +158,7 @@ def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
     scores = shifts(b_Q, k, b_K) * pattern.scale
     # Scores are the same for every query, so query q's softmax sums the first q+1 of them.
     mass = (scores[:, :1] - scores.logcumsumexp(1)).exp()
-    return mass[:, k.shape[1] // 2 :].mean(1)
+    return mass[:, pattern.n_ctx // 2 : pattern.window].mean(1)
 
 
 @statistic(
@@ -176,7 +180,8 @@ def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Tensor:
     >>> round(sink_mass_content_only(whole, head([math.log(3)])).item(), 6)
     0.75
     """
-    return pattern.without(b_Q).key(0)[..., pattern.n_ctx // 2 :].mean(-1)
+    late = slice(pattern.n_ctx // 2, pattern.window)
+    return pattern.without(b_Q).key(0)[..., late].mean(-1)
 
 
 def has_effective_positions(effective: Tensor) -> Tensor:

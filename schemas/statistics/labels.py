@@ -1,4 +1,7 @@
-"""Attention of the queries that an input family labels "trigger", and of all other queries."""
+"""Attention of the queries that an input family labels "trigger", and of all other queries.
+
+With a window, those are left out that do not see the key.
+"""
 
 import math
 
@@ -15,14 +18,14 @@ def has_triggers(pattern: Pattern, labels: Labels) -> Tensor | bool:
 
 
 def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tensor:
-    """Mean of `mass [batch head query-1]` over the triggers among the queries from 1 on.
+    """Mean of `mass [batch head query-1]` over the triggers among its queries, which begin with 1.
 
     With `others`, the mean over the queries that are not triggers.
     """
     if "trigger" not in labels:
         # Undefined, but of the right shape.
         return mass.sum(-1) * math.nan
-    triggers = labels["trigger"][:, None, 1:]
+    triggers = labels["trigger"][:, None, 1 : 1 + mass.shape[-1]]
     selected = ~triggers if others else triggers
     return (mass * selected).sum(-1) / selected.sum(-1)
 
@@ -44,7 +47,7 @@ def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Tensor:
     >>> sink_mass_triggers(a, triggers([0, 0, 1])).item()
     0.25
     """
-    return mean_at_triggers(pattern.key(0)[..., 1:], labels)
+    return mean_at_triggers(pattern.key(0)[..., 1 : pattern.window], labels)
 
 
 @statistic(
@@ -64,7 +67,7 @@ def sink_mass_others(pattern: Pattern, labels: Labels) -> Tensor:
     >>> sink_mass_others(a, triggers([0, 0, 1])).item()
     0.75
     """
-    return mean_at_triggers(pattern.key(0)[..., 1:], labels, others=True)
+    return mean_at_triggers(pattern.key(0)[..., 1 : pattern.window], labels, others=True)
 
 
 @statistic(

@@ -15,10 +15,10 @@ def has_copies(copies: Pairs) -> Tensor:
     return (copies.count > 0).any(-1)
 
 
-def mean_over_matched(mass: Tensor, pairs: Pairs) -> Tensor:
-    """Mean of `mass [batch head query]` over the queries that have at least one pair."""
-    matched = pairs.count > 0
-    return (mass * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
+def mean_over_matched(pattern: Pattern, pairs: Pairs) -> Tensor:
+    """Mean attention to the keys of pairs over the queries that see at least one of them."""
+    matched = pattern.seen(pairs) > 0
+    return (pattern.mass(pairs) * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
 
 
 @statistic(
@@ -84,7 +84,7 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Tensor:
     >>> induction_score(a, successors([7, 8, 7])).item()
     0.75
     """
-    return mean_over_matched(pattern.mass(successors), successors)
+    return mean_over_matched(pattern, successors)
 
 
 @statistic(
@@ -103,7 +103,7 @@ def duplicate_score(pattern: Pattern, copies: Pairs) -> Tensor:
     >>> duplicate_score(a, copies([7, 8, 7])).item()
     0.125
     """
-    return mean_over_matched(pattern.mass(copies), copies)
+    return mean_over_matched(pattern, copies)
 
 
 @statistic(unit="share of queries", range=(0, 1), source="headcount")

@@ -1,4 +1,7 @@
-"""Pre-softmax scores, and the angles behind them."""
+"""Pre-softmax scores, and the angles behind them.
+
+With a window, means are over the queries that see key 0: these see all earlier keys too.
+"""
 
 import math
 
@@ -23,7 +26,7 @@ def sink_logit_margin(pattern: Pattern) -> Tensor:
     >>> sink_logit_margin(scores([[0, 0, 0], [0, 0, 0], [5, 3, 9]])).item()
     2.0
     """
-    return (pattern.score(0) - pattern.earlier_score())[..., 2:].mean(-1)
+    return (pattern.score(0) - pattern.earlier_score())[..., 2 : pattern.window].mean(-1)
 
 
 @statistic(
@@ -42,7 +45,7 @@ def sink_logit_spread(pattern: Pattern) -> Tensor:
     >>> sink_logit_spread(scores([[9, 0, 0], [1, 0, 0], [5, 3, 9]])).item()
     2.0
     """
-    scores = pattern.score(0)[..., 1:]
+    scores = pattern.score(0)[..., 1 : pattern.window]
     return (scores - scores.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
@@ -61,15 +64,16 @@ def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
     of_directions=True,
     standard=False,
 )
-def sink_key_cosine(q: Tensor, k: Tensor) -> Tensor:
+def sink_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     """Mean cosine of the angle between the queries and key 0.
 
     1/T Σ_q q[q]·k[0] / (‖q[q]‖₂ ‖k[0]‖₂)
 
-    >>> sink_key_cosine(vectors([1, 0], [0, 2]), vectors([0, 5], [1, 0])).item()
+    >>> q, k = vectors([1, 0], [0, 2]), vectors([0, 5], [1, 0])
+    >>> sink_key_cosine(pattern([[1, 0]] * 2), q, k).item()
     0.5
     """
-    return (directions(q) * directions(k[:, :1])).sum(-1).mean(1)
+    return (directions(q[:, : pattern.window]) * directions(k[:, :1])).sum(-1).mean(1)
 
 
 @statistic(
@@ -90,6 +94,7 @@ def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     -1.0
     """
     # The sum of cosines with many keys is the product with the sum of their directions.
-    late_q, earlier_k = q.transpose(1, 2)[:, :, 2:], k.transpose(1, 2)[:, :, 1:-1]
+    stop = pattern.window
+    late_q, earlier_k = q.transpose(1, 2)[:, :, 2:stop], k.transpose(1, 2)[:, :, 1 : stop - 1]
     sums = directions(earlier_k).cumsum(2)
-    return ((directions(late_q) * sums).sum(-1) / pattern.positions()[1:-1]).mean(-1)
+    return ((directions(late_q) * sums).sum(-1) / pattern.positions()[1 : stop - 1]).mean(-1)

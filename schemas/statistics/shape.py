@@ -7,6 +7,11 @@ from schemas.statistics.sink import has_two_positions
 from schemas.statistics.statistic_registry import statistic
 
 
+def largest_entropy(pattern: Pattern) -> Tensor:
+    """Entropy of uniform attention over the keys that each query sees, ln min(q+1, window)."""
+    return (pattern.positions() + 1).clamp(max=pattern.window).log()
+
+
 @statistic(
     unit="nats",
     range=(0, math.inf),
@@ -17,6 +22,9 @@ def entropy(pattern: Pattern) -> Tensor:
     """Mean entropy of the attention rows.
 
     1/T Σ_q H[q], H[q] = -Σ_k A[q,k] ln A[q,k]
+
+    The sum is over the keys. A learned sink is no key: it makes every A smaller, and its own term
+    is not added.
 
     >>> round(entropy(pattern([[1, 0], [0.5, 0.5]])).item(), 6)  # ln 2 / 2
     0.346574
@@ -34,13 +42,13 @@ def entropy(pattern: Pattern) -> Tensor:
 def entropy_normalised(pattern: Pattern) -> Tensor:
     """Mean entropy of the attention rows, each divided by the entropy of uniform attention.
 
-    1/(T-1) Σ_{q≥1} H[q] / ln(q+1)
+    1/(T-1) Σ_{q≥1} H[q] / ln(q+1); with a window, / ln min(q+1, window)
 
     >>> entropy_normalised(pattern([[1, 0], [0.5, 0.5]])).item()
     1.0
     """
-    # Query q sees q+1 keys. Uniform attention over them has entropy ln(q+1); for query 0 it is 0.
-    return (pattern.entropy()[..., 1:] / (pattern.positions()[1:] + 1).log()).mean(-1)
+    # For query 0 the largest entropy is 0.
+    return (pattern.entropy() / largest_entropy(pattern))[..., 1:].mean(-1)
 
 
 @statistic(
@@ -55,13 +63,13 @@ def entropy_normalised_late(pattern: Pattern) -> Tensor:
     """Mean entropy of the attention rows of the second half of the queries, each divided by the
     entropy of uniform attention.
 
-    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} H[q] / ln(q+1)
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} H[q] / ln(q+1); with a window, / ln min(q+1, window)
 
     >>> entropy_normalised_late(pattern([[1, 0], [0.5, 0.5]])).item()
     1.0
     """
-    half = pattern.n_ctx // 2
-    return (pattern.entropy()[..., half:] / (pattern.positions()[half:] + 1).log()).mean(-1)
+    late = slice(pattern.n_ctx // 2, None)
+    return (pattern.entropy() / largest_entropy(pattern))[..., late].mean(-1)
 
 
 @statistic(unit="tokens", range=(0, math.inf), source="common", chance=True)

@@ -1,4 +1,8 @@
-"""How much attention rests on the first keys."""
+"""How much attention rests on the first keys, or on a learned sink.
+
+A mean over queries is over those that see the keys. So with a window, the queries from `window` on
+are left out of what is said of key 0, and there is no value if no query is left.
+"""
 
 from schemas.pattern import Pattern, Tensor
 from schemas.statistics.statistic_registry import statistic
@@ -22,7 +26,7 @@ def sink_mass(pattern: Pattern) -> Tensor:
     >>> sink_mass(pattern([[1, 0, 0], [0.75, 0.25, 0], [0.25, 0.5, 0.25]])).item()
     0.5
     """
-    return pattern.key(0)[..., 1:].mean(-1)
+    return pattern.key(0)[..., 1 : pattern.window].mean(-1)
 
 
 @statistic(unit="probability", range=(0, 1), source="Gu et al. 2024, arXiv 2410.10781", chance=True)
@@ -34,7 +38,7 @@ def sink_alpha(pattern: Pattern) -> Tensor:
     >>> sink_alpha(pattern([[1, 0], [0.5, 0.5]])).item()
     0.75
     """
-    return pattern.key(0).mean(-1)
+    return pattern.key(0)[..., : pattern.window].mean(-1)
 
 
 @statistic(
@@ -48,7 +52,7 @@ def sink_mass_late(pattern: Pattern) -> Tensor:
     >>> sink_mass_late(pattern([[1, 0], [0.25, 0.75]])).item()
     0.25
     """
-    return pattern.key(0)[..., pattern.n_ctx // 2 :].mean(-1)
+    return pattern.key(0)[..., pattern.n_ctx // 2 : pattern.window].mean(-1)
 
 
 @statistic(
@@ -62,19 +66,19 @@ def sink_mass_first4(pattern: Pattern) -> Tensor:
     >>> sink_mass_first4(pattern([[1, 0], [0.25, 0.75]])).item()
     1.0
     """
-    # Key 0 exists in every sequence. The others may not.
-    others = (pattern.key(k) for k in range(1, min(4, pattern.n_ctx)))
-    first4 = sum(others, start=pattern.key(0))
-    return first4[..., pattern.n_ctx // 2 :].mean(-1)
+    return late_mass(pattern, 0, 3)
 
 
 def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
-    """Mean attention to the keys `first .. last` together, over the second half of the queries."""
+    """Mean attention to the keys `first .. last` together, over the queries of the second half that
+    see the first of them, and so all.
+    """
+    queries = slice(pattern.n_ctx // 2, first + pattern.window)
     # Zeros of the right shape: the sequence may have no token in that range.
-    total = 0 * pattern.key(0)
+    total = pattern.positions()[queries] * 0
     for k in range(first, min(last + 1, pattern.n_ctx)):
-        total = total + pattern.key(k)
-    return total[..., pattern.n_ctx // 2 :].mean(-1)
+        total = total + pattern.key(k)[..., queries]
+    return total.mean(-1)
 
 
 @statistic(
@@ -132,3 +136,23 @@ def second_key_mass_late(pattern: Pattern) -> Tensor:
     0.75
     """
     return late_mass(pattern, 1, 1)
+
+
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="gpt-oss, arXiv 2508.10925",
+    missing="the layer has no learned sink",
+)
+def sink_gate(pattern: Pattern) -> Tensor:
+    """Mean share of attention that the learned sink of a head takes.
+
+    1/T Σ_q (1 - Σ_k A[q,k])
+
+    The sink is one more entry of the softmax, with a learned score and no value. What it takes
+    moves nothing. The other shares of a row sum to what it leaves.
+
+    >>> sink_gate(gated([[0.5, 0], [0.25, 0.5]])).item()
+    0.375
+    """
+    return pattern.gate().mean(-1)

@@ -64,6 +64,7 @@ def statistic(
     chance: bool = False,
     defined: Callable[..., Tensor | bool] | None = None,
     of_directions: bool = False,
+    missing: str = "",
     standard: bool = True,
 ) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
     """Register a function as a statistic of the table `heads`.
@@ -75,13 +76,14 @@ def statistic(
     value. Elsewhere the column is NULL.
     of_directions: it reads only directions, as a mean of cosines does. Then it is NULL too if one
     of its vectors is zero.
+    missing: what a layer may lack, so that the column is NULL there: the end of "NULL if …".
     standard: measured by scans that do not name statistics.
     """
 
     def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
         fields = read_definition(function, "statistic", STATISTICS, "activation", LAYER_VALUES)
         fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
-        fields["of_directions"] = of_directions
+        fields |= {"of_directions": of_directions, "missing": missing}
         STATISTICS[function.__name__] = Statistic(**fields, chance=chance, standard=standard)
         return function
 
@@ -105,11 +107,18 @@ One float32 column each in the table `heads`, which has one row per sequence × 
 page is generated from the functions in `schemas/statistics/` by `make docs`. The same words are in
 the Parquet field metadata, the SQL comments and the report.
 
-`A[q,k]` is the attention pattern (causal, k ≤ q). `S[q,k]` is the score before the softmax, after
-scaling. T = `n_ctx`, q and k count from 0, `t[q]` is a token. Everything is measured in float32. A
+`A[q,k]` is the attention pattern (causal, k ≤ q). `S[q,k]` is the score just before the softmax.
+T = `n_ctx`, q and k count from 0, `t[q]` is a token. Everything is measured in float32. A
 value that is not defined is NULL, never 0. If a statistic has a *chance level*, the column
 `chance_NAME` of the table `sequences` holds what uniform attention (`A[q,k] = 1/(q+1)`) would have
 scored on the same sequence.
+
+If a layer has a *window*, a query sees that many keys, its own among them. Means over queries are
+then over those that see the keys in question: of key 0 the queries before the window, of pairs of
+equal tokens the queries that see a pair. They are NULL where no query does. A row's largest
+entropy is ln min(q+1, window). Chance levels are those of uniform attention over what a query sees,
+and NULL if the measured layers differ in their window. If a layer has a *learned sink*, A is a
+share of the whole row, whose keys sum to 1 - gate, and the entropy is the sum over the keys.
 
 Quantities of the literature without a column of their own are in [catalogue.md](catalogue.md), and
 so are those that are left out, with the reason.

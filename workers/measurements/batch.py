@@ -157,8 +157,9 @@ def launch(
         requested.heads.layers,
     )
 
-    # Uniform attention is decided by the tokens alone.
-    by_tokens = {**shared_values, "pattern": uniform_pattern(matches, tokens)}
+    # Uniform attention is decided by the tokens and by what a query sees.
+    uniform = uniform_pattern(matches, tokens, max(layer_formulas.windows, default=None))
+    by_tokens = {**shared_values, "pattern": uniform}
     layers = layer_formulas.results(tokens, by_tokens)
     predictions: dict[str, PredictionResults] = {}
     if requested.has_predictions:

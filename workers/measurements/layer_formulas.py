@@ -82,7 +82,9 @@ class LayerFormulas:
         self.read_late = _everything_read(late_evaluations)
         """What must be kept until the end of a layer, because it is read with `resid_post`."""
         self.weight_names = _everything_read(self.evaluations) & {*READABLE_WEIGHTS}
-        self._weights: dict[int, Mapping[str, Tensor]] = {}
+        self.windows = set[int]()
+        """How many keys the last query of a measured layer sees, of all layers."""
+        self._weights: dict[int, dict[str, LayerValue]] = {}
         self._evaluated: set[tuple[int, int]] = set()
 
     def evaluate(self, layer: int, activations: Activations) -> None:
@@ -93,8 +95,10 @@ class LayerFormulas:
         heads = self.heads.part(layer)
         # Not merged into one dict, because an engine may make a value when it is asked for.
         available = ChainMap[str, LayerValue](
-            dict(self._weights_of(layer)), dict(self.shared_values), _of_heads(activations, heads)
+            self._weights_of(layer), self.shared_values, _of_heads(activations, heads)
         )
+        if "pattern" in available:
+            self.windows.add(available["pattern"].window)
         for number, (formula, reads, stored_in) in enumerate(self.evaluations):
             if (layer, number) in self._evaluated or not reads <= available.keys():
                 continue
@@ -103,7 +107,7 @@ class LayerFormulas:
                 values.store(layer, formula, value)
             self._evaluated.add((layer, number))
 
-    def _weights_of(self, layer: int) -> Mapping[str, Tensor]:
+    def _weights_of(self, layer: int) -> dict[str, LayerValue]:
         """The weights that formulas read, of the measured heads of a layer."""
         if layer not in self._weights:
             weights = attention_weights(self.model, layer, self.weight_names)
@@ -126,6 +130,9 @@ class LayerFormulas:
                 evaluate(statistic.compute, by_tokens)[:, 0]
                 for statistic in with_chance(values.formulas)
             ]
+            if len(self.windows) > 1:
+                # A sequence has one chance level, and here every kind of layer would have its own.
+                chance = [torch.full_like(level, torch.nan) for level in chance]
             by_layer = values.by_layer()
             results[field] = LayerResults(
                 numbers=values.numbers,

@@ -1,8 +1,9 @@
 """Where a formula has no value although its layer was measured: NULL, and never a large number.
 
-Two things leave a formula without a value. An edit may hide a score that it reads. A formula that
-reads directions, as a cosine, may meet a vector of zeros. Both make NaN. Broken weights make NaN
-too, but that is an error, so it is marked by infinity.
+Some things leave a formula without a value. An edit may hide a score that it reads. A formula that
+reads directions, as a cosine, may meet a vector of zeros. With a window, no query may see the key.
+A layer may lack what the formula is about. All make NaN. Broken weights make NaN too, but that is
+an error, so it is marked by infinity.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from schemas.formulas import Formula, evaluate
 from workers.engine.dense_pattern import DensePattern
+from workers.engine.fused_pattern import FusedPattern
 
 
 def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
@@ -27,8 +29,8 @@ def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     if isinstance(pattern, DensePattern) and pattern.hidden is not None:
         return _value_under_mask(formula, activations, pattern)
     value = evaluate(formula.compute, activations)
-    if formula.of_directions:
-        return _marked(value, _has_no_direction(value, formula, activations))
+    if _may_be_undefined(formula, pattern):
+        return _marked(value, _is_undefined(value, formula, activations))
     # The usual case, once for each formula and layer: one pass over the value.
     return value.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
 
@@ -40,8 +42,8 @@ def _value_under_mask(
     pattern = pattern.not_yet_asked()
     value = evaluate(formula.compute, {**activations, "pattern": pattern})
     undefined = torch.zeros_like(value, dtype=torch.bool)
-    if formula.of_directions:
-        undefined = _has_no_direction(value, formula, activations)
+    if _may_be_undefined(formula, pattern):
+        undefined = _is_undefined(value, formula, activations)
     if pattern.was_asked_for_scores:
         # NaN of broken weights must stay an error. So the formula is computed once more with the
         # scores revealed: what is NaN only under the mask is undefined.
@@ -50,10 +52,21 @@ def _value_under_mask(
     return _marked(value, undefined)
 
 
-def _has_no_direction(value: Tensor, formula: Formula, activations: Mapping[str, Any]) -> Tensor:
-    """Where a cosine is undefined: it is 0/0, and everything that it reads is finite."""
-    inputs = [activations[name] for name in formula.parameters]
-    are_finite = [tensor.isfinite().all() for tensor in inputs if isinstance(tensor, Tensor)]
+def _may_be_undefined(formula: Formula, pattern: FusedPattern | DensePattern | None) -> bool:
+    """Whether a formula may have no value although all that it reads are numbers."""
+    reads_window = "pattern" in formula.parameters and pattern is not None and pattern.is_partial
+    return formula.of_directions or bool(formula.missing) or reads_window
+
+
+def _is_undefined(value: Tensor, formula: Formula, activations: Mapping[str, Any]) -> Tensor:
+    """Where a formula has no value: it is 0/0, or NaN, and everything that it reads is finite."""
+    are_finite = [torch.ones_like(value[:1], dtype=torch.bool).all()]
+    for name in formula.parameters:
+        read = activations[name]
+        if isinstance(read, Tensor):
+            are_finite.append(read.isfinite().all())
+        elif name == "pattern":
+            are_finite.append(read.is_finite())
     return value.isnan() & torch.stack(are_finite).all()
 
 
