@@ -219,3 +219,148 @@ def test_a_question_asked_once_is_answered_by_the_next_sweep() -> None:
     second = FusedPattern(q, k, v, AttentionFacts(0.5), matches, questions)
     assert {"entropy", "copies"} <= set(second._answers)
     assert "successors" not in second._answers
+
+
+# Facts of a layer
+
+
+def facts_of(**facts: Any) -> AttentionFacts:
+    """Facts of four query heads."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = {name: torch.randn(4, generator=generator) for name in ("slopes", "sink")}
+    drawn["slopes"] = drawn["slopes"].abs() / 4
+    chosen = {name: drawn[name] for name in ("slopes", "sink") if facts.pop(name, False)}
+    return AttentionFacts(0.5, **facts, **chosen)
+
+
+FACTS = {
+    "window": facts_of(window=5),
+    "window of one tile": facts_of(window=64),
+    "window over tiles": facts_of(window=90),
+    "cap": facts_of(soft_cap=1.5),
+    "slopes": facts_of(slopes=True),
+    "sink": facts_of(sink=True),
+    "all": facts_of(window=70, soft_cap=2.0, slopes=True, sink=True),
+    "window beyond n_ctx": facts_of(window=500, sink=True),
+}
+
+
+def grouped_inputs(n_ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four query heads on two key heads, and values of another width."""
+    generator = torch.Generator().manual_seed(n_ctx)
+    q = torch.randn(2, 4, n_ctx, 6, generator=generator)
+    k = torch.randn(2, 2, n_ctx, 6, generator=generator)
+    v = torch.randn(2, 2, n_ctx, 3, generator=generator)
+    return q, k, v, torch.randint(5, (2, n_ctx), generator=generator)
+
+
+def defined_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, tokens: Tensor
+) -> dict[str, Tensor]:
+    """Every answer in float64 with a mask written by hand, one query head at a time."""
+    n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]
+    window = n_ctx if facts.window is None else facts.window
+    seen = torch.tensor([[0 <= i - j < window for j in range(n_ctx)] for i in range(n_ctx)])
+    behind = torch.arange(n_ctx)[:, None] - torch.arange(n_ctx)
+    patterns: list[Tensor] = []
+    scores: list[Tensor] = []
+    for head in range(q.shape[1]):
+        s = q[:, head].double() @ k[:, head // group].double().mT * facts.scale
+        if facts.soft_cap is not None:
+            s = facts.soft_cap * (s / facts.soft_cap).tanh()
+        if facts.slopes is not None:
+            s = s - facts.slopes[head].double() * behind
+        s = s.masked_fill(~seen, -torch.inf)
+        exponentials = s.exp()
+        total = exponentials.sum(-1, keepdim=True)
+        if facts.sink is not None:
+            total = total + facts.sink[head].double().exp()
+        patterns.append(exponentials / total)
+        scores.append(s)
+    A, S = torch.stack(patterns, 1), torch.stack(scores, 1)
+    past = seen | (behind < 0)  # What lies behind the window is NaN, the future is not.
+    shown = A.masked_fill(~past, torch.nan)
+    n_seen = seen.sum(0)
+    answers = {f"key {key}": shown[..., key] for key in range(min(4, n_ctx))}
+    answers |= {f"lag {d}": shown.diagonal(-d, dim1=-2, dim2=-1) for d in range(min(3, n_ctx))}
+    by_lag = [shown.diagonal(-d, dim1=-2, dim2=-1).mean(-1) for d in range(n_ctx)]
+    earlier = [S[..., i, 1:i].mean(-1) for i in range(2, n_ctx)]
+    v = v.double().repeat_interleave(group, 1)
+    return answers | {
+        "copies": (A * ((tokens[:, :, None] == tokens[:, None]) & (behind > 0))[:, None]).sum(-1),
+        "entropy": -torch.xlogy(A, A).sum(-1),
+        "distance": (A * behind).sum(-1),
+        "score 0": S[..., 0].masked_fill(~seen[:, 0], torch.nan),
+        "received": A.sum(-2) / n_seen,
+        "by lag": torch.stack(by_lag, -1),
+        "row": shown[..., n_ctx // 2, :],
+        "rows": A[..., max(n_ctx - 5, 0) :, :],
+        "row scores": S[..., n_ctx - 1, :].masked_fill(~seen[-1], torch.nan),
+        "earlier score": torch.stack(earlier, -1).masked_fill(~seen[2:, 1], torch.nan),
+        "gate": 1 - A.sum(-1),
+        "matrix": shown,
+        "z": A @ v,
+    }
+
+
+@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("n_ctx", [7, 131])
+def test_both_patterns_know_the_facts_of_a_layer(name: str, n_ctx: int) -> None:
+    q, k, v, tokens = grouped_inputs(n_ctx)
+    facts = FACTS[name]
+    expected = defined_by_hand(q, k, v, facts, tokens)
+    matches = {"copies": find_matches(tokens)["copies"]}
+    fused = FusedPattern(q, k, v, facts, matches)
+    dense = DensePattern.of(q.double(), k.double(), facts)
+    assert fused.window == dense.window == min(facts.window or n_ctx, n_ctx)
+    for pattern in (fused, dense, fused.only([0, 1, 2, 3])):
+        answers = all_answers(pattern, matches)
+        answers |= {"gate": pattern.gate(), "matrix": pattern.dense(), "z": fused.z}
+        assert set(answers) == set(expected)
+        if facts.sink is None:
+            assert answers.pop("gate").isnan().all()
+        for question, answer in answers.items():
+            torch.testing.assert_close(
+                answer.double(),
+                expected[question],
+                rtol=1e-5,
+                atol=4e-6,
+                equal_nan=True,
+                msg=lambda m, n=question: f"{n}: {m}",
+            )
+        n_seen = pattern.seen(matches["copies"])
+        assert (n_seen > 0).equal(expected["copies"].sum(1) > 0)
+
+
+def test_what_a_layer_adds_to_products_is_left_out_without_the_bias() -> None:
+    q, k, v, _ = grouped_inputs(20)
+    bias = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    plain = DensePattern.of(q.double() - bias[:, None], k.double(), AttentionFacts(0.5, window=8))
+    facts = facts_of(window=8, soft_cap=2.0, slopes=True, sink=True)
+    for pattern in (FusedPattern(q, k, v, facts, {}), DensePattern.of(q, k, facts)):
+        torch.testing.assert_close(
+            pattern.without(bias).dense().double(), plain.dense(), atol=2e-6, rtol=0, equal_nan=True
+        )
+
+
+def test_some_heads_have_the_facts_and_the_keys_of_these_heads() -> None:
+    q, k, v, _ = grouped_inputs(20)
+    whole = FusedPattern(q, k, v, FACTS["all"], {})
+    some = whole.only([3, 1])
+    assert some.gate().equal(whole.gate()[:, [3, 1]])
+    torch.testing.assert_close(some.row(19), whole.row(19)[:, [3, 1]])
+    torch.testing.assert_close(
+        some.earlier_score(), whole.earlier_score()[:, [3, 1]], equal_nan=True
+    )
+
+
+def test_the_tiles_of_a_window_hold_no_keys_behind_it() -> None:
+    n_ctx, window = 2048, 100
+    q, k, v, tokens = random_inputs(1, 2, n_ctx, 16)
+    with Largest() as largest:
+        matches = find_matches(tokens)
+        all_sizes = FusedPattern(q, k, v, AttentionFacts(0.25, window=window), {}, {"entropy"})
+        all_sizes.received()
+    assert largest.numel <= 2 * n_ctx * 18  # The values with their two columns.
+    assert 2 * 64 * (window + 63) < 2 * n_ctx * 18
+    assert matches["copies"].count_within(window).max() < window

@@ -5,7 +5,8 @@ recomputation from files and formulas in `tests/reference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.errors import MeasureError, ModelError
+from schemas.errors import MeasureError, ModelError, ScanError
 from schemas.intervention import parse_intervention
 from schemas.predictions import PREDICTIONS
 from schemas.profiles import PROFILES
@@ -34,7 +35,9 @@ from tests.reference.forward import forward
 from tests.reference.reference_edits import ALL_EDITS, NotApplicable
 from tests.reference.weight_definitions import WEIGHT_DEFINITIONS, Rows
 from tests.reference.weights import Weights, read_weights
+from workers.engine.fused_engine import _FusedPass
 from workers.interventions import INTERVENTIONS
+from workers.model.attention_facts import AttentionFacts
 from workers.model.model_info import describe, find_model
 from workers.replica import InterventionMeasurements, Replica
 
@@ -376,6 +379,112 @@ def test_the_reference_runs_models_as_their_library_does(shelf: Shelf, name: str
         np.testing.assert_allclose(run.logits, output.logits[i], rtol=1e-5, atol=1e-5)
         for layer, pattern in zip(run.layers, output.attentions, strict=True):
             np.testing.assert_allclose(layer.pattern, pattern[i], atol=1e-5)
+
+
+# Facts of a layer
+
+
+CAP, SINK, SLOPES = 0.05, (0.5, -1.0, 2.0, 0.0), (0.5, 0.1, 0.02, 0.3)
+
+FACTS: dict[str, dict[str, Any]] = {
+    # The second half of the queries does not see key 0.
+    "window": {"window": 6},
+    "wide-window": {"window": 14, "slopes": SLOPES},
+    "cap-sink": {"soft_cap": CAP, "sink": SINK},
+    "all": {"window": 12, "soft_cap": CAP, "sink": SINK, "slopes": SLOPES},
+}
+UNDER_FACTS = {
+    "gpt2": ("none", "mask_keys(0,1)", "zero_query_bias", "zero_head(0,1)"),
+    "llama-gqa": ("none", "mask_keys(0,1)", "swap_first_key(3)"),
+}
+
+
+def with_facts(weights: Weights, facts: dict[str, Any], layers: Sequence[int]) -> Weights:
+    """The same weights, some of whose layers have these facts."""
+    of_reference = {"slopes": "distance_slopes"}
+    fields = {
+        of_reference.get(name, name): np.array(value) if isinstance(value, tuple) else value
+        for name, value in facts.items()
+    }
+    changed = [
+        replace(layer, **fields) if number in layers else layer
+        for number, layer in enumerate(weights.layers)
+    ]
+    return replace(weights, layers=changed)
+
+
+def give_facts(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], layers: Sequence[int]
+) -> None:
+    """Let the attention of some layers have these facts, as if the model had given them."""
+    attend = _FusedPass.attend
+    tensors = {
+        name: torch.tensor(value) if isinstance(value, tuple) else value
+        for name, value in facts.items()
+    }
+
+    def attend_with_facts(
+        self: _FusedPass, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: AttentionFacts
+    ) -> torch.Tensor:
+        has_facts = self.layer in layers
+        return attend(self, q, k, v, replace(given, **tensors) if has_facts else given)
+
+    monkeypatch.setattr(_FusedPass, "attend", attend_with_facts)
+
+
+@pytest.mark.parametrize("facts", FACTS)
+@pytest.mark.parametrize(
+    ("name", "intervention"),
+    [(name, intervention) for name, those in UNDER_FACTS.items() for intervention in those],
+)
+def test_every_column_with_the_facts_of_a_layer(
+    shelf: Shelf, name: str, facts: str, intervention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.replica(
+        name, "fused", "float32"
+    )  # Made before: its check is against a model without the facts.
+    layers = range(len(shelf.weights(name).layers))
+    give_facts(monkeypatch, FACTS[facts], layers)
+    tokens, partner, labels = sequences_of(shelf.d_vocab(name), N_CTX)
+    weights = with_facts(shelf.weights(name), FACTS[facts], layers)
+    chance = [s.name for s in STATISTICS.values() if s.chance]
+    reference = recompute(weights, tokens, intervention, partner, labels, chance)
+    measured = shelf.measured(name, intervention, "fused")
+    assert compare(measured, reference) == {}
+    assert np.isnan(measured.heads["sink_gate"]).all() == ("sink" not in FACTS[facts])
+
+
+def test_layers_that_differ_in_their_window_have_no_common_chance_level(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.replica("llama-gqa", "fused", "float32")
+    give_facts(monkeypatch, FACTS["window"], (1,))
+    tokens, _, labels = sequences_of(shelf.d_vocab("llama-gqa"), N_CTX)
+    weights = with_facts(shelf.weights("llama-gqa"), FACTS["window"], (1,))
+    reference = recompute(weights, tokens, labels=labels)
+    measured = shelf.measured("llama-gqa", "none", "fused")
+    for statistic_name in STATISTICS:
+        np.testing.assert_allclose(
+            measured.heads[statistic_name],
+            reference.heads[statistic_name],
+            rtol=1e-5,
+            atol=1e-5,
+            err_msg=statistic_name,
+        )
+    assert np.isnan(measured.heads["sink_mass_late"][:, 1]).all()
+    assert not np.isnan(measured.heads["sink_mass_late"][:, 0]).any()
+    assert np.isnan(measured.sequences["chance_sink_mass"]).all()
+
+
+def test_no_edit_gives_attention_to_keys_behind_the_window(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.replica("llama-gqa", "fused", "float32")
+    give_facts(monkeypatch, FACTS["window"], (0, 1))
+    with pytest.raises(ScanError, match=r"layer 0 do not see: they see 6 keys; leave the layer"):
+        shelf.measured("llama-gqa", "head_to_first(0,3)", "fused")
+    with pytest.raises(ScanError, match="hides every key from query 6"):
+        shelf.measured("llama-gqa", "mask_keys(1,6)", "fused")
 
 
 # Comparison

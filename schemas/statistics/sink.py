@@ -75,7 +75,7 @@ def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     """
     queries = slice(pattern.n_ctx // 2, first + pattern.window)
     # Zeros of the right shape: the sequence may have no token in that range.
-    total = pattern.positions()[queries] * 0
+    total = 0 * pattern.distance()[..., queries]
     for k in range(first, min(last + 1, pattern.n_ctx)):
         total = total + pattern.key(k)[..., queries]
     return total.mean(-1)

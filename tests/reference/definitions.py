@@ -50,6 +50,10 @@ class Head:
     rotary: bool
     EPE: Array | None
     """Effective positions `[pos d_model]` of the weights as they are now, if the model has them."""
+    window: int
+    """How many keys a query sees at most."""
+    has_sink: bool
+    """Whether there is a learned sink."""
 
     @property
     def T(self) -> int:
@@ -73,6 +77,19 @@ class Head:
     def copies(self, q: int) -> list[int]:
         """Earlier positions with the token of a query."""
         return [j for j in range(q) if self.t[j] == self.t[q]]
+
+    def sees(self, q: int, k: int) -> bool:
+        """Whether a query sees a key."""
+        return k <= q < k + self.window
+
+    def queries_of(self, k: int) -> list[int]:
+        """The queries that see a key."""
+        return [q for q in range(self.T) if self.sees(q, k)]
+
+    @cached_property
+    def late_0(self) -> list[int]:
+        """The queries of the second half that see key 0."""
+        return [q for q in self.late if self.sees(q, 0)]
 
     @cached_property
     def repeats(self) -> bool:
@@ -134,37 +151,42 @@ def fixed_positions(function: Statistic) -> Statistic:
 
 @statistic
 def sink_mass(h: Head) -> float:
-    return mean(h.A[q][0] for q in range(1, h.T))
+    return mean(h.A[q][0] for q in h.queries_of(0) if q >= 1)
 
 
 @statistic
 def sink_alpha(h: Head) -> float:
-    return mean(h.A[q][0] for q in range(h.T))
+    return mean(h.A[q][0] for q in h.queries_of(0))
 
 
 @statistic
 def sink_mass_late(h: Head) -> float:
-    return mean(h.A[q][0] for q in h.late)
+    return mean(h.A[q][0] for q in h.late_0)
 
 
 @statistic
 def sink_mass_first4(h: Head) -> float:
-    return mean(sum(h.A[q][:4]) for q in h.late)
+    return mean(sum(h.A[q][:4]) for q in h.late_0)
 
 
 @statistic
 def sink_mass_first8(h: Head) -> float:
-    return mean(sum(h.A[q][:8]) for q in h.late)
+    return mean(sum(h.A[q][:8]) for q in h.late_0)
 
 
 @statistic
 def next4_mass_late(h: Head) -> float:
-    return mean(sum(h.A[q][1:5]) for q in h.late if h.T >= 2)
+    return mean(sum(h.A[q][1:5]) for q in h.late if h.sees(q, 1))
 
 
 @statistic
 def second_key_mass_late(h: Head) -> float:
-    return mean(h.A[q][1] for q in h.late if h.T >= 2)
+    return mean(h.A[q][1] for q in h.late if h.sees(q, 1))
+
+
+@statistic
+def sink_gate(h: Head) -> float:
+    return mean(1 - sum(row) for row in h.A) if h.has_sink else math.nan
 
 
 # Decomposition
@@ -187,25 +209,27 @@ def sink_score_shift_lead(h: Head) -> float:
 
 @fixed_positions
 def sink_shift_advantage(h: Head) -> float:
-    return mean(h.delta[0] - mean(h.delta[: q + 1]) for q in h.late)
+    return mean(h.delta[0] - mean(h.delta[: q + 1]) for q in h.late_0)
 
 
 @fixed_positions
 def sink_score_advantage(h: Head) -> float:
-    return mean(float(h.q[q] @ (h.k[0] - h.k[: q + 1].mean(0))) for q in h.late)
+    return mean(float(h.q[q] @ (h.k[0] - h.k[: q + 1].mean(0))) for q in h.late_0)
 
 
 @fixed_positions
 def sink_mass_shift_only(h: Head) -> float:
     """Over all k ≤ q: neither masks nor edits of scores enter."""
-    return mean(first_share([h.s * d for d in h.delta[: q + 1]]) for q in h.late if h.T >= 2)
+    return mean(first_share([h.s * d for d in h.delta[: q + 1]]) for q in h.late_0 if h.T >= 2)
 
 
 @fixed_positions
 def sink_mass_content_only(h: Head) -> float:
     """Likewise."""
     return mean(
-        first_share((h.s * (h.k[: q + 1] @ (h.q[q] - h.b_Q))).tolist()) for q in h.late if h.T >= 2
+        first_share((h.s * (h.k[: q + 1] @ (h.q[q] - h.b_Q))).tolist())
+        for q in h.late_0
+        if h.T >= 2
     )
 
 
@@ -231,19 +255,19 @@ def other_position_cosine(h: Head) -> float:
 @statistic
 def induction_diagonal(h: Head) -> float:
     N = h.T // 2
-    return mean(h.A[q][q - N + 1] for q in range(N - 1, h.T) if h.repeats)
+    return mean(h.A[q][q - N + 1] for q in range(N - 1, h.T) if h.repeats and h.window >= N)
 
 
 @statistic
 def induction_diagonal_strict(h: Head) -> float:
     N = h.T // 2
-    return mean(h.A[q][q - N + 1] for q in range(h.T - N, h.T) if h.repeats)
+    return mean(h.A[q][q - N + 1] for q in range(h.T - N, h.T) if h.repeats and h.window >= N)
 
 
 @statistic
 def duplicate_diagonal(h: Head) -> float:
     N = h.T // 2
-    return mean(h.A[q][q - N] for q in range(h.T - N, h.T) if h.repeats)
+    return mean(h.A[q][q - N] for q in range(h.T - N, h.T) if h.repeats and h.window > N)
 
 
 # Head results
@@ -286,17 +310,17 @@ def queries_by_label(h: Head) -> tuple[list[int], list[int]]:
 
 @statistic
 def sink_mass_triggers(h: Head) -> float:
-    return mean(h.A[q][0] for q in queries_by_label(h)[0])
+    return mean(h.A[q][0] for q in queries_by_label(h)[0] if h.sees(q, 0))
 
 
 @statistic
 def sink_mass_others(h: Head) -> float:
-    return mean(h.A[q][0] for q in queries_by_label(h)[1])
+    return mean(h.A[q][0] for q in queries_by_label(h)[1] if h.sees(q, 0))
 
 
 @statistic
 def previous_token_triggers(h: Head) -> float:
-    return mean(h.A[q][q - 1] for q in queries_by_label(h)[0])
+    return mean(h.A[q][q - 1] for q in queries_by_label(h)[0] if h.window > 1)
 
 
 # Matching
@@ -304,12 +328,12 @@ def previous_token_triggers(h: Head) -> float:
 
 @statistic
 def previous_token_score(h: Head) -> float:
-    return mean(h.A[q][q - 1] for q in range(1, h.T))
+    return mean(h.A[q][q - 1] for q in range(1, h.T) if h.window > 1)
 
 
 @statistic
 def lookback_two_score(h: Head) -> float:
-    return mean(h.A[q][q - 2] for q in range(2, h.T))
+    return mean(h.A[q][q - 2] for q in range(2, h.T) if h.window > 2)
 
 
 @statistic
@@ -319,12 +343,14 @@ def self_attention(h: Head) -> float:
 
 @statistic
 def induction_score(h: Head) -> float:
-    return mean(sum(h.A[q][j + 1] for j in h.copies(q)) for q in range(h.T) if h.copies(q))
+    seen = {q: [j + 1 for j in h.copies(q) if h.sees(q, j + 1)] for q in range(h.T)}
+    return mean(sum(h.A[q][k] for k in keys) for q, keys in seen.items() if keys)
 
 
 @statistic
 def duplicate_score(h: Head) -> float:
-    return mean(sum(h.A[q][j] for j in h.copies(q)) for q in range(h.T) if h.copies(q))
+    seen = {q: [j for j in h.copies(q) if h.sees(q, j)] for q in range(h.T)}
+    return mean(sum(h.A[q][k] for k in keys) for q, keys in seen.items() if keys)
 
 
 @statistic
@@ -436,24 +462,24 @@ def value_spread(h: Head) -> float:
 
 @statistic
 def sink_logit_margin(h: Head) -> float:
-    return mean(h.S[q][0] - mean(h.S[q][1:q]) for q in range(2, h.T))
+    return mean(h.S[q][0] - mean(h.S[q][1:q]) for q in h.queries_of(0) if q >= 2)
 
 
 @statistic
 def sink_logit_spread(h: Head) -> float:
-    scores = [h.S[q][0] for q in range(1, h.T)]
+    scores = [h.S[q][0] for q in h.queries_of(0) if q >= 1]
     m = mean(scores)
     return math.sqrt(mean((score - m) ** 2 for score in scores)) if scores else math.nan
 
 
 @fixed_positions
 def sink_key_cosine(h: Head) -> float:
-    return mean(cosine(q, h.k[0]) for q in h.q)
+    return mean(cosine(h.q[q], h.k[0]) for q in h.queries_of(0))
 
 
 @fixed_positions
 def earlier_key_cosine(h: Head) -> float:
-    return mean(mean(cosines(h.q[q], h.k[1:q])) for q in range(2, h.T))
+    return mean(mean(cosines(h.q[q], h.k[1:q])) for q in h.queries_of(0) if q >= 2)
 
 
 # Shape
@@ -466,12 +492,12 @@ def entropy(h: Head) -> float:
 
 @statistic
 def entropy_normalised(h: Head) -> float:
-    return mean(h.H[q] / math.log(q + 1) for q in range(1, h.T))
+    return mean(h.H[q] / math.log(min(q + 1, h.window)) for q in range(1, h.T))
 
 
 @statistic
 def entropy_normalised_late(h: Head) -> float:
-    return mean(h.H[q] / math.log(q + 1) for q in h.late if h.T >= 2)
+    return mean(h.H[q] / math.log(min(q + 1, h.window)) for q in h.late if h.T >= 2)
 
 
 @statistic
@@ -495,27 +521,27 @@ def profile(function: Profile) -> Profile:
 
 @profile
 def attention_by_lag(h: Head) -> list[float]:
-    return [mean(h.A[q][q - d] for q in range(d, h.T)) for d in range(h.T)]
+    return [mean(h.A[q][q - d] for q in range(d, h.T) if d < h.window) for d in range(h.T)]
 
 
 @profile
 def attention_received_by_key(h: Head) -> list[float]:
-    return [mean(h.A[q][k] for q in range(k, h.T)) for k in range(h.T)]
+    return [mean(h.A[q][k] for q in h.queries_of(k)) for k in range(h.T)]
 
 
 @profile
 def sink_attention_by_query(h: Head) -> list[float]:
-    return [h.A[q][0] for q in range(h.T)]
+    return [h.A[q][0] if h.sees(q, 0) else math.nan for q in range(h.T)]
 
 
 @profile
 def last_attention_by_key(h: Head) -> list[float]:
-    return h.A[-1]
+    return [a if h.sees(h.T - 1, k) else math.nan for k, a in enumerate(h.A[-1])]
 
 
 @profile
 def attention_by_pair(h: Head) -> list[float]:
-    return [h.A[q][k] for q in range(h.T) for k in range(q + 1)]
+    return [h.A[q][k] if h.sees(q, k) else math.nan for q in range(h.T) for k in range(q + 1)]
 
 
 @profile
@@ -733,6 +759,8 @@ def heads_of(run: Run, triggers: Sequence[bool]) -> list[list[Head]]:
                     layer.scale,
                     weights.rotary,
                     EPE,
+                    min(len(run.tokens), layer.window or len(run.tokens)),
+                    layer.sink is not None,
                 )
                 for head in range(weights.n_heads)
             ]
@@ -741,8 +769,11 @@ def heads_of(run: Run, triggers: Sequence[bool]) -> list[list[Head]]:
 
 
 def uniform(head: Head) -> Head:
-    """The same head, if it attended to all keys alike."""
-    row = [[1 / (q + 1)] * (q + 1) + [0.0] * (head.T - q - 1) for q in range(head.T)]
+    """The same head, if it attended to all keys that it sees alike."""
+    row = [
+        [1 / min(q + 1, head.window) if head.sees(q, k) else 0.0 for k in range(head.T)]
+        for q in range(head.T)
+    ]
     return replace(head, A=row)
 
 

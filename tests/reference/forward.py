@@ -183,12 +183,22 @@ class _ForwardPass:
         q_rotated = rotated(q, weights.rotated, weights.rotary_base)
         k_rotated = rotated(k, weights.rotated, weights.rotary_base)
         scores = q_rotated @ k_rotated.transpose(0, 2, 1) * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
+        position = np.arange(n_ctx)
         if layer.key_slopes is not None:
-            scores = scores + layer.key_slopes[:, None, None] * np.arange(n_ctx)
+            scores = scores + layer.key_slopes[:, None, None] * position
+        if layer.distance_slopes is not None:
+            scores = scores + layer.distance_slopes[:, None, None] * (position - position[:, None])
         scores = self.edited("attn_scores", number, scores)
-        future = np.triu(np.ones((n_ctx, n_ctx), dtype=bool), 1)
-        scores = np.where(future, -np.inf, scores)
-        pattern = self.edited("pattern", number, softmax(scores))
+        behind = position[:, None] - position
+        window = n_ctx if layer.window is None else layer.window
+        scores = np.where((behind < 0) | (behind >= window), -np.inf, scores)
+        row = scores
+        if layer.sink is not None:
+            sink = np.broadcast_to(layer.sink[:, None, None], (len(scores), n_ctx, 1))
+            row = np.concatenate([scores, sink], axis=-1)
+        pattern = self.edited("pattern", number, softmax(row)[..., :n_ctx])
         self.known["pattern"] = pattern
         z = self.edited("z", number, pattern @ v)
         return LayerActivations(

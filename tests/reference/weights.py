@@ -60,6 +60,14 @@ class Layer:
     norm_after_mlp: Norm | None = None
     key_slopes: Array | None = None
     """ALiBi: head h adds slope[h] times the key's position to its scores."""
+    distance_slopes: Array | None = None
+    """ALiBi with another level: head h adds slope[h] times key less query."""
+    soft_cap: float | None = None
+    """s becomes cap tanh(s/cap)."""
+    window: int | None = None
+    """How many keys a query sees, its own among them."""
+    sink: Array | None = None
+    """The learned score of each head's sink, which has no value."""
 
 
 @dataclass

@@ -366,6 +366,7 @@ class _TileSweep:
         facts = pattern.facts
         self.d_v = d_v
         self.window = pattern.window
+        self.is_partial = pattern.is_partial
         self.number_format = pattern.number_format
         self.positions = pattern.positions()
         self.pairs = {name: pairs for name, pairs in pattern.matches.items() if name in questions}
@@ -426,6 +427,12 @@ class _TileSweep:
         relative_scores = scores.sub_(maximum)
         weights = relative_scores.exp2()
 
+        origin = 0  # From where positions are counted.
+        if self.is_partial:
+            # A window is short beside positions late in a long sequence, and a difference of two
+            # large numbers would have their rounding.
+            origin = queries.start
+            self.values[sequences, :, keys, -1] = self.positions[keys] - origin
         sums = self._weighted_sums(weights, sequences, keys)  # [batch head query d_v+2]
         key_total = sums[..., self.d_v]  # [batch head query]
         position_sum = sums[..., self.d_v + 1]
@@ -436,7 +443,7 @@ class _TileSweep:
         log2_total = total.log2()
         torch.div(sums[..., : self.d_v], total[..., None], out=self.z[tile])
         # Σ A (q-k) = q Σ A - Σ A k
-        query_share = self.positions[queries]
+        query_share = self.positions[queries] - origin
         if self.sink is not None:
             query_share = query_share * (key_total / total)
         torch.sub(query_share, position_sum / total, out=self.distance[tile])

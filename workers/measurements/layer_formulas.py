@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class LayerFormulas:
         self.weight_names = _everything_read(self.evaluations) & {*READABLE_WEIGHTS}
         self.windows = set[int]()
         """How many keys the last query of a measured layer sees, of all layers."""
-        self._weights: dict[int, dict[str, LayerValue]] = {}
+        self._weights: dict[int, Mapping[str, LayerValue]] = {}
         self._evaluated: set[tuple[int, int]] = set()
 
     def evaluate(self, layer: int, activations: Activations) -> None:
@@ -94,9 +94,8 @@ class LayerFormulas:
         """
         heads = self.heads.part(layer)
         # Not merged into one dict, because an engine may make a value when it is asked for.
-        available = ChainMap[str, LayerValue](
-            self._weights_of(layer), self.shared_values, _of_heads(activations, heads)
-        )
+        sources = [self._weights_of(layer), self.shared_values, _of_heads(activations, heads)]
+        available = ChainMap(*cast(list[dict[str, LayerValue]], sources))
         if "pattern" in available:
             self.windows.add(available["pattern"].window)
         for number, (formula, reads, stored_in) in enumerate(self.evaluations):
@@ -107,7 +106,7 @@ class LayerFormulas:
                 values.store(layer, formula, value)
             self._evaluated.add((layer, number))
 
-    def _weights_of(self, layer: int) -> dict[str, LayerValue]:
+    def _weights_of(self, layer: int) -> Mapping[str, LayerValue]:
         """The weights that formulas read, of the measured heads of a layer."""
         if layer not in self._weights:
             weights = attention_weights(self.model, layer, self.weight_names)
