@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from schemas.errors import HeadcountError
 from schemas.places import reason
@@ -25,7 +28,7 @@ from workers.model.model import Model
 from workers.model.model_info import describe
 from workers.replica import Replica
 
-N_LAYERS, N_HEADS, N_KV_HEADS, D_MODEL, D_HEAD = 4, 4, 2, 32, 8
+N_LAYERS, N_HEADS, N_KV_HEADS, D_MODEL, D_HEAD = 2, 4, 2, 32, 8
 WINDOW, N_CTX, D_VOCAB = 8, 24, 64
 
 LARGEST_SIZE = 7_000_000
@@ -108,7 +111,7 @@ HALF_MAMBA = {**MAMBA, "mamba_expand": 2}
 EXTRA: dict[str, dict[str, Any]] = {
     "axk1": {"num_key_value_heads": 4, "head_dim": 4},
     "bailing_hybrid": {"num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 16},
-    "bamba": {**HALF_MAMBA, "attn_layer_indices": [1, 3]},
+    "bamba": {**HALF_MAMBA, "attn_layer_indices": [1]},
     "bloom": {"seq_length": 64},
     "codegen": {"rotary_dim": 4},
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 4},
@@ -125,7 +128,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 4,
     },
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {
         **HALF_MAMBA,
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -141,6 +144,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "hidden_size": 32},
     "recurrent_gemma": {"num_hidden_layers": 3, "max_position_embeddings": 64},
     "youtu": {"num_key_value_heads": 4, "head_dim": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8},
@@ -177,8 +181,9 @@ def _tiny(config_class: Any, extra: dict[str, Any]) -> Any:
         fields["is_decoder"] = True
     fields |= extra
     # A family has as many layers as its list of types says.
-    if "layer_types" in fields:
-        fields["num_hidden_layers"] = len(fields["layer_types"])
+    for types in ("layer_types", "layers_block_type"):
+        if types in fields:
+            fields["num_hidden_layers"] = len(fields[types])
     return config_class(**fields)
 
 
@@ -338,23 +343,55 @@ def _tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(3, D_VOCAB, size=(2, N_CTX)).astype(np.int32)
 
 
-def _own_patterns(model: Any, n_layers: int) -> torch.Tensor | None:
+def _own_patterns(model: Any, n_layers: int) -> Tensor | None:
     """The patterns `[batch layer head query key]` that transformers computes; None if it gives
     none, or those of other layers.
     """
     tokens = torch.from_numpy(_tokens()).long()
-    with torch.inference_mode():
+    with torch.inference_mode(), _with_sinks(model):
         outputs = model(tokens, output_attentions=True, use_cache=False)
     shape = (len(tokens), N_HEADS, N_CTX, N_CTX)
     patterns = [
         pattern
         for pattern in getattr(outputs, "attentions", None) or ()
-        if isinstance(pattern, torch.Tensor) and pattern.shape == shape
+        if isinstance(pattern, Tensor) and pattern.shape == shape
     ]
     return torch.stack(patterns, 1).double() if len(patterns) == n_layers else None
 
 
-def _own_statistics(patterns: torch.Tensor, windows: list[int]) -> dict[str, np.ndarray]:
+SINK_AFTER_SOFTMAX = ("granite_swa", "granitemoe_swa")
+"""Families whose eager attention takes the sink's share from its output, and shows patterns without
+it.
+"""
+
+
+@contextmanager
+def _with_sinks(model: Any) -> Iterator[None]:
+    """Within this context, the patterns that a model shows are those that made its output."""
+    if model.config.model_type not in SINK_AFTER_SOFTMAX:
+        yield
+        return
+    library = sys.modules[type(model).__module__]
+    eager = library.eager_attention_forward
+
+    def scaled_patterns(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        output, pattern = eager(module, query, key, value, *args, **options)
+        values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        without_sink = pattern @ values
+        with_sink = output.transpose(1, 2)
+        share = (with_sink * without_sink).sum(-1) / without_sink.square().sum(-1)
+        return output, pattern * share[..., None]
+
+    library.eager_attention_forward = scaled_patterns
+    try:
+        yield
+    finally:
+        library.eager_attention_forward = eager
+
+
+def _own_statistics(patterns: Tensor, windows: list[int]) -> dict[str, np.ndarray]:
     """The statistics `[batch layer head]` by their definitions."""
     # Key 0 is seen by the queries of one window; query 0 has no choice.
     first_key = patterns[..., 0]

@@ -129,10 +129,11 @@ def _run_ours(
                 f"layer {seen.layer} has {q.shape[1]} heads, and config.json says {info.n_heads}: "
                 "layers with different numbers of heads cannot be measured"
             )
-        seen.facts[seen.layer] = facts
+        assert running.facts is not None
+        seen.facts[seen.layer] = running.facts
         return attend_whole(q, k, v, facts)
 
-    with attending(attend):
+    with attending(attend) as running:
         _run(info, bare, blocks, tokens, seen)
 
 

@@ -36,6 +36,8 @@ class AttentionPass:
     attend: Attend
     windows: set[int | None] = field(default_factory=set)
     """How many keys the masks of this pass let a query see; None where it sees all before it."""
+    facts: AttentionFacts | None = None
+    """Those of the layer that asks now, with its window even where all tokens fit into it."""
 
 
 _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
@@ -43,11 +45,12 @@ _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
 
 
 @contextmanager
-def attending(attend: Attend) -> Iterator[None]:
+def attending(attend: Attend) -> Iterator[AttentionPass]:
     """Within this context, bare modules compute their attention with `attend`."""
-    token = _running.set(AttentionPass(attend))
+    attention_pass = AttentionPass(attend)
+    token = _running.set(attention_pass)
     try:
-        yield
+        yield attention_pass
     finally:
         _running.reset(token)
 
@@ -89,6 +92,7 @@ def attend_to(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts) 
     n_queries, n_keys = query.shape[2], key.shape[2]
     if n_queries != n_keys:
         refuse(f"{n_keys} keys for {n_queries} tokens")
+    running.facts = facts
     if facts.window is not None and facts.window >= n_queries:
         facts = replace(facts, window=None)
     # A mask that is none of the windows hides more than the arguments of this call say.

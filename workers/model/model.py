@@ -110,15 +110,15 @@ class Model:
 
     @property
     def _bridge(self) -> TransformerBridge:
-        """The bridge; what needs it is refused if there is none."""
-        if self._optional_bridge is None:
+        """The bridge; what needs it is refused if there is none that runs."""
+        if self._optional_bridge is None or self.bridge_problem is not None:
             raise ModelError(f"{self.info.name}: {self.bridge_problem}")
         return self._optional_bridge
 
     @property
     def has_bridge(self) -> bool:
         """Whether TransformerLens can show the model's activations."""
-        return self._optional_bridge is not None
+        return self._optional_bridge is not None and self.bridge_problem is None
 
     @property
     def device(self) -> torch.device:
@@ -196,6 +196,8 @@ class Model:
 
     def scale(self, layer: int) -> float:
         """What q·k is multiplied by to make the scores of a layer."""
+        if not self.has_bridge:
+            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
         settled = self._layer_scales[layer]
         if settled.problem is not None:
             raise ModelError(
@@ -225,7 +227,7 @@ class Model:
         self._attention = settle_attention(self.info, self.bare, self.blocks)
         if self.has_bridge:
             self._settle_scales()
-        elif self._attention.problem is not None:
+        if not self.has_bridge and self._attention.problem is not None:
             raise ModelError(f"{self.info.name}: {self._attention.problem}; {self.bridge_problem}")
 
     def _settle_scales(self) -> None:
@@ -243,29 +245,25 @@ class Model:
                 place = self.hook_name(name, layer)
                 if self.has_hook(place):
                     hooks.append((place, _recording(activations_of_layer, name)))
-        problem: str | None = None
         try:
             with torch.inference_mode():
                 self.run_with_hooks(tokens, hooks)
         except Exception as error:
             # Not fatal: the model may still run on its bare modules.
-            problem = f"TransformerLens cannot run this model ({reason(error)})"
+            self.bridge_problem = f"TransformerLens cannot run this model ({reason(error)})"
+            return
         self._layer_scales = [
-            self._settle_scale(layer, activations_of_layer, problem)
+            self._settle_scale(layer, activations_of_layer)
             for layer, activations_of_layer in enumerate(activations)
         ]
 
-    def _settle_scale(
-        self, layer: int, activations: dict[str, Tensor], problem: str | None
-    ) -> LayerScale:
+    def _settle_scale(self, layer: int, activations: dict[str, Tensor]) -> LayerScale:
         """The scale of a layer, checked against the activations of an unedited run."""
         attention = getattr(self._bridge.blocks[layer], "attn", None)
         if attention is None:
             return LayerScale(math.nan, False, "it has no attention that the bridge shows")
         attention = attention.original_component
         scale = scale_of(attention, self.info.d_head)
-        if problem is not None:
-            return LayerScale(scale, False, problem)
         # What a rotary layer multiplies is the rotated q and k, if the bridge shows them.
         q = activations.get("rot_q", activations.get("q"))
         k = activations.get("rot_k", activations.get("k"))
