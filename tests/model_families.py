@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,73 +34,66 @@ WINDOW, N_CTX, D_VOCAB = 8, 24, 64
 LARGEST_SIZE = 7_000_000
 """Parameters of a tiny model. More mean that a size is not set."""
 
-SIZES: dict[str, int] = {
-    **dict.fromkeys(
-        (
-            "hidden_size",
-            "d_model",
-            "n_embd",
-            "dim",
-            "word_embed_proj_dim",
-            "embedding_size",
-            "emb_dim",
-        )
-        + ("input_embedding_size", "lru_width", "hidden_size_per_layer_input", "ple_embed_dim")
-        + ("pronunciation_embed_dim", "shape_embed_dim", "backbone_hidden_size"),
+NAMES_OF_SIZES: Sequence[tuple[int, str]] = (
+    (
         D_MODEL,
+        "hidden_size d_model n_embd dim word_embed_proj_dim embedding_size emb_dim "
+        "input_embedding_size lru_width hidden_size_per_layer_input ple_embed_dim "
+        "pronunciation_embed_dim shape_embed_dim backbone_hidden_size",
     ),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "d_inner", "ffn_hidden_size", "dff", "dim_ff")
-        + (
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "shared_intermediate_size",
-            "expert_ffn_hidden_size",
-        )
-        + ("shared_experts_intermediate_size", "feed_forward_size"),
+    (
         48,
+        "intermediate_size ffn_dim n_inner d_inner ffn_hidden_size dff dim_ff decoder_ffn_dim "
+        "encoder_ffn_dim shared_intermediate_size expert_ffn_hidden_size "
+        "shared_experts_intermediate_size feed_forward_size",
     ),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-        + ("num_decoder_layers",),
-        N_LAYERS,
+    (
+        16,
+        "moe_intermediate_size shared_expert_intermediate_size kv_lora_rank q_lora_rank "
+        "laurel_rank hc_lowrank mamba_d_state mamba_d_ssm ssm_state_size state_size",
     ),
-    **dict.fromkeys(("encoder_layers", "num_encoder_layers"), 1),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
-        + ("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"),
+    (N_LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers"),
+    (
+        1,
+        "encoder_layers num_encoder_layers n_group topk_group num_expert_group "
+        "zero_expert_num bos_token_id",
+    ),
+    (
         N_HEADS,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+        "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads",
     ),
-    "num_key_value_heads": N_KV_HEADS,
-    **dict.fromkeys(("head_dim", "global_head_dim", "d_kv", "attention_head_dim"), D_HEAD),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "laurel_rank", "hc_lowrank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
-    **dict.fromkeys(("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size"), 16),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-        + ("max_source_positions", "model_max_length"),
+    (N_KV_HEADS, "num_key_value_heads"),
+    (D_HEAD, "head_dim global_head_dim d_kv attention_head_dim"),
+    (
+        4,
+        "qk_rope_head_dim rotary_dim num_experts num_local_experts n_routed_experts "
+        "moe_num_experts",
+    ),
+    (8, "qk_nope_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim"),
+    (12, "v_head_dim"),
+    (
+        2,
+        "linear_num_key_heads linear_num_value_heads linear_num_heads num_experts_per_tok "
+        "moe_k moe_topk num_experts_per_token eos_token_id",
+    ),
+    (
         64,
+        "max_position_embeddings n_positions max_seq_len max_target_positions "
+        "max_source_positions model_max_length pronunciation_vocab_size shape_vocab_size "
+        "ngram_vocab_size_base",
     ),
-    **dict.fromkeys(
-        ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
-        + ("local_attention",),
+    (
         WINDOW,
+        "sliding_window window_size attention_window_size attention_chunk_size local_attention",
     ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "zero_expert_num"), 1),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), D_VOCAB),
-    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size", "ngram_vocab_size_base"), 64),
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""Sizes of a tiny model, by the names that configurations have for them."""
+    (D_VOCAB, "vocab_size vocab_size_per_layer_input"),
+    (0, "pad_token_id"),
+)
+"""Sizes of a tiny model, and the names that configurations have for them."""
+
+SIZES = {name: size for size, names in NAMES_OF_SIZES for name in names.split()}
+
 
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 """Sizes that a family has only if its default has them."""
@@ -284,19 +277,25 @@ class FamilyRow:
 
 def family_row(family: str, folder: Path) -> FamilyRow:
     """Measure a tiny model of a family from files, and compare with its own attention."""
-    path = folder / family
+    # The files have a short name of their own, which no place of theirs makes longer in a message.
+    with chdir(folder):
+        return _row(family, Path(family))
+
+
+def _row(family: str, path: Path) -> FamilyRow:
     try:
         model = tiny_model(family)
         model.save_pretrained(path)  # pyright: ignore[reportCallIssue]
     except Exception as error:
         # Libraries that are not installed, and configurations that need more than sizes.
-        return FamilyRow(family, "not tried", reason=_one_line(error, folder))
+        problem = f"{type(error).__name__}: {_one_line(error, path)}"
+        return FamilyRow(family, "not tried", reason=problem)
     try:
         info = describe(path)
         replica = Replica(info, _scan(path, "fused"), "cpu")
         measured = replica.measure(_tokens()).heads
     except HeadcountError as error:
-        return _dense_row(family, path, _one_line(error, folder))
+        return _dense_row(family, path, _one_line(error, path))
     finally:
         shutil.rmtree(path)
     facts = _facts_in_words(replica.model, model)
@@ -431,24 +430,33 @@ def _facts_in_words(model: Model, own: nn.Module) -> str:
     return ", ".join(words)
 
 
-def _one_line(error: Exception, folder: Path) -> str:
-    """A reason in one line, without the place of the model."""
-    text = re.sub(rf"{re.escape(str(folder))}/[^/:]+(/config\.json)?: ", "", reason(error))
+def _one_line(error: Exception, path: Path) -> str:
+    """A reason in one line, without the name of the model."""
+    text = reason(error)
+    for prefix in (f"{path}/config.json: ", f"{path}: "):
+        text = text.removeprefix(prefix)
     return text.replace("|", "/")
 
 
-def page() -> str:
+def expected_lines() -> dict[str, str]:
+    """The row of docs/models.md of each family, which says what is expected of it."""
+    text = MODELS_PAGE.read_text(encoding="utf-8")
+    table = GENERATED.findall(text)[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return {line.split("|")[1].strip(): line for line in lines[1:]}
+
+
+def table_of_families() -> str:
     """The table of docs/models.md."""
     with TemporaryDirectory() as folder:
         rows = [family_row(family, Path(folder)) for family in families()]
     counts = {engine: sum(row.engine == engine for row in rows) for engine in ENGINES}
-    heading = ", ".join(f"{counts[engine]} {engine}" for engine in ENGINES)
-    version = transformers.__version__
+    summary = ", ".join(f"{counts[engine]} {engine}" for engine in ENGINES)
     return "\n".join(
         [
-            f"transformers {version} knows {len(rows)} families: {heading}.",
+            f"transformers {transformers.__version__} knows {len(rows)} families: {summary}.",
             "",
-            "| family | engine | attention | without, or why not |",
+            "| family | engine | attention | remark |",
             "|---|---|---|---|",
             *(row.line for row in rows),
             "",
@@ -460,16 +468,18 @@ ENGINES = ("fused", "dense", "refused", "not tried")
 
 MODELS_PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 
+GENERATED = re.compile(
+    r"(?<=<!-- generated by python -m tests.model_families -->\n).*(?=<!-- end -->)", re.DOTALL
+)
+"""The part of the page that is written here."""
+
 
 def write_page() -> None:
     """Write the table of docs/models.md."""
     prepare_libraries()
+    table = table_of_families()
     text = MODELS_PAGE.read_text(encoding="utf-8")
-    MODELS_PAGE.write_text(GENERATED.sub(lambda _: page(), text), encoding="utf-8")
-
-
-GENERATED = re.compile(r"(?<=<!-- generated by make docs -->\n).*(?=<!-- end -->)", re.DOTALL)
-"""The part of the page that is written here."""
+    MODELS_PAGE.write_text(GENERATED.sub(lambda _: table, text), encoding="utf-8")
 
 
 def prepare_libraries() -> None:

@@ -1,0 +1,75 @@
+"""`headcount doctor --model NAME` says how a model would be measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headcount import app
+from jobs.model_report import report_model
+from schemas.errors import ModelError
+from tests import model_families, toy_models
+
+
+@pytest.fixture(autouse=True)
+def _quiet_libraries() -> None:
+    model_families.prepare_libraries()
+
+
+def report_of(family: str, folder: Path) -> dict[str, list[str]]:
+    """The texts of a tiny model's report, by their words."""
+    path = folder / family
+    model_families.tiny_model(family).save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    texts: dict[str, list[str]] = {}
+    for word, text in report_model(str(path)):
+        texts.setdefault(word, []).append(text)
+    return texts
+
+
+def test_layers_with_windows_and_sinks_are_told_apart(tmp_path: Path) -> None:
+    report = report_of("gpt_oss", tmp_path)
+    assert report["model"] == ["gpt_oss: 2 layers of 4 heads, d_head 8, up to 64 tokens"]
+    assert report["engine"] == ["fused, and dense"]
+    assert report["attention"] == [
+        "layer 0: scale 0.3536, window of 8 tokens, learned sinks",
+        "layer 1: scale 0.3536, learned sinks",
+    ]
+    undefined = dict(reversed(text.split(": ")) for text in report["NULL"])
+    assert "score_shift" in undefined["positions rotate queries and keys"].split(", ")
+    assert not any("sink_gate" in names for names in undefined.values())
+
+
+def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(tmp_path: Path) -> None:
+    report = report_of("bailing_hybrid", tmp_path)
+    assert report["engine"][0].startswith("fused alone: TransformerLens has no bridge for Bailing")
+    assert report["attention"] == ["layer 0: none, so no rows", "layer 1: scale 0.2887"]
+    assert "sink_gate: the layer has no learned sink" in report["NULL"]
+
+
+def test_a_model_that_only_the_bridge_measures_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "llama4_text"
+    model_families.tiny_model("llama4_text").save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ModelError) as caught:
+        list(report_model(str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bridge_that_measures_another_scale_is_named(tmp_path: Path) -> None:
+    # TransformerLens scales the scores of this model although its files say not to.
+    path = toy_models.save_model(tmp_path / "raw", toy_models.gpt2(scale_attn_weights=False))
+    engine = dict(report_model(str(path)))["engine"]
+    assert engine.startswith("fused alone: raw: the scores of layer 0 could not be made as 1 · q·k")
+
+
+def test_the_command_prints_the_report_or_one_line(tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--model", "bundled:attn-only-2l-mini"])
+    assert answer.exit_code == 0, answer.output
+    assert [line.split()[0] for line in answer.output.splitlines()][:3] == [
+        "model", "engine", "attention",
+    ]  # fmt: skip
+    refused = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path)])
+    assert str(refused.exception) == (
+        f"{tmp_path}: no readable config.json; expected a model directory"
+    )
