@@ -12,14 +12,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from schemas.errors import HeadcountError
 from schemas.places import reason
@@ -157,7 +158,7 @@ def families() -> list[str]:
 
 def tiny_config(family: str) -> Any:
     """The configuration of a tiny model."""
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return _tiny(CONFIG_MAPPING[family], EXTRA.get(family, {}))
 
@@ -370,7 +371,7 @@ def _with_sinks(model: Any) -> Iterator[None]:
     if model.config.model_type not in SINK_AFTER_SOFTMAX:
         yield
         return
-    library = sys.modules[type(model).__module__]
+    library: Any = sys.modules[type(model).__module__]
     eager = library.eager_attention_forward
 
     def scaled_patterns(
@@ -454,7 +455,7 @@ def table_of_families() -> str:
     summary = ", ".join(f"{counts[engine]} {engine}" for engine in ENGINES)
     return "\n".join(
         [
-            f"transformers {transformers.__version__} knows {len(rows)} families: {summary}.",
+            f"transformers {version('transformers')} knows {len(rows)} families: {summary}.",
             "",
             "| family | engine | attention | remark |",
             "|---|---|---|---|",
@@ -484,8 +485,8 @@ def write_page() -> None:
 
 def prepare_libraries() -> None:
     """Keep transformers from printing about every tiny model."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

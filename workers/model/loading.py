@@ -131,7 +131,8 @@ def _forbid_installs() -> None:
 
     # The first installs; the second asks for it, to prepare images that nobody shows the model.
     helpers._ensure_torchvision = _not_installed
-    source.load_modality_processor = _without_processor
+    importer: Any = source
+    importer.load_modality_processor = _without_processor
 
 
 def _not_installed() -> bool:
