@@ -25,6 +25,7 @@ from tests import toy_models as toy
 from workers.engine import sweep_kernel as kernel
 from workers.engine.kernel_check import ALLOWED, Shape, compare
 from workers.engine.sweep_kernel import PairLabels, Swept, available, sweep
+from workers.model.attention_facts import AttentionFacts
 from workers.model.model_info import describe
 from workers.replica import InterventionMeasurements, Replica
 
@@ -34,10 +35,22 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
+UNSCALED = AttentionFacts(1.0)
+
+
+def of_scale(facts: AttentionFacts | float) -> AttentionFacts:
+    return AttentionFacts(facts) if isinstance(facts, int | float) else facts
+
+
 def defined_answers(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, labels: Sequence[PairLabels]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: AttentionFacts | float,
+    labels: Sequence[PairLabels],
 ) -> dict[str, Tensor]:
     """Every answer from its definition, in float64."""
+    facts = of_scale(facts)
     n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]
     q, k, v = (
         q.double(),
@@ -46,11 +59,21 @@ def defined_answers(
     )
     position = torch.arange(n_ctx, device=q.device)
     behind = position[:, None] - position
-    scores = torch.where(behind >= 0, scale * q @ k.mT, -torch.inf)
-    pattern = scores.softmax(-1)
+    scores = facts.scale * q @ k.mT
+    if facts.soft_cap is not None:
+        scores = facts.soft_cap * (scores / facts.soft_cap).tanh()
+    if facts.slopes is not None:
+        scores = scores - facts.slopes.double()[:, None, None] * behind
+    window = n_ctx if facts.window is None else facts.window
+    scores = torch.where((behind >= 0) & (behind < window), scores, -torch.inf)
+    row = scores
+    if facts.sink is not None:
+        sink = facts.sink.double()[:, None, None].expand(len(q), -1, n_ctx, 1)
+        row = torch.cat([scores, sink], -1)
+    pattern = row.softmax(-1)[..., :n_ctx]
     answers = {
         "z": pattern @ v,
-        "lse": scores.logsumexp(-1),
+        "lse": row.logsumexp(-1),
         "distance": (pattern * behind).sum(-1),
         "entropy": -torch.xlogy(pattern, pattern).sum(-1),
     }
@@ -74,7 +97,7 @@ def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    facts: AttentionFacts | float,
     labels: Sequence[PairLabels],
     atol: float = 5e-6,
     **other_tolerances: float,
@@ -82,8 +105,8 @@ def check(
     """Sweep, and compare every answer with its definition, to 1e-5 and `atol`; `others` has another
     atol for some answers.
     """
-    swept = sweep(q, k, v, scale, labels, entropy=True, number_format="float32")
-    answers, definitions = answers_of(swept), defined_answers(q, k, v, scale, labels)
+    swept = sweep(q, k, v, of_scale(facts), labels, entropy=True, number_format="float32")
+    answers, definitions = answers_of(swept), defined_answers(q, k, v, facts, labels)
     assert list(answers) == list(definitions)
     for name, answer in answers.items():
         assert answer.dtype == torch.float32
@@ -169,6 +192,29 @@ class TestSweep:
         q, k, v = random_qkv(1, 1, 1, 35, d_head)
         check(q, k, v, d_head**-0.5, match_labels(random_tokens(1, 35)))
 
+    @pytest.mark.parametrize(
+        "facts",
+        [
+            {"window": 1},
+            {"window": 33},
+            {"window": 100, "sink": True},
+            {"soft_cap": 2.0, "slopes": True},
+            {"window": 70, "soft_cap": 2.0, "slopes": True, "sink": True},
+        ],
+        ids=str,
+    )
+    def test_the_facts_of_a_layer(self, facts: dict[str, Any]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        drawn = {name: torch.rand(4, generator=generator) for name in ("slopes", "sink")}
+        given: dict[str, Any] = {
+            name: drawn[name].to(DEVICE) if value is True else value
+            for name, value in facts.items()
+        }
+        q, k, _ = random_qkv(1, 4, 2, 170, 24)
+        v = torch.randn(1, 2, 170, 40, generator=generator).to(DEVICE)
+        labels = match_labels(random_tokens(1, 170))
+        check(q, k, v, AttentionFacts(0.2, **given), labels, atol=2e-5)
+
     def test_any_strides(self) -> None:
         torch.manual_seed(0)
         q, k, v = (torch.randn(n, 24, 2, 70, device=DEVICE).permute(2, 0, 3, 1) for n in (4, 2, 2))
@@ -191,7 +237,7 @@ class TestSweep:
             q,
             k,
             v,
-            math.log(2),
+            AttentionFacts(math.log(2)),
             [PairLabels(label, label, 0), PairLabels(label, label, 1)],
             entropy=True,
             number_format="float32",
@@ -206,7 +252,13 @@ class TestSweep:
         one = torch.ones(1, 128, dtype=torch.int32, device=DEVICE)
         v = torch.arange(128.0, device=DEVICE)[:, None].expand(1, 1, 128, 1)
         swept = sweep(
-            zeros, zeros, v, 1.0, [PairLabels(one, one, 1)], entropy=True, number_format="float32"
+            zeros,
+            zeros,
+            v,
+            AttentionFacts(1.0),
+            [PairLabels(one, one, 1)],
+            entropy=True,
+            number_format="float32",
         )
         assert swept.entropy is not None
         for n in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -247,9 +299,10 @@ class TestSweep:
     def test_only_what_was_requested_is_answered(self) -> None:
         q, k, v = random_qkv(1, 2, 2, 50, 8)
         labels = match_labels(random_tokens(1, 50))
-        full = answers_of(sweep(q, k, v, 0.3, labels, entropy=True, number_format="float32"))
+        facts = AttentionFacts(0.3)
+        full = answers_of(sweep(q, k, v, facts, labels, entropy=True, number_format="float32"))
         for entropy, requested in ((False, []), (True, []), (False, labels[:1]), (False, labels)):
-            swept = sweep(q, k, v, 0.3, requested, entropy=entropy, number_format="float32")
+            swept = sweep(q, k, v, facts, requested, entropy=entropy, number_format="float32")
             assert (swept.entropy is None) != entropy
             assert len(swept.masses) == len(requested)
             for name, answer in answers_of(swept).items():
@@ -299,8 +352,15 @@ class TestSweep:
     def test_a_short_distance_is_as_precise_as_a_long_one(self) -> None:
         # Scores rise by 16 a key, so nearly all attention is on the query itself.
         k = 16 * torch.arange(130.0, device=DEVICE)[None, None, :, None]
+        facts = AttentionFacts(math.log(2))
         distance = sweep(
-            torch.ones_like(k), k, k, math.log(2), [], entropy=True, number_format="float32"
+            torch.ones_like(k),
+            k,
+            k,
+            facts,
+            [],
+            entropy=True,
+            number_format="float32",
         ).distance
         definitions = defined_answers(torch.ones_like(k), k, k, math.log(2), [])["distance"]
         assert 0 < definitions[0, 0, 1:].max() < 2e-5
@@ -327,7 +387,7 @@ class TestSweep:
         q, k, v = random_qkv(1, 2, 2, 97, 64)
         definitions = defined_answers(q, k, v, 0.125, [])
         for name, answer in answers_of(
-            sweep(q, k, v, 0.125, [], entropy=True, number_format="tf32")
+            sweep(q, k, v, AttentionFacts(0.125), [], entropy=True, number_format="tf32")
         ).items():
             torch.testing.assert_close(answer.double(), definitions[name], rtol=5e-3, atol=5e-3)
 
@@ -380,12 +440,19 @@ class TestSweep:
             number_format: str = "float32",
         ) -> None:
             with pytest.raises(ModelError, match=match):
-                sweep(*tensors, 1.0, labels, entropy=False, number_format=number_format)  # pyright: ignore[reportCallIssue]
+                sweep(
+                    *tensors,
+                    AttentionFacts(1.0),
+                    labels,
+                    entropy=False,
+                    number_format=number_format,
+                )  # pyright: ignore[reportCallIssue]
 
         refused(
             r"k \[1, 2, 6, 8\].*expected \[batch head pos d_head\]", q, k[:, :, 1:], v[:, :, 1:]
         )
         refused("multiple of k's", q[:, :3], k, v)
+        refused("and v's d_head", q, k[..., 1:], v)
         refused("expected", q[0], k, v)
         refused("d_head 257: the kernel takes at most 256", *[torch.zeros(1, 1, 2, 257)] * 3)
         refused("float64", q.double(), k.double(), v.double())
@@ -423,7 +490,7 @@ def test_all_of_the_above_in_the_interpreter() -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def compiled_for_h100(dtype: str, d_head: int, split: bool) -> Any:
+def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = False) -> Any:
     """The kernel for an H100, as `sweep` would have it compiled, with two kinds of labels."""
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
@@ -434,7 +501,9 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool) -> Any:
     constants_by_name = {
         "HEADS_PER_KV_HEAD": 1,
         "D_HEAD": d_head,
-        "PADDED_D_HEAD": d_head,
+        "D_V": d_head,
+        "PADDED_D_V": d_head,
+        **dict.fromkeys(["CAPPED", "SLOPED", "GATED", "WINDOWED"], with_facts),
         "DIMS": tiles.dims,
         "QUERIES": tiles.queries,
         "KEYS": tiles.keys,
@@ -445,7 +514,11 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool) -> Any:
     types = dict.fromkeys("qkv", f"*{dtype}") | {
         "z": "*fp32",
         "row_sums": "*fp32",
+        "slopes": "*fp32",
+        "sinks": "*fp32",
         "scale": "fp32",
+        "cap": "fp32",
+        "window": "i32",
         "n_ctx": "i32",
     }
     types |= dict.fromkeys(["query_labels", "key_labels"], ("*i32", "*i32"))
@@ -485,8 +558,27 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool) -> Any:
 def test_it_compiles_for_an_h100(
     dtype: str, split: bool, d_head: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_compiled(dtype, split, d_head, False, tmp_path, monkeypatch)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("dtype", "split"), [("fp32", True), ("bf16", False)])
+def test_it_compiles_with_every_fact(
+    dtype: str, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_compiled(dtype, split, 64, True, tmp_path, monkeypatch)
+
+
+def check_compiled(
+    dtype: str,
+    split: bool,
+    d_head: int,
+    with_facts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel_binary = compiled_for_h100(dtype, d_head, split)
+    kernel_binary = compiled_for_h100(dtype, d_head, split, with_facts)
     # The instruction of Hopper's tensor cores.
     assert "wgmma" in kernel_binary.asm["ptx"]
     assert kernel_binary.metadata.shared <= kernel.H100_SHARED_BYTES

@@ -24,6 +24,7 @@ from tests import toy_models as toy
 from workers.engine import sweep_kernel
 from workers.engine.kernel_check import ALLOWED, D_HEADS, Shape, compare, every_shape
 from workers.engine.sweep_kernel import PairLabels, Sweep, Swept
+from workers.model.attention_facts import AttentionFacts
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 37, 24)
@@ -33,7 +34,7 @@ def by_definition(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    facts: AttentionFacts,
     labels: Sequence[PairLabels],
     *,
     entropy: bool,
@@ -45,7 +46,7 @@ def by_definition(
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     position = torch.arange(n_ctx)
     behind = position[:, None] - position
-    logits = torch.where(behind >= 0, scale * q @ k.mT, -torch.inf)
+    logits = torch.where(behind >= 0, facts.scale * q @ k.mT, -torch.inf)
     pattern = logits.softmax(-1)
     masses = [
         pattern * ((query[:, :, None] == key[:, None]) & (behind >= lag))[:, None]

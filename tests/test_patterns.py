@@ -229,7 +229,7 @@ def facts_of(**facts: Any) -> AttentionFacts:
     generator = torch.Generator().manual_seed(5)
     drawn = {name: torch.randn(4, generator=generator) for name in ("slopes", "sink")}
     drawn["slopes"] = drawn["slopes"].abs() / 4
-    chosen = {name: drawn[name] for name in ("slopes", "sink") if facts.pop(name, False)}
+    chosen: dict[str, Any] = {name: drawn[name] for name in drawn if facts.pop(name, False)}
     return AttentionFacts(0.5, **facts, **chosen)
 
 

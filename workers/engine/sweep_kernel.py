@@ -1,8 +1,9 @@
 """The sweep of a fused pattern as one Triton kernel, which answers what needs all keys on a GPU.
 
-S = scale · q·k is the score before the softmax, A = softmax(S) over the keys `k <= q`. A program
-owns a tile of queries of one head and goes over their keys as flash attention does: a tile of
-scores lives in registers and is never written to memory.
+S is the score before the softmax, made of q·k by the layer's `AttentionFacts`. A is the softmax
+over the keys that a query sees and, if there is one, the learned sink. A program owns a tile of
+queries of one head and goes over their keys as flash attention does: a tile of scores lives in
+registers and is never written to memory. Keys behind the window of all its queries are left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ except ImportError:  # torch brings it for CUDA and not for the CPU
     triton = None
 
 MAX_D_HEAD = 256
+
+LN2 = math.log(2)
 
 SPLITS_FACTORS = {"float32": True, "tf32": False}
 """Whether float32 factors are split in two, for three tf32 products instead of one.
@@ -136,16 +139,21 @@ def sweep(
 ) -> Swept:
     """Answer z, the log-sum-exp and the row sums of A in one pass that never holds A.
 
-    q is `[batch head pos d_head]`; k and v are `[batch kv_head pos d_head]`, where query head h
-    reads kv head h // (head // kv_head). `number_format` says how float32 factors are multiplied
-    (`SPLITS_FACTORS`). Factors in float16 and bfloat16 are multiplied as they are and summed in
-    float32; for A·v, A is rounded to their dtype.
+    q is `[batch head pos d_qk]`, k `[batch kv_head pos d_qk]` and v `[batch kv_head pos d_v]`.
+    Query head h reads kv head h // (head // kv_head). `number_format` says how float32 factors are
+    multiplied (`SPLITS_FACTORS`). Factors in float16 and bfloat16 are multiplied as they are and
+    summed in float32; for A·v, A is rounded to their dtype.
     """
     _check(q, k, v, labels, number_format)
     batch, heads, n_ctx, d_head = q.shape
+    d_v = v.shape[3]
     padded_d_head = max(16, _next_power_of_2(d_head))  # Triton's products take at least 16.
-    tiles = _tile_sizes(q, padded_d_head)
-    z = torch.empty(batch, n_ctx, heads, d_head, dtype=torch.float32, device=q.device)
+    padded_d_v = max(16, _next_power_of_2(d_v))
+    tiles = _tile_sizes(q, max(padded_d_head, padded_d_v))
+    # Scores in base 2, because the GPU's exponential is exp2. A cap is between two factors.
+    cap = 0.0 if facts.soft_cap is None else facts.soft_cap / LN2
+    scale = facts.scale / (LN2 if facts.soft_cap is None else facts.soft_cap)
+    z = torch.empty(batch, n_ctx, heads, d_v, dtype=torch.float32, device=q.device)
     row_sums = torch.empty(  # log-sum-exp, distance, entropy if asked for, then the masses
         2 + entropy + len(labels), batch, heads, n_ctx, dtype=torch.float32, device=q.device
     )
@@ -162,11 +170,20 @@ def sweep(
             q.stride(),
             k.stride(),
             v.stride(),
-            facts.scale / math.log(2),  # Scores in base 2: the GPU's exponential is exp2.
+            _in_base_2(facts.slopes, q),
+            _in_base_2(facts.sink, q),
+            scale,
+            cap,
+            n_ctx if facts.window is None else facts.window,
             n_ctx,
+            CAPPED=facts.soft_cap is not None,
+            SLOPED=facts.slopes is not None,
+            GATED=facts.sink is not None,
+            WINDOWED=facts.window is not None and facts.window < n_ctx,
             HEADS_PER_KV_HEAD=heads // k.shape[1],
             D_HEAD=d_head,
-            PADDED_D_HEAD=padded_d_head,
+            D_V=d_v,
+            PADDED_D_V=padded_d_v,
             DIMS=min(tiles.dims, padded_d_head),
             QUERIES=tiles.queries,
             KEYS=tiles.keys,
@@ -179,6 +196,13 @@ def sweep(
     lse, distance, *others = row_sums.unbind()
     entropies = others.pop(0) if entropy else None
     return Swept(z.transpose(1, 2), lse, distance, entropies, tuple(others))
+
+
+def _in_base_2(fact: Tensor | None, q: Tensor) -> Tensor:
+    """A fact of each head, in float32 and base 2; anything if there is none: it is not read."""
+    if fact is None:
+        return q.new_empty(1, dtype=torch.float32)
+    return (fact.to(q.device, torch.float32) / LN2).contiguous()
 
 
 def _next_power_of_2(number: int) -> int:
@@ -200,17 +224,18 @@ def _check(
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     shapes_fit = (
         q.dim() == k.dim() == 4
-        and k.shape == v.shape
+        and k.shape[:3] == v.shape[:3]
         and q.shape[::2] == k.shape[::2]
         and q.shape[3] == k.shape[3]
     )
     if not shapes_fit or q.shape[1] % k.shape[1]:
         raise ModelError(
             f"{shapes}: expected [batch head pos d_head], alike but for q's heads, a multiple of "
-            "k's"
+            "k's, and v's d_head"
         )
-    if q.shape[3] > MAX_D_HEAD:
-        raise ModelError(f"d_head {q.shape[3]}: the kernel takes at most {MAX_D_HEAD}")
+    widest = max(q.shape[3], v.shape[3])
+    if widest > MAX_D_HEAD:
+        raise ModelError(f"d_head {widest}: the kernel takes at most {MAX_D_HEAD}")
     if q.dtype not in TILE_SIZES or not q.dtype == k.dtype == v.dtype:
         raise ModelError(
             f"q {q.dtype}, k {k.dtype}, v {v.dtype}: expected float32, float16 or bfloat16, all "
@@ -245,11 +270,20 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     q_stride,
     k_stride,
     v_stride,
+    slopes,
+    sinks,
     scale,
+    cap,
+    window,
     n_ctx,
+    CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
+    GATED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     HEADS_PER_KV_HEAD: tl.constexpr,
     D_HEAD: tl.constexpr,
-    PADDED_D_HEAD: tl.constexpr,
+    D_V: tl.constexpr,
+    PADDED_D_V: tl.constexpr,
     DIMS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -257,7 +291,7 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     ENTROPY: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Sweep one tile of queries over its keys; `scale` makes scores in base 2.
+    """Sweep one tile of queries over its keys; `scale` and `cap` make scores in base 2.
 
     Carried for each query, where s is a score, m the largest so far, t = s - m and p = 2^t:
     `maximum` = m, `total` = Σ p, `score_sum` = Σ p t, `distance_sum` = Σ p (q-k),
@@ -267,6 +301,11 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     a · (score_sum + (m-m') · total), and the other sums are multiplied by a. In the end the entropy
     is ln 2 · (log2 total - score_sum / total). Scores enter it only as differences, so scores of
     1e4 cost it nothing but their own rounding.
+
+    A learned sink is one more entry of every row, which has no key: it joins `total` at the end.
+
+    A tile may hold no key that some query sees. Then m is still `MASKED` and its p are 1, and the
+    first key that the query sees makes a = 0, which clears them.
     """
     # Finite, because 0 · MASKED is 0 and not NaN.
     MASKED: tl.constexpr = -1e30  # pyright: ignore[reportAssignmentType]
@@ -279,7 +318,7 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     batch = tl.program_id(2).to(tl.int64)
     queries = first_query + tl.arange(0, QUERIES)
     key_offsets = tl.arange(0, KEYS)
-    all_dims = tl.arange(0, PADDED_D_HEAD)
+    all_dims = tl.arange(0, PADDED_D_V)
     some_dims = tl.arange(0, DIMS)
     query_exists = queries < n_ctx  # The last tile may be longer than what is left.
     q_at = (
@@ -308,13 +347,24 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     total = tl.zeros([QUERIES], tl.float32)
     score_sum = tl.zeros([QUERIES], tl.float32)
     distance_sum = tl.zeros([QUERIES], tl.float32)
-    value_sums = tl.zeros([QUERIES, PADDED_D_HEAD], tl.float32)
+    value_sums = tl.zeros([QUERIES, PADDED_D_V], tl.float32)
+    slope = 0.0
+    if SLOPED:
+        slope = tl.load(slopes + head)
+    start = 0
+    if WINDOWED:
+        # The first tile that holds a key which the first query sees.
+        start = tl.maximum(first_query - window + 1, 0) // KEYS * KEYS
+        k_at += start * k_stride[2]
+        v_at += start * v_stride[2]
 
     # First the tiles of keys that lie wholly in the past of all queries, which need no mask, then
     # those that the diagonal crosses. DIAGONAL is known to the compiler, which makes two loops.
     for DIAGONAL in tl.static_range(2):
         for first_key in range(
-            first_query * DIAGONAL, tl.minimum(first_query + QUERIES * DIAGONAL, n_ctx), KEYS
+            start * (1 - DIAGONAL) + first_query * DIAGONAL,
+            tl.minimum(first_query + QUERIES * DIAGONAL, n_ctx),
+            KEYS,
         ):
             keys = first_key + key_offsets
             key_exists = keys < n_ctx
@@ -328,8 +378,17 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
                     key = tl.load(k_at + k_tile + dim * k_stride[3])
                 scores = _product(query_parts[dim // DIMS], tl.trans(key), scores, SPLIT)
             scores *= scale
+            if CAPPED:
+                # tanh x = (1 - e) / (1 + e) with e = exp(-2 |x|), and the sign of x
+                small = tl.exp2(tl.abs(scores) * -2.8853900817779268)
+                height = cap * (1.0 - small) / (1.0 + small)
+                scores = tl.where(scores < 0, -height, height)
+            if SLOPED:
+                scores -= slope * (queries[:, None] - keys[None, :]).to(tl.float32)
             if DIAGONAL:
                 scores = tl.where(queries[:, None] >= keys[None, :], scores, MASKED)
+            if WINDOWED:
+                scores = tl.where(queries[:, None] - keys[None, :] < window, scores, MASKED)
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             step = maximum - new_maximum  # m - m', never positive
@@ -365,10 +424,10 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
             pair_sums = new_pair_sums
 
             total = shrink * total + weight_sums
-            if DIAGONAL or D_HEAD != PADDED_D_HEAD:
+            if DIAGONAL or D_V != PADDED_D_V:
                 value = tl.load(
                     v_at + v_tile,
-                    mask=key_exists[:, None] & (all_dims < D_HEAD)[None, :],
+                    mask=key_exists[:, None] & (all_dims < D_V)[None, :],
                     other=0.0,
                 )
             else:
@@ -383,11 +442,27 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     # Each kind of row sum is `[batch head query]`, one after another.
     kind_size = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * n_ctx
     row_at = row_sums + (batch * tl.num_programs(1) + head) * n_ctx + queries
+    key_total = total
+    if GATED:
+        sink = tl.load(sinks + head)
+        new_maximum = tl.maximum(maximum, sink)
+        step = maximum - new_maximum
+        shrink = tl.exp2(step)
+        score_sum = shrink * (score_sum + step * total)
+        distance_sum *= shrink
+        value_sums *= shrink[:, None]
+        key_total = shrink * total
+        total = key_total + tl.exp2(sink - new_maximum)
+        new_pair_sums = ()
+        for i in tl.static_range(len(LAGS)):  # pyright: ignore
+            new_pair_sums += (pair_sums[i] * shrink,)
+        pair_sums = new_pair_sums
+        maximum = new_maximum
     log2_total = tl.log2(total)
     tl.store(row_at, (maximum + log2_total) * LN2, mask=query_exists)
     tl.store(row_at + kind_size, distance_sum / total, mask=query_exists)
     if ENTROPY:
-        entropy = tl.maximum((log2_total - score_sum / total) * LN2, 0.0)
+        entropy = tl.maximum((log2_total * (key_total / total) - score_sum / total) * LN2, 0.0)
         tl.store(row_at + 2 * kind_size, entropy, mask=query_exists)
     for i in tl.static_range(len(LAGS)):
         # A negative label fits nothing. Only a negative query label can have met a negative key
@@ -396,10 +471,10 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
         tl.store(row_at + (2 + ENTROPY + i) * kind_size, mass, mask=query_exists)
     z_at = (
         z
-        + ((batch * n_ctx + queries) * tl.num_programs(1) + head)[:, None] * D_HEAD
+        + ((batch * n_ctx + queries) * tl.num_programs(1) + head)[:, None] * D_V
         + all_dims[None, :]
     )
-    in_z = query_exists[:, None] & (all_dims < D_HEAD)[None, :]
+    in_z = query_exists[:, None] & (all_dims < D_V)[None, :]
     tl.store(z_at, value_sums / total[:, None], mask=in_z)
 
 
