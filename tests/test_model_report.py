@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from headcount import app
 from jobs.model_report import report_model
-from schemas.errors import ModelError
+from schemas.errors import HeadcountError, ModelError
+from schemas.scan import parse_scan
 from tests import model_families, toy_models
+from workers.model.model_info import describe
+from workers.replica import Replica
 
 
 @pytest.fixture(autouse=True)
 def _quiet_libraries() -> None:
     model_families.prepare_libraries()
+
+
+@pytest.fixture(scope="module")
+def unbridged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that TransformerLens has no bridge for."""
+    path = tmp_path_factory.mktemp("models") / "dbrx"
+    model_families.tiny_model("dbrx").save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    return path
+
+
+def replica_of(path: Path, change: dict[str, Any]) -> Replica:
+    """A replica of a small scan."""
+    fields = {
+        "model": str(path),
+        "n_ctx": 16,
+        "sequences": 2,
+        "input": {"family": "uniform_random"},
+    }
+    return Replica(describe(path), parse_scan(fields | change), "cpu")
 
 
 def report_of(family: str, folder: Path) -> dict[str, list[str]]:
@@ -75,3 +99,38 @@ def test_the_command_prints_the_report_or_one_line(tmp_path: Path) -> None:
     assert str(refused.exception) == (
         f"{tmp_path}: no readable config.json; expected a model directory"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"engine": "dense"},
+            "interventions: 'none' needs the dense engine (engine is 'dense'), and dbrx has none: "
+            "TransformerLens has no bridge for DbrxForCausalLM",
+        ),
+        (
+            {"weight_processing": "folded"},
+            "dbrx: TransformerLens has no bridge for DbrxForCausalLM, which folds weights",
+        ),
+        (
+            {"interventions": ["zero_query_bias"]},
+            "dbrx: layer 0 has no b_Q for zero_query_bias to edit",
+        ),
+    ],
+)
+def test_what_needs_a_bridge_is_refused_where_there_is_none(
+    unbridged: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(HeadcountError) as caught:
+        replica_of(unbridged, change)
+    assert str(caught.value) == message
+
+
+def test_statistics_of_unknown_weights_are_null(unbridged: Path) -> None:
+    # The modules of this family have names of their own.
+    replica = replica_of(unbridged, {"statistics": ["head_result_norm", "head_output_norm"]})
+    tokens = np.random.default_rng(0).integers(64, size=(2, 16)).astype(np.int32)
+    heads = replica.measure(tokens).heads
+    assert np.isnan(heads["head_result_norm"]).all()
+    assert np.isfinite(heads["head_output_norm"]).all()
