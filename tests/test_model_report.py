@@ -127,10 +127,27 @@ def test_what_needs_a_bridge_is_refused_where_there_is_none(
     assert str(caught.value) == message
 
 
-def test_statistics_of_unknown_weights_are_null(unbridged: Path) -> None:
-    # The modules of this family have names of their own.
-    replica = replica_of(unbridged, {"statistics": ["head_result_norm", "head_output_norm"]})
+@pytest.mark.parametrize(
+    ("family", "is_known"),
+    [
+        # Its modules have names of their own.
+        ("dbrx", False),
+        # It multiplies z by a gate, so z W_O is not what a head writes.
+        ("qwen3_next", False),
+        # Its keys come from a latent space, and its heads write as others do.
+        ("deepseek_v3", True),
+    ],
+)
+def test_statistics_of_unknown_weights_are_null(
+    tmp_path: Path, family: str, is_known: bool
+) -> None:
+    model_families.tiny_model(family).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    replica = replica_of(
+        tmp_path, {"statistics": ["head_result_norm", "score_shift", "head_output_norm"]}
+    )
     tokens = np.random.default_rng(0).integers(64, size=(2, 16)).astype(np.int32)
     heads = replica.measure(tokens).heads
-    assert np.isnan(heads["head_result_norm"]).all()
+    assert np.isfinite(heads["head_result_norm"]).all() == is_known
+    assert np.isnan(heads["head_result_norm"]).all() != is_known
     assert np.isfinite(heads["head_output_norm"]).all()
+    assert np.isnan(heads["score_shift"]).all()

@@ -15,6 +15,7 @@ from schemas.errors import ModelError
 from schemas.places import reason
 from workers.model.attention_facts import AttentionFacts
 from workers.model.attention_layers import attending, own_attention
+from workers.model.bare_modules import output_projection
 from workers.model.model_info import ModelInfo
 
 CHECK_TOKENS = 16
@@ -33,6 +34,8 @@ class SettledAttention:
 
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
     """By layer that attends."""
+    gated: frozenset[int] = frozenset()
+    """Layers that change z before their output projection, for example by a gate."""
     problem: str | None = None
     """Why these facts do not make the model's patterns; None if they do."""
 
@@ -44,6 +47,10 @@ class _Pass:
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)
     """After each layer."""
+    z: dict[int, Tensor] = field(default_factory=dict)
+    """What each layer's attention is before its output projection, by our attention."""
+    projected: dict[int, Tensor] = field(default_factory=dict)
+    """What each layer's output projection is given, where its module is known."""
     layer: int = -1
 
 
@@ -96,7 +103,9 @@ def settle_attention(
         # Whatever a library raises: the model is refused in one line, or the bridge runs it.
         return SettledAttention(problem=f"transformers cannot run it ({reason(error)})")
     return SettledAttention(
-        ours.facts, _difference(info, ours, own, has_active_stream=active_stream(bare) is not None)
+        ours.facts,
+        _gated_layers(ours),
+        _difference(info, ours, own, has_active_stream=active_stream(bare) is not None),
     )
 
 
@@ -131,10 +140,44 @@ def _run_ours(
             )
         assert running.facts is not None
         seen.facts[seen.layer] = running.facts
-        return attend_whole(q, k, v, facts)
+        seen.z[seen.layer] = attend_whole(q, k, v, facts)
+        return seen.z[seen.layer]
 
-    with attending(attend) as running:
+    with attending(attend) as running, _hooked_projections(blocks, seen):
         _run(info, bare, blocks, tokens, seen)
+
+
+@contextmanager
+def _hooked_projections(blocks: Sequence[nn.Module], seen: _Pass) -> Iterator[None]:
+    """Within this context, a pass notes what output projections are given."""
+
+    def note(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.projected[layer] = args[0].detach().clone()
+
+    projections = {layer: output_projection(block) for layer, block in enumerate(blocks)}
+    hooks = [
+        module.register_forward_pre_hook(partial(note, layer))
+        for layer, module in projections.items()
+        if module is not None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _gated_layers(ours: _Pass) -> frozenset[int]:
+    """The layers whose output projection is given something else than z."""
+    return frozenset(
+        layer
+        for layer, given in ours.projected.items()
+        if layer in ours.z and not _is_z(given, ours.z[layer].flatten(2))
+    )
+
+
+def _is_z(given: Tensor, z: Tensor) -> bool:
+    return given.shape == z.shape and torch.equal(given, z.to(given.dtype))
 
 
 def _run(

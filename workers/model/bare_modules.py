@@ -102,6 +102,12 @@ def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
     return linear.weight.unflatten(0, (n_heads, width)).transpose(1, 2)
 
 
+def output_projection(block: nn.Module) -> nn.Module | None:
+    """The module of a layer that projects z; None if it has none of a known name."""
+    attention = _child(block, ATTENTION)
+    return None if attention is None else _child(attention, PROJECTIONS["O"])
+
+
 def has_rotations(model: nn.Module) -> bool:
     """Whether q and k are rotated by their positions: the model has a module that makes angles."""
     return any("rotary" in name.rsplit(".", 1)[-1] for name, _ in model.named_modules())

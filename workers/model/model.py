@@ -286,12 +286,19 @@ class Model:
         """A weight of a layer as it is now; None if the layer does not have it.
 
         `name` is `W_Q`, `W_K`, `W_V [head d_model d_head]`, `W_O [head d_head d_model]`, `b_Q`, ….
-        Keys and values may have fewer heads than queries.
+        Keys and values may have fewer heads than queries. `W_O` is not known where a layer changes
+        z before it, because z `W_O` is then not what the head writes.
         """
+        if name == "W_O" and layer in self._attention.gated:
+            return None
         if self._optional_bridge is None:
             return projection(self.blocks[layer], name, self.info)
         attention = getattr(self._optional_bridge.blocks[layer], "attn", None)
-        weight = getattr(attention, name, None)
+        try:
+            weight = getattr(attention, name, None)
+        except NotImplementedError:
+            # Latent attention has no such matrix.
+            return None
         return weight if isinstance(weight, Tensor) else None
 
     @property
