@@ -72,6 +72,7 @@ AGREEING = [
     "gemma2-plain",
     "gemma2-capped",
     "opt",
+    "bloom",
     "legacy-pth",
     "legacy-safetensors",
 ]
