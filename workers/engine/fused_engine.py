@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
