@@ -497,8 +497,19 @@ def doctor(
             "the CPU's code, in all shapes."
         ),
     ] = "cpu",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Say instead how this model would be measured: its engine, the attention of its "
+            "layers, and the statistics that are NULL.",
+        ),
+    ] = None,
 ) -> None:
     """Check that this machine can run scans, and print what it has."""
+    if model is not None:
+        _report_model(Console(highlight=False), model)
+        return
     if device == "cuda":
         _compare_kernel(Console(highlight=False))
         return
@@ -516,6 +527,18 @@ def doctor(
             sys.stdout.flush()
     if not healthy:
         sys.exit(1)
+
+
+def _report_model(console: Console, name: str) -> None:
+    """Print how a model would be measured."""
+    from jobs.model_report import report_model
+    from workers.process import prepare_process
+
+    prepare_process()
+    # A large model takes minutes to load.
+    with console.status("loading the model, then measuring two short sequences"):
+        for word, text in report_model(name):
+            say(console, f"{word:<10} {text}")
 
 
 def _compare_kernel(console: Console) -> None:

@@ -38,6 +38,11 @@ class ModelSize(Protocol):
         """Number of heads in a layer."""
         ...
 
+    @property
+    def attention_layers_or_all(self) -> tuple[int, ...]:
+        """The layers that attend, in ascending order. The others have no rows."""
+        ...
+
 
 @dataclass(frozen=True, order=True)
 class Head:
@@ -176,8 +181,11 @@ def find_heads(
         for layer in layers:
             if layer >= model.n_layers:
                 raise ScanError(f"layers: {_lacks(model, 'layer', layer, model.n_layers)}")
+            if layer not in model.attention_layers_or_all:
+                raise ScanError(f"layers: {_does_not_attend(model, layer)}")
         return MeasuredHeads(model.n_heads, dict.fromkeys(sorted(layers), every_head))
-    return MeasuredHeads.every(model.n_layers, model.n_heads)
+    every_head = tuple(range(model.n_heads))
+    return MeasuredHeads(model.n_heads, dict.fromkeys(model.attention_layers_or_all, every_head))
 
 
 def _check_heads(heads: tuple[Head, ...], model: ModelSize) -> None:
@@ -185,9 +193,16 @@ def _check_heads(heads: tuple[Head, ...], model: ModelSize) -> None:
         if head.layer >= model.n_layers:
             missing = _lacks(model, "layer", head.layer, model.n_layers)
             raise ScanError(f"heads: '{head}': {missing}")
+        if head.layer not in model.attention_layers_or_all:
+            raise ScanError(f"heads: '{head}': {_does_not_attend(model, head.layer)}")
         if head.head >= model.n_heads:
             missing = _lacks(model, "head", head.head, model.n_heads)
             raise ScanError(f"heads: '{head}': {missing}")
+
+
+def _does_not_attend(model: ModelSize, layer: int) -> str:
+    attending = ", ".join(map(str, model.attention_layers_or_all))
+    return f"layer {layer} of {model.name} has no softmax attention; layers {attending} have"
 
 
 def _lacks(model: ModelSize, noun: str, number: int, count: int) -> str:

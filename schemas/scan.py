@@ -186,7 +186,7 @@ class Scan(Measured):
         heads: Any = "all"
         if any(measured.part(layer) is not None for layer in measured.layers):
             heads = measured.heads
-        elif len(measured.layers) < model.n_layers:
+        elif len(measured.layers) < len(model.attention_layers_or_all):
             layers = measured.layers
         return self.model_copy(update={"layers": layers, "heads": heads})
 

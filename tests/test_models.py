@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from workers.engine.fused_engine import FusedEngine
 from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, edited_weights, intervention
 from workers.measurements.batch import measure_batch
+from workers.model.attention_facts import AttentionFacts
 from workers.model.attention_layers import causal_softmax, score_problem
 from workers.model.loading import load_model
 from workers.model.model_info import describe, find_model
@@ -68,6 +70,9 @@ AGREEING = [
     "phi",
     "mistral",
     "gemma2-plain",
+    "gemma2-capped",
+    "opt",
+    "bloom",
     "legacy-pth",
     "legacy-safetensors",
 ]
@@ -176,18 +181,10 @@ def test_both_engines_agree_on_queries_keys_and_scores(
     } == {}
 
 
-def test_queries_scaled_before_attention_are_left_to_the_dense_engine(shelf: Shelf):
-    assert "(the length of q in the last layer differs by" in problem_of(shelf.path("opt"))
-    assert problem_of(shelf.path("opt")).endswith("use engine = 'dense'")
-    assert np.isfinite(
-        shelf.replica("opt", "dense").measure(toy.repeating_tokens(17)).heads["sink_logit_margin"]
-    ).all()
-
-
-def test_scores_that_are_not_scaled_are_left_to_the_dense_engine(shelf: Shelf):
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+def test_scores_that_are_not_scaled_are_measured_so(shelf: Shelf, engine: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    assert problem_of(shelf.path("gpt-neo")).endswith("use engine = 'dense'")
     model: Any = AutoModelForCausalLM.from_pretrained(
         shelf.path("gpt-neo"), attn_implementation="eager"
     )
@@ -201,8 +198,7 @@ def test_scores_that_are_not_scaled_are_left_to_the_dense_engine(shelf: Shelf):
     tokens = toy.repeating_tokens(17, batch=2)
     with torch.inference_mode():
         patterns = model(torch.from_numpy(tokens).long(), output_attentions=True).attentions
-    replica = shelf.replica("gpt-neo", "dense")
-    heads = replica.measure(tokens).heads
+    heads = shelf.replica("gpt-neo", engine).measure(tokens).heads
     for layer, (pattern, q, k) in enumerate(zip(patterns, *projections.values(), strict=True)):
         scores = torch.einsum("bqhe,bkhe->bhqk", *(x.unflatten(-1, (4, 8)) for x in (q, k)))
         margin = torch.stack(
@@ -214,8 +210,6 @@ def test_scores_that_are_not_scaled_are_left_to_the_dense_engine(shelf: Shelf):
         np.testing.assert_allclose(
             heads["sink_logit_margin"][:, layer], margin, rtol=1e-4, atol=1e-4
         )
-    with pytest.raises(ModelError, match="layer 1 looks back less far than n_ctx; lower n_ctx"):
-        replica.measure(toy.repeating_tokens(40))
 
 
 def test_engines_agree_beyond_one_tile_of_queries(tmp_path: Path):
@@ -360,18 +354,59 @@ def test_the_scale_of_scores_is_what_the_attention_module_says(
 
 
 def test_a_scale_that_is_not_the_model_s_own_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     # TransformerLens scales the scores of this model although its files say not to.
     path = toy.save_model(tmp_path / "unscaled", toy.gpt2(scale_attn_weights=False))
-    model = load_model(describe(path), "raw", "cpu")
     problem = (
         r"^unscaled: the scores of layer 2 could not be made as 1 · q·k, as its attention module "
         r"says: their softmax differs by 0\.\d+ from the pattern \(allowed 0.0001\)$"
     )
     with pytest.raises(ModelError, match=problem):
-        model.scale(2)
-    # Neither engine measures it.
-    for engine in ("fused", "dense"):
-        assert "could not be made as 1 · q·k" in problem_of(path, engine=engine)
+        load_model(describe(path), "raw", "cpu").scale(2)
+    assert "could not be made as 1 · q·k" in problem_of(path, engine="dense")
+
+    # The fused engine runs the model's own modules, whose attention agrees with the files.
+    own = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    tokens = toy.repeating_tokens(17, batch=2)
+    with torch.inference_mode():
+        patterns = own(torch.from_numpy(tokens).long(), output_attentions=True).attentions
+    sink_mass = toy.measure(path, tokens).heads["sink_mass"]
+    for layer, pattern in enumerate(patterns):
+        np.testing.assert_allclose(sink_mass[:, layer], pattern[..., 1:, 0].mean(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("gpt2", lambda facts: {"scale": facts.scale * 1.01}),
+        ("mistral-window-20", lambda facts: {"window": facts.window and facts.window - 1}),
+        ("gemma2-capped", lambda facts: {"soft_cap": None}),
+        ("bloom", lambda facts: {"slopes": facts.slopes * 1.01}),
+    ],
+)
+def test_facts_that_are_not_the_model_s_own_are_refused(
+    shelf: Shelf,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    wrong: Callable[[AttentionFacts], dict[str, Any]],
+) -> None:
+    from workers.model import attention_layers, attention_modules
+
+    right = attention_layers.attend_to
+
+    def attend_wrongly(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, facts: AttentionFacts
+    ) -> torch.Tensor:
+        return right(q, k, v, replace(facts, **wrong(facts)))
+
+    for module in (attention_layers, attention_modules):
+        monkeypatch.setattr(module, "attend_to", attend_wrongly)
+    problem = load_model(describe(shelf.path(name)), "raw", "cpu").attention_problem
+    # A window that no mask has is named at once. Everything else shows in the stream.
+    expected = "its attention has a mask" if name == "mistral-window-20" else "the stream after"
+    assert problem is not None
+    assert problem.startswith(expected)
 
 
 @pytest.mark.parametrize("position", [0, 3])
@@ -390,45 +425,37 @@ def test_a_hidden_rotation_leaves_scores_at_the_same_position_alone(position: in
 # Attention that the fused engine does not know
 
 
-def test_a_sliding_window_is_right_up_to_its_length_and_refused_beyond(shelf: Shelf):
+def test_a_window_is_measured_and_too_long_for_the_bridge(shelf: Shelf) -> None:
     fused, dense = (shelf.replica("mistral-window-20", engine) for engine in ("fused", "dense"))
     fits, beyond = toy.repeating_tokens(20, batch=2), toy.repeating_tokens(21)
     assert max(differences(fused.measure(fits), dense.measure(fits)).values()) < 1e-5
-    with pytest.raises(ModelError) as caught:
-        fused.measure(beyond)
-    assert str(caught.value) == "the model looks back 20 tokens, less than n_ctx = 21; lower n_ctx"
+    assert np.isfinite(fused.measure(beyond).heads["sink_mass"]).all()
     with pytest.raises(ModelError, match="layer 0 looks back less far than n_ctx; lower n_ctx"):
         dense.measure(beyond)
 
 
-def test_capped_scores_are_refused(shelf: Shelf):
-    assert problem_of(shelf.path("gemma2-capped")) == (
-        "the model's attention uses softcap, which the fused engine does not know; use engine = "
-        "'dense'"
+def test_attention_that_is_not_a_window_is_refused(tmp_path: Path) -> None:
+    # Llama 4's queries see the keys of their own chunk.
+    config = toy.family(
+        "Llama4TextConfig",
+        head_dim=8,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        attention_chunk_size=8,
+        **GQA,
+    )
+    assert problem_of(toy.save_model(tmp_path / "chunks", config)) == (
+        "chunks: its attention has a mask that is not a window of the latest keys, which the fused "
+        "engine does not know; use engine = 'dense'"
     )
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        lambda: toy.family(
-            "GPTNeoConfig", num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8
-        ),
-        lambda: toy.family(
-            "GptOssConfig",
-            head_dim=8,
-            num_local_experts=2,
-            sliding_window=64,
-            rope_parameters=None,
-            **GQA,
-        ),
-    ],
-    ids=["own-attention", "sinks"],
-)
-def test_attention_that_is_not_the_causal_softmax_is_refused(
-    tmp_path: Path, config: Callable[[], Any]
-):
-    assert problem_of(toy.save_model(tmp_path / "other", config())).endswith("use engine = 'dense'")
+def test_a_model_that_its_library_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    # Every token wants four experts, and there are two.
+    config = toy.family("GptOssConfig", head_dim=8, num_local_experts=2, **GQA)
+    path = toy.save_model(tmp_path / "broken", config)
+    for engine in ("fused", "dense"):
+        assert "transformers cannot run it" in problem_of(path, engine=engine)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "legacy-pth"])

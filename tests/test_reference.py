@@ -74,7 +74,8 @@ ON_EVERY_INTERVENTION = ("attn-only-2l-mini", "llama-gqa", "neox")
 SCORES_NOT_EDITABLE = ("attn-only-2l-mini", "legacy-pth", "opt", "gpt-neo")
 """Models whose scores TransformerLens shows and does not let edit: the dense engine says so."""
 
-DENSE_ONLY = ("opt", "gpt-neo", "bloom")
+OLDER = ("opt", "gpt-neo", "bloom")
+"""Models that scale queries or nothing, or have ALiBi, in modules of their own."""
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "scale_query_bias": ("(-1.5)",),
@@ -513,16 +514,12 @@ def test_every_column_under_every_intervention(
     "name",
     [
         "backcopy-3l-mini", "legacy-pth", "gpt2-inverse-layer", "neox-serial", "qwen2", "qwen3",
-        "phi", "gemma2", "bigcode", *DENSE_ONLY,
+        "phi", "gemma2", "bigcode", *OLDER,
     ],
 )  # fmt: skip
 def test_models_that_differ_in_one_thing(
     shelf: Shelf, name: str, intervention: str, engine: str
 ) -> None:
-    if engine == "fused" and name in DENSE_ONLY:
-        with pytest.raises(ModelError, match="engine = 'dense'"):
-            shelf.replica(name, engine)
-        return
     check(shelf, name, intervention, engine)
 
 

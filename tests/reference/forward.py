@@ -186,8 +186,6 @@ class _ForwardPass:
         if layer.soft_cap is not None:
             scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
         position = np.arange(n_ctx)
-        if layer.key_slopes is not None:
-            scores = scores + layer.key_slopes[:, None, None] * position
         if layer.distance_slopes is not None:
             scores = scores + layer.distance_slopes[:, None, None] * (position - position[:, None])
         scores = self.edited("attn_scores", number, scores)

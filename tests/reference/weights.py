@@ -58,10 +58,8 @@ class Layer:
     norm_after_attention: Norm | None = None
     """Applied to what the attention adds to the stream."""
     norm_after_mlp: Norm | None = None
-    key_slopes: Array | None = None
-    """ALiBi: head h adds slope[h] times the key's position to its scores."""
     distance_slopes: Array | None = None
-    """ALiBi with another level: head h adds slope[h] times key less query."""
+    """ALiBi: head h adds slope[h] times key less query to its scores."""
     soft_cap: float | None = None
     """s becomes cap tanh(s/cap)."""
     window: int | None = None
@@ -520,7 +518,7 @@ def read_bloom(name: str, config: dict[str, Any], tensors: dict[str, Array]) -> 
                     tensors[f"{prefix}.mlp.dense_4h_to_h.bias"],
                     "gelu_new",
                 ),
-                key_slopes=slopes,
+                distance_slopes=slopes,
             )
         )
     W_E = tensors["transformer.word_embeddings.weight"]

@@ -91,7 +91,7 @@ class DenseEngine:
         facts = AttentionFacts(model.scale(layer))
         q, k = _queries_and_keys(tensors)
         if model.shows_scores(layer):
-            scores = tensors["attn_scores"]
+            scores = _with_bias_of_distance(tensors["attn_scores"], model.facts(layer))
         elif self.edits.touch("attn_scores", layer):
             raise ModelError(
                 f"{model.info.name}: the bridge does not show the scores behind the pattern of "
@@ -128,6 +128,17 @@ class DenseEngine:
             raise ModelError(
                 f"{name}: the bridge does not show the scores behind the pattern of layer {layer}"
             )
+
+
+def _with_bias_of_distance(scores: Tensor, facts: AttentionFacts | None) -> Tensor:
+    """Scores whose ALiBi is slope · (k - q), as `AttentionFacts` has it.
+
+    BLOOM adds slope · k, which makes the same pattern. Other models add something else again.
+    """
+    if facts is None or facts.slopes is None:
+        return scores
+    queries = torch.arange(scores.shape[-2], device=scores.device)
+    return scores - facts.slopes[:, None, None] * queries[:, None]
 
 
 class _DensePass:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,7 +23,6 @@ from workers.engine.attention_scores import (
     weighted_values,
     window_of,
 )
-from workers.engine.dense_engine import DenseEngine
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.edits import Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
@@ -37,12 +35,6 @@ from workers.model.model import Model, at_least_float32
 
 ModuleOutput = Tensor | tuple[Any, ...]
 """What a module returns: a tensor, or a tuple that begins with it."""
-
-CHECK_TOKENS = 16
-"""Tokens on which the fused engine is compared with the bridge."""
-
-LARGEST_DIFFERENCE = 1e-3
-"""Relative difference from the bridge that is still taken for rounding."""
 
 
 class FusedEngine:
@@ -62,12 +54,9 @@ class FusedEngine:
         self.edits = Edits()
         self.questions: set[str] = set()
         """Questions that every sweep answers on its way; patterns add what they are asked."""
-        # The check is about the model's attention, so it runs in the format of the bridge.
-        self.formats = PRECISIONS["float64" if precision == "float64" else "float32"]
-        self.sweep: Sweep | None = None
-        self._check_against_bridge()
+        self._check_attention()
         self.formats = PRECISIONS[precision]
-        self.sweep = sweep
+        self.sweep: Sweep | None = sweep
 
     @property
     def attention(self) -> Literal["tiles", "kernel"]:
@@ -98,7 +87,7 @@ class FusedEngine:
         It ends with the last of these layers. If there is `on_final`, it goes through all layers
         and ends before the unembedding.
         """
-        shown_layers = range(len(self.model.blocks)) if layers is None else layers
+        shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
         fused_pass = _FusedPass(self, tokens, matches, on_layer, read_late, on_final, shown_layers)
         try:
             with fused_pass.hooked(), linears_in(self.formats.linears, tokens.device.type):
@@ -112,48 +101,16 @@ class FusedEngine:
         engine.edits = edits
         return engine
 
-    def _check_against_bridge(self) -> None:
-        """Refuse a model whose attention is not the plain causal softmax.
+    def _check_attention(self) -> None:
+        """Refuse a model whose attention is not what the facts of its layers say.
 
-        Both engines must see the same activations in the last layer.
+        The facts were held against the model's own attention when it was loaded.
         """
-        info = self.model.info
-        tokens = torch.randint(
-            info.d_vocab,
-            (1, min(info.n_ctx, CHECK_TOKENS)),
-            generator=torch.Generator().manual_seed(0),
-        )
-        tokens = tokens.to(self.model.device)
-        fused_layers: list[Activations] = []
-        dense_layers: list[Activations] = []
-
-        def add_whole_layer(_layer: int, activations: Activations) -> None:
-            if "resid_post" in activations:  # The fused engine shows each layer twice.
-                fused_layers.append(activations)
-
-        with torch.inference_mode():
-            self.run(tokens, {}, add_whole_layer)
-            DenseEngine(self.model).run(
-                tokens, {}, lambda _, activations: dense_layers.append(activations)
-            )
-        if not len(fused_layers) == len(dense_layers) == info.n_layers:
-            raise ModelError(
-                f"{info.name}: {info.n_layers} layers expected, {len(fused_layers)} seen; "
-                "use engine = 'dense'"
-            )
-        for name in ("q", "k", "resid_post"):
-            # Not every bridge shows q and k after their rotation. A rotation keeps lengths, so
-            # lengths are compared.
-            fused_length = fused_layers[-1][name].norm(dim=-1)
-            dense_length = dense_layers[-1][name].norm(dim=-1)
-            difference = (fused_length - dense_length).norm() / dense_length.norm()
-            # Weights that are not numbers make NaN here, which passes: measuring names the layer.
-            if difference.item() >= LARGEST_DIFFERENCE:
-                raise ModelError(
-                    f"{info.name}: the fused engine does not reproduce this model (the length of "
-                    f"{name} in the last layer differs by {difference.item():.2g}, expected < "
-                    "1e-3): its attention has something the engine lacks; use engine = 'dense'"
-                )
+        problem = self.model.attention_problem
+        if problem is None:
+            return
+        advice = "use engine = 'dense'" if self.model.has_bridge else self.model.bridge_problem
+        raise ModelError(f"{self.model.info.name}: {problem}; {advice}")
 
 
 class _OfEveryHead(Mapping[str, Any]):
@@ -242,7 +199,7 @@ class _FusedPass:
         self.layer = layer
         self.has_attended = False
         # Libraries pass the stream as the first argument or by this name.
-        resid_pre: Tensor = args[0] if args else kwargs["hidden_states"]
+        resid_pre: Tensor = self.model.stream(args[0] if args else kwargs["hidden_states"])
         edited = self.edit("resid_pre", resid_pre)
         self.activations = {"resid_pre": at_least_float32(edited)}
         if edited is resid_pre:
@@ -371,12 +328,13 @@ class _FusedPass:
         self, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
     ) -> ModuleOutput | None:
         """Show the layer with its output; returns the block's output if an edit changes it."""
-        if not self.has_attended:
+        if not self.has_attended and layer in self.model.info.attention_layers_or_all:
             raise ModelError(
                 f"{self.model.info.name}: layer {layer} has no attention that can be seen; "
                 "use engine = 'dense'"
             )
-        resid_post = output[0] if isinstance(output, tuple) else output
+        has_more = isinstance(output, tuple | list)
+        resid_post = self.model.stream(output[0] if has_more else output)
         edited = self.edit("resid_post", resid_post)
         self.activations["resid_post"] = at_least_float32(edited)
         self._show_layer()
@@ -385,7 +343,7 @@ class _FusedPass:
             raise StopPass
         if edited is resid_post:
             return None
-        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+        return (edited, *output[1:]) if has_more else edited
 
     def _end_pass(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Hand over the stream before the unembedding."""

@@ -60,6 +60,17 @@ def settle(model: Model, scan: Scan, device: str) -> Settlement:
 
 def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     """The engine of one intervention. An edit that the model does not allow is refused."""
+    settled = _settle(model, scan, intervention)
+    if settled.engine == "dense" and not model.has_bridge:
+        raise ScanError(
+            f"interventions: '{intervention}' needs the dense engine ({settled.reason}), and "
+            f"{model.info.name} has none: {model.bridge_problem}"
+        )
+    return settled
+
+
+def _settle(model: Model, scan: Scan, intervention: Intervention) -> Settled:
+    """The same, also where the model has no dense engine."""
     bound = bind(intervention)
     bound.check(model.info, scan.n_ctx)
     _check_visible(bound, scan.n_ctx)

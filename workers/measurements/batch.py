@@ -17,7 +17,7 @@ from torch import Tensor
 
 from schemas.formulas import Along, Formula
 from schemas.kinds import KINDS
-from schemas.measured_heads import MeasuredHeads
+from schemas.measured_heads import MeasuredHeads, find_heads
 from schemas.pattern import Labels
 from schemas.statistics import KIND as STATISTICS
 from schemas.statistics import Statistic
@@ -122,8 +122,7 @@ class PendingBatch:
 
 def measure_batch(engine: Engine, statistics: Sequence[Statistic], tokens: Tensor) -> Measurements:
     """One forward pass over tokens `[batch pos]`."""
-    info = engine.model.info
-    all_heads = MeasuredHeads.every(info.n_layers, info.n_heads)
+    all_heads = find_heads("all", "all", engine.model.info)
     requested = Requested({STATISTICS.field: statistics}, all_heads)
     return collect(launch(engine, requested, tokens))
 

@@ -94,12 +94,21 @@ class LayerFormulas:
         """
         heads = self.heads.part(layer)
         # Not merged into one dict, because an engine may make a value when it is asked for.
-        sources = [self._weights_of(layer), self.shared_values, _of_heads(activations, heads)]
+        weights = self._weights_of(layer)
+        unknown_weights = self.weight_names - weights.keys()
+        sources = [weights, self.shared_values, _of_heads(activations, heads)]
         available = ChainMap(*cast(list[dict[str, LayerValue]], sources))
         if "pattern" in available:
             self.windows.add(available["pattern"].window)
         for number, (formula, reads, stored_in) in enumerate(self.evaluations):
-            if (layer, number) in self._evaluated or not reads <= available.keys():
+            if (layer, number) in self._evaluated:
+                continue
+            if reads & unknown_weights:
+                for values in stored_in:
+                    values.store_undefined(layer, formula)
+                self._evaluated.add((layer, number))
+                continue
+            if not reads <= available.keys():
                 continue
             value = defined_or_nan(formula, available)
             for values in stored_in:
@@ -197,6 +206,13 @@ class _KindValues:
         else:
             place = self.heads.places[layer]
             self.numbers_of[formula.name][:, place] = self._for_each_head(value, 2, layer)
+
+    def store_undefined(self, layer: int, formula: Formula) -> None:
+        """Note that a formula has no value in a layer, because a weight that it reads is not known.
+
+        Only formulas whose value is one number read weights.
+        """
+        self.numbers_of[formula.name][:, self.heads.places[layer]] = torch.nan
 
     def by_layer(self) -> dict[str, Tensor]:
         """Lists `[batch layer …]`, or means `[3 layer …]`, by formula."""

@@ -1,15 +1,17 @@
-"""The attention of a model's bare modules: who computes it, and what scales its scores.
+"""The attention of a model's bare modules: who computes it, and from which facts.
 
-A Hugging Face model looks its attention up by name, so ours is registered under a name. A legacy
-model's attention module gets another class. Both then call the function that `attending` has set.
+A Hugging Face model looks its attention up by name, so ours is registered under a name. Modules
+that do not look it up are taken over one by one (`attention_modules`). A legacy model's attention
+gets another class. All of them then call the function that `attending` has set.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -19,31 +21,85 @@ from schemas.errors import ModelError
 from workers.model.attention_facts import Attend, AttentionFacts
 
 IMPLEMENTATION = "headcount"
-"""The name under which Hugging Face models look our attention up."""
+"""The name under which Hugging Face models look our attention and our masks up."""
 
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Attention arguments that change the pattern in ways the fused engine does not know."""
+VisibleKeys = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Whether a query sees a key, from indices of batch, head, query and key: a mask of transformers
+before it is written out.
+"""
 
-_attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
-"""The attention of the model that runs now. A context variable keeps threads apart."""
+
+@dataclass
+class AttentionPass:
+    """One pass through a model whose attention is computed elsewhere."""
+
+    attend: Attend
+    windows: set[int | None] = field(default_factory=set)
+    """How many keys the masks of this pass let a query see; None where it sees all before it."""
+    facts: AttentionFacts | None = None
+    """Those of the layer that asks now, with its window even where all tokens fit into it."""
+
+
+_running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
+"""The pass that runs now. A context variable keeps threads apart."""
 
 
 @contextmanager
-def attending(attend: Attend) -> Iterator[None]:
+def attending(attend: Attend) -> Iterator[AttentionPass]:
     """Within this context, bare modules compute their attention with `attend`."""
-    token = _attend.set(attend)
+    attention_pass = AttentionPass(attend)
+    token = _running.set(attention_pass)
     try:
-        yield
+        yield attention_pass
     finally:
-        _attend.reset(token)
+        _running.reset(token)
 
 
 def take_over_attention(model: nn.Module) -> None:
     """Make a Hugging Face model use the attention that `attending` sets."""
     from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, _hugging_face_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _hugging_face_mask)
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
+
+
+@contextmanager
+def own_attention(model: nn.Module) -> Iterator[None]:
+    """Within this context, a Hugging Face model computes its attention as its library does."""
+    set_implementation: Any = model.set_attn_implementation
+    set_implementation("eager")
+    try:
+        yield
+    finally:
+        set_implementation(IMPLEMENTATION)
+
+
+def is_attending() -> bool:
+    """Whether a pass runs whose attention is computed elsewhere."""
+    return _running.get() is not None
+
+
+def attend_to(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts) -> Tensor:
+    """The attention that `attending` has set: z `[batch pos head d_v]`, in one piece of memory.
+
+    Queries, keys and values are `[batch head pos d]`.
+    """
+    running = _running.get()
+    if running is None:
+        raise RuntimeError("this attention runs only inside Model.run_bare")
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    if n_queries != n_keys:
+        refuse(f"{n_keys} keys for {n_queries} tokens")
+    running.facts = facts
+    if facts.window is not None and facts.window >= n_queries:
+        facts = replace(facts, window=None)
+    # A mask that is none of the windows hides more than the arguments of this call say.
+    if running.windows and facts.window not in running.windows:
+        refuse("a mask that is neither causal nor a window of the latest keys")
+    # Some models look at the result through `view`, which needs one piece.
+    return running.attend(query, key, value, facts).contiguous()
 
 
 def _hugging_face_attention(
@@ -51,39 +107,91 @@ def _hugging_face_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     scaling: float | None = None,
     **arguments: object,
 ) -> tuple[Tensor, None]:
     """What Hugging Face's modules call instead of their own attention.
 
-    An argument that would change the pattern is refused, because the fused engine does not know it.
+    An argument that changes the pattern in a way that `AttentionFacts` cannot say is refused.
     """
-    attend = _attend.get()
-    if attend is None:
-        raise RuntimeError("this attention runs only inside Model.run_bare")
-    n_ctx = query.shape[2]
-    window = arguments.get("sliding_window")
-    if isinstance(window, int) and window < n_ctx:
-        raise ModelError(
-            f"the model looks back {window} tokens, less than n_ctx = {n_ctx}; lower n_ctx"
-        )
-    for name in UNSUPPORTED:
-        if arguments.get(name) is not None:
-            _refuse(name)
-    # transformers makes no causal mask for an attention that it does not know. A mask that arrives
-    # hides something else.
+    # Our masks are None where `AttentionFacts` says the same.
     if attention_mask is not None:
-        _refuse("an attention mask")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, key, value, AttentionFacts(scale)), None
-
-
-def _refuse(feature: str) -> NoReturn:
-    raise ModelError(
-        f"the model's attention uses {feature}, which the fused engine does not know; "
-        "use engine = 'dense'"
+        refuse("a mask that is not a window of the latest keys")
+    if arguments.get("position_bias") is not None:
+        refuse("scores with a learned bias of positions")
+    is_causal = arguments.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        refuse("queries that see later tokens")
+    window = arguments.get("sliding_window")
+    soft_cap = arguments.get("softcap")
+    sink = arguments.get("s_aux")
+    query, scale = _unscaled(module, query, scaling)
+    facts = AttentionFacts(
+        scale=scale,
+        soft_cap=float(soft_cap) if isinstance(soft_cap, int | float) and soft_cap > 0 else None,
+        window=window if isinstance(window, int) else None,
+        sink=sink.flatten() if isinstance(sink, Tensor) else None,
     )
+    return attend_to(query, key, value, facts), None
+
+
+def _unscaled(module: nn.Module, query: Tensor, scaling: float | None) -> tuple[Tensor, float]:
+    """Queries as they were projected, and what q·k is multiplied by."""
+    if scaling is None:
+        return query, query.shape[-1] ** -0.5
+    own = _number(module, "scaling")
+    # OPT and its like scale the queries themselves and ask for scores with a factor of 1.
+    if scaling == 1 and own is not None and own not in (0, 1):
+        return query / own, own
+    return query, float(scaling)
+
+
+def _hugging_face_mask(
+    q_length: int, mask_function: VisibleKeys, **_arguments: object
+) -> Tensor | None:
+    """What transformers calls to write a mask out. Ours notes the window and writes nothing.
+
+    A mask that is not a window of the latest keys is not None, so that a layer that gets it is
+    refused. Models also make masks that no layer gets.
+    """
+    running = _running.get()
+    if running is None:
+        return None
+    windows = _windows_of(mask_function, q_length)
+    if windows is None:
+        return torch.zeros(1, 1, 1, 1)
+    running.windows |= windows
+    return None
+
+
+def _windows_of(visible_keys: VisibleKeys, n_ctx: int) -> set[int | None] | None:
+    """How many keys each query of a mask sees, {None} if all before it.
+
+    None if the keys that a query sees are not the latest ones, or their number differs. A few rows
+    are looked at, so that the cost is that of a row.
+    """
+    keys = torch.arange(n_ctx)
+    zero = torch.zeros((), dtype=torch.long)
+    counts: dict[int, int] = {}
+    for query in sorted({0, n_ctx // 2, max(0, n_ctx - 2), n_ctx - 1}):
+        visible = visible_keys(zero, zero, torch.tensor(query), keys).expand(n_ctx)
+        counts[query] = int(visible.sum())
+        latest = (keys <= query) & (keys > query - counts[query])
+        if not visible.equal(latest):
+            return None
+    window = max(counts.values())
+    # Queries with fewer keys before them than the window see them all.
+    if any(count != min(query + 1, window) for query, count in counts.items()):
+        return None
+    return {None} if window == n_ctx else {window}
+
+
+def refuse(feature: str) -> NoReturn:
+    """Raise the error that names what the fused engine cannot measure."""
+    raise ModelError(f"its attention has {feature}, which the fused engine does not know")
 
 
 def native_attention() -> type[nn.Module]:
@@ -98,18 +206,17 @@ def native_attention() -> type[nn.Module]:
             **kwargs: Any,  # noqa: ANN401
         ) -> tuple[Tensor, Tensor | None]:
             """The output of the attention, and the pattern if TransformerLens computes it."""
-            attend = _attend.get()
-            if attend is None:
+            if not is_attending():
                 # The bridge shares these modules, and runs them without `attending`.
                 return super().forward(hidden_states, *args, **kwargs)
             if self.rotary is not None or self.attn_scores_soft_cap > 0 or not self.causal:
-                _refuse("rotary positions, capped scores or no causal mask")
+                refuse("rotary positions, capped scores or no causal mask")
             shape = (*hidden_states.shape[:2], -1, self.d_head)
             q, k, v = (
                 linear(hidden_states).view(shape).transpose(1, 2)
                 for linear in (self.q, self.k, self.v)
             )
-            z = attend(q, k, v, AttentionFacts(1 / self.scale))
+            z = attend_to(q, k, v, AttentionFacts(scale=1 / self.scale))
             return self.o(z.flatten(2)), None
 
     return AskingAttention

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from schemas.errors import ModelError
 from workers.model.model import Model, at_least_float32
 
 READABLE_WEIGHTS = ("b_Q", "b_K", "W_K", "W_O")
@@ -16,11 +15,16 @@ READABLE_WEIGHTS = ("b_Q", "b_K", "W_K", "W_O")
 
 
 def attention_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
-    """Some weights of a layer by name as they are now, edits included."""
+    """Those of a layer's weights of these names that are known, as they are now, edits included."""
     weights: dict[str, Tensor] = {}
     for name in names:
-        read = _bias if name.startswith("b_") else _projection
-        weights[name] = read(model, layer, name)
+        kind, letter = name.split("_")
+        projection = model.layer_weight(layer, f"W_{letter}")
+        # Where the projection is not known, no bias does not mean that there is none.
+        if projection is not None:
+            weights[name] = (
+                _bias(model, layer, name) if kind == "b" else _of_queries(model, projection)
+            )
     return weights
 
 
@@ -43,22 +47,17 @@ def _known_or_nan(model: Model, vectors: Tensor | None, rows: int) -> Tensor:
     return at_least_float32(vectors)
 
 
-def _projection(model: Model, layer: int, name: str) -> Tensor:
-    """A projection `[head …]`, repeated for each query head that shares it."""
-    weight = model.layer_weight(layer, name)
-    if weight is None:
-        raise ModelError(
-            f"{model.info.name}: the bridge does not show {name}; "
-            "name the statistics that do not read it"
-        )
+def _of_queries(model: Model, weight: Tensor) -> Tensor:
+    """A weight `[head …]`, repeated for each query head that shares it."""
     return at_least_float32(weight).repeat_interleave(model.info.n_heads // len(weight), 0)
 
 
 def _bias(model: Model, layer: int, name: str) -> Tensor:
     """A bias `[head d_head]`, repeated for each query head that shares it; 0 if there is none."""
     bias = model.layer_weight(layer, name)
-    if bias is None:
-        # Width 1 is enough: zeros broadcast to any width.
-        zeros = torch.zeros(model.info.n_heads, 1, dtype=model.dtype, device=model.device)
-        return at_least_float32(zeros)
-    return at_least_float32(bias).repeat_interleave(model.info.n_heads // len(bias), 0)
+    if bias is not None:
+        return _of_queries(model, bias)
+    # Width 1 is enough: zeros broadcast to any width.
+    return at_least_float32(
+        torch.zeros(model.info.n_heads, 1, dtype=model.dtype, device=model.device)
+    )

@@ -21,6 +21,8 @@ from torch import nn
 from schemas.errors import ModelError
 from schemas.places import reason
 from workers.model.attention_layers import native_attention, take_over_attention
+from workers.model.attention_modules import take_over_modules
+from workers.model.bare_modules import find_blocks, find_modules
 from workers.model.model import Model
 from workers.model.model_info import LEGACY_PLAIN, ModelInfo, weight_files
 
@@ -45,9 +47,11 @@ LEGACY_FIELDS = (
 class LoadedModules(NamedTuple):
     """A bridge, the bare modules, and those of them that are the layers."""
 
-    bridge: TransformerBridge
+    bridge: TransformerBridge | None
     bare: nn.Module
     blocks: list[nn.Module]
+    bridge_problem: str | None = None
+    """Why there is no bridge."""
 
 
 def load_model(
@@ -60,16 +64,21 @@ def load_model(
 
 def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
     """A model from its modules; `weights` is `raw` or `folded`."""
-    bridge, bare, blocks = loaded
-    modules = _modules_by_activation(bridge, bare, blocks)
+    bridge, bare, blocks, bridge_problem = loaded
+    if bridge is None:
+        modules = find_modules(bare, blocks)
+    else:
+        modules = _modules_by_activation(bridge, bare, blocks)
     if weights == "folded":
+        if bridge is None:
+            raise ModelError(f"{info.name}: {bridge_problem}, which folds weights")
         # Only the bridge gets folded weights. The bare modules keep the weights as trained, so
         # whatever is folded must not be asked of them.
         bridge.enable_compatibility_mode()
         modules["unembed"] = [_folded_unembedding(bridge)]
         modules["mlp_out"] = []
-    model = Model(info, bridge, bare, blocks, modules)
-    model.settle_scales()
+    model = Model(info, bridge, bare, blocks, modules, bridge_problem)
+    model.settle_attention()
     return model
 
 
@@ -94,6 +103,7 @@ def bridged(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) 
     """A bridge of a model of transformers, and its bare modules. The model itself is used up."""
     from transformer_lens.model_bridge import TransformerBridge
 
+    _forbid_installs()
     model.eval().requires_grad_(False).to(device)
     # The bridge replaces modules in place, so the bare modules are copied first. The memo makes
     # the copy share the tensors.
@@ -106,16 +116,40 @@ def bridged(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) 
             bridge = TransformerBridge.boot_transformers(
                 info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
             )
-    except Exception as error:
-        raise ModelError(
-            f"{info.path}: TransformerLens cannot bridge this architecture ({reason(error)})"
-        ) from None
+        components: Any = bridge.adapter.component_mapping
+        blocks: Any = bare.get_submodule(components["blocks"].name)
+    except Exception:
+        # Its message lists every architecture that it knows. Ours says what follows from it.
+        take_over_attention(bare)
+        take_over_modules(bare)
+        problem = f"TransformerLens has no bridge for {type(bare).__name__}"
+        return LoadedModules(None, bare, find_blocks(bare, info), problem)
     # Again, because the bridge has put modules of its own in.
     model.requires_grad_(False)
     take_over_attention(bare)
-    components: Any = bridge.adapter.component_mapping
-    blocks: Any = bare.get_submodule(components["blocks"].name)
+    take_over_modules(bare)
     return LoadedModules(bridge, bare, list(blocks))
+
+
+def _forbid_installs() -> None:
+    """Keep TransformerLens from installing packages while it loads a model.
+
+    For a model that also sees images it runs `pip install torchvision`, which brings another torch.
+    """
+    from transformer_lens.model_bridge.sources.transformers import helpers, source
+
+    # The first installs; the second asks for it, to prepare images that nobody shows the model.
+    helpers._ensure_torchvision = _not_installed
+    importer: Any = source
+    importer.load_modality_processor = _without_processor
+
+
+def _not_installed() -> bool:
+    return False
+
+
+def _without_processor(*_arguments: object) -> None:
+    return None
 
 
 def _pretrained(info: ModelInfo, dtype: torch.dtype) -> nn.Module:

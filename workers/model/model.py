@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
-from workers.model.attention_facts import Attend
+from workers.model.attention_check import SettledAttention, active_stream, settle_attention
+from workers.model.attention_facts import Attend, AttentionFacts
 from workers.model.attention_layers import attending, scale_of, score_problem, scores_from
+from workers.model.bare_modules import has_rotations, projection
 from workers.model.circuit import Circuit, effective_positions
 from workers.model.model_info import ModelInfo
 
@@ -80,26 +83,42 @@ class Model:
 
     The bridge shows activations through TransformerLens's hooks. The bare modules are those of the
     model's own library, which run faster. Both share most tensors. Nobody outside this room touches
-    the bridge.
+    the bridge. TransformerLens does not bridge every architecture, so there may be none.
     """
 
     def __init__(
         self,
         info: ModelInfo,
-        bridge: TransformerBridge,
+        bridge: TransformerBridge | None,
         bare: nn.Module,
         blocks: Sequence[nn.Module],
         modules: dict[str, list[nn.Module]],
+        bridge_problem: str | None = None,
     ) -> None:
         """`modules` are the bare modules whose outputs are activations, by activation: one for each
-        layer, or one in all. `blocks` are the bare modules of the layers.
+        layer, or one in all. `blocks` are the bare modules of the layers. `bridge_problem` says why
+        there is no bridge.
         """
         self.info = info
         self.bare = bare
         self.blocks = list(blocks)
-        self._bridge = bridge
+        self.bridge_problem = bridge_problem
+        self._optional_bridge = bridge
         self._modules = modules
         self._layer_scales: list[LayerScale] = []
+        self._attention = SettledAttention()
+
+    @property
+    def _bridge(self) -> TransformerBridge:
+        """The bridge; what needs it is refused if there is none that runs."""
+        if self._optional_bridge is None or self.bridge_problem is not None:
+            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
+        return self._optional_bridge
+
+    @property
+    def has_bridge(self) -> bool:
+        """Whether TransformerLens can show the model's activations."""
+        return self._optional_bridge is not None and self.bridge_problem is None
 
     @property
     def device(self) -> torch.device:
@@ -116,12 +135,14 @@ class Model:
     @cached_property
     def rotary(self) -> bool:
         """Whether q and k are rotated by their positions before they are multiplied."""
-        return self._bridge.cfg.positional_embedding_type == "rotary"
+        if self._optional_bridge is None:
+            return has_rotations(self.bare)
+        return self._optional_bridge.cfg.positional_embedding_type == "rotary"
 
     @property
     def positions(self) -> Tensor | None:
         """`W_pos [pos d_model]` as it is now; None if no embeddings of positions are added."""
-        positions = getattr(self._bridge, "W_pos", None)
+        positions = getattr(self._optional_bridge, "W_pos", None)
         return positions if isinstance(positions, Tensor) else None
 
     def effective_positions(self, n_ctx: int | None = None) -> Tensor | None:
@@ -137,7 +158,7 @@ class Model:
         `[batch d_model]`, of the weights as they are now; None if the MLP is not a module of its
         own, or there is none.
         """
-        if not self.modules("mlp_out"):
+        if not self.modules("mlp_out") or not self.has_bridge:
             return None
         outputs: list[Tensor] = []
 
@@ -175,6 +196,8 @@ class Model:
 
     def scale(self, layer: int) -> float:
         """What q·k is multiplied by to make the scores of a layer."""
+        if not self.has_bridge:
+            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
         settled = self._layer_scales[layer]
         if settled.problem is not None:
             raise ModelError(
@@ -190,11 +213,27 @@ class Model:
         """
         return self._layer_scales[layer].shown
 
-    def settle_scales(self) -> None:
-        """Read every layer's scale from its attention module, and check it.
+    def facts(self, layer: int) -> AttentionFacts | None:
+        """How a layer turns q·k into a pattern; None if it does not attend, or it is not known."""
+        return self._attention.facts.get(layer)
 
-        The check runs the unedited model on two short sequences and compares. `load_model` calls
-        this once.
+    @property
+    def attention_problem(self) -> str | None:
+        """Why the fused engine cannot compute this model's attention; None if it can."""
+        return self._attention.problem
+
+    def settle_attention(self) -> None:
+        """Settle the facts of every layer, for either engine. `load_model` calls this once."""
+        self._attention = settle_attention(self.info, self.bare, self.blocks)
+        if self.has_bridge:
+            self._settle_scales()
+        if not self.has_bridge and self._attention.problem is not None:
+            raise ModelError(f"{self.info.name}: {self._attention.problem}; {self.bridge_problem}")
+
+    def _settle_scales(self) -> None:
+        """Read every layer's scale from its attention module, and check it against the bridge.
+
+        The check runs the unedited model on two short sequences and compares.
         """
         shape = (2, min(self.info.n_ctx, CHECK_TOKENS))
         generator = torch.Generator().manual_seed(0)
@@ -206,26 +245,25 @@ class Model:
                 place = self.hook_name(name, layer)
                 if self.has_hook(place):
                     hooks.append((place, _recording(activations_of_layer, name)))
-        problem: str | None = None
         try:
             with torch.inference_mode():
                 self.run_with_hooks(tokens, hooks)
         except Exception as error:
             # Not fatal: the model may still run on its bare modules.
-            problem = f"TransformerLens cannot run this model ({reason(error)})"
+            self.bridge_problem = f"TransformerLens cannot run this model ({reason(error)})"
+            return
         self._layer_scales = [
-            self._settle_scale(layer, activations_of_layer, problem)
+            self._settle_scale(layer, activations_of_layer)
             for layer, activations_of_layer in enumerate(activations)
         ]
 
-    def _settle_scale(
-        self, layer: int, activations: dict[str, Tensor], problem: str | None
-    ) -> LayerScale:
+    def _settle_scale(self, layer: int, activations: dict[str, Tensor]) -> LayerScale:
         """The scale of a layer, checked against the activations of an unedited run."""
-        attention = self._bridge.blocks[layer].attn.original_component
+        attention = getattr(self._bridge.blocks[layer], "attn", None)
+        if attention is None:
+            return LayerScale(math.nan, False, "it has no attention that the bridge shows")
+        attention = attention.original_component
         scale = scale_of(attention, self.info.d_head)
-        if problem is not None:
-            return LayerScale(scale, False, problem)
         # What a rotary layer multiplies is the rotated q and k, if the bridge shows them.
         q = activations.get("rot_q", activations.get("q"))
         k = activations.get("rot_k", activations.get("k"))
@@ -248,21 +286,34 @@ class Model:
         """A weight of a layer as it is now; None if the layer does not have it.
 
         `name` is `W_Q`, `W_K`, `W_V [head d_model d_head]`, `W_O [head d_head d_model]`, `b_Q`, ….
-        Keys and values may have fewer heads than queries.
+        Keys and values may have fewer heads than queries. `W_O` is not known where a layer changes
+        z before it, because z `W_O` is then not what the head writes.
         """
-        weight = getattr(self._bridge.blocks[layer].attn, name, None)
+        if name == "W_O" and layer in self._attention.gated:
+            return None
+        if self._optional_bridge is None:
+            return projection(self.blocks[layer], name, self.info)
+        attention = getattr(self._optional_bridge.blocks[layer], "attn", None)
+        try:
+            weight = getattr(attention, name, None)
+        except NotImplementedError:
+            # Latent attention has no such matrix.
+            return None
         return weight if isinstance(weight, Tensor) else None
 
     @property
     def embedding(self) -> Tensor | None:
         """`W_E [d_vocab d_model]`; None if the bridge does not show it."""
-        embedding = getattr(self._bridge, "W_E", None)
+        if self._optional_bridge is None:
+            embedding = getattr(self.modules("embed")[0], "weight", None)
+        else:
+            embedding = getattr(self._optional_bridge, "W_E", None)
         return embedding if isinstance(embedding, Tensor) else None
 
     @property
     def unembedding(self) -> Tensor | None:
         """`W_U [d_model d_vocab]`; None if the bridge does not show it."""
-        unembedding = getattr(self._bridge, "W_U", None)
+        unembedding = getattr(self._optional_bridge, "W_U", None)
         return unembedding if isinstance(unembedding, Tensor) else None
 
     def editable_weight(self, name: str, layer: int | None = None) -> EditableWeight | None:
@@ -332,7 +383,12 @@ class Model:
 
         Positions may be rotations instead of embeddings, and layers may have no MLP.
         """
-        components = self._bridge.adapter.component_mapping
+        if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
+            return False  # There are several, and which of them an edit means is not settled.
+        if self._optional_bridge is None:
+            # What is added to embeddings outside a module of its own is not known.
+            return activation not in MODULE_OUTPUTS or bool(self._modules[activation])
+        components = self._optional_bridge.adapter.component_mapping
         assert components is not None
         if activation == "pos_embed":
             return "pos_embed" in components
@@ -356,6 +412,19 @@ class Model:
         """
         return self._modules[activation]
 
+    def stream(self, activation: Tensor) -> Tensor:
+        """The stream `[batch pos d_model]` in what a layer takes or hands on.
+
+        Gemma 3n hands on several `[stream batch pos d_model]`, and attention reads one of them.
+        """
+        if activation.dim() == 3 or self._active_stream is None:
+            return activation
+        return activation[self._active_stream]
+
+    @cached_property
+    def _active_stream(self) -> int | None:
+        return active_stream(self.bare)
+
     # Running
 
     def run_bare(self, tokens: Tensor, attend: Attend) -> None:
@@ -377,7 +446,7 @@ class Model:
 
     def has_hook(self, name: str) -> bool:
         """Whether TransformerLens has a hook of that name; a layer may not show its rotations."""
-        return name in self._bridge.hook_dict
+        return self._optional_bridge is not None and name in self._optional_bridge.hook_dict
 
     @staticmethod
     def hook_name(activation: str, layer: int | None = None) -> str:
@@ -391,6 +460,9 @@ class Model:
         """Free the memory of a layer's pattern, which the bridge would keep until the next pass."""
         self._bridge.blocks[layer].attn._pattern = None
 
+
+MODULE_OUTPUTS = ("pos_embed", "attn_out", "mlp_out")
+"""Activations that are seen as the outputs of modules, which may be unknown."""
 
 OUTSIDE_ATTENTION = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 """Activations of a layer that TransformerLens shows outside its attention."""

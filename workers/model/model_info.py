@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,16 @@ class ModelInfo:
     eos_token_id: int | None
     files: tuple[tuple[str, str], ...] = ()
     """Name and fingerprint of each file that `sha256` covers."""
+    attention_layers: tuple[int, ...] | None = None
+    """The layers that attend; None if all do. Others are recurrent or convolve: they have no rows.
+    """
+
+    @property
+    def attention_layers_or_all(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        return (
+            tuple(range(self.n_layers)) if self.attention_layers is None else self.attention_layers
+        )
 
     @property
     def record(self) -> dict[str, Any]:
@@ -65,6 +76,11 @@ class ModelInfo:
         fields = asdict(self)
         del fields["path"]
         fields["files"] = dict(self.files)
+        # Left out where it says nothing, so that runs from before keep their identity.
+        if self.attention_layers is None:
+            del fields["attention_layers"]
+        else:
+            fields["attention_layers"] = list(self.attention_layers)
         return fields
 
     @property
@@ -170,14 +186,27 @@ def _digests(path: Path, layout: str) -> dict[str, bytes]:
     return digests
 
 
+LENGTHS = (
+    "seq_length",
+    "max_seq_len",
+    "max_target_positions",
+    "model_max_length",
+    "max_position_embeddings",
+)
+"""Fields that hold the longest sequence. A model without embeddings of positions, as BLOOM, names
+the length it was trained on.
+"""
+
 HUGGING_FACE_SHAPE = {
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "d_model": "hidden_size",
-    "n_ctx": "max_position_embeddings",
-    "d_vocab": "vocab_size",
+    "n_layers": ("decoder_layers", "num_decoder_layers", "num_hidden_layers"),
+    "n_heads": ("decoder_attention_heads", "num_attention_heads"),
+    "d_model": ("hidden_size",),
+    "n_ctx": LENGTHS,
+    "d_vocab": ("vocab_size",),
 }
-"""Our names of the model's shape, and the fields of a Hugging Face config."""
+"""Our names of the model's shape, and the fields of a Hugging Face config that may hold it. The
+decoder's come first, because only decoders are language models.
+"""
 
 
 def _hugging_face_shape(path: Path) -> dict[str, Any]:
@@ -185,7 +214,9 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        # A model that also sees images keeps the sizes of its language model apart.
+        config = whole.get_text_config(decoder=True)
     except Exception as error:
         raise ModelError(
             f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
@@ -196,13 +227,10 @@ def _hugging_face_shape(path: Path) -> dict[str, Any]:
 def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
     """Shape and special tokens of a config of transformers; `where` it is, for errors."""
     shape: dict[str, Any] = {
-        name: getattr(config, field, None) for name, field in HUGGING_FACE_SHAPE.items()
+        name: _first_field(config, fields) for name, fields in HUGGING_FACE_SHAPE.items()
     }
-    if shape["n_ctx"] is None:
-        # BLOOM has no embeddings of positions. It names the length it was trained on.
-        shape["n_ctx"] = getattr(config, "seq_length", None)
     # A model that is not a transformer, for example Mamba, lacks some of them.
-    absent = [HUGGING_FACE_SHAPE[name] for name, value in shape.items() if value is None]
+    absent = [HUGGING_FACE_SHAPE[name][-1] for name, value in shape.items() if value is None]
     if absent:
         raise ModelError(
             f"{where}: a {config.model_type} model names no {' and no '.join(absent)}, "
@@ -211,25 +239,84 @@ def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
     try:
         _check_positive(shape)
         d_head = _d_head(config, shape)
+        attention_layers = _attention_layers(config, shape["n_layers"])
     except ValueError as error:
         raise ModelError(f"{where}: {error}") from None
     return shape | {
         "d_head": d_head,
+        "attention_layers": attention_layers,
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
         "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
     }
 
 
+def _first_field(config: PretrainedConfig, names: Sequence[str]) -> Any:  # noqa: ANN401
+    """The first of these fields that a config has; None if it has none of them."""
+    values = (_field(config, name) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 (whatever a config holds)
+    """A field of a config; None if it has none. Where it differs by layer, the largest."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        # transformers raises an error of its own for fields that differ by layer.
+        return max(getattr(layer, name, None) or 0 for layer in config.per_layer_config) or None
+
+
+NOT_ATTENDING = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "recurrent")
+"""Types of layers without softmax attention, in the words of Hugging Face's `layer_types`."""
+
+
+SPARSE = (
+    "indexed_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+)
+"""Types of layers that choose or compress the keys of each query. Short sequences do not show it.
+"""
+
+
+def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...] | None:
+    """The layers that attend; None if all of them do.
+
+    Layers whose pattern is not a softmax over all keys of a window raise `ValueError`.
+    """
+    # The two names of one list, and the layers that only look at images.
+    types = _field(config, "layer_types") or _field(config, "layers_block_type")
+    across = _field(config, "cross_attention_layers") or ()
+    if not isinstance(types, list | tuple) or len(types) != n_layers:
+        types = ["full_attention"] * n_layers
+    sparse = sorted({*types} & {*SPARSE})
+    if sparse:
+        raise ValueError(
+            f"layer_types has {sparse[0]}, whose queries see keys that the model chooses or "
+            "compresses; such layers cannot be measured yet"
+        )
+    attending = tuple(
+        layer
+        for layer, kind in enumerate(types)
+        if kind not in NOT_ATTENDING and layer not in across
+    )
+    return None if len(attending) == n_layers else attending
+
+
 def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
     """The width of a head. Heads that cannot share the width or the keys raise `ValueError`."""
     n_heads = shape["n_heads"]
-    n_key_heads = getattr(config, "num_key_value_heads", None) or n_heads
+    # Latent attention (DeepSeek's MLA) joins two parts of its own widths.
+    widths = [_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
+    if all(isinstance(width, int) for width in widths):
+        return sum(widths)
+    n_key_heads = _field(config, "num_key_value_heads") or n_heads
     if not isinstance(n_key_heads, int) or n_key_heads < 1 or n_heads % n_key_heads:
         raise ValueError(
             f"num_key_value_heads is {n_key_heads!r}, expected a divisor of num_attention_heads = "
             f"{n_heads}"
         )
-    d_head = getattr(config, "head_dim", None)
+    d_head = _field(config, "head_dim")
     if d_head is None:
         if shape["d_model"] % n_heads:
             raise ValueError(

@@ -1,0 +1,46 @@
+"""Every family of causal language models that transformers knows, held against docs/models.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import model_families
+
+EXPECTED = model_families.expected_lines()
+"""The row of each family in docs/models.md."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet_libraries() -> None:
+    model_families.prepare_libraries()
+
+
+@pytest.mark.parametrize("family", model_families.families())
+def test_a_family_is_measured_as_transformers_computes_it_or_refused_as_its_page_says(
+    tmp_path: Path, family: str
+) -> None:
+    row = model_families.family_row(family, tmp_path)
+    assert row.difference < 1e-5, row
+    assert row.line == EXPECTED.get(family, "no row: run python -m tests.model_families")
+
+
+def test_the_page_has_the_families_of_transformers_and_no_others() -> None:
+    assert list(EXPECTED) == model_families.families()
+    engines = [line.split("|")[2].strip() for line in EXPECTED.values()]
+    assert set(engines) <= set(model_families.ENGINES)
+    assert engines.count("fused") >= 140
+
+
+def test_loading_a_model_installs_nothing() -> None:
+    """TransformerLens installs torchvision for models that also see images, and torch with it."""
+    from transformer_lens.model_bridge.sources.transformers import helpers, source
+
+    from workers.model import loading
+
+    loading._forbid_installs()
+    assert not helpers._ensure_torchvision()
+    importer: Any = source
+    assert importer.load_modality_processor is loading._without_processor

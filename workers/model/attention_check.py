@@ -1,0 +1,250 @@
+"""What each layer's attention is, settled by running the model on a few tokens in two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schemas.errors import ModelError
+from schemas.places import reason
+from workers.model.attention_facts import AttentionFacts
+from workers.model.attention_layers import attending, own_attention
+from workers.model.bare_modules import output_projection
+from workers.model.model_info import ModelInfo
+
+CHECK_TOKENS = 16
+"""Tokens of the check, if no window is shorter."""
+
+LARGEST_WINDOW = 256
+"""The largest window beyond which the check looks. Masks say the length of larger ones."""
+
+LARGEST_DIFFERENCE = 1e-4
+"""Difference from the model's own attention, relative to the stream, that is taken for rounding."""
+
+
+@dataclass(frozen=True)
+class SettledAttention:
+    """What a model's own attention confirmed."""
+
+    facts: dict[int, AttentionFacts] = field(default_factory=dict)
+    """By layer that attends."""
+    gated: frozenset[int] = frozenset()
+    """Layers that change z before their output projection, for example by a gate."""
+    problem: str | None = None
+    """Why these facts do not make the model's patterns; None if they do."""
+
+
+@dataclass
+class _Pass:
+    """What one pass showed."""
+
+    facts: dict[int, AttentionFacts] = field(default_factory=dict)
+    streams: dict[int, Tensor] = field(default_factory=dict)
+    """After each layer."""
+    z: dict[int, Tensor] = field(default_factory=dict)
+    """What each layer's attention is before its output projection, by our attention."""
+    projected: dict[int, Tensor] = field(default_factory=dict)
+    """What each layer's output projection is given, where its module is known."""
+    layer: int = -1
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+    """Attention as `AttentionFacts` defines it, with whole matrices: z `[batch pos head d_v]`."""
+    queries_per_key = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(queries_per_key, 1)
+    v = v.repeat_interleave(queries_per_key, 1)
+    scores = q.float() @ k.float().mT * facts.scale
+    if facts.soft_cap is not None:
+        scores = facts.soft_cap * torch.tanh(scores / facts.soft_cap)
+    positions = torch.arange(scores.shape[-1], device=q.device)
+    lag = positions[:, None] - positions
+    if facts.slopes is not None:
+        scores = scores - facts.slopes[:, None, None] * lag
+    hidden = lag < 0
+    if facts.window is not None:
+        hidden = hidden | (lag >= facts.window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if facts.sink is not None:
+        sink = facts.sink[:, None, None].expand(*scores.shape[:-1], 1).to(scores.dtype)
+        scores = torch.cat([scores, sink], dim=-1)
+    pattern = scores.softmax(-1)[..., : len(positions)]
+    return (pattern.to(v.dtype) @ v).transpose(1, 2)
+
+
+def settle_attention(
+    info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module]
+) -> SettledAttention:
+    """The facts of each layer, and whether they make what the model's own attention makes."""
+    device = next(bare.parameters()).device
+    try:
+        with torch.inference_mode():
+            ours = _Pass()
+            tokens = _tokens(info, CHECK_TOKENS).to(device)
+            _run_ours(info, bare, blocks, tokens, ours)
+            windows = [facts.window for facts in ours.facts.values() if facts.window is not None]
+            beyond = min(windows, default=LARGEST_WINDOW) + 2
+            if CHECK_TOKENS < beyond <= min(LARGEST_WINDOW, info.n_ctx):
+                tokens = _tokens(info, beyond).to(device)
+                ours = _Pass()
+                _run_ours(info, bare, blocks, tokens, ours)
+            own = _Pass()
+            is_legacy = info.layout == "legacy"
+            with nullcontext() if is_legacy else own_attention(bare):
+                _run(info, bare, blocks, tokens, own)
+    except ModelError as error:
+        return SettledAttention(problem=str(error))
+    except Exception as error:
+        # Whatever a library raises: the model is refused in one line, or the bridge runs it.
+        return SettledAttention(problem=f"transformers cannot run it ({reason(error)})")
+    return SettledAttention(
+        ours.facts,
+        _gated_layers(ours),
+        _difference(info, ours, own, has_active_stream=active_stream(bare) is not None),
+    )
+
+
+def active_stream(bare: nn.Module) -> int | None:
+    """Which of several streams is the one that attention reads (Gemma 3n); None if there is one."""
+    config = getattr(bare, "config", None)
+    if config is None:
+        return None
+    return getattr(config.get_text_config(decoder=True), "altup_active_idx", None)
+
+
+def _tokens(info: ModelInfo, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(info.d_vocab, (1, min(info.n_ctx, count)), generator=generator)
+
+
+def _run_ours(
+    info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
+) -> None:
+    """One pass with `attend_whole`, which notes the facts of each layer."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+        if seen.layer in seen.facts:
+            raise ModelError(
+                f"layer {seen.layer} computes several patterns for each head, "
+                "which the fused engine does not know"
+            )
+        if q.shape[1] != info.n_heads:
+            raise ModelError(
+                f"layer {seen.layer} has {q.shape[1]} heads, and config.json says {info.n_heads}: "
+                "layers with different numbers of heads cannot be measured"
+            )
+        assert running.facts is not None
+        seen.facts[seen.layer] = running.facts
+        seen.z[seen.layer] = attend_whole(q, k, v, facts)
+        return seen.z[seen.layer]
+
+    with attending(attend) as running, _hooked_projections(blocks, seen):
+        _run(info, bare, blocks, tokens, seen)
+
+
+@contextmanager
+def _hooked_projections(blocks: Sequence[nn.Module], seen: _Pass) -> Iterator[None]:
+    """Within this context, a pass notes what output projections are given."""
+
+    def note(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.projected[layer] = args[0].detach().clone()
+
+    projections = {layer: output_projection(block) for layer, block in enumerate(blocks)}
+    hooks = [
+        module.register_forward_pre_hook(partial(note, layer))
+        for layer, module in projections.items()
+        if module is not None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _gated_layers(ours: _Pass) -> frozenset[int]:
+    """The layers whose output projection is given something else than z."""
+    return frozenset(
+        layer
+        for layer, given in ours.projected.items()
+        if layer in ours.z and not _is_z(given, ours.z[layer].flatten(2))
+    )
+
+
+def _is_z(given: Tensor, z: Tensor) -> bool:
+    return given.shape == z.shape and torch.equal(given, z.to(given.dtype))
+
+
+def _run(
+    info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
+) -> None:
+    """One pass that notes the stream after each layer."""
+    options = {"use_cache": False} if info.layout == "huggingface" else {}
+    with _hooked(blocks, seen):
+        bare(tokens, **options)
+
+
+@contextmanager
+def _hooked(blocks: Sequence[nn.Module], seen: _Pass) -> Iterator[None]:
+    hooks = []
+    for layer, block in enumerate(blocks):
+        hooks.append(block.register_forward_pre_hook(partial(_begin_layer, seen, layer)))
+        hooks.append(block.register_forward_hook(partial(_end_layer, seen, layer)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _begin_layer(seen: _Pass, layer: int, _module: nn.Module, _args: tuple[Any, ...]) -> None:
+    seen.layer = layer
+
+
+def _end_layer(
+    seen: _Pass, layer: int, _module: nn.Module, _args: tuple[Any, ...], output: object
+) -> None:
+    stream = output[0] if isinstance(output, tuple | list) else output
+    assert isinstance(stream, Tensor)
+    seen.streams[layer] = stream.detach().clone()
+    seen.layer = -1
+
+
+def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:
+    """What is wrong with our pass; None if it agrees with the model's own.
+
+    With `has_active_stream` layers may hand on several streams, of which one is measured.
+    """
+    expected = set(info.attention_layers_or_all)
+    if not ours.facts:
+        return "its attention modules do not use the attention interface of transformers"
+    if set(ours.facts) != expected:
+        return (
+            f"its layers {_listed(ours.facts)} attend in a way that can be measured, expected "
+            f"{_listed(expected)} by its config.json"
+        )
+    for layer, stream in own.streams.items():
+        is_stream = stream.dim() == 3 or (stream.dim() == 4 and has_active_stream)
+        if not is_stream or stream.shape[-1] != info.d_model:
+            return (
+                f"layer {layer} hands on {list(stream.shape)}, expected one stream "
+                f"[batch, pos, {info.d_model}]"
+            )
+        difference = (ours.streams[layer] - stream).norm() / stream.norm()
+        # Weights that are not numbers make NaN here, which passes: measuring names the layer.
+        if difference.item() >= LARGEST_DIFFERENCE:
+            return (
+                f"the stream after layer {layer} differs by {difference.item():.2g} from the "
+                f"model's own attention (allowed {LARGEST_DIFFERENCE:g}): its attention has "
+                "something that the fused engine does not know"
+            )
+    return None
+
+
+def _listed(layers: Any) -> str:  # noqa: ANN401 (any collection of layers)
+    return ", ".join(map(str, sorted(layers))) or "none"

@@ -1,0 +1,197 @@
+"""Attention modules of transformers that do not look their attention up by name, taken over.
+
+They are older than the attention interface. Each is told apart by the name of its class, and what
+it computes between its projections is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from workers.model.attention_facts import AttentionFacts
+from workers.model.attention_layers import attend_to, is_attending
+
+OwnMethod = Callable[..., Any]
+"""A method of an attention module as its library wrote it."""
+
+TakenOver = Callable[[Any, OwnMethod], OwnMethod]
+"""Makes the method of a module that takes the place of its own."""
+
+
+def take_over_modules(model: nn.Module) -> None:
+    """Make the attention modules that have no attention interface ask `attending`."""
+    for module in model.modules():
+        # Class names alone are not unique: OpenAI's GPT has a module that is called `Attention`.
+        name = f"{type(module).__module__.split('.')[-2:][0]}.{type(module).__name__}"
+        for method, replacements in (("_attn", BETWEEN_PROJECTIONS), ("forward", WHOLE_MODULES)):
+            replacement = replacements.get(name)
+            # A module that is taken over already keeps its replacement.
+            if replacement is not None and method not in vars(module):
+                setattr(module, method, replacement(module, getattr(module, method)))
+
+
+def _scaled_by(scale: Callable[[Any], float], *, keys_last: bool = False) -> TakenOver:
+    """Replace `_attn(query, key, value, mask)`, which returns z `[batch head pos d_v]` first.
+
+    `scale` reads what q·k is multiplied by from the module. With `keys_last` the keys arrive as
+    `[batch head d_qk pos]`.
+    """
+
+    def take_over(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+        window = _window(module)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: object) -> Any:  # noqa: ANN401 (a list or a tuple, as the library has it)
+            if not is_attending():
+                return own(query, key, value, *arguments)
+            facts = AttentionFacts(scale=scale(module), window=window)
+            z = attend_to(query, key.mT if keys_last else key, value, facts)
+            return [z.transpose(1, 2), None]  # The second is the pattern, which nobody reads.
+
+        return attend
+
+    return take_over
+
+
+def _window(module: Any) -> int | None:  # noqa: ANN401 (any module)
+    """The window of GPT-Neo's local layers, which is written into their mask."""
+    if getattr(module, "attention_type", None) != "local":
+        return None
+    return int(module.bias[0, 0, -1].sum())
+
+
+def _bloom(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+    """BLOOM: ALiBi, and projections in one matrix."""
+
+    def forward(
+        hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_attending():
+            return own(hidden_states, residual, alibi, *args, **kwargs)
+        query, key, value = module._reshape(module.query_key_value(hidden_states))
+        # `alibi [batch·head 1 pos]` holds slope · k. A shift by slope · q changes no pattern.
+        slopes = _slopes(alibi[: module.num_heads, 0])
+        z = attend_to(query, key, value, AttentionFacts(module.inv_norm_factor, slopes=slopes))
+        return residual + module.dense(z.flatten(2)), None
+
+    return forward
+
+
+def _falcon(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+    """Falcon: rotary positions or ALiBi, which is scaled with the scores."""
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+    def forward(
+        hidden_states: Tensor,
+        alibi: Tensor | None,
+        *args: object,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_attending():
+            kwargs["position_embeddings"] = position_embeddings
+            return own(hidden_states, alibi, *args, **kwargs)
+        projections = module._split_heads(module.query_key_value(hidden_states))
+        query, key, value = (projection.transpose(1, 2) for projection in projections)
+        slopes = None
+        scale = 1 / math.sqrt(module.head_dim)
+        if alibi is None:
+            assert position_embeddings is not None
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        else:
+            slopes = scale * _slopes(alibi[: module.num_heads, 0])
+        z = attend_to(query, key, value, AttentionFacts(scale, slopes=slopes))
+        return module.dense(z.flatten(2)), None
+
+    return forward
+
+
+def _mpt(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+    """MPT: ALiBi, and projections that may be clipped."""
+
+    def forward(
+        hidden_states: Tensor, position_bias: Tensor | None, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_attending():
+            return own(hidden_states, position_bias, *args, **kwargs)
+        projections = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            projections = projections.clamp(-module.clip_qkv, module.clip_qkv)
+        query, key, value = (
+            _by_head(projection, module.n_heads) for projection in projections.chunk(3, dim=2)
+        )
+        slopes = None if position_bias is None else _slopes(position_bias[:, 0])
+        z = attend_to(query, key, value, AttentionFacts(module.softmax_scale, slopes=slopes))
+        return module.out_proj(z.flatten(2)), None
+
+    return forward
+
+
+def _bart_like(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
+    """XGLM, MVP and TrOCR: four projections, the query's scaled; self-attention alone."""
+
+    def forward(
+        hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_attending():
+            return own(hidden_states, *args, **kwargs)
+        query = _by_head(module.q_proj(hidden_states), module.num_heads)
+        key = _by_head(module.k_proj(hidden_states), module.num_heads)
+        value = _by_head(module.v_proj(hidden_states), module.num_heads)
+        z = attend_to(query, key, value, AttentionFacts(module.scaling))
+        return module.out_proj(z.flatten(2)), None
+
+    return forward
+
+
+def _by_head(projection: Tensor, n_heads: int) -> Tensor:
+    """A projection `[batch pos head·d]` as `[batch head pos d]`."""
+    return projection.unflatten(2, (n_heads, -1)).transpose(1, 2)
+
+
+def _slopes(bias: Tensor) -> Tensor:
+    """ALiBi's slope of each head from its bias `[head pos]`, which is linear in the position."""
+    if bias.shape[1] == 1:
+        return bias.new_zeros(len(bias))
+    return bias[:, -1] - bias[:, -2]
+
+
+def _one(_module: object) -> float:
+    return 1.0
+
+
+def _divided(module: Any) -> float:  # noqa: ANN401 (any module)
+    return 1 / float(module.scale_attn)
+
+
+def _normed(module: Any) -> float:  # noqa: ANN401 (any module)
+    return 1 / float(module.norm_factor)
+
+
+def _by_width(module: Any) -> float:  # noqa: ANN401 (any module)
+    return (module.split_size // module.n_head) ** -0.5
+
+
+BETWEEN_PROJECTIONS: Mapping[str, TakenOver] = {
+    "gptj.GPTJAttention": _scaled_by(_divided),
+    "codegen.CodeGenAttention": _scaled_by(_divided),
+    "gpt_neo.GPTNeoSelfAttention": _scaled_by(_one),
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _scaled_by(
+        lambda module: 1 / float(module.norm_factor)
+    ),
+    "openai.Attention": _scaled_by(_by_width, keys_last=True),
+}
+"""Modules whose `_attn` is replaced, by family and name of their class."""
+
+WHOLE_MODULES: Mapping[str, TakenOver] = {
+    "bloom.BloomAttention": _bloom,
+    "falcon.FalconAttention": _falcon,
+    "mpt.MptAttention": _mpt,
+    "xglm.XGLMAttention": _bart_like,
+    "mvp.MvpAttention": _bart_like,
+    "trocr.TrOCRAttention": _bart_like,
+}
+"""Modules whose `forward` is replaced, by family and name of their class."""

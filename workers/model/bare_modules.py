@@ -1,0 +1,113 @@
+"""The parts of a Hugging Face model that TransformerLens does not name: found by what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from schemas.errors import ModelError
+from workers.model.model_info import ModelInfo
+
+ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer", "temporal_block")
+"""Names of a layer's attention module in transformers."""
+
+MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
+"""Names of a layer's MLP, the same."""
+
+PROJECTIONS = {
+    "Q": ("q_proj", "query", "wq"),
+    "K": ("k_proj", "key", "wk"),
+    "V": ("v_proj", "value", "wv"),
+    "O": ("o_proj", "out_proj", "dense", "wo"),
+}
+"""Names of an attention's projections, by their letter in `W_Q` and its like."""
+
+
+def find_blocks(model: nn.Module, info: ModelInfo) -> list[nn.Module]:
+    """The layers of a language model: its largest list of as many modules as it has layers."""
+    lists = _lists(_decoder(model), info.n_layers) or _lists(model, info.n_layers)
+    if not lists:
+        raise ModelError(f"{info.path}: no list of {info.n_layers} layers was found in its modules")
+    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
+
+
+def _lists(model: nn.Module, length: int) -> list[nn.ModuleList]:
+    """The lists of modules of that length."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [blocks for blocks in lists if len(blocks) == length]
+
+
+def _decoder(model: Any) -> nn.Module:  # noqa: ANN401 (any model of transformers)
+    """The language model alone, of a model that may also see images or hear."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, nn.Module) else model
+
+
+def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.Module]]:  # noqa: ANN401
+    """The modules whose outputs are activations, by activation; none where it is not known."""
+    unembedding = model.get_output_embeddings()
+    return {
+        "embed": [model.get_input_embeddings()],
+        "pos_embed": [],
+        "normed": [],
+        "attn_out": _child_of_each(blocks, ATTENTION),
+        "mlp_out": _child_of_each(blocks, MLP),
+        "normed_final": [],
+        "unembed": [] if unembedding is None else [unembedding],
+    }
+
+
+def _child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:
+    """The child of each block that has one of these names; empty if a block has none of them."""
+    children = [_child(block, names) for block in blocks]
+    present = [child for child in children if child is not None]
+    return present if len(present) == len(blocks) else []
+
+
+def _child(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    for name in names:
+        child = getattr(block, name, None)
+        if isinstance(child, nn.Module):
+            return child
+    return None
+
+
+def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
+    """`W_Q`, `W_K`, `W_V [head d_model d]`, `W_O [head d d_model]` or `b_Q`, `b_K`, `b_V [head d]`.
+
+    None if the layer has no linear module of a known name and shape that holds it.
+    """
+    kind, letter = name.split("_")
+    attention = _child(block, ATTENTION)
+    linear = None if attention is None else _child(attention, PROJECTIONS.get(letter, ()))
+    if not isinstance(linear, nn.Linear):
+        return None
+    if letter == "O":
+        fits = linear.out_features == info.d_model and linear.in_features % info.n_heads == 0
+        if kind != "W" or not fits:
+            return None
+        return linear.weight.T.unflatten(0, (info.n_heads, -1))
+    width = info.d_head
+    n_heads = linear.out_features // width
+    # Queries may come with a gate in the same matrix, and keys in a latent space.
+    has_heads = linear.out_features % width == 0 and n_heads and info.n_heads % n_heads == 0
+    if not has_heads or (letter == "Q" and n_heads != info.n_heads):
+        return None
+    if kind == "b":
+        return None if linear.bias is None else linear.bias.unflatten(0, (n_heads, width))
+    if linear.in_features != info.d_model:
+        return None
+    return linear.weight.unflatten(0, (n_heads, width)).transpose(1, 2)
+
+
+def output_projection(block: nn.Module) -> nn.Module | None:
+    """The module of a layer that projects z; None if it has none of a known name."""
+    attention = _child(block, ATTENTION)
+    return None if attention is None else _child(attention, PROJECTIONS["O"])
+
+
+def has_rotations(model: nn.Module) -> bool:
+    """Whether q and k are rotated by their positions: the model has a module that makes angles."""
+    return any("rotary" in name.rsplit(".", 1)[-1] for name, _ in model.named_modules())
