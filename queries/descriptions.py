@@ -73,6 +73,7 @@ COLUMNS_OF_VIEWS: dict[str, dict[str, str]] = {
 
 SHARED_COLUMNS = {
     **{c.name: c.description for c in (*PARTITIONS, *OF_HEAD, *SEQUENCES.columns)},
+    **{name: _column_texts(run_tables.RUNS)[name] for name in ("model", "n_ctx")},
     "label": "Layer and head as people write them, L5H1. NULL if all heads share the values.",
     "statistic": "Statistic that the row is about.",
     "pairs": "Sequences on which both sides are defined.",

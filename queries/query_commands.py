@@ -183,7 +183,9 @@ def _say_how_much_is_in(database: RunDatabase) -> None:
         )
         return
     for run_id, shards_done, shards in unfinished:
-        tell_user(f"note: run {run_id} is not complete: {shards_done:,} of {shards:,} shards are in")
+        tell_user(
+            f"note: run {run_id} is not complete: {shards_done:,} of {shards:,} shards are in"
+        )
 
 
 def _ask(

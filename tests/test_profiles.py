@@ -393,7 +393,7 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     mean = pytest.approx(4.4, rel=1e-12)
     sd = pytest.approx(math.sqrt(27.2 / 4))
     standard_error = pytest.approx(math.sqrt(27.2 / 20))
-    keys = ("a-1", "toy", "none")
+    keys = ("a-1", "toy", 5, "none")
     assert ask(connect(run.path), "profile_means") == [
         # layer, head, label, query, key, lag, dimension, count
         (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, None, 5, mean, sd, standard_error),
@@ -457,9 +457,7 @@ def test_every_column_of_both_views_is_described(plan: Plan) -> None:
     )
     for view in ("profiles", "profile_means"):
         described = dict(connect(plan.run.path).execute(sql.format(view)).fetchall())
-        assert [
-            name for name, comment in described.items() if not comment and name != "model"
-        ] == []
+        assert [name for name, comment in described.items() if not comment] == []
         assert described["head"].endswith("NULL if all heads of a layer share the values.")
 
 

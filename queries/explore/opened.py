@@ -10,7 +10,7 @@ import duckdb
 from queries.asking import Record, RunDatabase
 from queries.connection import OPENED, hold_to_commits, make_views
 from queries.explore.axes import Axis, axis_of
-from queries.explore.questions import Header, Heatmap, RunFacts, Scope, where
+from queries.explore.page_questions import Header, Heatmap, RunFacts, Scope, where
 from queries.run import Run, read_runs
 from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError, unknown

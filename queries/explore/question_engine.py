@@ -23,7 +23,7 @@ from queries.connection import MEMORY
 from queries.explore.cache import AnswerCache
 from queries.explore.interruptible import Interruptible
 from queries.explore.opened import OpenedRuns
-from queries.explore.questions import Answer, Header, PageQuestion, Question, RunFacts, Texts
+from queries.explore.page_questions import Answer, Header, PageQuestion, Question, RunFacts, Texts
 from queries.run_models import OpenModel, RunModels
 from schemas.errors import HeadcountError, QueryError
 

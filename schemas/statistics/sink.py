@@ -143,6 +143,8 @@ def second_key_mass_late(pattern: Pattern) -> Tensor:
     range=(0, 1),
     source="gpt-oss, arXiv 2508.10925",
     missing="the layer has no learned sink",
+    # Most models have none: a standard scan of them would write a column of NULL.
+    standard=False,
 )
 def sink_gate(pattern: Pattern) -> Tensor:
     """Mean share of attention that the learned sink of a head takes.

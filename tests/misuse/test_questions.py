@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,8 +40,8 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (
         ["query", "RUNS", "heads", "-o", "a.xlsx"],
-        "a.xlsx: expected a name that ends in .csv, .json, .jsonl, .parquet, .txt; or say "
-        "--format csv|json|jsonl|parquet|table",
+        "a.xlsx: expected a name that ends in .csv, .json, .jsonl, .md, .parquet, .txt; or say "
+        "--format csv|json|jsonl|markdown|parquet|table",
     ),
     (
         ["query", "RUNS", "heads", "--format", "parquet"],
@@ -173,7 +174,13 @@ def test_a_question_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(folder)
     files_before = sorted(folder.rglob("*"))
-    assert command(*arguments) == (2, [f"error: {line}"])
+    code, (*pointer, error) = command(*arguments)
+    assert (code, error) == (2, f"error: {line}")
+    # A mistake in SQL is also shown where it stands.
+    if pointer:
+        sql, carets = pointer
+        assert sql in arguments
+        assert re.fullmatch(r" *\^+", carets)
     # No half-written file is left.
     assert sorted(folder.rglob("*")) == files_before
 
