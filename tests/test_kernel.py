@@ -439,14 +439,10 @@ class TestSweep:
             labels: Sequence[PairLabels] = (),
             number_format: str = "float32",
         ) -> None:
+            q, k, v = tensors
+            facts = AttentionFacts(1.0)
             with pytest.raises(ModelError, match=match):
-                sweep(
-                    *tensors,
-                    AttentionFacts(1.0),
-                    labels,
-                    entropy=False,
-                    number_format=number_format,
-                )  # pyright: ignore[reportCallIssue]
+                sweep(q, k, v, facts, labels, entropy=False, number_format=number_format)
 
         refused(
             r"k \[1, 2, 6, 8\].*expected \[batch head pos d_head\]", q, k[:, :, 1:], v[:, :, 1:]

@@ -244,9 +244,14 @@ def is_device_failure(error: Exception) -> bool:
     return is_device_error and not isinstance(error, torch.OutOfMemoryError)
 
 
+NO_MEMORY = ("allocate memory", "could not create a primitive")
+"""What PyTorch and oneDNN say on a CPU if an allocation fails."""
+
+
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed; on a CPU that error has no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+    is_of_device = isinstance(error, torch.OutOfMemoryError)
+    return is_of_device or any(words in str(error) for words in NO_MEMORY)
 
 
 def _masks(labels: list[list[str]]) -> dict[str, np.ndarray]:
