@@ -216,10 +216,6 @@ def test_too_many_bad_rows_are_named(plan_error: Callable[..., list[str]], tmp_p
             "m names no beginning-of-sequence token; set bos = false",
         ),
         (
-            lambda p: toy.change_config(p, scale_attn_weights=False),
-            "m: the scores of layer 0 could not be made as 1 · q·k, as its attention module says",
-        ),
-        (
             lambda p: (p / "model.safetensors").unlink(),
             "TMP/m: expected weights as *.safetensors, found config.json, ",
         ),
