@@ -116,15 +116,18 @@ def _listed_layers(layers: Sequence[int]) -> str:
 def _undefined(model: Model) -> dict[str, list[Formula]]:
     """The statistics that have no value in this model, by the reason."""
     layers = model.info.attention_layers_or_all
-    known = [attention_weights(model, layer, READABLE_WEIGHTS).keys() for layer in layers]
     facts = [model.facts(layer) for layer in layers]
     has_sinks = any(fact is not None and fact.sink is not None for fact in facts)
     has_positions = model.effective_positions() is not None
+    # A weight that one layer has gives the statistic a value there.
+    known_weights: set[str] = set()
+    for layer in layers:
+        known_weights |= attention_weights(model, layer, READABLE_WEIGHTS).keys()
+    unknown_weights = {*READABLE_WEIGHTS} - known_weights
+
     by_reason: dict[str, list[Formula]] = {}
     for statistic in KIND.select("all"):
-        unknown = sorted(
-            {*statistic.parameters} & {*READABLE_WEIGHTS} - set.union(*map(set, known))
-        )
+        unknown = sorted({*statistic.parameters} & unknown_weights)
         reason = None
         if model.rotary and "rotary" in statistic.conditions:
             reason = "positions rotate queries and keys"
