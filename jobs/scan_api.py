@@ -33,15 +33,17 @@ def run_scan(
     source: str | Path | Mapping[str, object],
     fields: Mapping[str, object],
     *,
-    name: str = "notebook",
-    replicas: int = 0,
-    cores: int = 0,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    address: str | None = None,
-    new: bool = False,
-    quiet: bool = False,
+    name: str,
+    replicas: int,
+    cores: int,
+    device: Literal["auto", "cpu", "cuda"],
+    address: str | None,
+    new: bool,
+    quiet: bool,
 ) -> Place:
     """Run a scan to its end, or continue its run; returns where the run lies.
+
+    `headcount.scan` has the defaults.
 
     `fields` override those of the scan; a dotted name reaches into a table: `input.files`. `name`
     names the run of a dict. The others mean what they mean for `headcount scan`.
