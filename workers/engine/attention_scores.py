@@ -1,7 +1,8 @@
 """Scores from q·k and the facts of a layer, and the pattern that a matrix of scores makes.
 
-This is the one place that says how facts make scores, for single answers and for whole matrices.
-The sweeps over tiles and on a GPU say it once more, in base 2 and a tile at a time.
+Both engines ask here, for single answers and for whole matrices. The sweeps over tiles and on a GPU
+say it once more, in base 2 and a tile at a time. So does the check of a loaded model
+(`workers.model.attention_check`), which judges the facts and stands below the engines.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ class _Pass:
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
     """Attention as `AttentionFacts` defines it, with whole matrices: z `[batch pos head d_v]`."""
+    # Written out, and not with the engines' code: this is what a model's facts are judged by, and
+    # `workers.model` imports no engine.
     queries_per_key = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(queries_per_key, 1)
     v = v.repeat_interleave(queries_per_key, 1)
