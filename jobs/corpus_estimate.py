@@ -147,15 +147,17 @@ class _Sample:
         available = self._sequences(scale)
         enough = work.enough
         total = available if work.sequences.enough is None else work.sequences.enough
-        if not is_least:
+        if not is_least and not work.sequences.is_drawn:
             total = min(total, available)
         share_needed = 1.0 if enough is None else min(1.0, enough / max(1, available))
         missing = max(0, round(scale * self.tokens * share_needed) - work.tokens)
         stored = sum(file.stat().st_size for file in self.folder.rglob("*.parquet"))
-        all_sequences = work.sequences.scan.model_copy(update={"sequences": "all"})
+        scan = work.sequences.scan
+        if not work.sequences.is_drawn:
+            scan = scan.model_copy(update={"sequences": "all"})
         return CorpusEstimate(
             sample=Sequences(
-                all_sequences,
+                scan,
                 work.sequences.info,
                 self.index,
                 self.corpus,

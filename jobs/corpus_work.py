@@ -83,8 +83,7 @@ class CorpusWork:
         self.store: TokenStore = sequences.store(corpora)
         self.portions = portions_of(sequences.corpus.sources)
         self.total_bytes = sum(portion.bytes for portion in self.portions)
-        is_shuffled = sequences.corpus.choice.shuffled
-        self.enough = None if is_shuffled else sequences.enough
+        self.enough = None if sequences.corpus.is_read_whole else sequences.enough
         """Sequences that suffice; None if the whole corpus is needed."""
         self.began = time.monotonic()
         self.start_again()

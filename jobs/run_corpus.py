@@ -23,7 +23,7 @@ from workers.inputs.corpus import Corpus
 from workers.inputs.documents import Source
 from workers.inputs.portions import FileState, Portion
 from workers.inputs.sequence_index import IndexBuilder, SequenceIndex
-from workers.inputs.sequence_reader import moved_sequence
+from workers.inputs.sequence_reader import moved_counts, moved_sequence
 from workers.inputs.sequences import Sequences
 
 NEWEST_FORMAT = 1
@@ -178,7 +178,8 @@ def index_continued_run(
         return before, False
     sequences.check_index()
     change = _change(run, manifest, sequences, before, now, prepared.changed_texts)
-    if change is None and len(sequences.reader) < manifest.sequences:
+    is_too_short = not sequences.is_drawn and len(sequences.reader) < manifest.sequences
+    if change is None and is_too_short:
         change = f"it held {manifest.sequences:,} sequences and holds {len(sequences.reader):,}"
     if change is not None:
         raise OtherRunError(f"{run.path}: the corpus has changed since the run was begun: {change}")
@@ -232,7 +233,7 @@ def _change(
         return None
     assert sequences.corpus is not None
     first_sequence = 0
-    if not sequences.corpus.choice.shuffled:
+    if not sequences.corpus.is_read_whole:
         first_sequence = _sequences_before(sequences.index, now, difference)
     committed = [i for i in _committed_sequences(run, manifest) if i >= first_sequence]
     if not committed:
@@ -248,6 +249,8 @@ def _change(
             f"begun with are gone from {before.store}, so nothing says whether its sequences are "
             "the same"
         )
+    if sequences.corpus.counted is not None:
+        return moved_counts(run_index, sequences.reader.index)
     return moved_sequence(sequences.reader_of(run_index, run_corpus), sequences.reader, committed)
 
 
@@ -277,7 +280,8 @@ def _index_of_run(
         if not builder.may_stop and not (pieces and (pieces[-1].ended or is_last)):
             return None
     index = builder.index()
-    return index if index.sequences >= manifest.sequences else None
+    is_whole = sequences.is_drawn or index.sequences >= manifest.sequences
+    return index if is_whole else None
 
 
 def _sources_of_run(before: RunCorpus, corpus: Corpus) -> tuple[Source, ...]:

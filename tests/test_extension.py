@@ -612,6 +612,27 @@ def test_a_changed_corpus_whose_old_tokens_are_gone_is_refused(tmp_path: Path) -
     )
 
 
+def test_a_run_of_counted_tokens_goes_on_while_the_counts_are_the_same(tmp_path: Path) -> None:
+    file = write_texts(tmp_path / "texts" / "b.jsonl", 8, 30)
+    fields: dict[str, Any] = {
+        "model": "bundled:gpt2-mini",
+        "n_ctx": 5,
+        "input": {"family": "unigram_text", "files": str(file)},
+    }
+    begun = plan_of(tmp_path / "out", 4, **fields)
+    run_here(begun)
+    tokens_before = tokens_read(begun.run)
+    # The order of letters does not count, so the corpus is still the same to this run.
+    reverse_text(file, 1)
+    extended = plan_of(tmp_path / "out", 8, **fields)
+    run_here(extended)
+    assert tokens_read(begun.run)[:4] == tokens_before
+    assert len(tokens_read(begun.run)) == 8
+    write_texts(file, 8, 31)
+    with pytest.raises(RunError, match=r"token \d+ occurred \d+ times and occurs \d+ times"):
+        plan_of(tmp_path / "out", 8, **fields)
+
+
 def test_a_run_of_an_older_version_is_not_continued(tmp_path: Path) -> None:
     fields, _, run = half_measured_run(tmp_path)
     record = local(run.index) / "corpus.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -206,35 +205,6 @@ def test_zipf_draws_ids_by_their_rank():
     assert np.bincount(uniform_tokens.ravel()) / uniform_tokens.size == pytest.approx(
         [0, 0, 0.5, 0.5], abs=0.02
     )
-
-
-def test_unigrams_of_a_text_are_as_frequent_as_in_it(tmp_path: Path):
-    text = byte_tokenizer(tmp_path) / "text.txt"
-    text.write_text("aaabbc" * 10)
-    info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=256, eos_token_id=256)
-    scan = toy_scan(
-        n_ctx=64, sequences=200, bos=False, input={"family": "unigram_random", "text": str(text)}
-    )
-    sequences = Sequences(scan, info)
-    tokens = all_tokens(sequences)
-    assert np.bincount(tokens.ravel())[97:] / tokens.size == pytest.approx(
-        [1 / 2, 1 / 3, 1 / 6], abs=0.01
-    )
-    assert sequences.record == {
-        "text": {"name": "text.txt", "sha256": hashlib.sha256(text.read_bytes()).hexdigest()[:16]}
-    }
-
-
-def test_unigrams_of_a_table_are_those_of_its_texts(tmp_path: Path):
-    table = byte_tokenizer(tmp_path) / "texts.csv"
-    table.write_text("dataset,text,length\n" + 'xyz,"aab,",40\nxyz,ab,40\n' * 5)
-    info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=256, eos_token_id=256)
-    scan = toy_scan(
-        n_ctx=64, sequences=200, bos=False, input={"family": "unigram_random", "text": str(table)}
-    )
-    counts = np.bincount(all_tokens(Sequences(scan, info)).ravel(), minlength=257)
-    assert set(np.flatnonzero(counts)) == set(b"ab,")
-    assert counts[list(b"ab,")] / counts.sum() == pytest.approx([1 / 2, 1 / 3, 1 / 6], abs=0.01)
 
 
 TEMPLATE = "{1} and {2}: {3}>"
@@ -449,7 +419,7 @@ def test_a_family_that_returns_too_little_is_named():
             "Known: abac, backcopy, backcopy_test, corrupted_repeat, csv_texts, induction_pos0, "
             "ioi, ioi_other_names, ngram_corrupt, ngram_order, ngram_overlap, ngram_reversed, "
             "pile, repeated_random, repeated_text, shuffled_text, single_token_repeat, text, "
-            "text_with_token, uniform_random, unigram_random",
+            "text_with_token, uniform_random, unigram_random, unigram_text",
         ),
     ],
 )
@@ -487,17 +457,6 @@ def test_a_wrong_option_is_one_line(family: str, options: dict[str, Any], messag
             "single_token_repeat",
             {"token": 61},
             "input.token: expected an ordinary token id of the model (2 to 60), got 61",
-        ),
-        (
-            "unigram_random",
-            {"text": "a", "exponent": 1.0},
-            "input: unigram_random takes text or exponent, got both; leave out one",
-        ),
-        (
-            "unigram_random",
-            {"text": "/nowhere/a.txt"},
-            "/nowhere/toy: no tokenizer files; text needs one (tokenizer.json, or vocab.json and "
-            "merges.txt)",
         ),
         (
             "unigram_random",

@@ -73,7 +73,7 @@ An option without a default must be given, unless it says that it may be left ou
 TEXT_INTRODUCTION = """\
 ## Families of text
 
-`pile`, `csv_texts`, `shuffled_text`, `repeated_text`, `text_with_token` and `text` read files, in
+FAMILIES read files, in
 the order of their names. They read .jsonl and .json (an array of objects, or an object in each
 line), .parquet, .csv and plain text. All except Parquet may be compressed (.zst, .gz). A UTF-8 byte
 order mark is not part of a text. All these families have the options:
@@ -126,7 +126,9 @@ def inputs_page() -> str:
     """The page of the input families, as Markdown."""
     _, meanings_of_choice = _without_options(choice)
     choice_options = _listed(CHOICE, meanings_of_choice)
-    lines = [INPUTS_INTRODUCTION, TEXT_INTRODUCTION, f"{choice_options}\n", TEXT_FATES]
+    *names, last = (f"`{family.name}`" for family in INPUTS.values() if not family.synthetic)
+    text_introduction = TEXT_INTRODUCTION.replace("FAMILIES", f"{', '.join(names)} and {last}")
+    lines = [INPUTS_INTRODUCTION, text_introduction, f"{choice_options}\n", TEXT_FATES]
     for family in INPUTS.values():
         prose, meanings = _without_options(family.function)
         lines += [f"## {family.name}\n", f"{prose}\n", _options(family, meanings), ""]

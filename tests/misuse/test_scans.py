@@ -188,13 +188,19 @@ INPUTS = [
         {"exponent": float("inf")},
         "input.exponent: expected a finite number, got inf",
     ),
-    ("unigram_random", {"text": ""}, "input.text: expected a string that is not empty, got ''"),
+    ("backcopy", {"text": ""}, "input.text: expected a string that is not empty, got ''"),
     (
-        "unigram_random",
+        "backcopy",
         {"text": "bundled:../../etc/passwd"},
         "input.text: bundled:../../etc/passwd is no file of headcount; expected bundled:LICENSE, "
         "or one in "
         "bundled:models/",
+    ),
+    (
+        "unigram_text",
+        {"files": "a.txt", "shuffle": 3},
+        "input.shuffle: unigram_text counts the tokens of all documents, so their order means "
+        "nothing; leave it out",
     ),
     (
         "abac",

@@ -140,6 +140,15 @@ class ReplacedToken:
 
 
 @dataclass(frozen=True)
+class CountedTokens:
+    """The tokens that a corpus is asked how often it has them: ordinary ones in `low .. high-1`."""
+
+    low: int = 0
+    high: int | None = None
+    """None means the end of the vocabulary."""
+
+
+@dataclass(frozen=True)
 class Corpus:
     """What a family of text returns: sources in order, and how documents become sequences."""
 
@@ -160,7 +169,14 @@ class Corpus:
     """What is put before every text."""
     replaced: ReplacedToken | None = None
     """The token that stands in the place of one of the text; None if none does."""
+    counted: CountedTokens | None = None
+    """Which tokens are drawn as often as the whole corpus has them; None if sequences are text."""
     choice: Choice = field(default_factory=Choice)
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether its last document may matter to its first sequence."""
+        return self.choice.shuffled or self.counted is not None
 
     @property
     def record(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from schemas.errors import CorpusError, ScanError, printable
 from schemas.places import StorePath, matching, place, reason
-from schemas.values import Index, TokenId
-from workers.inputs.corpus import Corpus, ReplacedToken
+from schemas.values import Count, Index, TokenId
+from workers.inputs.corpus import Corpus, CountedTokens, ReplacedToken
 from workers.inputs.documents import COMPRESSED, Source, open_hub
 from workers.inputs.input_registry import input_family
 from workers.inputs.text_files import BUNDLED_LICENSE, located
@@ -120,6 +120,29 @@ def text_with_token(
     * `position`: counted from 0, the beginning-of-sequence token included, which stays.
     """
     return Corpus(_sources(files, ANY_TEXT), packing, replaced=ReplacedToken(position, token))
+
+
+def _order_of_counted(options: dict[str, Any]) -> str | None:
+    """Why an order of documents means nothing where all are counted; None if there is none."""
+    for option in ("shuffle", "skip"):
+        if options[option]:
+            return (
+                f"input.{option}: unigram_text counts the tokens of all documents, so their order "
+                "means nothing; leave it out"
+            )
+    return None
+
+
+@input_family(stream="unigram_random", refuse=_order_of_counted)
+def unigram_text(*, files: str | list[str], low: TokenId = 0, high: Count | None = None) -> Corpus:
+    """Independent tokens, each as frequent as in a corpus.
+
+    p(id) ∝ occurrences of id in all documents that `where` selects. Without order, a token says
+    nothing about the next one (after Mahmood's reproduction of Ran-Milo et al. 2026). There are as
+    many sequences as the scan asks for, however small the corpus.
+    """
+    # One token makes a document count as used.
+    return Corpus(_sources(files, ANY_TEXT), "document", chunk=1, counted=CountedTokens(low, high))
 
 
 @input_family

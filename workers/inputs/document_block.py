@@ -238,6 +238,16 @@ class DocumentBlock:
         ]
         return np.array(rows)
 
+    def token_counts(self, d_vocab: int) -> np.ndarray:
+        """How often the documents of the block hold each token: `[token]`."""
+        has_tokens = self.n_tokens > 0
+        if not has_tokens.any():
+            return np.zeros(d_vocab, np.int64)
+        begins = self.first_token[has_tokens]
+        ends = begins + self.n_tokens[has_tokens]
+        tokens = self._tokens_between(self.piece[has_tokens], begins, ends)
+        return np.bincount(tokens, minlength=d_vocab)
+
     def _tokens_of_piece(self, number: int, start: int, stop: int) -> np.ndarray:
         """Tokens of one of the pieces."""
         return read_tokens(self.store, self.pieces[number], start, stop).astype(np.int32)

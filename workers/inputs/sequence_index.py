@@ -44,6 +44,8 @@ class SequenceIndex:
     """
     last_documents: int | None = None
     """How many documents of the last piece count; None means all."""
+    token_counts: np.ndarray | None = None
+    """`[token]`, how often the scan's documents have each; None unless tokens are drawn so."""
 
     @property
     def sequences(self) -> int:
@@ -94,7 +96,7 @@ class SequenceIndex:
         corpus must not depend on that.
         """
         # Of a shuffled corpus every document is needed, because any may come first.
-        if corpus.choice.shuffled or not 0 < sequences <= self.sequences:
+        if corpus.is_read_whole or not 0 < sequences <= self.sequences:
             return self
         last = self.block_of(sequences - 1)
         block = self.block(last, corpus)
@@ -135,6 +137,7 @@ class IndexBuilder:
         self.documents = 0
         self.tokens = 0
         self.bad = 0
+        self._token_counts = None if corpus.counted is None else np.zeros(store.d_vocab, np.int64)
         self._place = PiecePlace(0, 0, 0, 0, NO_SOURCE, 0)
         self._bad_run = BadRun()
 
@@ -155,6 +158,8 @@ class IndexBuilder:
         self.tokens += piece.tokens
         self.bad += piece.bad
         self._bad_run.add(block.position[block.n_tokens == BAD])
+        if self._token_counts is not None:
+            self._token_counts += block.token_counts(self.store.d_vocab)
         if not self.corpus.choice.shuffled:
             self.sequences += block.sequences
             self.ends.append(self.sequences)
@@ -185,7 +190,7 @@ class IndexBuilder:
         if self.most_bad_in_a_row is not None and self._bad_run.longest > self.most_bad_in_a_row:
             return True
         # Any document of a shuffled corpus may come first, so all are needed.
-        if self.corpus.choice.shuffled or self.enough is None:
+        if self.corpus.is_read_whole or self.enough is None:
             return False
         return self.sequences >= self.enough
 
@@ -198,6 +203,7 @@ class IndexBuilder:
             pieces=tuple(self.pieces),
             places=places,
             ends=np.array(self.ends, np.int64),
+            token_counts=self._token_counts,
         )
         if self.corpus.choice.shuffled:
             sequences = index.block(0, self.corpus).sequences if self.pieces else 0

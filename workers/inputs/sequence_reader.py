@@ -232,6 +232,20 @@ def moved_sequence(
     return None
 
 
+def moved_counts(before: SequenceIndex, now: SequenceIndex) -> str | None:
+    """Why tokens are not drawn as they were by another index of the corpus; None if they are."""
+    assert before.token_counts is not None
+    assert now.token_counts is not None
+    moved = np.flatnonzero(before.token_counts != now.token_counts)
+    if not len(moved):
+        return None
+    token = int(moved[0])
+    return (
+        f"token {token} occurred {before.token_counts[token]:,} times and occurs "
+        f"{now.token_counts[token]:,} times"
+    )
+
+
 def _difference_of_sequence(
     before: SequenceReader, now: SequenceReader, sequence: int
 ) -> str | None:

@@ -89,8 +89,8 @@ class Sequences:
                 f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
                 "token"
             )
-        # A corpus can be read to its end, a synthetic family has none.
-        if self.family.synthetic and scan.sequences == "all":
+        # A corpus can be read to its end. What is drawn has none.
+        if self.is_drawn and scan.sequences == "all":
             raise ScanError(
                 f"sequences: expected a number, got 'all'; the family {self.family.name} has no end"
             )
@@ -152,6 +152,11 @@ class Sequences:
                 f"input.chunk: expected 1 to {self.length}, the tokens in a sequence, got {chunk}"
             )
         return chunk
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether sequences are drawn, so that there are as many as the scan asks for."""
+        return self.corpus is None or self.corpus.counted is not None
 
     @property
     def bad_rows(self) -> BadRows:
@@ -224,6 +229,7 @@ class Sequences:
         self.index = index
         # What is cached belongs to the index of before.
         self.__dict__.pop("reader", None)
+        self.__dict__.pop("_frequencies", None)
         self._last_findings = None
 
     def check_index(self) -> None:
@@ -264,7 +270,10 @@ class Sequences:
     @property
     def findings(self) -> Findings | None:
         """What became of the documents of a corpus; None if the family is synthetic."""
-        return None if self.corpus is None else self._findings(len(self))
+        if self.corpus is None:
+            return None
+        # Where tokens are counted, every document is used.
+        return self._findings(len(self.reader) if self.is_drawn else len(self))
 
     def _findings(self, sequences: int) -> Findings:
         """What became of the documents, in a run of the first `sequences`."""
@@ -285,6 +294,8 @@ class Sequences:
         if self.corpus is None:
             return int(self.scan.sequences)
         available, requested = len(self.reader), self.scan.sequences
+        if available and self.is_drawn:
+            return int(requested)
         if available == 0 or (requested != "all" and available < requested):
             raise self._too_small_error(available, self.corpus)
         return available if requested == "all" else requested
@@ -315,6 +326,9 @@ class Sequences:
         stop = min(start + self.scan.sequences_per_shard, len(self))
         if self.corpus is None:
             return self._drawn_shard(number, start, stop)
+        if self.corpus.counted is not None:
+            tokens = np.array([self._counted_tokens(i) for i in range(start, stop)], np.int32)
+            return ShardInput(number, start, self._with_bos(tokens), origin={}, bad_rows=[])
         bad_rows = self.reader.bad_rows(start, stop)
         text, origin = self.reader.read(start, stop)
         tokens = self._with_replaced(start, self._with_bos(self._arranged(start, text)))
@@ -396,6 +410,30 @@ class Sequences:
                 f"({self.length},)"
             )
         return _DrawnSequence(tokens, returned.names(family.name) if is_labelled else None)
+
+    def _counted_tokens(self, sequence: int) -> np.ndarray:
+        """One sequence of tokens as frequent as in the corpus."""
+        ids, probabilities = self._frequencies
+        return self._draw_of(sequence).rng.choice(ids, size=self.length, p=probabilities)
+
+    @cached_property
+    def _frequencies(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that may be drawn, and the probability of each."""
+        assert self.corpus is not None
+        assert self.corpus.counted is not None
+        counts = self.reader.index.token_counts
+        assert counts is not None
+        low, high = self.corpus.counted.low, self.corpus.counted.high
+        ids = self._draw_of(0).ids(low, high)
+        # A tokenizer may have fewer tokens than its model.
+        of_ids = np.append(counts, np.zeros(self.info.d_vocab, np.int64))[ids]
+        if not of_ids.any():
+            end = "" if high is None else f" and below high = {high}"
+            raise ScanError(
+                f"input: the corpus has no ordinary token from low = {low} on{end}; widen low and "
+                "high"
+            )
+        return ids, of_ids / of_ids.sum()
 
     def _draw_of(self, sequence: int) -> Draw:
         """What sequence number `sequence` is drawn from, whatever was drawn before it."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from schemas.errors import ScanError
 from schemas.values import Count, TokenId, Zipf
-from workers.inputs.corpus import Tokenizer
 from workers.inputs.input_registry import Draw, Labelled, input_family
-from workers.inputs.text_files import read_texts
 
 
 @input_family
@@ -101,40 +98,23 @@ def single_token_repeat(
 def unigram_random(
     draw: Draw,
     *,
-    text: str | None = None,
-    exponent: Zipf | None = None,
+    exponent: Zipf = 1,
     low: TokenId = 0,
     high: Count | None = None,
 ) -> np.ndarray:
-    """Independent tokens, as frequent as in a `text`; without one, by Zipf's law in the order of
-    their ids.
+    """Independent tokens, as frequent as Zipf's law says in the order of their ids.
 
-    With a text, p(id) ∝ occurrences of id in the text (of a .csv file: in its column text). Without
-    one, p(id) ∝ rank(id)^-exponent, with rank 1 for the lowest id and exponent 1. After Mahmood's
-    reproduction of Ran-Milo et al. 2026.
+    p(id) ∝ rank(id)^-exponent, with rank 1 for the lowest id. `unigram_text` takes the frequencies
+    of a corpus instead.
 
-    * `text`: a file, or `bundled:LICENSE`.
-    * `exponent`: of Zipf's law, 1 by default; not allowed with a `text`.
+    * `exponent`: of Zipf's law.
     """
-    if text is not None and exponent is not None:
-        raise ScanError("input: unigram_random takes text or exponent, got both; leave out one")
     ids = draw.ids(low, high)
-    if text is None:
-        ranks = np.arange(1, len(ids) + 1, dtype=float)
-        weights = ranks ** -(1.0 if exponent is None else exponent)
-    else:
-        weights = _occurrences(text, draw.load_tokenizer(), int(draw.ordinary.max()) + 1)[ids]
+    weights = np.arange(1, len(ids) + 1, dtype=float) ** -exponent
     if not weights.sum() > 0:
         end = "" if high is None else f" and below high = {high}"
         raise ScanError(f"input: no token to draw from low = {low} on{end}; widen low and high")
     return draw.rng.choice(ids, size=draw.length, p=weights / weights.sum())
-
-
-@lru_cache(maxsize=4)
-def _occurrences(text: str, tokenizer: Tokenizer, size: int) -> np.ndarray:
-    """How often each of `size` token ids occurs in a text."""
-    ids = [token for tokens in tokenizer.encode_many(read_texts(text)) for token in tokens]
-    return np.bincount(ids, minlength=size).astype(float)
 
 
 def _period(draw: Draw, period: int | None) -> int:
