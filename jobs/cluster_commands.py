@@ -94,11 +94,12 @@ def submit(
     env: Env = None,
     new: New = False,
 ) -> None:
-    """Run a scan as a job of a Ray cluster.
+    """Run a scan as a job of a Ray cluster; a scan of several checkpoints as a job each.
 
     The job runs the code of this machine. Submitting the same scan twice makes one job. The command
     ends when the job's driver is there, or says why it is not.
     """
+    from jobs.checkpoints import scans_of
     from jobs.portable_scan import portable_scan
     from jobs.ray_cluster import Resources
     from jobs.submission import JobClient
@@ -106,13 +107,20 @@ def submit(
     from workers.process import prepare_process
 
     prepare_process()
-    scan = portable_scan(scan_file, overrides or [])
+    # All are checked before the first job is made.
+    scans = [
+        (portable_scan(scan_file, list(requested.overrides)), list(requested.overrides))
+        for requested in scans_of(scan_file, overrides or ())
+    ]
     resources = Resources(replicas, cores, device, address)
     cluster = JobClient(address)
-    submission = submit_scan(cluster, scan, scan_file, overrides or [], resources, env or [], new)
-    # A script reads the id from stdout; people read the lines on stderr.
-    print(submission.run.run_id, flush=True)
-    _await_driver(cluster, submission)
+    for scan, scan_overrides in scans:
+        submission = submit_scan(
+            cluster, scan, scan_file, scan_overrides, resources, env or [], new
+        )
+        # A script reads the id from stdout; people read the lines on stderr.
+        print(submission.run.run_id, flush=True)
+        _await_driver(cluster, submission)
 
 
 def _await_driver(cluster: JobClient, submission: Submission) -> None:

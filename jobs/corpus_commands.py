@@ -75,9 +75,10 @@ def prepare(
 
     Nothing is measured, and no GPU is needed. If it is stopped or killed, the same command goes on.
     """
-    from schemas.scan import load_scan
+    from jobs.checkpoints import scans_of
 
-    scan = load_scan(scan_file, overrides or ())
+    # Checkpoints of one model read the same tokens.
+    scan = scans_of(scan_file, overrides or ())[0].scan
     from jobs.corpus_preparation import Preparation, corpora_of
     from jobs.progress import watch_index
     from jobs.ray_cluster import Resources

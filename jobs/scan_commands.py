@@ -115,10 +115,11 @@ def plan(
     The cost is measured on this machine, with a few batches of each intervention. A corpus that is
     not prepared is estimated from a sample. Every field of the scan is printed with its meaning.
     """
-    from schemas.scan import load_scan
+    from jobs.checkpoints import scans_of
 
     # A mistake in the scan file shows before the seconds that the imports below take.
-    parsed_scan = load_scan(scan_file, overrides or ())
+    scans = scans_of(scan_file, overrides or ())
+    parsed_scan = scans[0].scan
     from jobs.cost import Rehearsal, threads_of
     from jobs.plan import estimated_plan, find_run
     from jobs.resolved_scan import resolve
@@ -130,7 +131,7 @@ def plan(
 
     # As many threads as one replica of the scan would have, or the cost would be another one.
     prepare_process(threads_of(device, replicas))
-    command = ScanCommand.typed(scan_file, overrides or ())
+    command = ScanCommand.typed(scan_file, scans[0].overrides)
     resolved = resolve(parsed_scan)
     first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
     run = find_run(resolved, first_run, command, new)
@@ -146,6 +147,8 @@ def plan(
     for note in scan_plan.notes:
         say(console, f"{scan_plan.run.run_id}: {note}")
     _print_bad_rows(console, scan_plan.bad_rows)
+    if len(scans) > 1:
+        say(console, f"This is the first of {len(scans)} checkpoints, which are a run each.")
 
 
 def _print_values(console: Console, plan: Plan, parsed_scan: Scan, every: bool) -> None:
@@ -324,13 +327,13 @@ def scan(
 ) -> None:
     """Run scans. If a run was stopped or killed, the same command continues it."""
     from jobs import phases
-    from schemas.scan import load_scan
+    from jobs.checkpoints import scans_of
 
     if new and run is not None:
         raise RunError(f"--new starts a run, --run {run} continues one; leave out one")
 
     # Read all files first: the imports below take seconds, and the first scan may take hours.
-    scans = [(file, load_scan(file, overrides or ())) for file in scan_files]
+    scans = [scan for file in scan_files for scan in scans_of(file, overrides or ())]
     from jobs.corpus_preparation import Preparation
     from jobs.plan import make_plan, prepare_run
     from jobs.progress import watch_index
@@ -345,9 +348,10 @@ def scan(
     resources.check_here()
     failures: list[Failure] = []
     advice: list[str] = []
-    for scan_file, parsed_scan in scans:
+    for requested in scans:
+        scan_file = requested.file
         with phases.taken():
-            command = ScanCommand.typed(scan_file, overrides or ())
+            command = ScanCommand.typed(scan_file, requested.overrides)
             phases.note("loading the model")
             try:
                 with watch_index(console) as watch:
@@ -355,13 +359,13 @@ def scan(
                         resources, watch, verify_corpus, lambda line: say(console, line)
                     )
                     scan_plan = make_plan(
-                        parsed_scan, scan_file.stem, run, preparation, command, new
+                        requested.scan, scan_file.stem, run, preparation, command, new
                     )
             except HeadcountError as error:
                 # Of several scans, say which one it is.
-                name = f"{scan_file}: " if len(scans) > 1 else ""
+                name = f"{shlex.join(command.words)}: " if len(scans) > 1 else ""
                 raise type(error)(f"{name}{error}") from None
-            prepare_run(scan_plan, _text_to_keep(scan_file, overrides or ()))
+            prepare_run(scan_plan, _text_to_keep(scan_file, requested.overrides))
             if new:
                 # The same command would start one more.
                 say(console, f"{scan_plan.run.run_id}: another run; {command.text()} continues it")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,12 @@ from schemas.scan import scan_name
 from schemas.tables import Column
 from schemas.values import LARGEST_INTEGER
 
+STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
+"""How the names of checkpoints tell their step, in the libraries that write them."""
+
+LONGEST_STEP = 15
+"""Digits of the largest number that is taken for a step."""
+
 ColumnTypes = dict[str, tuple[pa.DataType, str]]
 """Type and description of each column of a table, by name."""
 
@@ -27,6 +35,11 @@ RUNS: ColumnTypes = {
     "name": (pa.string(), "Name of the scan."),
     "created": (pa.string(), "When the run was started."),
     "model": (pa.string(), "Model, as the scan names it."),
+    "step": (
+        pa.int64(),
+        "Step of training: the number in the model's revision or directory (step-1000, "
+        "checkpoint-500). NULL if neither names one.",
+    ),
     "weight_processing": (
         pa.string(),
         "raw: as trained. folded: LayerNorm is folded in and weights are centred, so norms differ.",
@@ -254,6 +267,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         # Older versions allowed seeds that no column of integers can hold.
         "seed": seed if seed is None or seed <= LARGEST_INTEGER else None,
         **{key: manifest.model.get(key) for key in ("n_layers", "n_heads", "d_model", "d_head")},
+        "step": training_step(scan.get("model", ""), scan.get("revision")),
         "run_id": run.directory.run_id,
         "name": scan_name(manifest.run_id),
         "created": manifest.created,
@@ -277,6 +291,21 @@ def _run_row(run: Run) -> dict[str, Any]:
         "model_fingerprint": _model_fingerprint(manifest),
         "code": manifest.code,
     }
+
+
+def training_step(model: str, revision: str | None) -> int | None:
+    """The step of training that a checkpoint's name tells.
+
+    >>> [training_step(*names) for names in (("EleutherAI/pythia-70m", "step143000"),
+    ...     ("runs/checkpoint-500/", None), ("runs/stage1-step001000-tokens5B", None))]
+    [143000, 500, 1000]
+    >>> training_step("openai-community/gpt2", None) is None
+    True
+    """
+    name = revision or PurePosixPath(model).name
+    match = STEP.search(name)
+    # More digits are no step, and no column holds them.
+    return int(match[1]) if match and len(match[1]) <= LONGEST_STEP else None
 
 
 def _measured_heads(scan: Mapping[str, Any]) -> str:

@@ -79,9 +79,13 @@ class Setting(BaseModel):
     )
 
     model: Text
-    """A Hub id, a local directory, or bundled:NAME."""
+    """A Hub id, a local directory, or bundled:NAME. Of several checkpoints a list, or a pattern of
+    directories such as steps/step-*: a run each.
+    """
     revision: Text | None = None
-    """Branch, tag or commit on the Hub. Default: the default branch."""
+    """Branch, tag or commit on the Hub; a list of them makes a run each. Default: the default
+    branch.
+    """
     weight_processing: Literal["raw", "folded"] = "raw"
     """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens
     did; norms differ.
@@ -244,11 +248,16 @@ def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
 
     Each of `overrides` is `key=value` with a dotted key and a TOML value.
     """
-    fields = override_fields(_read_toml(path), overrides)
+    fields = read_fields(path, overrides)
     try:
         return parse_scan(fields)
     except ScanError as error:
         raise ScanError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+
+def read_fields(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a scan file with each `key=value` put in; nothing is validated."""
+    return override_fields(_read_toml(path), overrides)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
