@@ -18,6 +18,9 @@ from typing import Any, cast
 from schemas.errors import ScanError
 from schemas.scan import Scan, load_scan, read_fields
 from schemas.values import shortened
+from workers.model.model_info import BUNDLED_MODELS
+
+BUNDLED = "bundled:"
 
 LISTABLE = ("model", "revision")
 """Fields that may be a list."""
@@ -74,20 +77,33 @@ def _checkpoints(scan_file: Path, field: str, value: object) -> list[str] | None
         checkpoints += _checkpoints(scan_file, field, text) or [text]
     twice = sorted({text for text in checkpoints if checkpoints.count(text) > 1})
     if twice:
-        raise ScanError(f"{scan_file}: {field}: expected each checkpoint once, got {twice[0]} twice")
+        raise ScanError(
+            f"{scan_file}: {field}: expected each checkpoint once, got {twice[0]} twice"
+        )
     return checkpoints
 
 
 def _directories(scan_file: Path, pattern: str) -> list[str]:
     """The model directories that a pattern fits, in the order of the numbers in their names."""
-    matches = glob.glob(os.path.expanduser(pattern))
-    directories = [path for path in matches if os.path.isfile(os.path.join(path, "config.json"))]
+    if pattern.startswith(BUNDLED):
+        matches = glob.glob(pattern.removeprefix(BUNDLED), root_dir=BUNDLED_MODELS)
+        matches = [f"{BUNDLED}{name}" for name in matches]
+    else:
+        matches = glob.glob(os.path.expanduser(pattern))
+    directories = [path for path in matches if _is_model(path)]
     if not directories:
         raise ScanError(
             f"{scan_file}: model: no directory with a config.json matches {pattern!r} (in "
             f"{Path.cwd()})"
         )
     return sorted(directories, key=_by_numbers)
+
+
+def _is_model(path: str) -> bool:
+    """Whether a directory, or what `bundled:` names, holds a model."""
+    if path.startswith(BUNDLED):
+        path = os.path.join(BUNDLED_MODELS, path.removeprefix(BUNDLED))
+    return os.path.isfile(os.path.join(path, "config.json"))
 
 
 def _by_numbers(path: str) -> tuple[bool, list[int], str]:
@@ -97,4 +113,5 @@ def _by_numbers(path: str) -> tuple[bool, list[int], str]:
     ['step-200', 'step-1000', 'final']
     """
     numbers = [int(digits) for digits in re.findall(r"\d+", path)]
-    return not numbers, numbers, path
+    has_own_number = re.search(r"\d", Path(path).name) is not None
+    return not has_own_number, numbers, path

@@ -459,4 +459,6 @@ def _expected(key: str) -> str:
         return "the name of an input family"
     field = Scan.model_fields.get(key)
     description = field.description if field and field.description else "a value"
-    return description[0].lower() + description[1:].rstrip(".")
+    # The first sentence says what it is; the others say more about it.
+    meaning = " ".join(description.split()).partition(". ")[0]
+    return meaning[0].lower() + meaning[1:].rstrip(".")

@@ -21,7 +21,9 @@ from tests.page_commands import (
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page_name", ["docs/tutorial.md", "README.md"])
+@pytest.mark.parametrize(
+    "page_name", ["docs/tutorial.md", "docs/watch-a-training-run.md", "README.md"]
+)
 def test_every_command_of_a_page_prints_what_the_page_says(page_name: str, tmp_path: Path) -> None:
     page = (ROOT / page_name).read_text(encoding="utf-8")
     # Later steps read the files and runs of earlier ones, so they share a folder and an order.

@@ -103,10 +103,12 @@ def find_model(spec: str, revision: str | None = None) -> Path:
         )
     if spec.startswith("bundled:"):
         name = spec.removeprefix("bundled:")
-        bundled_names = [path.parent.name for path in BUNDLED_MODELS.glob("*/config.json")]
-        if name not in bundled_names:
+        directory = BUNDLED_MODELS / name
+        is_inside = ".." not in directory.parts and not os.path.isabs(name)
+        if not is_inside or not (directory / "config.json").is_file():
+            bundled_names = [path.parent.name for path in BUNDLED_MODELS.glob("*/config.json")]
             raise ModelError(f"model: {unknown('bundled model', name, bundled_names)}")
-        return BUNDLED_MODELS / name
+        return directory
     if local.is_dir():
         return local
     # A name on the Hub is OWNER/NAME, so this was meant as a path.
