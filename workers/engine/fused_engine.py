@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -27,6 +27,7 @@ from workers.engine.dense_pattern import DensePattern
 from workers.engine.edits import Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.fused_pattern import FusedPattern
+from workers.engine.mlp_pieces import mlps_in_pieces
 from workers.engine.number_formats import linears_in
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
@@ -90,10 +91,21 @@ class FusedEngine:
         shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
         fused_pass = _FusedPass(self, tokens, matches, on_layer, read_late, on_final, shown_layers)
         try:
-            with fused_pass.hooked(), linears_in(self.formats.linears, tokens.device.type):
+            with (
+                fused_pass.hooked(),
+                self._divided_mlps(tokens.device.type),
+                linears_in(self.formats.linears, tokens.device.type),
+            ):
                 self.model.run_bare(tokens, fused_pass.attend)
         except StopPass:
             pass
+
+    def _divided_mlps(self, device: str) -> AbstractContextManager[None]:
+        """Within it, MLPs take long inputs in pieces, where that costs nothing."""
+        # A GPU wants large products, and a narrow format would convert the weights for each piece.
+        if device != "cpu" or self.formats.linears not in ("float32", "float64"):
+            return nullcontext()
+        return mlps_in_pieces(self.model.modules("mlp_out"))
 
     def edited(self, edits: Edits) -> FusedEngine:
         """The same engine with edits of activations."""
