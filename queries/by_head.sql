@@ -1,6 +1,7 @@
 -- Mean and standard deviation of every statistic over the sequences of a run, per head.
 -- Both leave out NULL, which means undefined.
--- sd is the sample standard deviation. It is NULL for a single sequence.
+-- sd is the sample standard deviation, to 1e-6 of itself or 2e-8 of the mean. It is NULL for a
+-- single sequence.
 WITH
     measured AS (
         SELECT
