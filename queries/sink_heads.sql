@@ -6,30 +6,32 @@
 -- parameter threshold DOUBLE = 0.3: Mean sink_alpha above which a head is a sink.
 -- example: sink_heads --threshold 0.2 --limit 5
 WITH
-    measured AS (
+    head_sums AS (
+        -- sum and count are faster than avg over the rows of large runs.
         SELECT
-            *,
-            -- sink_alpha also counts query 0, which sees only key 0.
-            (1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx AS alpha
+            run_id, intervention, input_family, layer, head,
+            count(sink_mass) AS sequences,
+            sum(sink_mass::DOUBLE) / count(sink_mass) AS sink_mass,
+            sum(((1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx > $threshold)::INT)
+                / count(sink_mass) AS sink_rate,
+            sum(sink_value_norm::DOUBLE) / count(sink_value_norm) AS first_value,
+            sum(value_norm::DOUBLE) / count(value_norm) AS mean_value,
+            sum(sink_resid_pre_norm::DOUBLE) / count(sink_resid_pre_norm) AS first_resid,
+            sum(resid_pre_norm::DOUBLE) / count(resid_pre_norm) AS mean_resid
         FROM heads
-        JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+        JOIN (SELECT run_id, n_ctx FROM runs) USING (run_id)
+        GROUP BY ALL
     ),
     head_means AS (
         SELECT
-            run_id, model, n_ctx, intervention, input_family, layer, head,
-            count(sink_mass) AS sequences,
-            avg(sink_mass) AS sink_mass,
-            avg(alpha) AS sink_alpha,
-            avg((alpha > $threshold)::INT) AS sink_rate,
-            avg(sink_value_norm) AS first_value,
+            *,
+            -- sink_alpha also counts query 0, which sees only key 0.
+            (1 + (n_ctx - 1) * sink_mass) / n_ctx AS sink_alpha,
             -- (T · mean - first) / (T - 1): the stored mean includes position 0.
-            avg((n_ctx * value_norm::DOUBLE - sink_value_norm) / nullif(n_ctx - 1, 0))
-                AS other_values,
-            avg(sink_resid_pre_norm) AS first_resid,
-            avg((n_ctx * resid_pre_norm::DOUBLE - sink_resid_pre_norm) / nullif(n_ctx - 1, 0))
-                AS other_resid
-        FROM measured
-        GROUP BY ALL
+            (n_ctx * mean_value - first_value) / nullif(n_ctx - 1, 0) AS other_values,
+            (n_ctx * mean_resid - first_resid) / nullif(n_ctx - 1, 0) AS other_resid
+        FROM head_sums
+        JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
     ),
     -- What uniform attention would score on the same sequences.
     chance_levels AS (

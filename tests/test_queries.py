@@ -106,6 +106,28 @@ def test_by_head_knows_every_statistic_and_leaves_null_out(tmp_path: Path) -> No
     assert row["sequences"] == 4
 
 
+def test_by_head_keeps_deviations_far_smaller_than_the_mean() -> None:
+    """Many rows, because sums lose digits row by row: plain squares are off by 0.1 %."""
+    connection = duckdb.connect()
+    connection.execute("CREATE TABLE runs AS SELECT 'a-1' AS run_id, 'toy' AS model, 5 AS n_ctx")
+    connection.execute(
+        """
+        CREATE TABLE heads AS
+        SELECT
+            'a-1' AS run_id, 'none' AS intervention, 'pile' AS input_family, 0 AS shard,
+            i AS sequence, 0 AS layer, 0 AS head, 'L0H0' AS label,
+            (1234.567 + i % 5 * 0.01)::FLOAT AS steps, 0.1::FLOAT AS constant
+        FROM range(200_000) AS t(i)
+        """
+    )
+    by_head = (QUERIES / "by_head.sql").read_text()
+    answer = connection.execute(f"SELECT sd_steps, sd_constant FROM ({by_head})").fetchall()
+    [(steps, constant)] = answer
+    [(expected,)] = connection.execute("SELECT stddev_samp(steps) FROM heads").fetchall()
+    assert steps == pytest.approx(expected, rel=1e-6)
+    assert constant < 2e-8 * 0.1
+
+
 def test_by_layer_is_mean_and_maximum_of_the_heads(tmp_path: Path) -> None:
     write_run(tmp_path, "a-1", {"sink_mass": lambda row: row.layer + row.head / 4})
     assert ask(
