@@ -48,13 +48,13 @@ def iceberg(source: ExportSource) -> Exported:
         raise QueryError(
             f"export iceberg needs {error.name}, which is not installed: pip install -e '.[export]'"
         ) from None
-    from exports.held_files import HELD
+    from exports.in_memory.held_files import HELD
 
     HELD.clear()
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
     catalog = pyiceberg.catalog.memory.InMemoryCatalog(
-        "headcount", **{"py-io-impl": "exports.held_files.HeldFiles", **_store_properties()}
+        "headcount", **{"py-io-impl": "exports.in_memory.held_files.HeldFiles", **_store_properties()}
     )
     catalog.create_namespace("run")
     files: dict[str, bytes] = {}
@@ -148,7 +148,7 @@ def _metadata_files(source: ExportSource, table: Table, name: str) -> dict[str, 
 
     The last version of the description has the name that readers without a catalog look for.
     """
-    from exports.held_files import HELD
+    from exports.in_memory.held_files import HELD
 
     table.refresh()
     root = f"{source.destination}/"

@@ -65,7 +65,7 @@ ONLY_IN = {
         "jobs/replica_actor.py",
         "jobs/submission.py",
     ),
-    "pyiceberg": ("exports/iceberg.py", "exports/held_files.py"),
+    "pyiceberg": ("exports/iceberg.py", "exports/in_memory/held_files.py"),
     "safetensors": ("workers/model/loading.py", "models/", "exports/safetensors_file.py"),
     "tokenizers": ("workers/model/", "models/"),
     "torch": ("workers/", "models/", "jobs/doctor.py", "jobs/kernel_table.py"),
