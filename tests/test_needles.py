@@ -11,6 +11,7 @@ import pytest
 from schemas.errors import ScanError
 from tests.toy_models import BOS, BYTE_BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
 from workers.inputs.sequences import Sequences
+from workers.inputs.text_files import BUNDLED_LICENSE
 
 LABELS = {"gold", "other", "query", "answer"}
 
@@ -34,11 +35,13 @@ def labelled(sequences: Sequences) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def text_sequences(tmp_path: Path, text: str, family: str, n_ctx: int, **options: Any) -> Sequences:
-    """Sequences whose surroundings are a text, each byte of which is a token."""
+    """Sequences in a text, which may be that of a bundled file. Each byte of it is a token."""
     path = byte_tokenizer(tmp_path) / "text.txt"
     path.write_text(text)
-    info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=BYTE_BOS, eos_token_id=BYTE_BOS)
-    options = {"family": family, "text": str(path)} | options
+    source = text if text == BUNDLED_LICENSE else str(path)
+    special = {"bos_token_id": BYTE_BOS, "eos_token_id": BYTE_BOS}
+    info = toy_info(path=str(tmp_path), n_ctx=400, d_vocab=257, **special)
+    options = {"family": family, "text": source} | options
     return Sequences(toy_scan(n_ctx=n_ctx, input=options, sequences=12), info)
 
 
@@ -118,6 +121,39 @@ def test_a_haystack_of_text_is_a_piece_of_it_without_the_tokens_of_needles(tmp_p
     assert sequences.reads_text
 
 
+def test_a_sentence_in_a_text_answers_the_question_behind_it(tmp_path: Path):
+    options = {"fact": "{key} has {value}.", "question": "Who has what? {key} has", "needles": 2}
+    options |= {"keys": ["Ann", "Bob"], "values": ["a cat", "a dog", "a hen"]}
+    text = "".join(f"{number} and " for number in range(100))
+    sequences = text_sequences(tmp_path, text, "text_needle", 100, **options)
+    questions: set[str] = set()
+    for tokens, labels in labelled(sequences):
+        gold, other, query, answer = (
+            bytes(tokens[labels == label].tolist()).decode()
+            for label in ("gold", "other", "query", "answer")
+        )
+        assert gold == answer != other
+        name = query.removeprefix(" Who has what? ").removesuffix(" has")
+        read = bytes(tokens[1:].tolist()).decode()
+        assert read.endswith(query + answer)
+        haystack = read.removesuffix(query + answer)
+        assert f" {name} has{gold}." in haystack
+        rest = haystack.replace(f" {name} has{gold}.", "")
+        other_name = {"Ann": "Bob", "Bob": "Ann"}[name]
+        assert rest.replace(f" {other_name} has{other}.", "") in text
+        questions.add(query)
+    assert len(questions) == 2
+
+
+def test_the_default_sentences_stand_in_the_licence(tmp_path: Path):
+    sequences = text_sequences(tmp_path, BUNDLED_LICENSE, "text_needle", 400, needles=3)
+    for tokens, labels in labelled(sequences):
+        assert tokens[labels == "gold"].tolist() == tokens[labels == "answer"].tolist()
+        read = bytes(tokens[1:].tolist()).decode()
+        assert read.count("The lighthouse of ") == 4
+        assert len(runs_of(labels, "other")) == 2
+
+
 PASSAGES = (range(1, 10), range(10, 19), range(19, 28), range(28, 36))
 """Four passages in 39 tokens with a query of 4: the first three have one token more."""
 
@@ -175,9 +211,8 @@ def test_passages_of_text_do_not_overlap(tmp_path: Path):
         (
             "needle",
             {"key": 12, "value": 8},
-            "n_ctx: 1 needle and 1 question of 20 tokens and a haystack need 41 tokens besides the "
-            "beginning-of-sequence token, got 39; raise n_ctx, or lower key, value, needles or "
-            "questions",
+            "n_ctx: 1 needle, 1 question and a haystack need 41 tokens besides the "
+            "beginning-of-sequence token, got 39; raise n_ctx, or take fewer or shorter ones",
         ),
         (
             "needle",
@@ -190,6 +225,22 @@ def test_passages_of_text_do_not_overlap(tmp_path: Path):
             {"high": 10},
             "input: ordinary token ids for a haystack without the 8 of its needles: expected 1 or "
             "more, got 0; widen low and high, or lower key, value or needles",
+        ),
+        (
+            "text_needle",
+            {"fact": "{key} is {key}."},
+            "input.fact: expected {key} and {value} once each, got '{key} is {key}.'",
+        ),
+        (
+            "text_needle",
+            {"question": "Is {key} {value}?"},
+            "input.question: expected {key} and no {value}, which follows it, got 'Is {key} "
+            "{value}?'",
+        ),
+        (
+            "text_needle",
+            {"needles": 2, "keys": ["a", "a"]},
+            "input.keys: expected 2 or more, as many as needles, got 1 different ones",
         ),
         ("passages", {"passages": 1}, "input.passages: expected 2 or more, got 1"),
         (
