@@ -39,8 +39,8 @@ def passages(
     high: Count | None = None,
     distinct: bool = False,
 ) -> Labelled:
-    """Several passages, then a query made of tokens of one of them (after Zhang et al. 2025, query
-    heads of re-rankers, who use questions and documents of people).
+    """Several passages, then a query made of tokens of one of them (after Zhang et al. 2025,
+    query-focused retrieval heads, whose questions and documents are by people).
 
     Labels: "gold" on the passage that the query is from, "other" on the other passages, "query" on
     the query. The lengths of passages differ by one token at most. The passages are random tokens,
