@@ -125,14 +125,14 @@ def text_needle(
     Wu et al. 2024, with a sentence of our own).
 
     Like `needle`, with the same labels, for models of language. The sentence may stand in the
-    middle of another one. The answer has the same tokens at both places.
+    middle of another one. The answer has the same tokens at both places. Facts of one sequence
+    differ in key and value. `needles`, `questions` and `depth` are as in `needle`.
 
     * `text`: a file, or `bundled:LICENSE`; a piece of it is the haystack.
     * `fact`: the sentence, with the places {key} and {value}.
     * `question`: what stands before the answer, with the place {key}.
     * `keys`: what may stand at {key}. By default twelve names of towns that do not exist.
     * `values`: what may stand at {value}, the answer. By default 64 building materials.
-    * `needles`, `questions`, `depth`: as in `needle`. Facts of a sequence differ in key and value.
     """
     key_words = draw.rng.choice(_different(keys or KEYS), needles, replace=False).tolist()
     value_words = draw.rng.choice(_different(values or VALUES), needles, replace=False).tolist()

@@ -21,8 +21,10 @@ def _wrong_together(options: dict[str, Any]) -> str | None:
     if gold is not None and gold > last:
         return f"input.gold: expected 0 to {last}, the numbers of the passages, got {gold}"
     text = options["text"]
-    if text is not None and options["distinct"]:
-        return f"input.distinct: expected without a text only, got text = {text!r}; leave out one"
+    for name, default in (("low", 0), ("high", None), ("distinct", False)):
+        # They are about random tokens.
+        if text is not None and options[name] != default:
+            return f"input.{name}: expected without a text only, got text = {text!r}; leave out one"
     return None
 
 
@@ -54,7 +56,8 @@ def passages(
       default it is a part of the passage as it stands there.
     * `text`: a file, or `bundled:LICENSE`; pieces of it, as the model's tokenizer reads it, are
       the passages.
-    * `distinct`: whether no token of the passages occurs twice; not allowed with a `text`.
+    * `distinct`: whether no token of the passages occurs twice. Like `low` and `high`, not allowed
+      with a `text`.
     """
     lengths = _lengths(draw, passages, query)
     if text is None:
