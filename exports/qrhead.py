@@ -1,0 +1,79 @@
+"""The format `qrhead`: heads that attend from a query to the passage that answers it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from exports.export_registry import Exported, Needs, export_format
+from exports.export_source import ExportSource
+from schemas.errors import QueryError
+from schemas.values import Count
+
+GOLD, OTHER = "labelled_key_mass(gold,query)", "labelled_key_mass(other,query)"
+
+PASSAGES = Needs(
+    statistics=(GOLD, OTHER), families=("passages",), input={"family": "passages", "query": 16}
+)
+"""Random passages, and a query that is a part of one of them: it needs no text."""
+
+
+@export_format(
+    "Heads that attend from a query to the passage that it is about",
+    read_by="QRHead (`QRRetriever(config_or_config_path=…)`)",
+    source="https://github.com/princeton-pli/QRHead",
+    writes="file",
+    example="my-model_qr_head.yaml",
+    needs=PASSAGES,
+)
+def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
+    """The heads with the largest lead of the gold passage, the highest first (Zhang et al. 2025).
+
+    YAML with `attn_head_set: "layer-head,…"`, `model_base_class` and `model_name_or_path`. The lead
+    is the attention of the query's tokens to the gold passage, less that to another passage, on
+    average. The other passages stand for what QRHead subtracts: the attention of a query that asks
+    for nothing. QRHead runs models of the classes that its code names only.
+
+    * `heads`: how many heads at most. The published files have 16. Heads whose lead is not above 0
+      are left out.
+    """
+    lead = lead_of_gold(source)
+    ranked = heads_in_order(lead)
+    chosen = [place for place in ranked if lead[place] > 0][:heads]
+    if not chosen:
+        raise QueryError(
+            f"export qrhead: no head of run {source.run_id} attends to the gold passage more than "
+            "to the others; expected sequences in which the model finds it"
+        )
+    model = source.run["model"]
+    scores = ", ".join(f"{layer}-{head} {lead[layer, head]:.4f}" for layer, head in chosen)
+    # A text in JSON is the same text in YAML.
+    lines = [
+        f"# {source.provenance_line}",
+        f"# lead of the gold passage: {scores}",
+        f"attn_head_set: {json.dumps(','.join(f'{layer}-{head}' for layer, head in chosen))}",
+        f"model_base_class: {json.dumps(model.rstrip('/').rpartition('/')[2])}",
+        f"model_name_or_path: {json.dumps(model)}",
+    ]
+    return Exported(
+        files={"qrhead.yaml": ("\n".join(lines) + "\n").encode()},
+        notes=(f"{len(chosen)} of {lead.size} heads",),
+    )
+
+
+def lead_of_gold(source: ExportSource) -> np.ndarray:
+    """The mean mass on the gold passage less that on another one, `[layer head]`."""
+    return source.by_head(GOLD) - source.by_head(OTHER) / other_passages(source)
+
+
+def other_passages(source: ExportSource) -> int:
+    """How many passages of a sequence are not the gold one."""
+    return json.loads(source.run["input_options"])["passages"] - 1
+
+
+def heads_in_order(scores: np.ndarray) -> list[tuple[int, int]]:
+    """Layer and head of the heads that have a score, the highest first."""
+    layers, heads = np.nonzero(~np.isnan(scores))
+    order = np.argsort(-scores[layers, heads], kind="stable")
+    return list(zip(layers[order].tolist(), heads[order].tolist(), strict=True))
