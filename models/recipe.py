@@ -27,10 +27,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from models import evaluation
 
 TOKENS_PER_STEP = 4096
-EMBEDDINGS = ("embed.W_E", "wte.weight", "embed_tokens.weight")
+EMBEDDINGS = ("embed.W_E", "wte.weight")
 POSITIONS = ("pos_embed.W_pos", "wpe.weight")
-WRITERS = ("attn.W_O", "c_proj.weight", "o_proj.weight", "down_proj.weight")
-MATRICES = ("W_Q", "W_K", "W_V", "W_O", "W_U", "c_attn.weight", "c_fc.weight", "_proj.weight")
+WRITERS = ("attn.W_O", "c_proj.weight")
+MATRICES = ("W_Q", "W_K", "W_V", "W_O", "W_U", "c_attn.weight", "c_fc.weight", "c_proj.weight")
 
 Source = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]
 """Draws the fresh tokens [batch] of one position, given tokens [batch pos] that are filled up to
