@@ -54,7 +54,8 @@ def iceberg(source: ExportSource) -> Exported:
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
     catalog = pyiceberg.catalog.memory.InMemoryCatalog(
-        "headcount", **{"py-io-impl": "exports.in_memory.held_files.HeldFiles", **_store_properties()}
+        "headcount",
+        **{"py-io-impl": "exports.in_memory.held_files.HeldFiles", **_store_properties()},
     )
     catalog.create_namespace("run")
     files: dict[str, bytes] = {}
@@ -70,10 +71,11 @@ def iceberg(source: ExportSource) -> Exported:
     return Exported(files=files, notes=(f"{' and '.join(counts)}, by reference",))
 
 
-def _store_properties() -> dict[str, str]:
-    """Where the library finds an object store, if the environment names another than Amazon's."""
+def _catalog_properties() -> dict[str, str]:
+    """Which files the catalog uses, and where an object store is if it is not Amazon's."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return {"s3.endpoint": endpoint} if endpoint else {}
+    store = {"s3.endpoint": endpoint} if endpoint else {}
+    return {"py-io-impl": "exports.in_memory.held_files.HeldFiles"} | store
 
 
 def _table(source: ExportSource, catalog: Catalog, name: str) -> Table:
