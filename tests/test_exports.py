@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,6 +13,7 @@ import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 import headcount
@@ -58,6 +58,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "entropy",
             "distant_mass(2,4)",
             "distant_mass(1,5)",
+            "query_absmax",
+            "key_absmax",
+            "value_absmax",
         ],
         "profiles": ["attention_by_lag", "sink_attention_by_query"],
         "interventions": ["none", "zero_head(0,1)"],
@@ -308,8 +311,9 @@ def load_attn_pattern(folder: Path) -> tuple[np.ndarray, int, int]:
 
 def retrieval_by_group(database: RunDatabase) -> np.ndarray:
     """The attention to copies and to what follows them, `[layer kv_head member]`."""
-    scores = ("duplicate_score", "induction_score")
-    return sum(means_of_heads(database, score) for score in scores).reshape(LAYERS, KV_HEADS, -1)
+    retrieval = means_of_heads(database, "duplicate_score")
+    retrieval += means_of_heads(database, "induction_score")
+    return retrieval.reshape(LAYERS, KV_HEADS, -1)
 
 
 def test_duo_scores_a_kv_head_by_the_query_head_that_retrieves_most(
@@ -354,16 +358,18 @@ def test_duo_cuts_scores_where_it_is_told(database: RunDatabase, tmp_path: Path)
         make(database, "duo", output, sink=2, recent=4, threshold=0.5, sparsity=0.5)
 
 
-def test_what_duo_chose_is_tried_out_on_the_model() -> None:
-    """On a trained model: the chosen half recalls what the whole cache does, no head nothing."""
-    model = "bundled:gpt2-mini"
-    with tempfile.TemporaryDirectory() as directory:
-        words = ("duo", f"{directory}/runs", "--model", model, "-o", f"{directory}/duo", "--check")
-        sets = ("--recent", 16, "--set", "sequences=2", "--set", "n_ctx=128")
-        output = run(*words, *sets)
-    lines = [line.split("  ") for line in output.splitlines()]
-    recall = {line[0]: float(line[-1]) for line in lines}
-    print(recall)
+def test_what_duo_chose_is_tried_out_on_the_model(home: Path, tmp_path: Path) -> None:
+    """`tests/test_head_check.py` holds the trial itself against an independent model."""
+    words = ("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 1, "--recent", 5)
+    output = run(*words, "--sparsity", 0.75, "--check")
+    rows = {line[:12]: line.split() for line in output.splitlines()}
+    # One of four KV heads keeps 24 keys, three keep six.
+    assert rows["chosen heads"][3:5] == ["1", "1"]
+    assert float(rows["chosen heads"][-1]) == pytest.approx(100 * (24 + 3 * 6) / 96, abs=0.01)
+    assert float(rows["every head  "][-1]) == 100
+    with pytest.raises(QueryError, match="chooses no heads to keep whole; leave out --check"):
+        run("budget", home / "runs", "-o", tmp_path / "budget.csv", "--check")
+    assert [path.name for path in tmp_path.iterdir()] == ["duo"]
 
 
 def test_a_folder_with_other_files_is_not_replaced(database: RunDatabase, tmp_path: Path) -> None:
@@ -456,6 +462,65 @@ def test_keys_go_to_the_heads_that_lose_most_without_them() -> None:
     np.testing.assert_array_equal(curve[49], [[0.25, 0.75]])
     # The fifth is the first of head 1.
     np.testing.assert_array_equal(curve[36], [[0.25, 0.5]])
+
+
+# fp8-kv-scales
+
+
+def scales_of(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors of a file of weights by name, and what its header says."""
+    with safe_open(path, "np") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def test_scales_are_the_largest_components_by_kv_head(
+    database: RunDatabase, tmp_path: Path
+) -> None:
+    file = tmp_path / "scales.safetensors"
+    make(database, "fp8-kv-scales", file)
+    tensors, metadata = scales_of(file)
+    assert json.loads(metadata["headcount"])["format"] == "fp8-kv-scales"
+    assert len(tensors) == 3 * LAYERS
+    for layer, (letter, statistic, heads) in product(
+        range(LAYERS), (("q", "query", 1), ("k", "key", 2), ("v", "value", 2))
+    ):
+        scale = tensors[f"model.layers.{layer}.self_attn.{letter}_scale"]
+        rows = database.rows(
+            f"SELECT max({statistic}_absmax) FROM heads WHERE {UNTOUCHED} AND layer = {layer} "
+            f"GROUP BY head // {heads} ORDER BY head // {heads}"
+        )
+        expected = np.array(rows, np.float32)[:, :, None] / 448
+        assert scale.shape == (HEADS // heads, 1, 1)
+        assert scale.dtype == np.float32
+        np.testing.assert_allclose(scale, expected, rtol=1e-6)
+
+
+def test_scales_may_clip_the_largest_of_few_sequences(
+    database: RunDatabase, tmp_path: Path
+) -> None:
+    file = tmp_path / "scales.safetensors"
+    make(database, "fp8-kv-scales", file)
+    largest, _ = scales_of(file)
+    make(database, "fp8-kv-scales", file, quantile=0.5, prefix="h.{layer}.attn")
+    clipped, _ = scales_of(file)
+    assert set(clipped) == {
+        name.replace("model.layers", "h").replace("self_", "") for name in largest
+    }
+    for layer in range(LAYERS):
+        values = np.array(
+            database.rows(
+                f"SELECT list(key_absmax ORDER BY key_absmax) FROM heads WHERE {UNTOUCHED} "
+                f"AND layer = {layer} GROUP BY head // 2 ORDER BY head // 2"
+            )
+        )
+        # Both query heads of a group have the values of their six sequences: 1, 1, 2, 2, …
+        medians = values[:, 0, 4] / 448
+        scales = clipped[f"h.{layer}.attn.k_scale"].ravel()
+        # The upper end of a bin is never below the value and at most 4.5 % above it.
+        assert (scales >= medians * (1 - 1e-6)).all()
+        assert (scales <= medians * 1.045).all()
+    with pytest.raises(QueryError, match=r"--prefix: expected a name with \{layer\} in it"):
+        make(database, "fp8-kv-scales", file, prefix="attn")
 
 
 # card
