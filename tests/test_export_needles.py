@@ -138,6 +138,19 @@ def test_headkv_has_the_mass_on_the_value_or_the_retrieval_score(
     assert copied.splitlines()[0] == made(database, "retrieval-heads").splitlines()[0]
 
 
+def test_retrieval_can_be_asked_by_depth(
+    database: RunDatabase, sequences: dict[str, list[Sequence]]
+) -> None:
+    rows = database.rows(
+        "SELECT list_position(labels, 'gold') / len(labels) AS depth, max(retrieval_score) "
+        "FROM heads JOIN sequences USING (run_id, sequence) "
+        "WHERE sequences.input_family = 'needle' GROUP BY sequence, depth ORDER BY sequence"
+    )
+    for (depth, highest), sequence in zip(rows, sequences["needle"], strict=True):
+        assert depth == pytest.approx((np.argmax(sequence.labels == "gold") + 1) / N_CTX)
+        assert highest == pytest.approx(retrieval_scores(sequence).max())
+
+
 def gold_and_other(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
     """Mass of the query on the gold passage and on another one, `[sequence layer head]`."""
     gold = np.array([labelled_mass(sequence, "gold", "query") for sequence in sequences])

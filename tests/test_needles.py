@@ -123,6 +123,30 @@ def test_a_haystack_of_text_is_a_piece_of_it_without_the_tokens_of_needles(tmp_p
     assert sequences.reads_text
 
 
+@pytest.mark.parametrize("family", ["needle", "passages"])
+def test_a_piece_of_text_is_of_one_document(tmp_path: Path, family: str):
+    documents = ["abc" * 20, "short", "ABC" * 20, "DEF" * 30]
+    file = byte_tokenizer(tmp_path) / "texts.jsonl"
+    file.write_text("".join(f'{{"text": "{document}"}}\n' for document in documents) + "bad\n")
+    info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=BYTE_BOS, eos_token_id=BYTE_BOS)
+    options: dict[str, Any] = {"family": family, "text": str(file)}
+    if family == "needle":
+        # No letter is a token of a needle.
+        options["low"] = 128
+    sequences = Sequences(toy_scan(n_ctx=61, input=options, sequences=12), info)
+    seen: set[str] = set()
+    for tokens, labels in labelled(sequences):
+        if family == "needle":
+            pieces = [tokens[tokens < 128]]
+        else:
+            pieces = np.split(tokens[labels != "query"][1:], 4)
+        read = [bytes(piece.tolist()).decode() for piece in pieces]
+        assert all(any(piece in document for document in documents) for piece in read)
+        seen |= {piece[0] for piece in read}
+    assert {letter.upper() for letter in seen} & set("ABC")
+    assert seen & set("DEF")
+
+
 def test_a_sentence_in_a_text_answers_the_question_behind_it(tmp_path: Path):
     options = {"fact": "{key} has {value}.", "question": "Who has what? {key} has", "needles": 2}
     options |= {"keys": ["Ann", "Bob"], "values": ["a cat", "a dog", "a hen"]}
