@@ -20,7 +20,7 @@ def needs_of_headkv(score: Choice) -> Needs:
 
 
 @export_format(
-    "Scores of heads, which HeadKV turns into shares of the cache",
+    "Scores of every head for its share of the cache",
     read_by="HeadKV (`ReasonSnapKVCluster`), which reads a path that stands in its code",
     source="https://github.com/FYYFU/HeadKV",
     writes="file",

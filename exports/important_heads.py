@@ -9,7 +9,7 @@ from pydantic import Field
 
 from exports.export_registry import Exported, export_format
 from exports.export_source import ExportSource
-from exports.qrhead import GOLD, OTHER, PASSAGES, heads_in_order, lead_of_gold, other_passages
+from exports.qrhead import PASSAGES, heads_in_order, lead_of_gold, spread_of_masses
 from schemas.errors import QueryError
 from schemas.values import Count
 
@@ -17,7 +17,7 @@ Deviations = Annotated[float, Field(ge=0)]
 
 
 @export_format(
-    "Heads that tell the passage asked for from the others, as a model configuration",
+    "Important heads for retrieval, as a configuration",
     read_by="vLLM-Hook (`config_file=…`: core_reranker, attention_tracker), Attention-Tracker",
     source="https://github.com/IBM/vLLM-Hook",
     writes="file",
@@ -27,11 +27,11 @@ Deviations = Annotated[float, Field(ge=0)]
 def important_heads(
     source: ExportSource,
     *,
-    deviations: Deviations = 0.0,
+    deviations: Deviations = 1.0,
     heads: Count | None = None,
     mode: Literal["all_tokens", "last_token"] = "all_tokens",
 ) -> Exported:
-    """The heads whose attention to the gold passage leads by more than chance, the highest first.
+    """The heads whose attention to the gold passage leads in most sequences, the highest first.
 
     JSON with `params.important_heads`, a list of `[layer, head]`. The lead is the mean attention of
     the query's tokens to the gold passage, less that to another passage. Attention-Tracker takes
@@ -45,11 +45,8 @@ def important_heads(
       `last_token`.
     """
     lead = lead_of_gold(source)
-    margin = lead
-    if deviations:
-        spread = source.by_head(GOLD, "sd") + source.by_head(OTHER, "sd") / other_passages(source)
-        margin = lead - deviations * spread
-    chosen = [place for place in heads_in_order(lead) if margin[place] > 0][:heads]
+    is_ahead = lead > deviations * spread_of_masses(source, "sd")
+    chosen = [place for place in heads_in_order(lead) if is_ahead[place]][:heads]
     if not chosen:
         raise QueryError(
             f"export important-heads: no head of run {source.run_id} leads by {deviations} "

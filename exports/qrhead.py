@@ -20,7 +20,7 @@ PASSAGES = Needs(
 
 
 @export_format(
-    "Heads that attend from a query to the passage that it is about",
+    "Query-focused retrieval heads",
     read_by="QRHead (`QRRetriever(config_or_config_path=…)`)",
     source="https://github.com/princeton-pli/QRHead",
     writes="file",
@@ -35,12 +35,12 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
     average. The other passages stand for what QRHead subtracts: the attention of a query that asks
     for nothing. QRHead runs models of the classes that its code names only.
 
-    * `heads`: how many heads at most. The published files have 16. Heads whose lead is not above 0
-      are left out.
+    * `heads`: how many heads at most. The published files have 16. Heads whose lead is below two
+      standard errors are left out.
     """
     lead = lead_of_gold(source)
-    ranked = heads_in_order(lead)
-    chosen = [place for place in ranked if lead[place] > 0][:heads]
+    is_certain = lead > 2 * spread_of_masses(source, "standard_error")
+    chosen = [place for place in heads_in_order(lead) if is_certain[place]][:heads]
     if not chosen:
         raise QueryError(
             f"export qrhead: no head of run {source.run_id} attends to the gold passage more than "
@@ -65,6 +65,19 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
 def lead_of_gold(source: ExportSource) -> np.ndarray:
     """The mean mass on the gold passage less that on another one, `[layer head]`."""
     return source.by_head(GOLD) - source.by_head(OTHER) / other_passages(source)
+
+
+def spread_of_masses(source: ExportSource, measure: str) -> np.ndarray:
+    """The spread of both masses over the sequences, `[layer head]`.
+
+    `measure` is a column of `head_summaries`. The spread of the lead is no larger than this sum.
+    """
+    if source.run["sequences_done"] < 2:
+        raise QueryError(
+            f"run {source.run_id}: has one sequence; {source.format.name} needs 2 or more, to say "
+            "how much they differ"
+        )
+    return source.by_head(GOLD, measure) + source.by_head(OTHER, measure) / other_passages(source)
 
 
 def other_passages(source: ExportSource) -> int:

@@ -17,7 +17,7 @@ NEEDLE_FAMILIES = ("needle", "text_needle")
 
 
 @export_format(
-    "How often each head looks at the token of a needle that comes next",
+    "Retrieval scores of every head",
     read_by="Retrieval_Head (`needle_in_haystack_with_mask.py`), HeadKV",
     source="https://github.com/nightdessert/Retrieval_Head",
     writes="file",

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import headcount
+from queries.asking import open_runs
 from schemas.errors import ScanError
 from tests.toy_models import BOS, BYTE_BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
 from workers.inputs.sequences import Sequences
@@ -119,6 +121,30 @@ def test_a_haystack_of_text_is_a_piece_of_it_without_the_tokens_of_needles(tmp_p
     assert len(starts) > 6
     assert sequences.record["text"]["name"] == "text.txt"
     assert sequences.reads_text
+
+
+@pytest.mark.parametrize("family", ["needle", "passages"])
+def test_a_piece_of_text_is_of_one_document(tmp_path: Path, family: str):
+    documents = ["abc" * 20, "short", "ABC" * 20, "DEF" * 30]
+    file = byte_tokenizer(tmp_path) / "texts.jsonl"
+    file.write_text("".join(f'{{"text": "{document}"}}\n' for document in documents) + "bad\n")
+    info = toy_info(path=str(tmp_path), d_vocab=257, bos_token_id=BYTE_BOS, eos_token_id=BYTE_BOS)
+    options: dict[str, Any] = {"family": family, "text": str(file)}
+    if family == "needle":
+        # No letter is a token of a needle.
+        options["low"] = 128
+    sequences = Sequences(toy_scan(n_ctx=61, input=options, sequences=12), info)
+    seen: set[str] = set()
+    for tokens, labels in labelled(sequences):
+        if family == "needle":
+            pieces = [tokens[tokens < 128]]
+        else:
+            pieces = np.split(tokens[labels != "query"][1:], 4)
+        read = [bytes(piece.tolist()).decode() for piece in pieces]
+        assert all(any(piece in document for document in documents) for piece in read)
+        seen |= {piece[0] for piece in read}
+    assert {letter.upper() for letter in seen} & set("ABC")
+    assert seen & set("DEF")
 
 
 def test_a_sentence_in_a_text_answers_the_question_behind_it(tmp_path: Path):
@@ -259,6 +285,11 @@ def test_passages_of_text_do_not_overlap(tmp_path: Path):
             {"text": "a.txt", "distinct": True},
             "input.distinct: expected without a text only, got text = 'a.txt'; leave out one",
         ),
+        (
+            "passages",
+            {"text": "a.txt", "high": 9},
+            "input.high: expected without a text only, got text = 'a.txt'; leave out one",
+        ),
     ],
 )
 def test_what_cannot_fit_is_one_line(family: str, options: dict[str, Any], message: str):
@@ -312,3 +343,32 @@ def test_a_sequence_depends_on_the_seed_and_its_number_alone(family: str):
     assert labels == whole.shard(0).labels
     assert {label for names in labels for label in names} <= LABELS | {""}
     assert tokens.tolist() != other_seed.shard(0).tokens.tolist()
+
+
+def test_heads_that_repeat_what_they_saw_find_needles(tmp_path: Path):
+    fields = {"n_ctx": 64, "sequences": 16, "out": str(tmp_path)}
+    for model in ("attn-only-2l-mini", "gpt2-mini"):
+        for family, statistic in (
+            ("repeated_random", "induction_score"),
+            ("needle", "retrieval_score"),
+        ):
+            scan = fields | {"input": {"family": family}, "statistics": [statistic]}
+            scan["model"] = f"bundled:{model}"
+            headcount.scan(scan, name=f"{model}-{family}", quiet=True).close()
+    database = open_runs(tmp_path)
+    rows = database.rows(
+        "SELECT model, avg(induction_score), avg(retrieval_score) "
+        "FROM heads JOIN runs USING (run_id) GROUP BY model, layer, head"
+    )
+    database.connection.close()
+    models, induction, retrieval = (np.array(column) for column in zip(*rows, strict=True))
+    for model, induction_heads, least in (
+        ("bundled:attn-only-2l-mini", 6, 0.65),
+        ("bundled:gpt2-mini", 5, 0.85),
+    ):
+        is_induction_head = (models == model) & (induction > 0.5)
+        assert is_induction_head.sum() == induction_heads
+        assert retrieval[is_induction_head].min() > least
+    # One head is between the two kinds, at 0.17 and 0.29.
+    assert retrieval[induction < 0.15].max() < 0.1
+    assert np.corrcoef(induction, retrieval)[0, 1] > 0.97

@@ -12,8 +12,9 @@ from pydantic import Field
 from schemas.errors import ScanError, counted
 from schemas.values import Count, TokenId
 from workers.inputs.corpus import Tokenizer
+from workers.inputs.documents import Source
 from workers.inputs.input_registry import Draw, Labelled, input_family
-from workers.inputs.text_files import BUNDLED_LICENSE, read_texts
+from workers.inputs.text_files import BUNDLED_LICENSE, located, read_texts
 
 Depth = Annotated[float, Field(ge=0, le=1)]
 
@@ -76,7 +77,8 @@ def needle(
     * `depth`: where the needle of the first question stands: 0 is the beginning of the haystack, 1
       its end. Without it the depths of all sequences are spread evenly.
     * `text`: a file, or `bundled:LICENSE`; a piece of it, as the model's tokenizer reads it, is the
-      haystack.
+      haystack. Of a .jsonl or .csv file it is a piece of one of its documents. Every replica reads
+      the whole file, so some megabytes of a corpus will do.
     """
     lengths = (key, value)
     haystack_length = draw.length - (needles + questions) * sum(lengths)
@@ -128,7 +130,7 @@ def text_needle(
     middle of another one. The answer has the same tokens at both places. Facts of one sequence
     differ in key and value. `needles`, `questions` and `depth` are as in `needle`.
 
-    * `text`: a file, or `bundled:LICENSE`; a piece of it is the haystack.
+    * `text`: a file, or `bundled:LICENSE`; a piece of it is the haystack, as in `needle`.
     * `fact`: the sentence, with the places {key} and {value}.
     * `question`: what stands before the answer, with the place {key}.
     * `keys`: what may stand at {key}. By default twelve names of towns that do not exist.
@@ -292,5 +294,13 @@ def text_window(draw: Draw, text: str, length: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def text_tokens(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
-    """The tokens of each text in a file."""
-    return tuple(np.array(tokens, int) for tokens in tokenizer.encode_many(read_texts(text)))
+    """The tokens of each text in a file. A process reads it whole, and once."""
+    return tuple(np.array(tokens, int) for tokens in tokenizer.encode_many(_texts(text)))
+
+
+def _texts(path: str) -> list[str]:
+    """The texts of a file: the documents of a .jsonl or .csv file, else the whole content."""
+    if not path.endswith(".jsonl"):
+        return read_texts(path)
+    documents = Source("jsonl", located(path), 0).documents()
+    return [document.text for document in documents if document.problem is None]
