@@ -210,8 +210,10 @@ def command_line() -> typer.Typer:
     queries.explore_commands.mount(app, jobs.run_model.RunModel)
     queries.text_commands.mount(app, jobs.run_model.RunModel)
     queries.views_commands.mount(app)
-    # An export may first run the scan that it needs; only `jobs` can.
-    exports.export_commands.mount(app, jobs.export_scan.run_export_scan)
+    # An export may first run the scan that it needs, and then try out what it chose.
+    exports.export_commands.mount(
+        app, jobs.export_scan.run_export_scan, jobs.export_scan.check_exported_heads
+    )
     reproduce.reproduce_commands.mount(app)
     reproduce.texts_commands.mount(app)
 

@@ -9,17 +9,28 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from exports.export_registry import Exported, Needs, export_format
+from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format
 from exports.export_source import ExportSource
 from schemas.errors import QueryError
 from schemas.values import Count, Index
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
+USUAL_SPARSITY = 0.5
+"""The share of streaming heads at which a file of scores is tried out. DuoAttention's own is 0.5
+for models with shared keys.
+"""
 
-def needs_of_duo(sink: int, recent: int) -> Needs:
-    """The mass beyond the keys that a streaming head keeps."""
-    return Needs(statistics=(f"distant_mass({sink},{recent})",))
+
+def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
+    """What the score is made of."""
+    if score == "distant":
+        return Needs(statistics=(f"distant_mass({sink},{recent})",))
+    return Needs(
+        statistics=("duplicate_score", "induction_score"),
+        input=REPEATED,
+        families=("repeated_random",),
+    )
 
 
 @export_format(
@@ -33,19 +44,25 @@ def needs_of_duo(sink: int, recent: int) -> Needs:
 def duo(
     source: ExportSource,
     *,
+    score: Literal["retrieval", "distant"] = "retrieval",
     sink: Index = 4,
     recent: Count = 64,
     sparsity: Share | None = None,
     threshold: Share | None = None,
     group: Literal["max", "mean"] = "max",
 ) -> Exported:
-    """A score from 0 (streams) to 1 (retrieves) for every KV head: its share of distant attention.
+    """A score from 0 (streams) to 1 (retrieves) for every KV head.
 
     `config.json` has `sink_size` and `recent_size`; `full_attention_heads.tsv` has a line for each
-    layer and a column for each KV head, which the readers cut at a quantile or at a threshold. The
-    score is the attention of a query beyond the first `sink` and the last `recent` keys. The scan
-    repeats a random block, so that whoever retrieves must look far back.
+    layer and a column for each KV head, which the readers cut at a quantile or at a threshold.
 
+    The score is measured on a block of random tokens that is repeated. There only the first copy
+    helps to predict the second, and it is half of a sequence away. A head retrieves as far as it
+    attends there to the earlier copy of a token and to what follows it. Attention to distant keys
+    as such says less: a head that spreads over all keys has most of it, and retrieves nothing.
+
+    * `score`: retrieval, as said above; or distant, which is all attention beyond the first `sink`
+      and the last `recent` keys, on any input.
     * `sink`: first keys that a streaming head keeps. DuoAttention trained with 64.
     * `recent`: last keys that a streaming head keeps. DuoAttention trained with 256.
     * `sparsity`: share of KV heads that stream. With it the file has 0 and 1 instead of scores.
@@ -55,21 +72,33 @@ def duo(
     """
     if sparsity is not None and threshold is not None:
         raise QueryError("export duo: --sparsity and --threshold both choose heads; leave out one")
-    statistic = f"distant_mass({sink},{recent})"
-    scores = source.by_kv_head(statistic, "highest" if group == "max" else "mean")
+    by_head = scores_by_head(source, score, sink, recent)
+    groups = by_head.reshape(*source.kv_shape, source.group_size)
+    joined = groups.max(-1) if group == "max" else groups.mean(-1)
     # A layer that does not attend has no cache that could be cut.
-    scores = np.nan_to_num(scores, nan=0.0)
-    if sparsity is not None or threshold is not None:
-        scores = whole_heads(scores, sparsity, threshold).astype(float)
+    scores = np.clip(np.nan_to_num(joined, nan=0.0), 0, 1)
+    is_cut = sparsity is not None or threshold is not None
+    whole = whole_heads(scores, sparsity if is_cut else USUAL_SPARSITY, threshold)
+    if is_cut:
+        scores = whole.astype(float)
     config = {"sink_size": sink, "recent_size": recent, "headcount": source.provenance}
     text = io.StringIO()
-    np.savetxt(text, np.clip(scores, 0, 1), fmt="%.9g", delimiter="\t")
+    np.savetxt(text, scores, fmt="%.9g", delimiter="\t")
     return Exported(
         files={
             "full_attention_heads.tsv": text.getvalue().encode(),
             "config.json": f"{json.dumps(config, indent=1, ensure_ascii=False)}\n".encode(),
-        }
+        },
+        cut=CacheCut(whole=whole, sink=sink, recent=recent),
     )
+
+
+def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> np.ndarray:
+    """How much each query head needs distant keys, `[layer head]`."""
+    if score == "distant":
+        return source.by_head(f"distant_mass({sink},{recent})")
+    # The copy and its successor are two keys, so their attention adds up.
+    return source.by_head("duplicate_score") + source.by_head("induction_score")
 
 
 def whole_heads(

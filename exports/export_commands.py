@@ -12,7 +12,9 @@ from queries.query_commands import Code, tell_user, warn_of_damage
 from schemas.errors import QueryError
 
 if TYPE_CHECKING:
-    from exports.export_registry import Exported, ExportFormat, Option
+    import pyarrow as pa
+
+    from exports.export_registry import CacheCut, Exported, ExportFormat, Option
     from exports.export_source import ExportSource
     from schemas.places import Place
 
@@ -24,6 +26,9 @@ Returns the place of the run.
 
 ROWS_SHOWN = 40
 """Rows of a table that the screen shows; the file has all."""
+
+CheckHeads: TypeAlias = "Callable[[str, CacheCut, int, Device], pa.Table]"
+"""Tries a cut of the cache out on a model, with sequences of so many tokens."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -42,8 +47,11 @@ class ExportCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def mount(app: typer.Typer, run_scan: RunScan) -> None:
-    """Add the subcommand to the front door. `run_scan` measures what a format needs."""
+def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
+    """Add the subcommand to the front door.
+
+    `run_scan` measures what a format needs, and `check_heads` tries out what it chose.
+    """
 
     @app.command(
         cls=ExportCommand,
@@ -91,7 +99,17 @@ def mount(app: typer.Typer, run_scan: RunScan) -> None:
                 help="Set a field of that scan, such as sequences=500. May be repeated.",
             ),
         ] = None,
-        device: Annotated[Device, typer.Option(help="Device of that scan.")] = "auto",
+        check: Annotated[
+            bool,
+            typer.Option(
+                "--check",
+                help="Then cut the cache of the model as the file says, and print what is lost: "
+                "with the chosen heads whole, and with as many random ones.",
+            ),
+        ] = False,
+        device: Annotated[
+            Device, typer.Option(help="Device of that scan, and of --check.")
+        ] = "auto",
         run_id: Annotated[
             str | None,
             typer.Option("--run", metavar="RUN_ID", help="The run, if RUNS has several."),
@@ -130,12 +148,17 @@ def mount(app: typer.Typer, run_scan: RunScan) -> None:
                 raise QueryError("--set is about the scan of --model; leave it out")
             source = open_source(runs, export, options, destination, run_id, code)
         exported = export.make(source, **options)
+        if check and exported.cut is None:
+            raise QueryError(f"export {name}: chooses no heads to keep whole; leave out --check")
         size = write_export(export, destination, exported.files)
         _show(exported)
         typer.echo(
             f"{destination}: {name} of {source.model_name}, from run {source.run_id} "
             f"({size / 1e3:,.1f} kB)"
         )
+        if check and exported.cut is not None:
+            where = model or source.run["model"]
+            show_table(check_heads(where, exported.cut, source.run["n_ctx"], device))
 
 
 def open_source(
@@ -237,14 +260,19 @@ def print_formats() -> None:
 
 def _show(exported: Exported) -> None:
     """Print the table of an export, and what its reader should know."""
+    if exported.table is not None:
+        show_table(exported.table)
+    for line in exported.notes:
+        tell_user(f"note: {line}")
+
+
+def show_table(table: pa.Table) -> None:
+    """Print the first rows of a table."""
     from queries.formats import writing_to_stdout
     from queries.python_api import text_table
 
-    if exported.table is not None:
-        rows = [tuple(row.values()) for row in exported.table.slice(0, ROWS_SHOWN).to_pylist()]
-        with writing_to_stdout() as out:
-            out.write(f"{text_table(exported.table.schema.names, rows)}\n")
-            if exported.table.num_rows > len(rows):
-                out.write(f"and {exported.table.num_rows - len(rows):,} more rows\n")
-    for line in exported.notes:
-        tell_user(f"note: {line}")
+    rows = [tuple(row.values()) for row in table.slice(0, ROWS_SHOWN).to_pylist()]
+    with writing_to_stdout() as out:
+        out.write(f"{text_table(table.schema.names, rows)}\n")
+        if table.num_rows > len(rows):
+            out.write(f"and {table.num_rows - len(rows):,} more rows\n")

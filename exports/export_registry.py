@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
+import numpy as np
+
 import exports
 from schemas.errors import QueryError, unknown
 from schemas.formulas import first_paragraph
@@ -82,6 +84,23 @@ class Needs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheCut:
+    """Which KV heads keep their whole cache, and what the others keep."""
+
+    whole: np.ndarray
+    """A mask `[layer kv_head]`."""
+    sink: int
+    """First keys that the others keep."""
+    recent: int
+    """Last keys that the others keep."""
+
+    @property
+    def whole_heads(self) -> list[tuple[int, int]]:
+        """The heads that keep everything: layer and KV head."""
+        return [(int(layer), int(head)) for layer, head in np.argwhere(self.whole)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exported:
     """What a format made of a run."""
 
@@ -89,6 +108,9 @@ class Exported:
     """Content by name. A format that writes a file has one, whose name does not matter."""
     table: pa.Table | None = None
     """Rows for the screen, if the format is also for people."""
+    cut: CacheCut | None = None
+    """The cut of a cache that the file asks for, which `--check` tries out. None if it asks none.
+    """
     notes: tuple[str, ...] = ()
     """Lines that the user should read."""
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from exports.export_registry import REPEATED, Exported, Needs, export_format
+from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format
 from exports.export_source import ExportSource
 from schemas.values import Count, Index
 
@@ -54,7 +54,9 @@ def razor(
     induction_heads = highest_heads(source.by_head("induction_score"), induction)
     chosen = {(layer, head) for layer, head, _ in (*echo_heads, *induction_heads)}
     kv_heads = sorted({(layer, head // source.group_size) for layer, head in chosen})
-    layers, n_kv_heads = source.kv_shape
+    whole = np.zeros(source.kv_shape, bool)
+    for place in kv_heads:
+        whole[place] = True
     content = {
         "echo_heads": echo_heads,
         "induction_heads": induction_heads,
@@ -66,7 +68,10 @@ def razor(
     }
     return Exported(
         files={"razor.json": f"{json.dumps(content, ensure_ascii=False)}\n".encode()},
-        notes=(f"{len(kv_heads)} of {layers * n_kv_heads} KV heads keep the whole cache",),
+        notes=(f"{len(kv_heads)} of {whole.size} KV heads keep the whole cache",),
+        cut=CacheCut(
+            whole=whole, sink=sink, recent=max(recent, source.run["n_ctx"] // compression)
+        ),
     )
 
 

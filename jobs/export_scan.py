@@ -1,15 +1,36 @@
-"""The scan that an export needs, run to its end: one command goes from a model to the file.
+"""The scan that an export needs, and the trial of what it chose, on the model itself.
 
-Exports (`exports`) know neither models nor how a scan is run. `headcount.py` hands this function to
-them. Imports wait until they are needed, because every command loads this file.
+Exports (`exports`) know neither models nor how a scan is run. `headcount.py` hands these functions
+to them. Imports wait until they are needed, because every command loads this file.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from schemas.places import Place
+
+
+class CacheCutLike(Protocol):
+    """Which KV heads keep their whole cache, as `exports.export_registry` has it."""
+
+    @property
+    def whole_heads(self) -> list[tuple[int, int]]:
+        """Layer and KV head of those that do."""
+        ...
+
+    @property
+    def sink(self) -> int:
+        """First keys that the others keep."""
+        ...
+
+    @property
+    def recent(self) -> int:
+        """Last keys that the others keep."""
+        ...
 
 
 def run_export_scan(
@@ -40,3 +61,14 @@ def run_export_scan(
         new=False,
         quiet=False,
     )
+
+
+def check_exported_heads(
+    model: str, cut: CacheCutLike, n_ctx: int, device: Literal["auto", "cpu", "cuda"]
+) -> pa.Table:
+    """What a model loses with a cache that is cut so: recall of needles, loss after repeats."""
+    from jobs.head_check import check_heads
+    from workers.process import prepare_process
+
+    prepare_process()
+    return check_heads(model, cut.whole_heads, cut.sink, cut.recent, n_ctx=n_ctx, device=device)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import EllipsisType
-from typing import Protocol, Self, TypeAlias, overload
+from typing import Protocol, Self, TypeAlias, TypeVar, overload
 
 Index: TypeAlias = int | slice | EllipsisType | None
 
@@ -87,7 +87,21 @@ class Tensor(Protocol):
     def float(self) -> Self: ...
     def flatten(self, start_dim: int) -> Self: ...
     def transpose(self, dim0: int, dim1: int) -> Self: ...
+    def roll(self, shifts: int, dims: int) -> Self: ...
     def swapaxes(self, axis0: int, axis1: int) -> Self: ...
+
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+TIE = 1e-5
+"""Values closer to the largest one than this share of it tie with it: their order is rounding."""
+
+
+def first_of_largest(values: AnyTensor) -> AnyTensor:
+    """The first place along the last axis whose value ties with the largest, which is positive."""
+    ties = values >= values.amax(-1, keepdim=True) * (1 - TIE)
+    # Of equal values, the first is the largest one's place.
+    return ties.float().argmax(-1)
 
 
 class Selected(Protocol):
@@ -172,9 +186,15 @@ class Pattern(Protocol):
         """
         ...
 
+    def labelled_seen(self, keys: Tensor) -> Tensor:
+        """How many of the keys of a mask `[batch pos]` query q sees: `[batch query]`."""
+        ...
+
     def strongest_key(self, queries: Tensor) -> Tensor:
         """The key with the largest `A[q, k]`, as an integer, for the queries of a mask
         `[batch pos]`; 0 for the other queries: `[batch head query]`.
+
+        Of keys that tie (`first_of_largest`), the first.
         """
         ...
 

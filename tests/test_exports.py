@@ -13,10 +13,12 @@ import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 import headcount
 from exports.budget import SHARES, dropped_shares, lost_by_window
+from exports.destination import check_destination, write_export
 from exports.export_registry import (
     FORMATS,
     Exported,
@@ -25,7 +27,7 @@ from exports.export_registry import (
     export_format_named,
     export_formats,
 )
-from exports.export_source import ExportSource, toml_lines
+from exports.export_source import ExportSource, choose_run, toml_lines
 from queries.asking import RunDatabase, open_runs
 from schemas.errors import HeadcountError, QueryError
 from schemas.scan import parse_scan
@@ -56,6 +58,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "entropy",
             "distant_mass(2,4)",
             "distant_mass(1,5)",
+            "query_absmax",
+            "key_absmax",
+            "value_absmax",
         ],
         "profiles": ["attention_by_lag", "sink_attention_by_query"],
         "interventions": ["none", "zero_head(0,1)"],
@@ -77,6 +82,15 @@ def run(*words: object) -> str:
     result = CliRunner().invoke(headcount.app, ["export", *map(str, words)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def make(database: RunDatabase, name: str, output: Path, **options: object) -> None:
+    """Write an export of opened runs: the same as the command, which opens them each time."""
+    export = export_format_named(name)
+    values = export.parsed_options({key: str(value) for key, value in options.items()})
+    destination = check_destination(export, str(output), replace=True)
+    source = choose_run(database, export, values, destination)
+    write_export(export, destination, export.make(source, **values).files)
 
 
 def means_of_heads(database: RunDatabase, statistic: str) -> np.ndarray:
@@ -213,10 +227,10 @@ def test_what_no_run_measured_is_named_with_the_scan_that_would(tmp_path: Path) 
 def test_another_input_and_an_unfinished_run_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "other", "a-1", **scores(family="uniform_random"))
     with pytest.raises(QueryError, match="is over uniform_random, expected repeated_random"):
-        run("razor", tmp_path / "other", "-o", tmp_path / "x")
+        make(open_runs(tmp_path / "other"), "razor", tmp_path / "x")
     write_run(tmp_path / "half", "a-1", **scores(commit=[0]))
     with pytest.raises(QueryError, match="is not complete: 1 of 2 shards are in; headcount resume"):
-        run("razor", tmp_path / "half", "-o", tmp_path / "x")
+        make(open_runs(tmp_path / "half"), "razor", tmp_path / "x")
 
 
 def test_of_several_runs_one_is_named(tmp_path: Path) -> None:
@@ -250,10 +264,10 @@ def test_an_older_export_is_replaced_only_if_that_is_said(home: Path, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["razor.json"]
 
 
-def test_what_cannot_be_written_is_said_in_a_line(home: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said_in_a_line(database: RunDatabase, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(QueryError, match="cannot be written"):
-        run("razor", home / "runs", "-o", tmp_path / "file" / "razor.json")
+        make(database, "razor", tmp_path / "file" / "razor.json")
 
 
 # razor
@@ -295,17 +309,20 @@ def load_attn_pattern(folder: Path) -> tuple[np.ndarray, int, int]:
     return np.clip(scores, 0, 1), config["sink_size"], config["recent_size"]
 
 
-def distant_by_kv_head(database: RunDatabase) -> np.ndarray:
-    return means_of_heads(database, "distant_mass_2_4").reshape(LAYERS, KV_HEADS, -1)
+def retrieval_by_group(database: RunDatabase) -> np.ndarray:
+    """The attention to copies and to what follows them, `[layer kv_head member]`."""
+    retrieval = means_of_heads(database, "duplicate_score")
+    retrieval += means_of_heads(database, "induction_score")
+    return retrieval.reshape(LAYERS, KV_HEADS, -1)
 
 
-def test_duo_scores_a_kv_head_by_the_query_head_that_looks_farthest(
+def test_duo_scores_a_kv_head_by_the_query_head_that_retrieves_most(
     home: Path, tmp_path: Path, database: RunDatabase
 ) -> None:
     output = run("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 2, "--recent", 4)
     assert output.startswith(f"{tmp_path / 'duo'}: duo of llama, from run toy-")
     scores, sink, recent = load_attn_pattern(tmp_path / "duo")
-    np.testing.assert_allclose(scores, distant_by_kv_head(database).max(-1), rtol=1e-6)
+    np.testing.assert_allclose(scores, retrieval_by_group(database).max(-1), rtol=1e-6)
     assert (sink, recent) == (2, 4)
     assert np.ptp(scores) > 0.01
     assert json.loads((tmp_path / "duo" / "config.json").read_text())["headcount"]["n_ctx"] == N_CTX
@@ -313,39 +330,53 @@ def test_duo_scores_a_kv_head_by_the_query_head_that_looks_farthest(
 
     with pytest.raises(QueryError, match="is there already"):
         run("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 2, "--recent", 4)
-    words = ("--sink=2", "--recent=4", "--group=mean", "--replace")
-    run("duo", home / "runs", "-o", tmp_path / "duo", *words)
+    make(database, "duo", tmp_path / "duo", group="mean")
     scores, _, _ = load_attn_pattern(tmp_path / "duo")
-    np.testing.assert_allclose(scores, distant_by_kv_head(database).mean(-1), rtol=1e-6)
+    np.testing.assert_allclose(scores, retrieval_by_group(database).mean(-1), rtol=1e-6)
+    make(database, "duo", tmp_path / "duo", sink=2, recent=4, score="distant")
+    scores, _, _ = load_attn_pattern(tmp_path / "duo")
+    by_head = means_of_heads(database, "distant_mass_2_4").reshape(LAYERS, KV_HEADS, -1)
+    np.testing.assert_allclose(scores, by_head.max(-1), rtol=1e-6)
+    with pytest.raises(QueryError, match="did not measure distant_mass_3_4; this scan would do"):
+        make(database, "duo", tmp_path / "duo", sink=3, recent=4, score="distant")
 
 
-def test_duo_cuts_scores_where_it_is_told(
-    home: Path, tmp_path: Path, database: RunDatabase
-) -> None:
-    farthest = distant_by_kv_head(database).max(-1)
-    options = ("--sink", 2, "--recent", 4)
+def test_duo_cuts_scores_where_it_is_told(database: RunDatabase, tmp_path: Path) -> None:
+    highest = retrieval_by_group(database).max(-1)
+    output = tmp_path / "duo"
     for share, kept in ((0.75, 1), (0.5, 2), (0, 4), (1, 0)):
-        output = tmp_path / f"sparse-{share}"
-        run("duo", home / "runs", "-o", output, *options, "--sparsity", share)
+        make(database, "duo", output, sink=2, recent=4, sparsity=share)
         whole, _, _ = load_attn_pattern(output)
         assert whole.sum() == kept
         assert {*whole.ravel()} <= {0.0, 1.0}
-        assert not kept or farthest[whole == 1].min() == np.sort(farthest.ravel())[-kept]
-    threshold = float(np.sort(farthest.ravel())[1:3].mean())
-    run("duo", home / "runs", "-o", tmp_path / "cut", *options, "--threshold", threshold)
-    whole, _, _ = load_attn_pattern(tmp_path / "cut")
-    np.testing.assert_array_equal(whole, farthest >= threshold)
+        assert not kept or highest[whole == 1].min() == np.sort(highest.ravel())[-kept]
+    threshold = float(np.sort(highest.ravel())[1:3].mean())
+    make(database, "duo", output, sink=2, recent=4, threshold=threshold)
+    whole, _, _ = load_attn_pattern(output)
+    np.testing.assert_array_equal(whole, highest >= threshold)
     with pytest.raises(QueryError, match="leave out one"):
-        run(
-            "duo", home / "runs", "-o", tmp_path / "x", *options, "--sparsity", 0, "--threshold", 0
-        )  # fmt: skip
+        make(database, "duo", output, sink=2, recent=4, threshold=0.5, sparsity=0.5)
 
 
-def test_a_folder_with_other_files_is_not_replaced(home: Path, tmp_path: Path) -> None:
+def test_what_duo_chose_is_tried_out_on_the_model(home: Path, tmp_path: Path) -> None:
+    """`tests/test_head_check.py` holds the trial itself against an independent model."""
+    words = ("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 1, "--recent", 5)
+    output = run(*words, "--sparsity", 0.75, "--check")
+    rows = {line[:12]: line.split() for line in output.splitlines()}
+    # One of four KV heads keeps 24 keys, three keep six.
+    assert rows["chosen heads"][3:5] == ["1", "1"]
+    assert float(rows["chosen heads"][-1]) == pytest.approx(100 * (24 + 3 * 6) / 96, abs=0.01)
+    assert float(rows["every head  "][-1]) == 100
+    with pytest.raises(QueryError, match="chooses no heads to keep whole; leave out --check"):
+        run("budget", home / "runs", "-o", tmp_path / "budget.csv", "--check")
+    assert [path.name for path in tmp_path.iterdir()] == ["duo"]
+
+
+def test_a_folder_with_other_files_is_not_replaced(database: RunDatabase, tmp_path: Path) -> None:
     (tmp_path / "duo").mkdir()
     (tmp_path / "duo" / "thesis.tex").write_text("years of work")
     with pytest.raises(QueryError, match=r"holds thesis\.tex, which is no part of this export"):
-        run("duo", home / "runs", "-o", tmp_path / "duo", "--sink=2", "--recent=4", "--replace")
+        make(database, "duo", tmp_path / "duo", sink=2, recent=4)
     assert [path.name for path in tmp_path.rglob("*")] == ["duo", "thesis.tex"]
 
 
@@ -406,14 +437,14 @@ def test_a_budget_is_the_shortest_window_that_keeps_enough(
             kept = min(window + 2, N_CTX)
             assert row[f"cache_{share}"] == pytest.approx(100 * kept / N_CTX, abs=0.01)
         assert row["needs_all"] == (row["window_95"] > N_CTX / 2)
-    run("budget", home / "runs", "-o", tmp_path / "budget.csv", "--sink", 2)
+    make(database, "budget", tmp_path / "budget.csv", sink=2)
     assert (tmp_path / "budget.csv").read_text().splitlines()[0].startswith('"label","layer"')
     with pytest.raises(QueryError, match=r"ends in \.csv, \.parquet or \.npy"):
-        run("budget", home / "runs", "-o", tmp_path / "budget.txt")
+        make(database, "budget", tmp_path / "budget.txt")
 
 
-def test_the_curve_of_budgets_drops_what_it_says(home: Path, tmp_path: Path) -> None:
-    run("budget", home / "runs", "-o", tmp_path / "budget.npy", "--sink", 2)
+def test_the_curve_of_budgets_drops_what_it_says(database: RunDatabase, tmp_path: Path) -> None:
+    make(database, "budget", tmp_path / "budget.npy", sink=2)
     curve = np.load(tmp_path / "budget.npy")
     # What kvpress's LUKVPress checks of the file, and then keeps of each head.
     assert curve.shape == (99, LAYERS, KV_HEADS)
@@ -431,6 +462,65 @@ def test_keys_go_to_the_heads_that_lose_most_without_them() -> None:
     np.testing.assert_array_equal(curve[49], [[0.25, 0.75]])
     # The fifth is the first of head 1.
     np.testing.assert_array_equal(curve[36], [[0.25, 0.5]])
+
+
+# fp8-kv-scales
+
+
+def scales_of(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors of a file of weights by name, and what its header says."""
+    with safe_open(path, "np") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def test_scales_are_the_largest_components_by_kv_head(
+    database: RunDatabase, tmp_path: Path
+) -> None:
+    file = tmp_path / "scales.safetensors"
+    make(database, "fp8-kv-scales", file)
+    tensors, metadata = scales_of(file)
+    assert json.loads(metadata["headcount"])["format"] == "fp8-kv-scales"
+    assert len(tensors) == 3 * LAYERS
+    for layer, (letter, statistic, heads) in product(
+        range(LAYERS), (("q", "query", 1), ("k", "key", 2), ("v", "value", 2))
+    ):
+        scale = tensors[f"model.layers.{layer}.self_attn.{letter}_scale"]
+        rows = database.rows(
+            f"SELECT max({statistic}_absmax) FROM heads WHERE {UNTOUCHED} AND layer = {layer} "
+            f"GROUP BY head // {heads} ORDER BY head // {heads}"
+        )
+        expected = np.array(rows, np.float32)[:, :, None] / 448
+        assert scale.shape == (HEADS // heads, 1, 1)
+        assert scale.dtype == np.float32
+        np.testing.assert_allclose(scale, expected, rtol=1e-6)
+
+
+def test_scales_may_clip_the_largest_of_few_sequences(
+    database: RunDatabase, tmp_path: Path
+) -> None:
+    file = tmp_path / "scales.safetensors"
+    make(database, "fp8-kv-scales", file)
+    largest, _ = scales_of(file)
+    make(database, "fp8-kv-scales", file, quantile=0.5, prefix="h.{layer}.attn")
+    clipped, _ = scales_of(file)
+    assert set(clipped) == {
+        name.replace("model.layers", "h").replace("self_", "") for name in largest
+    }
+    for layer in range(LAYERS):
+        values = np.array(
+            database.rows(
+                f"SELECT list(key_absmax ORDER BY key_absmax) FROM heads WHERE {UNTOUCHED} "
+                f"AND layer = {layer} GROUP BY head // 2 ORDER BY head // 2"
+            )
+        )
+        # Both query heads of a group have the values of their six sequences: 1, 1, 2, 2, …
+        medians = values[:, 0, 4] / 448
+        scales = clipped[f"h.{layer}.attn.k_scale"].ravel()
+        # The upper end of a bin is never below the value and at most 4.5 % above it.
+        assert (scales >= medians * (1 - 1e-6)).all()
+        assert (scales <= medians * 1.045).all()
+    with pytest.raises(QueryError, match=r"--prefix: expected a name with \{layer\} in it"):
+        make(database, "fp8-kv-scales", file, prefix="attn")
 
 
 # card
@@ -477,24 +567,23 @@ def test_a_card_names_the_committed_files_if_others_lie_beside_them(
     shutil.copytree(home / "runs", tmp_path / "runs")
     (directory,) = (tmp_path / "runs").iterdir()
     (directory / "heads" / "intervention=none" / "copy.parquet").write_bytes(b"")
-    run("card", tmp_path / "runs", "-o", tmp_path / "README.md")
+    copied = open_runs(tmp_path / "runs")
+    make(copied, "card", tmp_path / "README.md")
     files = f"{directory.name}/heads/intervention=none/shard-00000"
     assert (
         f'  - "runs/{files}0.parquet"\n  - "runs/{files}1.parquet"'
         in (tmp_path / "README.md").read_text()
     )
     with pytest.raises(QueryError, match="expected a name in the directory of the run or above"):
-        run("card", tmp_path / "runs", "-o", tmp_path / "elsewhere" / "README.md")
+        make(copied, "card", tmp_path / "elsewhere" / "README.md")
 
 
 # iceberg
 
 
-def test_iceberg_tables_have_the_rows_of_the_views(
-    home: Path, tmp_path: Path, database: RunDatabase
-) -> None:
+def test_iceberg_tables_have_the_rows_of_the_views(database: RunDatabase, tmp_path: Path) -> None:
     pyiceberg_table = pytest.importorskip("pyiceberg.table")
-    run("iceberg", home / "runs", "-o", tmp_path / "tables")
+    make(database, "iceberg", tmp_path / "tables")
     assert not list((tmp_path / "tables").rglob("*.parquet"))
     names = ("run_id", "intervention", "sequence", "layer", "head")
     heads = pyiceberg_table.StaticTable.from_metadata(str(tmp_path / "tables" / "heads"))

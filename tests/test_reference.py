@@ -136,6 +136,7 @@ COMBINATIONS = (
 WITH_OPTIONS = (
     "distant_mass(0,1)", "distant_mass(1,3)", "distant_mass(2,7)",
     "distant_mass_last(0,1)", "distant_mass_last(1,3)", "distant_mass_last(2,7)",
+    "labelled_key_mass(other,answer)",
 )  # fmt: skip
 """Statistics with options that mean something in short sequences."""
 
@@ -242,7 +243,7 @@ def _one_thread() -> Iterator[None]:
 
 def sequences_of(d_vocab: int, n_ctx: int) -> tuple[np.ndarray, np.ndarray, list[list[str]]]:
     """A repeated block behind a first token, with triggers; a sequence with a few repeats, without
-    triggers; and their partners.
+    triggers; and their partners. Both have labels of a question and its answer.
     """
     rng = np.random.default_rng(99)
     block = rng.integers(2, d_vocab, size=(n_ctx + 1) // 2)
@@ -252,8 +253,18 @@ def sequences_of(d_vocab: int, n_ctx: int) -> tuple[np.ndarray, np.ndarray, list
     mixed = rng.integers(2, min(d_vocab, 17), size=n_ctx)
     tokens = np.stack([repeated, mixed]).astype(np.int32)
     partner = rng.integers(2, d_vocab, size=tokens.shape).astype(np.int32)
-    labels = [["trigger" if token % 3 == 1 else "" for token in repeated.tolist()], [""] * n_ctx]
+    in_order = question_labels(n_ctx)
+    of_repeated = zip(repeated.tolist(), in_order, strict=True)
+    labels = [["trigger" if token % 3 == 1 else label for token, label in of_repeated], in_order]
     return tokens, partner, labels
+
+
+def question_labels(n_ctx: int) -> list[str]:
+    """Gold keys, others, a question, some tokens without a label, and the answer at the end."""
+    parts = {"": 0.05, "gold": 0.4, "other": 0.5, "query": 0.6, " ": 0.65, "answer": 1.0}
+    ends = {label: share * n_ctx for label, share in parts.items()}
+    label_of = [next(label for label in ends if i < ends[label]) for i in range(n_ctx)]
+    return [label.strip() for label in label_of]
 
 
 def disagreements(
@@ -331,6 +342,13 @@ def compare(
     return {name: problem for name, problem in problems.items() if problem}
 
 
+def without_rotated(problems: dict[str, str], name: str, engine: str) -> dict[str, str]:
+    """The problems that count: the bridge of GPT-NeoX does not show q and k as they are rotated."""
+    hidden = {"query_absmax", "key_absmax"} if name.startswith("neox") else set[str]()
+    left_out = hidden if engine == "dense" else set[str]()
+    return {column: problem for column, problem in problems.items() if column not in left_out}
+
+
 def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
     of_scores = ("mask_", "keep_window", "stream_", "mean_query_bias")
     edits_scores = any(part.startswith(of_scores) for part in intervention.split("+"))
@@ -346,7 +364,8 @@ def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
         with pytest.raises(ModelError):
             shelf.measured(name, intervention, engine)
         return
-    assert compare(shelf.measured(name, intervention, engine), reference) == {}
+    problems = compare(shelf.measured(name, intervention, engine), reference)
+    assert without_rotated(problems, name, engine) == {}
 
 
 # Completeness

@@ -1,12 +1,20 @@
-"""Attention of the queries that an input family labels "trigger", and of all other queries.
+"""Attention of the queries, and to the keys, that an input family labels.
 
-With a window, those are left out that do not see the key.
+The label "trigger" is of a token that the task copies. In a text with a question, "gold" are the
+tokens that hold the answer, "other" those of distractors, "query" those of the question, and
+"answer" those of the answer. With a window, queries are left out that do not see the key.
 """
 
 import math
+from typing import Annotated
+
+from pydantic import Field
 
 from schemas.pattern import Labels, Pattern, Tensor
 from schemas.statistics.statistic_registry import statistic
+
+Label = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+"""A label, in letters that a column's name may have."""
 
 
 def has_triggers(pattern: Pattern, labels: Labels) -> Tensor | bool:
@@ -88,3 +96,86 @@ def previous_token_triggers(pattern: Pattern, labels: Labels) -> Tensor:
     0.5
     """
     return mean_at_triggers(pattern.lag(1), labels)
+
+
+def undefined_value(pattern: Pattern) -> Tensor:
+    """NaN of every sequence and head: `[batch head]`."""
+    return pattern.key(0)[..., 0] * math.nan
+
+
+def sees_labelled_key(
+    pattern: Pattern, labels: Labels, *, keys: Label = "gold", queries: Label = "query"
+) -> Tensor | bool:
+    """some query with the label `queries` sees a key with the label `keys`."""
+    if keys not in labels or queries not in labels:
+        return False
+    return (labels[queries] & (pattern.labelled_seen(labels[keys]) > 0)).any(-1)
+
+
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="after Zhang et al. 2025, arXiv 2506.09944",
+    chance=True,
+    defined=sees_labelled_key,
+    standard=False,
+)
+def labelled_key_mass(
+    pattern: Pattern, labels: Labels, *, keys: Label = "gold", queries: Label = "query"
+) -> Tensor:
+    """Mean attention to all keys with the label `keys`, over the queries with the label `queries`
+    that see one of them.
+
+    1/|Q| Σ_{q∈Q} Σ_{k∈K, k≤q} A[q,k], K = keys labelled keys, Q = queries labelled queries that see
+    one of K
+
+    >>> rows = [[1, 0, 0], [0.5, 0.5, 0], [0.25, 0.5, 0.25]]
+    >>> marks = triggers([1, 1, 0]) | {"last": triggers([0, 0, 1])["trigger"]}
+    >>> labelled_key_mass(pattern(rows), marks, keys="trigger", queries="last").item()
+    0.75
+    """
+    if keys not in labels or queries not in labels:
+        return undefined_value(pattern)
+    matched = labels[queries] & (pattern.labelled_seen(labels[keys]) > 0)
+    mass = pattern.labelled_mass(labels[keys], matched)
+    return mass.sum(-1) / matched.sum(-1)[:, None]
+
+
+def has_answers(labels: Labels) -> Tensor | bool:
+    """some token from position 1 on is labelled "answer", and some token is labelled "gold"."""
+    if "answer" not in labels or "gold" not in labels:
+        return False
+    return labels["answer"][:, 1:].any(-1) & labels["gold"].any(-1)
+
+
+@statistic(
+    unit="share of tokens",
+    range=(0, 1),
+    source="Wu et al. 2024, arXiv 2404.15574, teacher forced",
+    defined=has_answers,
+    standard=False,
+)
+def retrieval_score(pattern: Pattern, labels: Labels, tokens: Tensor) -> Tensor:
+    """Share of the tokens labelled "answer" that the head copies: the key with the largest
+    attention of the query before is labelled "gold" and holds the same token.
+
+    1/|P| #{p∈P : k* labelled gold, t[k*] = t[p]}, k* = argmax_k A[p-1,k], P = answers from position
+    1 on
+
+    Of keys that tie up to a share of 1e-5, k* is the first.
+
+    >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.5, 0.25, 0], [0, 0.5, 0.25, 0.25]]
+    >>> gold, answers = triggers([0, 1, 0, 0]), triggers([0, 0, 1, 1])
+    >>> marks = {"gold": gold["trigger"], "answer": answers["trigger"]}
+    >>> retrieval_score(pattern(rows), marks, copies([5, 7, 8, 7]).query_label).item()
+    0.5
+    """
+    if "answer" not in labels or "gold" not in labels:
+        return undefined_value(pattern)
+    answers = labels["answer"]
+    # The query of token p is p - 1. `roll` also moves position 0 to the end, which is cut off.
+    strongest = pattern.strongest_key(answers.roll(-1, -1))[..., :-1]
+    is_gold = labels["gold"][:, None].take_along_dim(strongest, -1)
+    is_same = tokens[:, None].take_along_dim(strongest, -1) == tokens[:, None, 1:]
+    copied = is_gold & is_same & answers[:, None, 1:]
+    return copied.sum(-1) / answers[:, 1:].sum(-1)[:, None]

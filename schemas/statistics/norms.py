@@ -3,6 +3,15 @@
 from schemas.pattern import Tensor
 from schemas.statistics.statistic_registry import statistic
 
+CACHED = "after KIVI, Liu et al. 2024, arXiv 2402.02750"
+
+
+def largest_size(vectors: Tensor) -> Tensor:
+    """Largest absolute value of a component of `vectors [batch pos head d_head]`."""
+    # Without a copy of the absolute values.
+    largest, smallest = vectors.amax(1).amax(-1), vectors.amin(1).amin(-1)
+    return largest.maximum(-smallest)
+
 
 @statistic(unit="euclidean norm", source="Sandoval-Segura et al. 2025, arXiv 2504.03889")
 def value_norm(v: Tensor) -> Tensor:
@@ -126,3 +135,39 @@ def sink_resid_post_norm(resid_post: Tensor) -> Tensor:
     5.0
     """
     return resid_post[:, 0].norm(dim=-1)
+
+
+@statistic(unit="absolute value", source=CACHED, standard=False)
+def query_absmax(q: Tensor) -> Tensor:
+    """Largest absolute value of a component of the queries, after any rotation.
+
+    max_q max_d |q[q,d]|
+
+    >>> query_absmax(vectors([3, -4], [0, 2])).item()
+    4.0
+    """
+    return largest_size(q)
+
+
+@statistic(unit="absolute value", source=CACHED, standard=False)
+def key_absmax(k: Tensor) -> Tensor:
+    """Largest absolute value of a component of the keys as a cache stores them, after any rotation.
+
+    max_k max_d |k[k,d]|
+
+    >>> key_absmax(vectors([3, -4], [0, 2])).item()
+    4.0
+    """
+    return largest_size(k)
+
+
+@statistic(unit="absolute value", source=CACHED, standard=False)
+def value_absmax(v: Tensor) -> Tensor:
+    """Largest absolute value of a component of the values as a cache stores them.
+
+    max_k max_d |v[k,d]|
+
+    >>> value_absmax(vectors([3, -4], [0, 2])).item()
+    4.0
+    """
+    return largest_size(v)

@@ -49,6 +49,26 @@ def sink_logit_spread(pattern: Pattern) -> Tensor:
     return (scores - scores.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
+@statistic(
+    unit="logits",
+    range=(-math.inf, math.inf),
+    source="after Zhai et al. 2023, arXiv 2303.06296",
+    standard=False,
+)
+def score_max(pattern: Pattern) -> Tensor:
+    """Largest score of a query and a key that it sees.
+
+    max_q max_{k≤q} S[q,k]
+
+    With a window the keys are those in the window. A learned sink is no key. If an edit hides a
+    key, its score is not defined, and so the largest one is not.
+
+    >>> score_max(scores([[1, 9, 9], [-2, 3, 9], [0, 2, -5]])).item()
+    3.0
+    """
+    return pattern.largest_score().amax(-1)
+
+
 def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
     """the model's queries and keys are not rotated by their positions and the sequence has at least
     three tokens.

@@ -4,7 +4,7 @@ A mean over queries is over those that see the keys. So with a window, the queri
 are left out of what is said of key 0, and there is no value if no query is left.
 """
 
-from schemas.pattern import Pattern, Tensor
+from schemas.pattern import Pattern, Tensor, first_of_largest
 from schemas.statistics.statistic_registry import statistic
 
 
@@ -158,3 +158,50 @@ def sink_gate(pattern: Pattern) -> Tensor:
     0.375
     """
     return pattern.gate().mean(-1)
+
+
+FEW_QUERIES = 16
+"""A key near the end is seen by so few queries that its mean attention says little."""
+
+
+def received_by_candidates(pattern: Pattern) -> Tensor:
+    """Mean attention that keys receive, of the keys that enough queries see: `[batch head key]`."""
+    half = (pattern.n_ctx + 1) // 2
+    enough = min(FEW_QUERIES, half, pattern.window)
+    return pattern.received()[..., : pattern.n_ctx - enough + 1]
+
+
+@statistic(unit="position", source="after Gu et al. 2024, arXiv 2410.10781", standard=False)
+def sink_position(pattern: Pattern) -> Tensor:
+    """Position of the key that receives the largest mean attention of the queries that see it.
+
+    argmax_k 1/(T-k) Σ_{q≥k} A[q,k], over the keys that at least min(16, ⌈T/2⌉) queries see
+
+    A sink is not always key 0. `sink_position_mass` says whether this key is one. With a window the
+    sum is over the queries `k .. k+window-1`, and a shorter window takes the place of 16. Of keys
+    that tie up to a share of 1e-5, it is the first.
+
+    >>> rows = [[1, 0, 0, 0], [0, 1, 0, 0], [0.25, 0.75, 0, 0], [0, 0.5, 0.25, 0.25]]
+    >>> sink_position(pattern(rows)).item()
+    1.0
+    """
+    return first_of_largest(received_by_candidates(pattern)).float()
+
+
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="after Gu et al. 2024, arXiv 2410.10781",
+    standard=False,
+)
+def sink_position_mass(pattern: Pattern) -> Tensor:
+    """Largest mean attention that a key receives of the queries that see it: that of the key at
+    `sink_position`.
+
+    max_k 1/(T-k) Σ_{q≥k} A[q,k], over the keys that at least min(16, ⌈T/2⌉) queries see
+
+    >>> rows = [[1, 0, 0, 0], [0, 1, 0, 0], [0.25, 0.75, 0, 0], [0, 0.5, 0.25, 0.25]]
+    >>> sink_position_mass(pattern(rows)).item()
+    0.75
+    """
+    return received_by_candidates(pattern).amax(-1)

@@ -37,6 +37,8 @@ class Head:
     q: Array
     """Before any rotation, like k: `[pos d_head]`."""
     k: Array
+    q_rotated: Array
+    k_rotated: Array
     v: Array
     z: Array
     resid_pre: Array
@@ -106,6 +108,11 @@ def mean(values: Iterable[float]) -> float:
     """NaN where there are none, or one of them is."""
     listed = list(values)
     return sum(listed) / len(listed) if listed else math.nan
+
+
+def first_largest(values: Sequence[float]) -> int:
+    """The place of the largest value; of values that tie up to a share of 1e-5, the first."""
+    return next(i for i, value in enumerate(values) if value >= max(values) * (1 - 1e-5))
 
 
 def length(x: Array) -> float:
@@ -193,6 +200,23 @@ def second_key_mass_late(h: Head) -> float:
 @statistic
 def sink_gate(h: Head) -> float:
     return mean(1 - sum(row) for row in h.A) if h.has_sink else math.nan
+
+
+def received(h: Head) -> list[float]:
+    """What a key receives of a query on average, of the keys that enough queries see."""
+    seen_by = [h.queries_of(k) for k in range(h.T)]
+    enough = min(16, math.ceil(h.T / 2), h.window)
+    return [mean(h.A[q][k] for q in qs) for k, qs in enumerate(seen_by) if len(qs) >= enough]
+
+
+@statistic
+def sink_position(h: Head) -> float:
+    return float(first_largest(received(h)))
+
+
+@statistic
+def sink_position_mass(h: Head) -> float:
+    return max(received(h))
 
 
 # Reach
@@ -337,6 +361,32 @@ def sink_value_result_norm(h: Head) -> float:
 # Labels
 
 
+def labelled_key_mass_of(keys: str, queries: str) -> Statistic:
+    def define(h: Head) -> float:
+        masses: list[float] = []
+        for q in h.labelled(queries):
+            labelled_keys = [k for k in h.labelled(keys) if h.sees(q, k)]
+            if labelled_keys:
+                masses.append(sum(h.A[q][k] for k in labelled_keys))
+        return mean(masses)
+
+    return define
+
+
+STATISTIC_DEFINITIONS["labelled_key_mass_gold_query"] = labelled_key_mass_of("gold", "query")
+VARIANT_DEFINITIONS["labelled_key_mass_other_answer"] = labelled_key_mass_of("other", "answer")
+
+
+@statistic
+def retrieval_score(h: Head) -> float:
+    copied: list[float] = []
+    for p in h.labelled("answer"):
+        if p >= 1 and h.labelled("gold"):
+            strongest = first_largest(h.A[p - 1][:p])
+            copied.append(h.labels[strongest] == "gold" and h.t[strongest] == h.t[p])
+    return mean(copied)
+
+
 def queries_by_label(h: Head) -> tuple[list[int], list[int]]:
     """The triggers and the others from query 1 on; none where one kind is missing."""
     triggers = [q for q in range(1, h.T) if h.labels[q] == "trigger"]
@@ -452,6 +502,21 @@ def sink_resid_post_norm(h: Head) -> float:
     return length(h.resid_post[0])
 
 
+@statistic
+def query_absmax(h: Head) -> float:
+    return max(abs(x) for x in h.q_rotated.flatten().tolist())
+
+
+@statistic
+def key_absmax(h: Head) -> float:
+    return max(abs(x) for x in h.k_rotated.flatten().tolist())
+
+
+@statistic
+def value_absmax(h: Head) -> float:
+    return max(abs(x) for x in h.v.flatten().tolist())
+
+
 # Residual
 
 
@@ -494,6 +559,12 @@ def value_spread(h: Head) -> float:
 
 
 # Scores
+
+
+@statistic
+def score_max(h: Head) -> float:
+    scores = [h.S[q][k] for q in range(h.T) for k in range(q + 1) if h.sees(q, k)]
+    return math.nan if any(map(math.isnan, scores)) else max(scores)
 
 
 @statistic
@@ -784,6 +855,8 @@ def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
                     scores[head].tolist(),
                     seen.q[head],
                     seen.k[head],
+                    seen.q_rotated[head],
+                    seen.k_rotated[head],
                     seen.v[head],
                     seen.z[head],
                     seen.resid_pre,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from schemas.pattern import first_of_largest
 from workers.engine.attention_scores import (
     all_scores,
     distances,
@@ -21,7 +22,7 @@ from workers.engine.attention_scores import (
     window_of,
     without_bias,
 )
-from workers.engine.token_pairs import TokenPairs
+from workers.engine.token_pairs import TokenPairs, count_seen
 from workers.model.attention_facts import AttentionFacts
 
 
@@ -163,11 +164,15 @@ class DensePattern:
         mass = (self.pattern * keys[:, None, None]).sum(-1)
         return mass.masked_fill(~queries[:, None], 0)
 
+    def labelled_seen(self, keys: Tensor) -> Tensor:
+        """How many of the keys of a mask `[batch pos]` a query sees: `[batch query]`."""
+        return count_seen(keys, self.window)
+
     def strongest_key(self, queries: Tensor) -> Tensor:
         """The key with the largest `A[q, k]`, 0 for queries outside of the mask `[batch pos]`:
         `[batch head query]`.
         """
-        return self.pattern.argmax(-1).masked_fill(~queries[:, None], 0)
+        return first_of_largest(self.pattern).masked_fill(~queries[:, None], 0)
 
     def gate(self) -> Tensor:
         """Share of each row that no key has; NaN if there is no learned sink:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from schemas.pattern import first_of_largest
 from workers.engine.attention_scores import (
     MASKED,
     all_scores,
@@ -36,7 +37,7 @@ from workers.engine.attention_scores import (
 )
 from workers.engine.number_formats import HALVES, rounded
 from workers.engine.sweep_kernel import PairLabels, Sweep
-from workers.engine.token_pairs import TokenPairs
+from workers.engine.token_pairs import TokenPairs, count_seen
 from workers.model.attention_facts import AttentionFacts
 
 LN2 = math.log(2)
@@ -181,13 +182,17 @@ class FusedPattern:
             mass[tile.sequences, :, tile.queries] = (attention @ of_keys)[..., 0]
         return mass.masked_fill(~queries[:, None], 0)
 
+    def labelled_seen(self, keys: Tensor) -> Tensor:
+        """How many of the keys of a mask `[batch pos]` a query sees: `[batch query]`."""
+        return count_seen(keys, self.window)
+
     def strongest_key(self, queries: Tensor) -> Tensor:
         """The key with the largest `A[q, k]`, 0 for queries outside of the mask `[batch pos]`:
         `[batch head query]`.
         """
         strongest = torch.zeros_like(self.lse, dtype=torch.int64)
         for tile, attention in self._attention_of(queries):
-            place = attention.argmax(-1) + tile.keys.start
+            place = first_of_largest(attention) + tile.keys.start
             strongest[tile.sequences, :, tile.queries] = place
         return strongest.masked_fill(~queries[:, None], 0)
 

@@ -103,6 +103,17 @@ class TokenPairs:
         )
 
 
+def count_seen(keys: Tensor, window: int) -> Tensor:
+    """How many keys of a mask `[batch pos]` each query sees: `[batch query]`.
+
+    >>> count_seen(torch.tensor([[True, True, False, True]]), 2).tolist()
+    [[1, 2, 1, 1]]
+    """
+    counts = keys.cumsum(-1)
+    counts[:, window:] -= counts[:, :-window].clone()
+    return counts
+
+
 def find_matches(tokens: Tensor) -> dict[str, TokenPairs]:
     """The `copies` and `successors` of each query: earlier equal tokens, and the keys that follow
     them.
