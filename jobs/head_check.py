@@ -159,7 +159,7 @@ def _check_window(recent: int, n_ctx: int) -> None:
     if recent >= n_ctx // 2:
         raise ScanError(
             f"check: expected recent below {n_ctx // 2}, half of {counted(n_ctx, 'token')}, so "
-            f"that a repeated block is out of sight, got {recent}; raise n_ctx"
+            f"that a repeated block is out of sight, got {recent}; lower it, or raise n_ctx"
         )
 
 

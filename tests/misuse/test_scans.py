@@ -407,7 +407,7 @@ MODELS = [
         "bundled, elsewhere",
         {"model": "bundled:../../etc"},
         "model: unknown bundled model '../../etc': Known: attn-only-2l-mini, backcopy-1l-mini, "
-        "backcopy-3l-mini, backcopy-dynamics-mini, gpt2-mini",
+        "backcopy-3l-mini, backcopy-dynamics-mini, gpt2-mini, needle-mini",
     ),
     ("no directory", {"model": "./nowhere"}, "model './nowhere': no such directory"),
 ]
