@@ -8,18 +8,16 @@ from schemas import profiles
 from schemas.errors import ScanError
 from schemas.kind import Kind, ScanFacts
 from schemas.profiles import PROFILES, Profile
-from schemas.profiles.profile_registry import PAIRED_AXES
 from schemas.tables import CURVES
 
 
 def _refuse_pairs(curves: Iterable[Profile], _scan: ScanFacts) -> None:
     """Pair profiles have too many numbers to store for every sequence."""
     for curve in curves:
-        if curve.axis in PAIRED_AXES:
-            pair = "pair of a query and a key" if curve.axis == "pair" else curve.axis
+        if curve.axis == "pair":
             raise ScanError(
-                f"curves: {curve.name} has a number for every {pair}, too many to keep of every "
-                "sequence; ask for it in profiles, which keep the mean"
+                f"curves: {curve.name} has a number for every pair of a query and a key, too many "
+                "to keep of every sequence; ask for it in profiles, which keep the mean"
             )
 
 

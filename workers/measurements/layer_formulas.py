@@ -20,7 +20,7 @@ from schemas.kind import Kind
 from schemas.measured_heads import MeasuredHeads
 from schemas.statistics import Statistic
 from workers.engine.engine import Activations
-from workers.measurements.profile_means import count_mean_m2
+from workers.measurements.profile_means import count_mean_m2, entries_of
 from workers.measurements.requested import Requested
 from workers.measurements.undefined import defined_or_nan
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
@@ -205,7 +205,8 @@ class _KindValues:
             has_head_axis = value.dim() >= 3
             padded = _padded(value, self.heads.width) if has_head_axis else value
             self.layers_of[formula.name].append(count_mean_m2(formula, padded))
-        elif formula.listed:
+        elif isinstance(formula, Along):
+            value = entries_of(formula, value)
             self.layers_of[formula.name].append(self._for_each_head(value, 3, layer))
         else:
             place = self.heads.places[layer]

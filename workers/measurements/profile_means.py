@@ -64,11 +64,7 @@ def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
     """Count, mean and M2 over the sequences of a batch that have a value, in float64:
     `[3 head entry]`, or `[3 entry]`.
     """
-    if profile.axis in PAIRED_AXES:
-        rows, columns = places_in_matrix(profile, values.shape[-1])
-        values_of_entries = values[..., rows, columns].double()
-    else:
-        values_of_entries = values.double()
+    values_of_entries = entries_of(profile, values).double()
     undefined = values_of_entries.isnan()
     count = (~undefined).sum(0)
     # Of no sequences the mean is 0/0, which is NaN.
@@ -78,6 +74,14 @@ def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
     squared_deviations = (values_of_entries - mean).square().masked_fill(undefined, 0)
     m2 = squared_deviations.sum(0).masked_fill(count == 0, math.nan)
     return torch.stack([count, mean, m2])
+
+
+def entries_of(profile: Along, values: Tensor) -> Tensor:
+    """The entries of a profile that are stored: one triangle of a matrix, all of another."""
+    if profile.axis not in PAIRED_AXES:
+        return values
+    rows, columns = places_in_matrix(profile, values.shape[-1])
+    return values[..., rows, columns]
 
 
 def aggregates(means: Mapping[str, Tensor]) -> Aggregates:
