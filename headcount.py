@@ -179,9 +179,11 @@ def command_line() -> typer.Typer:
     """The command `headcount` with all its subcommands."""
     import typer
 
+    import exports.export_commands
     import jobs.check_commands
     import jobs.cluster_commands
     import jobs.corpus_commands
+    import jobs.export_scan
     import jobs.run_model
     import jobs.scan_commands
     import queries.explore_commands
@@ -208,6 +210,8 @@ def command_line() -> typer.Typer:
     queries.explore_commands.mount(app, jobs.run_model.RunModel)
     queries.text_commands.mount(app, jobs.run_model.RunModel)
     queries.views_commands.mount(app)
+    # An export may first run the scan that it needs; only `jobs` can.
+    exports.export_commands.mount(app, jobs.export_scan.run_export_scan)
     reproduce.reproduce_commands.mount(app)
     reproduce.texts_commands.mount(app)
 

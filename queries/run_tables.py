@@ -58,6 +58,11 @@ RUNS: ColumnTypes = {
     ),
     "n_layers": (pa.int32(), "Layers of the model."),
     "n_heads": (pa.int32(), "Heads in a layer."),
+    "n_kv_heads": (
+        pa.int32(),
+        "Heads of a layer with keys and values of their own, which query heads may share. NULL if "
+        "older code began the run.",
+    ),
     "d_model": (pa.int32(), "Width of the residual stream."),
     "d_head": (pa.int32(), "Width of a head."),
     "shards": (pa.int64(), "Shards of the scan."),
@@ -169,6 +174,9 @@ FORMULAS: ColumnTypes = {
     **FORMULA_FACTS,
 }
 
+MODEL_SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_head")
+"""Columns of `runs` that a manifest has under the same names in its description of the model."""
+
 FormulaFacts = dict[str, Any]
 """What a manifest says of one formula: unit, range, meaning, fingerprint and more."""
 
@@ -253,7 +261,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
         # Older versions allowed seeds that no column of integers can hold.
         "seed": seed if seed is None or seed <= LARGEST_INTEGER else None,
-        **{key: manifest.model.get(key) for key in ("n_layers", "n_heads", "d_model", "d_head")},
+        **{key: manifest.model.get(key) for key in MODEL_SIZES},
         "run_id": run.directory.run_id,
         "name": scan_name(manifest.run_id),
         "created": manifest.created,

@@ -1,4 +1,4 @@
-"""The house: jobs → workers → schemas ← queries, and reproduce above them.
+"""The house: jobs → workers → schemas ← queries ← exports, and reproduce above them.
 
 Which file may import what, which files may import a third-party library, and how files are named.
 """
@@ -21,6 +21,7 @@ PACKAGES = {
     "workers": {"schemas"},
     "jobs": {"workers", "schemas"},
     "queries": {"schemas"},
+    "exports": {"queries", "schemas"},
     "reproduce": {"schemas", "workers", "jobs", "queries", "models"},
     "models": {"workers"},
 }
@@ -77,6 +78,7 @@ ONLY_IN = {
     "triton": ("workers/engine/sweep_kernel.py",),
     "typer": (
         "headcount.py",
+        "exports/export_commands.py",
         "jobs/check_commands.py",
         "jobs/cluster_commands.py",
         "jobs/corpus_commands.py",

@@ -62,6 +62,9 @@ class ModelInfo:
     attention_layers: tuple[int, ...] | None = None
     """The layers that attend; None if all do. Others are recurrent or convolve: they have no rows.
     """
+    n_kv_heads: int | None = None
+    """Heads of a layer that have keys and values of their own; several query heads may share one.
+    """
 
     @property
     def attention_layers_or_all(self) -> tuple[int, ...]:
@@ -86,7 +89,9 @@ class ModelInfo:
     @property
     def identity(self) -> dict[str, Any]:
         """What makes it the same model; `sha256` stands for its files."""
-        return {key: value for key, value in self.record.items() if key != "files"}
+        # Runs from before `n_kv_heads` was recorded keep their identity; the files imply it.
+        implied = ("files", "n_kv_heads")
+        return {key: value for key, value in self.record.items() if key not in implied}
 
 
 def find_model(spec: str, revision: str | None = None) -> Path:
@@ -244,6 +249,7 @@ def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
         raise ModelError(f"{where}: {error}") from None
     return shape | {
         "d_head": d_head,
+        "n_kv_heads": _n_kv_heads(config, shape["n_heads"]),
         "attention_layers": attention_layers,
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
         "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
@@ -303,6 +309,11 @@ def _attention_layers(config: PretrainedConfig, n_layers: int) -> tuple[int, ...
     return None if len(attending) == n_layers else attending
 
 
+def _n_kv_heads(config: PretrainedConfig, n_heads: int) -> int:
+    """The heads of a layer that have keys and values of their own."""
+    return _field(config, "num_key_value_heads") or n_heads
+
+
 def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
     """The width of a head. Heads that cannot share the width or the keys raise `ValueError`."""
     n_heads = shape["n_heads"]
@@ -310,10 +321,10 @@ def _d_head(config: PretrainedConfig, shape: dict[str, Any]) -> int:
     widths = [_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
     if all(isinstance(width, int) for width in widths):
         return sum(widths)
-    n_key_heads = _field(config, "num_key_value_heads") or n_heads
-    if not isinstance(n_key_heads, int) or n_key_heads < 1 or n_heads % n_key_heads:
+    n_kv_heads = _n_kv_heads(config, n_heads)
+    if not isinstance(n_kv_heads, int) or n_kv_heads < 1 or n_heads % n_kv_heads:
         raise ValueError(
-            f"num_key_value_heads is {n_key_heads!r}, expected a divisor of num_attention_heads = "
+            f"num_key_value_heads is {n_kv_heads!r}, expected a divisor of num_attention_heads = "
             f"{n_heads}"
         )
     d_head = _field(config, "head_dim")
@@ -344,6 +355,7 @@ def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     bos_of_tokenizer = TOKENIZER_BOS.get(str(config.get("tokenizer_name")))
     bos = config.get("bos_token_id", bos_of_tokenizer)
     return shape | {
+        "n_kv_heads": shape["n_heads"],
         "bos_token_id": _token(bos, config["d_vocab"]),
         "eos_token_id": _token(config.get("eos_token_id", bos), config["d_vocab"]),
     }

@@ -1,0 +1,1 @@
+"""Files that other tools load, made of what runs measured; one file of code for each format."""

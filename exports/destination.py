@@ -1,0 +1,88 @@
+"""Where an export goes: a file or a folder that appears whole, on a disk or in a store."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from exports.export_registry import ExportFormat
+from schemas.errors import QueryError, RunError
+from schemas.places import Place, absolute, names, reason, write_whole
+
+
+def check_destination(export: ExportFormat, output: str, replace: bool) -> Place:
+    """The place of an export. It is an error if something is there that must not be replaced."""
+    destination = absolute(output)
+    if export.writes == "file":
+        _check_file(destination, replace)
+    else:
+        _check_folder(destination, replace)
+    return destination
+
+
+def _check_file(destination: Place, replace: bool) -> None:
+    if isinstance(destination, Path) and destination.is_dir():
+        raise QueryError(f"{destination}: is a directory; expected the name of a file")
+    if destination.is_file() and not replace:
+        raise QueryError(f"{destination}: is there already; choose another name, or say --replace")
+
+
+def _check_folder(destination: Place, replace: bool) -> None:
+    if destination.is_file():
+        raise QueryError(f"{destination}: is a file; expected a folder, or a name that is free")
+    if any(True for _ in names(destination)) and not replace:
+        raise QueryError(f"{destination}: is there already; choose another name, or say --replace")
+
+
+def write_export(export: ExportFormat, destination: Place, files: Mapping[str, bytes]) -> int:
+    """Write an export whole; returns its size in bytes."""
+    try:
+        if export.writes == "file":
+            (content,) = files.values()
+            write_whole(destination, content)
+        elif isinstance(destination, Path):
+            _write_folder(destination, files)
+        else:
+            # A store has no folders that could be renamed. Each object is written whole.
+            for name, content in files.items():
+                write_whole(destination / name, content)
+    except (OSError, RunError) as error:
+        why = str(error) if isinstance(error, RunError) else reason(error)
+        raise QueryError(f"{destination}: cannot be written ({why})") from None
+    return sum(map(len, files.values()))
+
+
+def _write_folder(destination: Path, files: Mapping[str, bytes]) -> None:
+    """Write files beside the destination, then give their folder its name in one step."""
+    _refuse_other_files(destination, files)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    mark = secrets.token_hex(4)
+    partial = destination.with_name(f".{destination.name}.{mark}.part")
+    older = destination.with_name(f".{destination.name}.{mark}.old")
+    try:
+        partial.mkdir()
+        for name, content in files.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(partial / name, content)
+        # A name that holds a folder cannot be taken, so an older export steps aside first.
+        if destination.exists():
+            destination.rename(older)
+        partial.rename(destination)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(older, ignore_errors=True)
+
+
+def _refuse_other_files(destination: Path, files: Mapping[str, bytes]) -> None:
+    """Refuse to replace a folder that holds more than an older export: it may be anything."""
+    if not destination.is_dir():
+        return
+    old_files = [path for path in destination.rglob("*") if not path.is_dir()]
+    others = sorted({str(path.relative_to(destination)) for path in old_files} - files.keys())
+    if others:
+        raise QueryError(
+            f"{destination}: holds {others[0]}, which is no part of this export; choose another "
+            "folder"
+        )

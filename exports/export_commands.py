@@ -1,0 +1,250 @@
+"""The subcommand `export`. Heavy imports wait until it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+import typer
+from typer.core import TyperCommand
+
+from queries.query_commands import Code, tell_user, warn_of_damage
+from schemas.errors import QueryError
+
+if TYPE_CHECKING:
+    from exports.export_registry import Exported, ExportFormat, Option
+    from exports.export_source import ExportSource
+    from schemas.places import Place
+
+RunScan: TypeAlias = "Callable[[dict[str, Any], list[str], str, Device], Place]"
+"""Runs a scan to its end: its fields, what of them is set otherwise, its name, and the device.
+
+Returns the place of the run.
+"""
+
+ROWS_SHOWN = 40
+"""Rows of a table that the screen shows; the file has all."""
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ExportCommand(TyperCommand):
+    """A command that also takes the options of a format, and explains them."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Read the command line. `--help` beside a format is about that format."""
+        if {"-h", "--help"} & set(args) and args[:1] and not args[0].startswith("-"):
+            from exports.export_registry import export_format_named
+
+            for line in help_lines(export_format_named(args[0])):
+                typer.echo(line)
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+
+def mount(app: typer.Typer, run_scan: RunScan) -> None:
+    """Add the subcommand to the front door. `run_scan` measures what a format needs."""
+
+    @app.command(
+        cls=ExportCommand,
+        # What the command does not know may be an option of the format.
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+    def export(  # pyright: ignore[reportUnusedFunction]
+        context: typer.Context,
+        name: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="FORMAT", help="Format, as --list names it; FORMAT --help explains it."
+            ),
+        ] = None,
+        runs: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="RUNS",
+                help="A run directory, or a directory of runs; a path or a URL. With --model: "
+                "where its run is written, by default runs.",
+            ),
+        ] = None,
+        output: Annotated[
+            str | None,
+            typer.Option(
+                "-o", "--output", metavar="PATH", help="File or folder to write; a path or a URL."
+            ),
+        ] = None,
+        listed: Annotated[
+            bool,
+            typer.Option("--list", help="Print the formats, who reads them and what they need."),
+        ] = False,
+        model: Annotated[
+            str | None,
+            typer.Option(
+                help="A Hub id, a local directory, or bundled:NAME: run the scan that the format "
+                "needs, then export it."
+            ),
+        ] = None,
+        overrides: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set",
+                metavar="KEY=VALUE",
+                help="Set a field of that scan, such as sequences=500. May be repeated.",
+            ),
+        ] = None,
+        device: Annotated[Device, typer.Option(help="Device of that scan.")] = "auto",
+        run_id: Annotated[
+            str | None,
+            typer.Option("--run", metavar="RUN_ID", help="The run, if RUNS has several."),
+        ] = None,
+        replace: Annotated[
+            bool, typer.Option("--replace", help="Replace an older export in one step.")
+        ] = False,
+        code: Code = None,
+    ) -> None:
+        """Write what runs measured as a file that another tool loads: which heads retrieve, how far
+        they look back, how large their keys get.
+        """
+        from exports.destination import check_destination, write_export
+        from exports.export_registry import export_format_named
+
+        if listed:
+            print_formats()
+            return
+        if name is None:
+            raise QueryError("expected the name of a format; headcount export --list has them")
+        export = export_format_named(name)
+        options = export.parsed_options(read_options(export, context.args))
+        if output is None:
+            raise QueryError(
+                f"export {name}: say where to with -o PATH, for instance -o {export.example}"
+            )
+        destination = check_destination(export, output, replace)
+        if model is not None:
+            fields = export.needs(options).scan_fields(model) | {"out": runs or "runs"}
+            run = run_scan(fields, overrides or [], f"export-{name}", device)
+            source = open_source(str(run), export, options, destination)
+        elif runs is None:
+            raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")
+        else:
+            if overrides:
+                raise QueryError("--set is about the scan of --model; leave it out")
+            source = open_source(runs, export, options, destination, run_id, code)
+        exported = export.make(source, **options)
+        size = write_export(export, destination, exported.files)
+        _show(exported)
+        typer.echo(
+            f"{destination}: {export.title} of {source.run['model']}, from run {source.run_id} "
+            f"({size / 1e3:,.1f} kB)"
+        )
+
+
+def open_source(
+    runs: str,
+    export: ExportFormat,
+    options: Mapping[str, Any],
+    destination: Place,
+    run_id: str | None = None,
+    code: str | None = None,
+) -> ExportSource:
+    """The run that a format is made of, opened for questions."""
+    from exports.export_source import choose_run
+    from queries.asking import open_runs
+
+    database = open_runs(runs, code=code, tell=tell_user)
+    warn_of_damage(database)
+    return choose_run(database, export, options, destination, run_id)
+
+
+def read_options(export: ExportFormat, words: list[str]) -> dict[str, str]:
+    """The options of a format as a user typed them: `--sink 64` or `--sink=64`."""
+    known = {option.flag: option for option in export.options.values()}
+    texts: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if flag not in known:
+            flags = ", ".join(known) or "none"
+            raise QueryError(f"export {export.name}: unexpected {flag!r}; its options: {flags}")
+        if not equals:
+            if not rest:
+                raise QueryError(f"{flag}: expected a value")
+            value = rest.pop(0)
+        texts[known[flag].name] = value
+    return texts
+
+
+def help_lines(export: ExportFormat) -> list[str]:
+    """What a format is for, who reads it, what it needs and takes, for a terminal."""
+    needs = export.needs(export.defaults)
+    lines = [
+        export.meaning,
+        "",
+        f"Read by: {export.read_by}",
+        f"Source:  {export.source}",
+        f"Needs:   {needs_line(export)}",
+        f"Writes:  a {export.writes}",
+    ]
+    if export.details:
+        lines += ["", export.details]
+    if export.options:
+        lines += ["", "Options:"]
+        lines += [option_line(option) for option in export.options.values()]
+    model = "bundled:gpt2-mini"
+    lines += ["", f"From runs:  headcount export {export.name} RUNS -o {export.example}"]
+    if needs.statistics or needs.profiles:
+        lines.append(
+            f"By a scan:  headcount export {export.name} --model {model} -o {export.example}"
+        )
+    return lines
+
+
+def needs_line(export: ExportFormat) -> str:
+    """What a run must have measured, with the defaults of the options."""
+    needs = export.needs(export.defaults)
+    parts = [*needs.statistics, *(f"profile {name}" for name in needs.profiles)]
+    parts += [f"intervention {edit}" for edit in needs.interventions if edit != "none"]
+    families = " or ".join(needs.families)
+    line = ", ".join(parts) or "a finished run"
+    return f"{line}; input {families}" if families else line
+
+
+def option_line(option: Option) -> str:
+    """One option of a format, in a line."""
+    default = "none" if option.default is None else option.default
+    return f"  {option.flag}  {option.meaning} (default {default})"
+
+
+def print_formats() -> None:
+    """Print every format: what it holds, which tool reads it, and what it needs."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from exports.export_registry import export_formats
+
+    table = Table(
+        Column("format", no_wrap=True),
+        Column("what", overflow="fold"),
+        Column("read by", overflow="fold"),
+        Column("needs", overflow="fold"),
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+    )
+    for name, export in export_formats().items():
+        table.add_row(name, export.title, export.read_by, needs_line(export))
+    Console(highlight=False).print(table)
+
+
+def _show(exported: Exported) -> None:
+    """Print the table of an export, and what its reader should know."""
+    from queries.formats import writing_to_stdout
+    from queries.python_api import text_table
+
+    if exported.table is not None:
+        rows = [tuple(row.values()) for row in exported.table.slice(0, ROWS_SHOWN).to_pylist()]
+        with writing_to_stdout() as out:
+            out.write(f"{text_table(exported.table.schema.names, rows)}\n")
+            if exported.table.num_rows > len(rows):
+                out.write(f"and {exported.table.num_rows - len(rows):,} more rows\n")
+    for line in exported.notes:
+        tell_user(f"note: {line}")

@@ -1,0 +1,261 @@
+"""What a format reads: one run, through the views of `queries`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from exports.export_registry import ExportFormat, Needs, Options
+from queries.asking import RunDatabase
+from queries.sql_text import text_literal
+from schemas.errors import QueryError, counted, unknown
+from schemas.places import Place
+
+RUN_FACTS = """
+    SELECT run_id, model, model_fingerprint, tokenizer, weight_processing, precision, n_ctx,
+        input_family, input_options, interventions, statistics, measured_heads, seed, n_layers,
+        n_heads, n_kv_heads, d_model, d_head, shards, shards_done, complete, sequences,
+        sequences_done, tokens, code
+    FROM runs ORDER BY run_id
+"""
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """One run, and the options with which a format is made of it."""
+
+    database: RunDatabase
+    run: Mapping[str, Any]
+    """The run's row in the view `runs`."""
+    format: ExportFormat
+    options: Options
+    destination: Place
+    """Where the file or folder will be, for formats that depend on its name."""
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run."""
+        return self.run["run_id"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers, and query heads in a layer."""
+        return self.run["n_layers"], self.run["n_heads"]
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Layers, and KV heads in a layer."""
+        n_kv_heads = self.run["n_kv_heads"]
+        if n_kv_heads is None:
+            raise QueryError(
+                f"run {self.run_id}: was begun by older code, which did not record how many KV "
+                "heads the model has; scan again with --model"
+            )
+        return self.run["n_layers"], n_kv_heads
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.run["n_heads"] // self.kv_shape[1]
+
+    def rows(self, sql: str) -> list[tuple[Any, ...]]:
+        """The rows of an answer."""
+        return self.database.rows(sql)
+
+    def table(self, sql: str) -> pa.Table:
+        """The rows of an answer as an Arrow table."""
+        return self.database.table(sql)
+
+    def of_this_run(self, intervention: str = "none") -> str:
+        """The condition of rows of this run, in SQL."""
+        return (
+            f"run_id = {text_literal(self.run_id)} AND intervention = {text_literal(intervention)}"
+        )
+
+    def by_head(
+        self, statistic: str, value: str = "mean", intervention: str = "none"
+    ) -> np.ndarray:
+        """A statistic of every query head, `[layer head]`: a column of `head_summaries`.
+
+        `statistic` is written as in a scan. A layer that does not attend is NaN.
+        """
+        rows = self.rows(
+            f"SELECT layer, head, {value} FROM head_summaries WHERE "
+            f"{self.of_this_run(intervention)} AND "
+            f"statistic = {text_literal(column_of(statistic))}"
+        )
+        return self._matrix(statistic, rows, self.shape)
+
+    def by_kv_head(
+        self, statistic: str, value: str = "highest", intervention: str = "none"
+    ) -> np.ndarray:
+        """A statistic of every KV head, `[layer kv_head]`: a column of the view `kv_heads`."""
+        rows = self.rows(
+            f"SELECT layer, kv_head, {value} FROM kv_heads WHERE "
+            f"{self.of_this_run(intervention)} AND "
+            f"statistic = {text_literal(column_of(statistic))}"
+        )
+        return self._matrix(statistic, rows, self.kv_shape)
+
+    def _matrix(
+        self, statistic: str, rows: Sequence[tuple[Any, ...]], shape: tuple[int, int]
+    ) -> np.ndarray:
+        """Values by layer and head. It is an error if one is missing in a layer that attends."""
+        if self.run["measured_heads"] != "all":
+            raise QueryError(
+                f"run {self.run_id}: measured {self.run['measured_heads']} only, and "
+                f"{self.format.name} describes every head; scan without layers and heads"
+            )
+        matrix = np.full(shape, np.nan)
+        for layer, head, value in rows:
+            matrix[layer, head] = np.nan if value is None else value
+        attends = np.isin(np.arange(shape[0]), [layer for layer, _, _ in rows])
+        undefined = np.argwhere(np.isnan(matrix) & attends[:, None])
+        if not len(rows) or len(undefined):
+            where = f" of layer {undefined[0][0]}, head {undefined[0][1]}" if len(rows) else ""
+            raise QueryError(
+                f"run {self.run_id}: {column_of(statistic)}{where} has no value in any of its "
+                f"{counted(self.run['sequences_done'], 'sequence')} of {self.run['n_ctx']} tokens; "
+                "expected sequences in which it is defined (FROM statistics says where)"
+            )
+        return matrix
+
+    @property
+    def provenance(self) -> dict[str, object]:
+        """Where the file comes from: run, model, code, input and options, ready for JSON."""
+        names = ("run_id", "model", "model_fingerprint", "weight_processing", "precision", "code")
+        facts: dict[str, object] = {"format": self.format.name, "made_by": "headcount"}
+        facts |= {name: self.run[name] for name in names}
+        facts["input"] = {
+            "family": self.run["input_family"],
+            **json.loads(self.run["input_options"] or "{}"),
+        }
+        facts |= {name: self.run[name] for name in ("n_ctx", "sequences_done", "tokens")}
+        facts["statistics"] = list(map(column_of, self.format.needs(self.options).statistics))
+        facts["options"] = dict(self.options)
+        return facts
+
+    @property
+    def provenance_line(self) -> str:
+        """The same as one line of JSON, for a comment."""
+        return json.dumps(self.provenance, ensure_ascii=False)
+
+
+def column_of(statistic: str) -> str:
+    """The column of a statistic that a scan names.
+
+    >>> column_of("distant_mass(4, 64)"), column_of("entropy")
+    ('distant_mass_4_64', 'entropy')
+    """
+    name, _, arguments = statistic.partition("(")
+    values = [part.strip() for part in arguments.rstrip(")").split(",") if part.strip()]
+    return "_".join([name.strip(), *values])
+
+
+def choose_run(
+    database: RunDatabase,
+    export: ExportFormat,
+    options: Options,
+    destination: Place,
+    run_id: str | None = None,
+) -> ExportSource:
+    """The run that a format is made of. It is an error if none will do, or several would.
+
+    `run_id` is one that the user named, or None.
+    """
+    needs = export.needs(options)
+    runs = [dict(record) for record in database.records(RUN_FACTS)]
+    if run_id is not None:
+        named = [run for run in runs if run["run_id"] == run_id]
+        if not named:
+            raise QueryError(unknown("run", run_id, (run["run_id"] for run in runs)))
+        runs = named
+    _require_one_model(runs)
+    profiles = _profiles_by_run(database) if needs.profiles else {}
+    problems = {
+        run["run_id"]: _problem_of(run, needs, profiles.get(run["run_id"], frozenset()))
+        for run in runs
+    }
+    fitting = [run for run in runs if problems[run["run_id"]] is None]
+    if not fitting:
+        raise QueryError(_what_to_measure(export, runs, problems, needs))
+    if len(fitting) > 1:
+        names = ", ".join(run["run_id"] for run in fitting)
+        raise QueryError(
+            f"export {export.name}: {counted(len(fitting), 'run')} could be exported; expected "
+            f"one, named with --run: {names}"
+        )
+    return ExportSource(database, fitting[0], export, options, destination)
+
+
+def _require_one_model(runs: Sequence[Mapping[str, Any]]) -> None:
+    by_model: dict[str, Mapping[str, Any]] = {}
+    for run in runs:
+        by_model.setdefault(run["model_fingerprint"], run)
+    if len(by_model) > 1:
+        names = ", ".join(f"{run['run_id']} ({run['model']})" for run in by_model.values())
+        raise QueryError(
+            f"the runs are of {len(by_model)} models; expected one, named with --run: {names}"
+        )
+
+
+def _profiles_by_run(database: RunDatabase) -> dict[str, frozenset[str]]:
+    """The profiles that each run has rows of."""
+    by_run: dict[str, set[str]] = {}
+    for run_id, profile in database.rows("SELECT DISTINCT run_id, profile FROM profiles"):
+        by_run.setdefault(run_id, set()).add(profile)
+    return {run_id: frozenset(names) for run_id, names in by_run.items()}
+
+
+def _problem_of(run: Mapping[str, Any], needs: Needs, profiles: frozenset[str]) -> str | None:
+    """Why a format cannot be made of a run. None if it can."""
+    if not run["complete"]:
+        done, shards = run["shards_done"], run["shards"]
+        return f"is not complete: {done:,} of {shards:,} shards are in"
+    columns = [column_of(statistic) for statistic in needs.statistics]
+    missing = [column for column in columns if column not in run["statistics"]]
+    if missing:
+        return f"did not measure {', '.join(missing)}"
+    missing = [profile for profile in needs.profiles if profile not in profiles]
+    if missing:
+        return f"did not measure the profile {', '.join(missing)}"
+    missing = [edit for edit in needs.interventions if edit not in run["interventions"]]
+    if missing:
+        return f"did not measure the intervention {', '.join(missing)}"
+    if needs.families and run["input_family"] not in needs.families:
+        return f"is over {run['input_family']}, expected {' or '.join(needs.families)}"
+    return None
+
+
+def _what_to_measure(
+    export: ExportFormat,
+    runs: Sequence[Mapping[str, Any]],
+    problems: Mapping[str, str | None],
+    needs: Needs,
+) -> str:
+    """Why no run will do, in a line, and the scan that would."""
+    reasons = "; ".join(f"run {run_id} {problem}" for run_id, problem in problems.items())
+    # A run that only has to be finished needs no other scan.
+    if all(problem and "is not complete" in problem for problem in problems.values()):
+        return f"export {export.name}: {reasons}; headcount resume goes on with it"
+    scan = "".join(f"\n    {line}" for line in toml_lines(needs.scan_fields(runs[0]["model"])))
+    return f"export {export.name}: {reasons}; this scan would do, and --model MODEL runs it:{scan}"
+
+
+def toml_lines(fields: Mapping[str, object]) -> list[str]:
+    """Fields of a scan as lines of TOML.
+
+    JSON writes texts, numbers, truth values and lists of them as TOML does.
+    """
+    tables = {name: value for name, value in fields.items() if isinstance(value, Mapping)}
+    plain = {name: value for name, value in fields.items() if name not in tables}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in plain.items()]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    return lines

@@ -1,0 +1,82 @@
+"""The format `razor`: echo and induction heads, which keep the whole cache."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from exports.export_registry import REPEATED, Exported, Needs, export_format
+from exports.export_source import ExportSource
+from schemas.values import Count, Index
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@export_format(
+    "Echo and induction heads, which keep the whole cache; the others keep a window",
+    read_by="implementations of RazorAttention, Algorithm 1",
+    source="https://arxiv.org/abs/2407.15891",
+    writes="file",
+    example="razor.json",
+    needs=Needs(
+        statistics=("duplicate_score", "induction_score"),
+        families=("repeated_random",),
+        input=REPEATED,
+    ),
+)
+def razor(
+    source: ExportSource,
+    *,
+    echo: Share = 0.01,
+    induction: Share = 0.14,
+    sink: Index = 4,
+    recent: Count = 4000,
+    compression: Count = 5,
+) -> Exported:
+    """The heads that attend most to the earlier copy of a token, or to what follows it.
+
+    The file is JSON. `echo_heads` and `induction_heads` are lists of `[layer, head, score]`, the
+    highest first; `retrieval_kv_heads` are the `[layer, kv_head]` that hold any of them, because
+    query heads that share keys keep or lose them together. The other KV heads keep the first
+    `sink_size` keys and the last max(`recent_size`, keys / `compression`). The paper gives the
+    algorithm and no file format, so the names are ours.
+
+    * `echo`: share of all query heads that are echo heads. The paper's is 1 %.
+    * `induction`: share of all query heads that are induction heads. The paper's is 14 %.
+    * `sink`: first keys that the other heads keep, N_0 of the paper.
+    * `recent`: fewest last keys that the other heads keep, S_0 of the paper.
+    * `compression`: the other heads keep one in so many keys, C of the paper.
+    """
+    echo_heads = highest_heads(source.by_head("duplicate_score"), echo)
+    induction_heads = highest_heads(source.by_head("induction_score"), induction)
+    chosen = {(layer, head) for layer, head, _ in (*echo_heads, *induction_heads)}
+    kv_heads = sorted({(layer, head // source.group_size) for layer, head in chosen})
+    layers, n_kv_heads = source.kv_shape
+    content = {
+        "echo_heads": echo_heads,
+        "induction_heads": induction_heads,
+        "retrieval_kv_heads": kv_heads,
+        "sink_size": sink,
+        "recent_size": recent,
+        "compression": compression,
+        "headcount": source.provenance,
+    }
+    return Exported(
+        files={"razor.json": f"{json.dumps(content, ensure_ascii=False)}\n".encode()},
+        notes=(f"{len(kv_heads)} of {layers * n_kv_heads} KV heads keep the whole cache",),
+    )
+
+
+def highest_heads(scores: np.ndarray, share: float) -> list[tuple[int, int, float]]:
+    """The heads with the highest scores, a share of all of them: layer, head and score.
+
+    At least one, unless the share is 0. Layers that do not attend have no heads.
+    """
+    layers, heads = np.nonzero(~np.isnan(scores))
+    values = scores[layers, heads]
+    count = max(1, round(len(values) * share)) if share else 0
+    highest = np.argsort(-values, kind="stable")[:count]
+    return [(int(layers[place]), int(heads[place]), float(values[place])) for place in highest]
