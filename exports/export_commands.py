@@ -133,7 +133,7 @@ def mount(app: typer.Typer, run_scan: RunScan) -> None:
         size = write_export(export, destination, exported.files)
         _show(exported)
         typer.echo(
-            f"{destination}: {export.title} of {source.run['model']}, from run {source.run_id} "
+            f"{destination}: {name} of {source.model_name}, from run {source.run_id} "
             f"({size / 1e3:,.1f} kB)"
         )
 

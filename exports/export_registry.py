@@ -65,6 +65,8 @@ class Needs:
     sequences: int = 64
     """Sequences of that scan."""
     interventions: tuple[str, ...] = ("none",)
+    every_head: bool = True
+    """Whether the run must have measured every head of the model."""
 
     def scan_fields(self, model: str) -> dict[str, object]:
         """The scan that measures it, as the fields of a scan file."""

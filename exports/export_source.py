@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pyarrow as pa
 
 from exports.export_registry import ExportFormat, Needs, Options
 from queries.asking import RunDatabase
+from queries.connection import OPENED
+from queries.run import Run
 from queries.sql_text import text_literal
 from schemas.errors import QueryError, counted, unknown
 from schemas.places import Place
@@ -41,6 +44,27 @@ class ExportSource:
     def run_id(self) -> str:
         """The id of the run."""
         return self.run["run_id"]
+
+    @property
+    def model_name(self) -> str:
+        """The model, without the place where it lies on somebody's disk."""
+        model = self.run["model"]
+        return Path(model).name if Path(model).is_absolute() else model
+
+    @property
+    def _opened_run(self) -> Run:
+        """The run as questions see it."""
+        opened = OPENED[self.database.connection]
+        return next(run for run in opened.runs if run.directory.run_id == self.run_id)
+
+    @property
+    def directory(self) -> Place:
+        """Where the run lies."""
+        return self._opened_run.directory.path
+
+    def committed_files(self, table: str) -> list[str]:
+        """Full paths of the files of a table that count, for formats that refer to them."""
+        return self._opened_run.files(table)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,15 +126,27 @@ class ExportSource:
         )
         return self._matrix(statistic, rows, self.kv_shape)
 
+    def profile(self, profile: str, axis: str, intervention: str = "none") -> np.ndarray:
+        """A profile of every query head along an axis, `[layer head n_ctx]`.
+
+        It is 0 where it has no value: no query sees such a key. Layers that do not attend are NaN.
+        """
+        rows = self.rows(
+            f"SELECT layer, head, {axis}, mean FROM profile_means WHERE "
+            f"{self.of_this_run(intervention)} AND profile = {text_literal(profile)}"
+        )
+        if not rows:
+            raise QueryError(f"run {self.run_id}: its profile {profile} has no values")
+        values = np.full((*self.shape, self.run["n_ctx"]), np.nan)
+        values[np.unique([layer for layer, *_ in rows])] = 0
+        for layer, head, place, mean in rows:
+            values[layer, head, place] = mean
+        return values
+
     def _matrix(
         self, statistic: str, rows: Sequence[tuple[Any, ...]], shape: tuple[int, int]
     ) -> np.ndarray:
         """Values by layer and head. It is an error if one is missing in a layer that attends."""
-        if self.run["measured_heads"] != "all":
-            raise QueryError(
-                f"run {self.run_id}: measured {self.run['measured_heads']} only, and "
-                f"{self.format.name} describes every head; scan without layers and heads"
-            )
         matrix = np.full(shape, np.nan)
         for layer, head, value in rows:
             matrix[layer, head] = np.nan if value is None else value
@@ -128,8 +164,9 @@ class ExportSource:
     @property
     def provenance(self) -> dict[str, object]:
         """Where the file comes from: run, model, code, input and options, ready for JSON."""
-        names = ("run_id", "model", "model_fingerprint", "weight_processing", "precision", "code")
+        names = ("run_id", "model_fingerprint", "weight_processing", "precision", "code")
         facts: dict[str, object] = {"format": self.format.name, "made_by": "headcount"}
+        facts["model"] = self.model_name
         facts |= {name: self.run[name] for name in names}
         facts["input"] = {
             "family": self.run["input_family"],
@@ -227,6 +264,8 @@ def _problem_of(run: Mapping[str, Any], needs: Needs, profiles: frozenset[str]) 
     missing = [edit for edit in needs.interventions if edit not in run["interventions"]]
     if missing:
         return f"did not measure the intervention {', '.join(missing)}"
+    if run["measured_heads"] != "all" and needs.every_head:
+        return f"measured {run['measured_heads']} only, expected every head"
     if needs.families and run["input_family"] not in needs.families:
         return f"is over {run['input_family']}, expected {' or '.join(needs.families)}"
     return None

@@ -47,14 +47,12 @@ def second_moment_of_heads(source: ExportSource, profile: str) -> np.ndarray:
     return matrix
 
 
-INPUT_NOTE = (
-    "measured on {family}, which is no text: queries of text have other moments. For a file to "
-    "work with, scan a corpus: --set input.family=corpus --set input.files=PATH"
-)
-
-
 def input_notes(source: ExportSource) -> tuple[str, ...]:
-    """What a user should know of the input that the moments were measured on."""
-    if source.run["input_family"] == "corpus":
+    """What a user should know of the input that moments were measured on."""
+    family = source.run["input_family"]
+    if family in ("pile", "csv_texts"):
         return ()
-    return (INPUT_NOTE.format(family=source.run["input_family"]),)
+    return (
+        f"measured on {family}: queries of other input have other moments. For a file to work "
+        "with, scan the text that the model reads (family pile, with its files)",
+    )

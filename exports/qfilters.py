@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from safetensors.numpy import save
 
 from exports.export_registry import Exported, Needs, export_format
 from exports.export_source import ExportSource
 from exports.head_profiles import input_notes, profile_of_heads, second_moment_of_heads
+from exports.safetensors_file import safetensors_bytes
 
 
 @export_format(
@@ -44,7 +44,7 @@ def qfilters(source: ExportSource) -> Exported:
     tensors = {"q_filters": filters.astype(np.float32)}
     return Exported(
         files={
-            "model.safetensors": save(tensors, {"headcount": source.provenance_line}),
+            "model.safetensors": safetensors_bytes(tensors, source.provenance),
             "config.json": f"{json.dumps(config, indent=1, ensure_ascii=False)}\n".encode(),
         },
         notes=input_notes(source),

@@ -12,11 +12,12 @@ from pathlib import Path
 from sys import modules
 from typing import Any
 
-from schemas.formulas import Along, Formula, Ranged
+from schemas.formulas import Along, Formula, Ranged, options_of
 from schemas.kind import Kind
 from schemas.kinds import KINDS
 from schemas.predictions import Prediction
 from schemas.statistics import Statistic
+from schemas.values import range_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -44,17 +45,29 @@ def page(name: str) -> str:
 
 def _entry(formula: Formula) -> str:
     facts = [f"unit: {formula.unit}", *_own_facts(formula)]
+    if formula.options:
+        facts.append(_options(formula))
     if formula.undefined_when:
         facts.append(formula.undefined_when)
     facts.append(f"reads: {', '.join(f'`{name}`' for name in formula.parameters)}")
     facts.append(f"source: {formula.source}")
     lines = [
-        f"### {formula.name}\n",
+        f"### {formula.function}\n",
         f"{formula.meaning}\n",
         f"    {' '.join(formula.formula.split())}\n",
         f"{'; '.join(facts)}.\n",
     ]
     return "\n".join(lines)
+
+
+def _options(formula: Formula) -> str:
+    """The options of a formula, their defaults and ranges, and the column that they give."""
+    parameters = options_of(formula.compute)
+    texts: list[str] = []
+    for name, default in formula.options:
+        allowed = range_of(parameters[name].annotation)
+        texts.append(f"`{name}` = {default}" + (f" ({allowed})" if allowed else ""))
+    return f"options: {', '.join(texts)}; column of `{formula.text}`: `{formula.name}`"
 
 
 def _own_facts(formula: Formula) -> list[str]:

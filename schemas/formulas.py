@@ -3,20 +3,28 @@
 The function's name is the name of a column or of a value. Its parameters name what it reads. Its
 docstring is the documentation everywhere: the first paragraph is the meaning, the second the
 formula.
+
+Keyword-only parameters with a default are options. A scan writes them in their order,
+`distant_mass(4,64)`, and a choice of options is a formula of its own, `distant_mass_4_64`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 from schemas.errors import ScanError, unknown
 from schemas.fingerprints import fingerprint
+from schemas.intervention import Argument, parse_intervention
 from schemas.pattern import Tensor
+from schemas.values import in_toml, problem_of
+
+Options: TypeAlias = tuple[tuple[str, Argument], ...]
+"""The options of a formula with their names, in order: whole numbers and names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,11 @@ class Formula:
     """A registered function and everything that is derived from it."""
 
     name: str
+    """The column or the value: the function's name, and its options behind it."""
+    function: str
+    """Name of the function, as a scan writes it."""
+    options: Options = ()
+    """Every option of the function, with a value."""
     compute: Callable[..., Any]
     parameters: tuple[str, ...]
     unit: str
@@ -55,6 +68,32 @@ class Formula:
         return "; ".join(rules)
 
     @property
+    def text(self) -> str:
+        """How a scan names it, in canonical form: the same formula always has the same text."""
+        arguments = ",".join(str(value) for _, value in self.options)
+        return f"{self.function}({arguments})" if arguments else self.function
+
+    def with_arguments(self, arguments: Sequence[Argument], what: str) -> Self:
+        """The formula of the same function with other options; those not given keep their value.
+
+        `what` begins the line of a `ScanError` about wrong arguments.
+        """
+        parameters = options_of(self.compute)
+        if len(arguments) > len(parameters):
+            takes = f"at most {', '.join(parameters)}" if parameters else "no options"
+            raise ScanError(f"{what}: {self.function} takes {takes}, got {in_toml(arguments)}")
+        chosen = dict(self.options)
+        for (name, parameter), argument in zip(parameters.items(), arguments, strict=False):
+            if expected := problem_of(parameter.annotation, argument):
+                raise ScanError(
+                    f"{what}: {name} of {self.function}: expected {expected}, got "
+                    f"{in_toml(argument)}"
+                )
+            chosen[name] = argument
+        options = tuple(chosen.items())
+        return replace(self, options=options, name=column_name(self.function, options))
+
+    @property
     def conditions(self) -> tuple[str, ...]:
         """Names of what the rule `defined` reads."""
         return () if self.defined is None else parameters_of(self.defined)
@@ -63,7 +102,9 @@ class Formula:
     def description(self) -> str:
         """Meaning, formula and when it has no value, on one line, for Parquet and SQL."""
         meaning_and_formula = f"{self.meaning} {' '.join(self.formula.split())}"
-        return "; ".join(text for text in (meaning_and_formula, self.undefined_when) if text)
+        options = ", ".join(f"{name} = {value}" for name, value in self.options)
+        texts = (meaning_and_formula, options, self.undefined_when)
+        return "; ".join(text for text in texts if text)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -73,8 +114,9 @@ class Formula:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps: the facts, and a fingerprint of the code."""
-        return self.facts | {"fingerprint": self.fingerprint}
+        """What a run's manifest keeps: the facts, the options and a fingerprint of the code."""
+        options = {"function": self.function, "options": dict(self.options)} if self.options else {}
+        return self.facts | options | {"fingerprint": self.fingerprint}
 
     @cached_property
     def listed(self) -> bool:
@@ -134,15 +176,20 @@ def read_definition(
     registry: Mapping[str, Formula],
     input_word: str,
     inputs: Mapping[str, str],
+    may_have_options: bool = False,
 ) -> dict[str, Any]:
     """The fields of `Formula` that a function defines: name, code, parameters, meaning, formula.
 
     `registry` is the one that it will belong to, and `kind` the word for its formulas. It may read
     `inputs`, each of which is called an `input_word` in errors. A function that breaks these rules
-    raises `ValueError`.
+    raises `ValueError`. Its options have their defaults.
     """
     what = f"{kind} {function.__name__!r}"
-    if function.__name__ in registry:
+    options = _default_options(function, what)
+    if options and not may_have_options:
+        raise ValueError(f"{what}: a {kind} has no options, got {', '.join(dict(options))}")
+    name = column_name(function.__name__, options)
+    if name in registry or any(f.function == function.__name__ for f in registry.values()):
         raise ValueError(f"{what} is defined twice")
     parameters = parameters_of(function)
     for parameter in parameters:
@@ -155,7 +202,9 @@ def read_definition(
             f"{what}: its docstring needs a first line (meaning) and a formula paragraph"
         )
     return {
-        "name": function.__name__,
+        "name": name,
+        "function": function.__name__,
+        "options": options,
         "compute": function,
         "parameters": parameters,
         "meaning": " ".join(paragraphs[0].split()),
@@ -180,24 +229,78 @@ def checked_axis(axis: str, axes: Iterable[str], what: str) -> str:
     return axis
 
 
-def named_formulas(
-    names: Iterable[str], registry: Mapping[str, F], field: str, kind: str
-) -> tuple[F, ...]:
-    """The formulas that a field of a scan names, in registry order."""
-    wanted = list(names)
-    for name in wanted:
-        if name not in registry:
-            raise ScanError(f"{field}: {unknown(kind, name, registry)}")
-    return tuple(formula for formula in registry.values() if formula.name in wanted)
+def find_formula(text: str, registry: Mapping[str, F], field: str, kind: str) -> F:
+    """The formula that a text in a field of a scan names: `entropy`, `distant_mass(4,64)`.
+
+    A column's name is a text too, if the registry has this column.
+    """
+    if text in registry:
+        return registry[text]
+    by_function = {formula.function: formula for formula in registry.values()}
+    if text in by_function:
+        return by_function[text]
+    function, parenthesis, _ = text.partition("(")
+    function = function.strip()
+    if function not in by_function:
+        raise ScanError(f"{field}: {unknown(kind, function or text, by_function)}")
+    formula = by_function[function]
+    parts = _parsed_parts(text)
+    if not parenthesis or len(parts) != 1:
+        raise ScanError(f"{field}: expected {formula.text}, with your options, got {text!r}")
+    return formula.with_arguments(parts[0], field)
+
+
+def _parsed_parts(text: str) -> list[tuple[Argument, ...]]:
+    """The arguments of each part of a text; none if it is not written like an intervention."""
+    try:
+        return [part.arguments for part in parse_intervention(text).parts]
+    except ScanError:
+        return []
+
+
+def column_name(function: str, options: Options) -> str:
+    """The name of a formula: of its function, and of the values of all options behind it.
+
+    >>> column_name("distant_mass", (("sink", 4), ("recent", 64)))
+    'distant_mass_4_64'
+    """
+    return "_".join([function, *(str(value) for _, value in options)])
+
+
+@cache
+def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters of a function by name: its options."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _default_options(function: Callable[..., Any], what: str) -> Options:
+    """The options of a function with their defaults; raises `ValueError` if a default is wrong."""
+    for name, parameter in options_of(function).items():
+        if problem_of(parameter.annotation, parameter.default) is not None:
+            raise ValueError(
+                f"{what}: option {name!r} needs a default of its type, got {parameter.default!r}"
+            )
+    return tuple((name, option.default) for name, option in options_of(function).items())
 
 
 @cache
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of a function's parameters; cached, because every layer of every batch needs them."""
-    return tuple(inspect.signature(function).parameters)
+    """Names of what a function reads; cached, because every layer of every batch needs them."""
+    names = inspect.signature(function).parameters
+    return tuple(name for name in names if name not in options_of(function))
 
 
 # `schemas` does not know torch, but its callers pass torch tensors in and get one back.
-def evaluate(function: Callable[..., Tensor], activations: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """The value of a formula, or of its `defined` rule, on the activations that it names."""
-    return function(*(activations[name] for name in parameters_of(function)))
+def evaluate(
+    function: Callable[..., Tensor],
+    activations: Mapping[str, Any],
+    options: Options = (),
+) -> Any:  # noqa: ANN401
+    """The value of a formula, or of its `defined` rule, on the activations that it names.
+
+    A rule takes only some of a formula's options. Without options, the defaults hold.
+    """
+    values = (activations[name] for name in parameters_of(function))
+    taken = options_of(function)
+    return function(*values, **{name: value for name, value in options if name in taken})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from schemas.errors import ScanError
-from schemas.formulas import Formula, named_formulas
+from schemas.formulas import Formula, find_formula
 from schemas.tables import (
     OPTIONAL_PLACES,
     SEQUENCES,
@@ -65,7 +65,9 @@ class Kind(Generic[F]):
     sets: Mapping[str, Callable[[F], bool]] = dataclasses.field(
         default_factory=dict[str, Callable[[F], bool]]
     )
-    """Words that a scan may write in place of a list of names, and which formulas each means."""
+    """Words that a scan may write in place of a list of names, or in the list, and which formulas
+    each means.
+    """
     default: str | tuple[str, ...] = ()
     """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
     check: Callable[[Iterable[F], ScanFacts], None] | None = None
@@ -92,12 +94,60 @@ class Kind(Generic[F]):
                 f"computed = {self.computed!r}"
             )
 
+    def find(self, text: str) -> F:
+        """The formula that a text of a scan names, for example `distant_mass(4,64)`.
+
+        Raises `ScanError` if there is no such formula, or if its options are wrong.
+        """
+        return find_formula(text, self.registry, self.field, self.word)
+
     def select(self, names: str | Iterable[str]) -> tuple[F, ...]:
-        """The formulas that a scan names, in registry order; `names` may be a word of `sets`."""
+        """The formulas that a scan names, in registry order.
+
+        `names` is a word of `sets`, or a list of names in which such words may stand too.
+        """
+        selected: dict[str, F] = {}
+        for name in [names] if isinstance(names, str) else names:
+            if name in self.sets:
+                selected |= {formula.name: formula for formula in self._in_set(name)}
+                continue
+            formula = self.find(name)
+            other = selected.setdefault(formula.name, formula)
+            if other.options != formula.options:
+                raise ScanError(
+                    f"{self.field}: {other.text} and {formula.text} would have one column, "
+                    f"{formula.name}; leave one of them out"
+                )
+        places = {formula.function: place for place, formula in enumerate(self.registry.values())}
+        return tuple(
+            sorted(selected.values(), key=lambda formula: (places[formula.function], formula.name))
+        )
+
+    def _in_set(self, word: str) -> list[F]:
+        is_in_set = self.sets[word]
+        return [formula for formula in self.registry.values() if is_in_set(formula)]
+
+    def canonical(self, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        """The same choice in one way of writing, because a scan's text decides which run it is.
+
+        Options are written out, and what a word in the list stands for is not named again. Names
+        that do not exist stay, to be refused where the whole scan is known.
+        """
         if isinstance(names, str):
-            is_in_set = self.sets[names]
-            return tuple(formula for formula in self.registry.values() if is_in_set(formula))
-        return named_formulas(names, self.registry, self.field, self.word)
+            return names
+        words = [name for name in names if name in self.sets]
+        in_words = {formula.name for word in words for formula in self._in_set(word)}
+        texts: list[str] = []
+        for name in names:
+            try:
+                formula = None if name in words else self.find(name)
+            except ScanError:
+                formula = None
+            if formula is None:
+                texts.append(name)
+            elif formula.name not in in_words:
+                texts.append(formula.text)
+        return words[0] if texts == words[:1] and words else tuple(texts)
 
     def selected(self, names: str | tuple[str, ...], scan: ScanFacts) -> tuple[F, ...]:
         """The same as `select`, but raises `ScanError` if the scan cannot measure them."""

@@ -113,6 +113,8 @@ def test_rotary_models_have_no_shift(tmp_path: Path) -> None:
             "sink_position_cosine",
             "other_position_cosine",
         }
+        # The sequences are too short for a key that is distant by default.
+        of_shifts |= {"distant_mass_4_64", "distant_mass_last_4_64"}
         # These tokens have no labels, and these models no learned sink.
         assert undefined == of_shifts | {
             "sink_gate",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from schemas.errors import MeasureError, ModelError, ScanError
 from schemas.intervention import parse_intervention
 from schemas.predictions import PREDICTIONS
 from schemas.profiles import PROFILES
-from schemas.statistics import STATISTICS
+from schemas.statistics import KIND, STATISTICS
 from schemas.tables import chance_column
 from schemas.weight_statistics import WEIGHT_STATISTICS
 from tests import toy_models as toy
@@ -28,6 +28,7 @@ from tests.reference.definitions import (
     PREDICTION_DEFINITIONS,
     PROFILE_DEFINITIONS,
     STATISTIC_DEFINITIONS,
+    VARIANT_DEFINITIONS,
     Reference,
     recompute,
 )
@@ -130,6 +131,15 @@ COMBINATIONS = (
     "swap_first_value(4)+patch_head(1,0)+patch_head_at(0,1,9)",
     "zero_first_token+zero_positions+zero_attention(1)",
 )
+WITH_OPTIONS = (
+    "distant_mass(0,1)", "distant_mass(1,3)", "distant_mass(2,7)",
+    "distant_mass_last(0,1)", "distant_mass_last(1,3)", "distant_mass_last(2,7)",
+)  # fmt: skip
+"""Statistics with options that mean something in short sequences."""
+
+STATISTICS_MEASURED = {s.name: s for s in KIND.select(["all", *WITH_OPTIONS])}
+WITH_CHANCE = [s.name for s in STATISTICS_MEASURED.values() if s.chance]
+
 EVERY = [name + options for name in INTERVENTIONS for options in OPTIONS.get(name, ("",))]
 EVERY += COMBINATIONS
 ONE_EACH = [name + OPTIONS.get(name, ("",))[0] for name in INTERVENTIONS]
@@ -160,6 +170,9 @@ The others do the same to the trained `gpt2-mini` as to the toy of its architect
 """
 
 
+reference_of = partial(recompute, chance=WITH_CHANCE, variants=VARIANT_DEFINITIONS)
+
+
 class Shelf:
     """Models, their weights, their replicas and what they measure, each made once."""
 
@@ -184,6 +197,7 @@ class Shelf:
         curves = [p for p in PROFILES if PROFILES[p].axis != "pair"]
         scan = toy.toy_scan(
             model=str(self.path(name)), n_ctx=N_CTX, engine=engine, precision=precision,
+            statistics=["all", *WITH_OPTIONS],
             profiles=list(PROFILES), curves=curves, predictions=list(PREDICTIONS),
             weight_statistics=list(WEIGHT_STATISTICS),
         )  # fmt: skip
@@ -195,8 +209,8 @@ class Shelf:
     @cache  # noqa: B019
     def reference(self, name: str, intervention: str, n_ctx: int = N_CTX) -> Reference:
         tokens, partner, labels = sequences_of(self.d_vocab(name), n_ctx)
-        chance = [s.name for s in STATISTICS.values() if s.chance]
-        return recompute(self.weights(name), tokens, intervention, partner, labels, chance)
+        weights = self.weights(name)
+        return reference_of(weights, tokens, intervention, partner, labels)
 
     def measured(
         self,
@@ -273,7 +287,7 @@ def compare(
 ) -> dict[str, str]:
     """The columns that disagree, and how."""
     problems: dict[str, str | None] = {}
-    for name, statistic in STATISTICS.items():
+    for name, statistic in STATISTICS_MEASURED.items():
         bounded = max(map(abs, statistic.range)) <= 1
         # A difference of scores is as exact as the scores, which are alike in the heads of a layer.
         of_scores = statistic.unit.startswith("logits")
@@ -338,6 +352,7 @@ def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
 
 def test_everything_that_is_registered_has_an_independent_definition() -> None:
     assert set(STATISTIC_DEFINITIONS) == set(STATISTICS)
+    assert {*STATISTIC_DEFINITIONS, *VARIANT_DEFINITIONS} == set(STATISTICS_MEASURED)
     assert set(PROFILE_DEFINITIONS) == set(PROFILES)
     assert set(PREDICTION_DEFINITIONS) == set(PREDICTIONS)
     assert set(WEIGHT_DEFINITIONS) == set(WEIGHT_STATISTICS)
@@ -449,8 +464,7 @@ def test_every_column_with_the_facts_of_a_layer(
     give_facts(monkeypatch, FACTS[facts], layers)
     tokens, partner, labels = sequences_of(shelf.d_vocab(name), N_CTX)
     weights = with_facts(shelf.weights(name), FACTS[facts], layers)
-    chance = [s.name for s in STATISTICS.values() if s.chance]
-    reference = recompute(weights, tokens, intervention, partner, labels, chance)
+    reference = reference_of(weights, tokens, intervention, partner, labels)
     measured = shelf.measured(name, intervention, "fused")
     problems = compare(measured, reference)
     assert {name: problems[name] for name in problems if name not in OF_THE_BRIDGE} == {}
@@ -464,9 +478,9 @@ def test_layers_that_differ_in_their_window_have_no_common_chance_level(
     give_facts(monkeypatch, FACTS["window"], (1,))
     tokens, _, labels = sequences_of(shelf.d_vocab("llama-gqa"), N_CTX)
     weights = with_facts(shelf.weights("llama-gqa"), FACTS["window"], (1,))
-    reference = recompute(weights, tokens, labels=labels)
+    reference = reference_of(weights, tokens, labels=labels)
     measured = shelf.measured("llama-gqa", "none", "fused")
-    for statistic_name in STATISTICS:
+    for statistic_name in STATISTICS_MEASURED:
         np.testing.assert_allclose(
             measured.heads[statistic_name],
             reference.heads[statistic_name],

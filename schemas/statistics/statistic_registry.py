@@ -52,6 +52,7 @@ class Statistic(Ranged):
 
 
 STATISTICS: dict[str, Statistic] = {}
+"""The statistics by column. One with options stands here with its defaults."""
 
 P = ParamSpec("P")
 
@@ -78,13 +79,23 @@ def statistic(
     of its vectors is zero.
     missing: what a layer may lack, so that the column is NULL there: the end of "NULL if …".
     standard: measured by scans that do not name statistics.
+
+    Keyword-only parameters of the function are its options. Their types say what they may be
+    (`schemas.values`). The column is named after the function and all options.
     """
 
     def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
-        fields = read_definition(function, "statistic", STATISTICS, "activation", LAYER_VALUES)
+        fields = read_definition(
+            function,
+            "statistic",
+            STATISTICS,
+            "activation",
+            LAYER_VALUES,
+            may_have_options=True,
+        )
         fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
         fields |= {"of_directions": of_directions, "missing": missing}
-        STATISTICS[function.__name__] = Statistic(**fields, chance=chance, standard=standard)
+        STATISTICS[fields["name"]] = Statistic(**fields, chance=chance, standard=standard)
         return function
 
     return register
@@ -93,7 +104,8 @@ def statistic(
 KIND = Kind(
     field="statistics",
     word="statistic",
-    meaning="Columns of the heads table: standard, all, or a list of names.",
+    meaning="Columns of the heads table: standard, all, or a list of names, in which these words "
+    "and options may stand, as in distant_mass(4,64).",
     registry=STATISTICS,
     table=HEADS,
     computed="in every layer",
@@ -119,6 +131,11 @@ equal tokens the queries that see a pair. They are NULL where no query does. A r
 entropy is ln min(q+1, window). Chance levels are those of uniform attention over what a query sees,
 and NULL if the measured layers differ in their window. If a layer has a *learned sink*, A is a
 share of the whole row, whose keys sum to 1 - gate, and the entropy is the sum over the keys.
+
+A statistic may have *options*: whole numbers or names. A scan writes them in their order,
+`distant_mass(8,128)`; those left out have their defaults, and so has the bare name `distant_mass`.
+The column is the name with all options behind it, `distant_mass_8_128`. So one column always has
+one formula.
 
 Quantities of the literature without a column of their own are in [catalogue.md](catalogue.md), and
 so are those that are left out, with the reason.

@@ -7,7 +7,7 @@ is not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,8 @@ class Head:
 
     t: list[int]
     """Tokens."""
-    triggers: list[bool]
-    """Which positions are labelled "trigger"."""
+    labels: list[str]
+    """The label of every position, "" if it has none."""
     A: Matrix
     """A[q][k], the attention pattern as edited."""
     S: Matrix
@@ -73,6 +73,10 @@ class Head:
     def H(self) -> list[float]:
         """Entropy of each row."""
         return [-sum(a * math.log(a) for a in row if a > 0) for row in self.A]
+
+    def labelled(self, label: str) -> list[int]:
+        """The positions with a label."""
+        return [position for position in range(self.T) if self.labels[position] == label]
 
     def copies(self, q: int) -> list[int]:
         """Earlier positions with the token of a query."""
@@ -130,6 +134,8 @@ def first_share(scores: Sequence[float]) -> float:
 
 Statistic = Callable[[Head], float]
 STATISTIC_DEFINITIONS: dict[str, Statistic] = {}
+VARIANT_DEFINITIONS: dict[str, Statistic] = {}
+"""Statistics with other options than their defaults, by column."""
 READ_FIXED_POSITIONS: set[str] = set()
 """Statistics and profiles without a value in a model that rotates queries and keys."""
 
@@ -187,6 +193,36 @@ def second_key_mass_late(h: Head) -> float:
 @statistic
 def sink_gate(h: Head) -> float:
     return mean(1 - sum(row) for row in h.A) if h.has_sink else math.nan
+
+
+# Reach
+
+
+def distant_masses(h: Head, sink: int, recent: int) -> list[float]:
+    """The mass on distant keys, of the queries that see such keys."""
+    masses: list[float] = []
+    for q in range(h.T):
+        keys = [k for k in range(sink, q - recent + 1) if h.sees(q, k)]
+        if keys:
+            masses.append(sum(h.A[q][k] for k in keys))
+    return masses
+
+
+def distant_mass_of(sink: int, recent: int) -> Statistic:
+    return lambda h: mean(distant_masses(h, sink, recent))
+
+
+def distant_mass_last_of(sink: int, recent: int) -> Statistic:
+    # Where one query sees a distant key, the last query does.
+    return lambda h: mean(distant_masses(h, sink, recent)[-1:])
+
+
+STATISTIC_DEFINITIONS["distant_mass_4_64"] = distant_mass_of(4, 64)
+STATISTIC_DEFINITIONS["distant_mass_last_4_64"] = distant_mass_last_of(4, 64)
+for _sink, _recent in ((0, 1), (1, 3), (2, 7)):
+    _name = f"{_sink}_{_recent}"
+    VARIANT_DEFINITIONS[f"distant_mass_{_name}"] = distant_mass_of(_sink, _recent)
+    VARIANT_DEFINITIONS[f"distant_mass_last_{_name}"] = distant_mass_last_of(_sink, _recent)
 
 
 # Decomposition
@@ -303,8 +339,8 @@ def sink_value_result_norm(h: Head) -> float:
 
 def queries_by_label(h: Head) -> tuple[list[int], list[int]]:
     """The triggers and the others from query 1 on; none where one kind is missing."""
-    triggers = [q for q in range(1, h.T) if h.triggers[q]]
-    others = [q for q in range(1, h.T) if not h.triggers[q]]
+    triggers = [q for q in range(1, h.T) if h.labels[q] == "trigger"]
+    others = [q for q in range(1, h.T) if h.labels[q] != "trigger"]
     return (triggers, others) if triggers and others else ([], [])
 
 
@@ -727,7 +763,7 @@ def first_mlp_position_part(run: Run) -> float:
 # All of it
 
 
-def heads_of(run: Run, triggers: Sequence[bool]) -> list[list[Head]]:
+def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
     """The heads of a run, by layer."""
     weights = run.weights
     EPE = run.effective_positions
@@ -743,7 +779,7 @@ def heads_of(run: Run, triggers: Sequence[bool]) -> list[list[Head]]:
             [
                 Head(
                     run.tokens,
-                    list(triggers),
+                    list(labels),
                     seen.pattern[head].tolist(),
                     scores[head].tolist(),
                     seen.q[head],
@@ -798,29 +834,26 @@ def recompute(
     partner: Array | None = None,
     labels: Sequence[Sequence[str]] | None = None,
     chance: Iterable[str] = (),
+    variants: Mapping[str, Statistic] | None = None,
 ) -> Reference:
     """Everything, on tokens `[sequence pos]`.
 
-    `chance` names statistics that have a chance level.
+    `chance` names statistics that have a chance level. `variants` are statistics with other options
+    than their defaults.
     """
     sequences = tokens.tolist()
     partners = sequences if partner is None else partner.tolist()
-    triggers = [
-        [label == "trigger" for label in (labels[i] if labels else [""] * len(row))]
-        for i, row in enumerate(sequences)
-    ]
+    labels_of_all = labels or [[""] * len(row) for row in sequences]
     runs = [
         run_edited(weights, row, intervention, other, labels[i] if labels else ())
         for i, (row, other) in enumerate(zip(sequences, partners, strict=True))
     ]
-    heads = [heads_of(run, marks) for run, marks in zip(runs, triggers, strict=True)]
+    heads = [heads_of(run, marks) for run, marks in zip(runs, labels_of_all, strict=True)]
     indifferent = [uniform(by_layer[0][0]) for by_layer in heads]
+    statistics = {**STATISTIC_DEFINITIONS, **(variants or {})}
     return Reference(
-        {name: by_head(heads, define) for name, define in STATISTIC_DEFINITIONS.items()},
-        {
-            name: np.array([STATISTIC_DEFINITIONS[name](head) for head in indifferent])
-            for name in chance
-        },
+        {name: by_head(heads, define) for name, define in statistics.items()},
+        {name: np.array([statistics[name](head) for head in indifferent]) for name in chance},
         {
             name: by_head(heads, define)
             for name, define in PROFILE_DEFINITIONS.items()
@@ -843,6 +876,6 @@ def by_head(heads: list[list[list[Head]]], define: Callable[[Head], object]) -> 
 def definitions(path: Path, tokens: Array) -> Columns:
     """The statistics `[sequence layer head]` of an untouched model; no position is labelled."""
     weights = read_weights(path)
-    marks = [False] * tokens.shape[1]
+    marks = [""] * tokens.shape[1]
     heads = [heads_of(forward(weights, row), marks) for row in tokens.tolist()]
     return {name: by_head(heads, define) for name, define in STATISTIC_DEFINITIONS.items()}

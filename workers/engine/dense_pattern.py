@@ -146,6 +146,29 @@ class DensePattern:
         """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
         return -torch.xlogy(self.pattern, self.pattern).sum(-1)  # xlogy(0, 0) = 0
 
+    def distant(self, sink: int, recent: int) -> Tensor:
+        """`Σ A[q, k]` over the keys `k >= sink` with `q - k >= recent`, NaN if the query sees none:
+        `[batch head query]`.
+        """
+        place = torch.arange(self.n_ctx, device=self.pattern.device)
+        behind = distances(place, place)
+        is_distant = (behind >= recent) & (place >= sink) & (behind < self.window)
+        mass = (self.pattern * is_distant).sum(-1)
+        return mass.masked_fill(~is_distant.any(-1), torch.nan)
+
+    def labelled_mass(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """`Σ A[q, k]` over the keys of a mask `[batch pos]`, 0 for queries outside of the other:
+        `[batch head query]`.
+        """
+        mass = (self.pattern * keys[:, None, None]).sum(-1)
+        return mass.masked_fill(~queries[:, None], 0)
+
+    def strongest_key(self, queries: Tensor) -> Tensor:
+        """The key with the largest `A[q, k]`, 0 for queries outside of the mask `[batch pos]`:
+        `[batch head query]`.
+        """
+        return self.pattern.argmax(-1).masked_fill(~queries[:, None], 0)
+
     def gate(self) -> Tensor:
         """Share of each row that no key has; NaN if there is no learned sink:
         `[batch head query]`.
@@ -162,6 +185,13 @@ class DensePattern:
         `[batch head query]`.
         """
         return self.scores[..., k]
+
+    def largest_score(self) -> Tensor:
+        """The largest `S[q, k]` of the keys that a query sees, NaN where one of them is hidden:
+        `[batch head query]`.
+        """
+        unseen = unseen_keys(self.n_ctx, self.facts, self.pattern.device)
+        return self.scores.masked_fill(unseen, -torch.inf).amax(-1)
 
     def earlier_score(self) -> Tensor:
         """Mean of `S[q, k]` over the keys `1 <= k < q`: `[batch head query]`.

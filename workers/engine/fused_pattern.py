@@ -44,6 +44,9 @@ LN2 = math.log(2)
 FIRST_KEYS = 8
 """Scores of the first keys are asked for again and again, so they come from one product."""
 
+LARGEST_SCORE = "largest score"
+RECEIVED = "received"
+
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 """Size of one tile of scores: about what a CPU core's caches hold, and enough to fill a GPU."""
 
@@ -158,6 +161,61 @@ class FusedPattern:
         """`-Σ_k A[q, k] ln A[q, k]` in nats: `[batch head query]`."""
         return self._swept("entropy")
 
+    def distant(self, sink: int, recent: int) -> Tensor:
+        """`Σ A[q, k]` over the keys `k >= sink` with `q - k >= recent`, NaN if the query sees none:
+        `[batch head query]`.
+        """
+        mass = self._swept(DistantKeys(sink, recent).question)
+        sees_none = self._places() < sink + recent
+        if recent >= self.window:
+            sees_none = torch.ones_like(sees_none)
+        return mass.masked_fill(sees_none, torch.nan)
+
+    def labelled_mass(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """`Σ A[q, k]` over the keys of a mask `[batch pos]`, 0 for queries outside of the other:
+        `[batch head query]`.
+        """
+        mass = torch.zeros_like(self.lse)
+        for tile, attention in self._attention_of(queries):
+            of_keys = keys[tile.sequences, None, tile.keys, None].to(attention)
+            mass[tile.sequences, :, tile.queries] = (attention @ of_keys)[..., 0]
+        return mass.masked_fill(~queries[:, None], 0)
+
+    def strongest_key(self, queries: Tensor) -> Tensor:
+        """The key with the largest `A[q, k]`, 0 for queries outside of the mask `[batch pos]`:
+        `[batch head query]`.
+        """
+        strongest = torch.zeros_like(self.lse, dtype=torch.int64)
+        for tile, attention in self._attention_of(queries):
+            place = attention.argmax(-1) + tile.keys.start
+            strongest[tile.sequences, :, tile.queries] = place
+        return strongest.masked_fill(~queries[:, None], 0)
+
+    def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Place, Tensor]]:
+        """Tiles that hold the queries of a mask `[batch query]`, and `A` of them."""
+        # On the host at once, because every tile asks.
+        is_chosen = chosen.cpu()
+        for sequences, queries, keys in self._tiles():
+            rows = is_chosen[sequences, queries].any(0).nonzero()[:, 0].tolist()
+            if not rows:
+                continue
+            first, last = queries.start + rows[0], queries.start + rows[-1]
+            first_key = max(keys.start, first - self.window + 1)
+            tile = _Place(sequences, slice(first, last + 1), slice(first_key, last + 1))
+            yield tile, self._tile_attention(tile)
+
+    def _tile_attention(self, tile: _Place) -> Tensor:
+        """`A` of a tile, 0 where the query does not see the key: `[batch head query key]`."""
+        scores = self._tile_scores(tile.sequences, tile.queries, tile.keys)
+        attention = _attention(scores, self.lse[tile.sequences, :, tile.queries, None])
+        # Above the diagonal a score can exceed the log-sum-exp by any amount, so the future is
+        # replaced by zeros: infinity times zero would be NaN.
+        offset = tile.queries.start - tile.keys.start
+        attention.tril_(offset)
+        if tile.keys.start > 0 or self.is_partial:
+            attention.triu_(offset - self.window + 1)
+        return attention
+
     def gate(self) -> Tensor:
         """Share of each row that the learned sink takes; NaN if there is none:
         `[batch head query]`.
@@ -184,6 +242,10 @@ class FusedPattern:
         keys = self.k[:, :, first:stop]
         behind = distances(self._places(), self._places()[first:stop])
         return scored(products_of(self.q, keys), behind, self.facts)
+
+    def largest_score(self) -> Tensor:
+        """The largest `S[q, k]` of the keys that a query sees: `[batch head query]`."""
+        return self._swept(LARGEST_SCORE)
 
     def earlier_score(self) -> Tensor:
         """Mean of `S[q, k]` over the keys `1 <= k < q`; NaN if one of them is behind the window,
@@ -235,18 +297,7 @@ class FusedPattern:
 
     def received(self) -> Tensor:
         """Mean of `A[q, k]` over the queries that see the key: `[batch head key]`."""
-        batch, heads, n_ctx, _ = self.q.shape
-        attention_sums = self.lse.new_zeros(batch, heads, n_ctx)
-        for sequences, queries, keys in self._tiles():
-            scores = self._tile_scores(sequences, queries, keys)
-            attention = _attention(scores, self.lse[sequences, :, queries, None])
-            # Above the diagonal a score can exceed the log-sum-exp by any amount, so the future is
-            # replaced by zeros: infinity times zero would be NaN.
-            attention.tril_(queries.start - keys.start)
-            if keys.start > 0 or self.is_partial:
-                attention.triu_(queries.start - keys.start - self.window + 1)
-            attention_sums[sequences, :, keys] += attention.sum(-2)
-        return attention_sums / (n_ctx - self.positions()).clamp(max=self.window)
+        return self._swept(RECEIVED) / (self.n_ctx - self.positions()).clamp(max=self.window)
 
     def by_lag(self) -> Tensor:
         """`1/(T-d) Σ_{q>=d} A[q, q-d]` for every lag d, NaN from the window on:
@@ -346,6 +397,107 @@ class FusedPattern:
             answers["entropy"] = swept.entropy
         for pair, mass in zip(pairs, swept.masses, strict=True):
             answers[pair.name] = mass
+        self._answers |= answers
+        return answers | self._answers_after_kernel(questions)
+
+    def _answers_after_kernel(self, questions: set[str]) -> dict[str, Tensor]:
+        """What a kernel does not answer, from another look at the scores, whose `lse` it knows."""
+        sums = _TileSums(self, questions)
+        if not sums.are_asked_for:
+            return {}
+        for sequences, queries, keys in self._tiles():
+            tile = _Place(sequences, queries, keys)
+            attention = self._tile_attention(tile)
+            if sums.largest_score is not None:
+                scores = self._tile_scores(sequences, queries, keys)
+                behind = distances(self._places()[queries], self._places()[keys])
+                unseen = (behind < 0) | (behind >= self.window)
+                largest = scores.masked_fill_(unseen, -torch.inf).amax(-1)
+                sums.largest_score[sequences, :, queries] = largest
+            heads = slice(0, self.q.shape[1])
+            sums.add(tile, heads, attention, torch.ones_like(attention[..., 0]))
+        return sums.answers()
+
+
+@dataclass(frozen=True)
+class DistantKeys:
+    """The keys from `sink` on that lie at least `recent` behind their query."""
+
+    sink: int
+    recent: int
+
+    @property
+    def question(self) -> str:
+        """Its name among the questions of a sweep."""
+        return f"distant {self.sink} {self.recent}"
+
+    @classmethod
+    def of_questions(cls, questions: set[str]) -> list[DistantKeys]:
+        """Those that some questions name."""
+        words = [question.split() for question in sorted(questions)]
+        return [cls(int(w[1]), int(w[2])) for w in words if w[0] == "distant" and len(w) == 3]
+
+    def sum_of(self, weights: Tensor, tile: _Place) -> Tensor:
+        """The sum of the weights of a tile `[… query key]` on such keys: `[… query]`.
+
+        Added up and not what the other keys leave of the whole, which would round away a small sum.
+        """
+        queries, keys = tile.queries, tile.keys
+        first = min(max(self.sink, keys.start), keys.stop)
+        # Keys before `common_stop` are distant from every query of the tile, keys before `stop`
+        # from the last one.
+        common_stop = min(max(queries.start - self.recent + 1, first), keys.stop)
+        stop = min(max(queries.stop - self.recent, common_stop), keys.stop)
+        common = weights[..., first - keys.start : common_stop - keys.start].sum(-1)
+        if stop == common_stop:
+            return common
+        of_some = weights[..., common_stop - keys.start : stop - keys.start]
+        return common + of_some.tril(queries.start - self.recent - common_stop).sum(-1)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tile of scores lies."""
+
+    sequences: slice
+    queries: slice
+    keys: slice
+
+
+class _TileSums:
+    """Answers that few scans ask for, added up a tile at a time."""
+
+    def __init__(self, pattern: FusedPattern, questions: set[str]) -> None:
+        shape = pattern.q.shape[:3]  # [batch head pos]
+        new = pattern.q.new_empty
+        self.largest_score = new(shape) if LARGEST_SCORE in questions else None
+        self.received = new(shape).zero_() if RECEIVED in questions else None
+        self.distant = {keys: new(shape) for keys in DistantKeys.of_questions(questions)}
+
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether one of the questions is of this kind."""
+        return bool(self.distant) or any(
+            answer is not None for answer in (self.largest_score, self.received)
+        )
+
+    def add(self, tile: _Place, heads: slice, weights: Tensor, total: Tensor) -> None:
+        """Add a tile of weights `[batch head query key]`: `A` times the `total` of a row."""
+        for distant_keys, mass in self.distant.items():
+            distant = distant_keys.sum_of(weights, tile)
+            torch.div(distant, total, out=mass[tile.sequences, heads, tile.queries])
+        if self.received is not None:
+            # Σ_q weight / total is a product, which reads the tile once.
+            attention_sums = total.reciprocal()[..., None, :] @ weights
+            self.received[tile.sequences, heads, tile.keys] += attention_sums[..., 0, :]
+
+    def answers(self) -> dict[str, Tensor]:
+        """The answers by question."""
+        answers = {keys.question: mass for keys, mass in self.distant.items()}
+        if self.received is not None:
+            answers[RECEIVED] = self.received
+        if self.largest_score is not None:
+            answers[LARGEST_SCORE] = self.largest_score
         return answers
 
 
@@ -415,6 +567,7 @@ class _TileSweep:
         self.entropy = new(batch, heads, n_ctx) if "entropy" in questions else None
         # Heads last, because every head of a pair (query, key) is picked at once.
         self.masses = {name: new(batch, n_ctx, heads).zero_() for name in self.pairs}
+        self.sums = _TileSums(pattern, questions)
 
     def answers(self) -> dict[str, Tensor]:
         """Sweep once over all tiles; answers by question, in natural units."""
@@ -435,7 +588,7 @@ class _TileSweep:
             answers["entropy"] = self.entropy.mul_(LN2).clamp_(min=0)
         for name, mass in self.masses.items():
             answers[name] = mass.transpose(1, 2)
-        return answers
+        return answers | self.sums.answers()
 
     def _kv_heads_at_once(self, group: int) -> int:
         """How many heads of keys a tile takes, so that it fits `TILE_BYTES` if it can."""
@@ -454,6 +607,8 @@ class _TileSweep:
         # 2^s overflows from s = 128 on. Less the row's maximum, the largest weight is 1. The
         # softmax does not change, because the factor 2^-maximum cancels in weights / total.
         maximum = scores.amax(-1, keepdim=True)  # [batch head query 1]
+        if self.sums.largest_score is not None:
+            torch.mul(maximum[..., 0], LN2, out=self.sums.largest_score[tile])
         if sink is not None:
             maximum = maximum.maximum(sink)
         relative_scores = scores.sub_(maximum)
@@ -481,6 +636,7 @@ class _TileSweep:
         torch.sub(query_share, position_sum / total, out=self.distance[tile])
         # log2 Σ 2^s = maximum + log2 Σ 2^(s - maximum)
         torch.add(maximum[..., 0], log2_total, out=self.log2_sums[tile])
+        self.sums.add(_Place(sequences, queries, keys), part.heads, weights, total)
 
         if self.entropy is not None:
             # A = weight / total, so log2 A = relative_score - log2 total, and

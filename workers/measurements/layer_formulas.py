@@ -139,7 +139,7 @@ class LayerFormulas:
             defined = [where_defined(f, by_tokens, tokens[:, 0]) for f in values.single_valued]
             # Uniform attention is the same in all heads, so its pattern has one.
             chance = [
-                evaluate(statistic.compute, by_tokens)[:, 0]
+                evaluate(statistic.compute, by_tokens, statistic.options)[:, 0]
                 for statistic in with_chance(values.formulas)
             ]
             if len(self.windows) > 1:
@@ -256,7 +256,7 @@ def where_defined(formula: Formula, values: Mapping[str, LayerValue], like: Tens
     everywhere = torch.ones_like(like, dtype=torch.bool)
     if formula.defined is None:
         return everywhere
-    return everywhere & evaluate(formula.defined, values)
+    return everywhere & evaluate(formula.defined, values, formula.options)
 
 
 def _of_heads(

@@ -29,7 +29,7 @@ def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
     pattern = activations.get("pattern")
     if isinstance(pattern, DensePattern) and pattern.hidden is not None:
         return _value_under_mask(formula, activations, pattern)
-    value = evaluate(formula.compute, activations)
+    value = evaluate(formula.compute, activations, formula.options)
     if _may_be_undefined(formula, pattern):
         return _marked(value, _is_undefined(value, formula, activations))
     # The usual case, once for each formula and layer: one pass over the value.
@@ -41,14 +41,15 @@ def _value_under_mask(
 ) -> Tensor:
     """The value where an edit hides keys: undefined where only a hidden score makes it so."""
     pattern = pattern.not_yet_asked()
-    value = evaluate(formula.compute, _with_pattern(activations, pattern))
+    value = evaluate(formula.compute, _with_pattern(activations, pattern), formula.options)
     undefined = torch.zeros_like(value, dtype=torch.bool)
     if _may_be_undefined(formula, pattern):
         undefined = _is_undefined(value, formula, activations)
     if pattern.was_asked_for_scores:
         # NaN of broken weights must stay an error. So the formula is computed once more with the
         # scores revealed: what is NaN only under the mask is undefined.
-        revealed = evaluate(formula.compute, _with_pattern(activations, pattern.revealed()))
+        as_revealed = _with_pattern(activations, pattern.revealed())
+        revealed = evaluate(formula.compute, as_revealed, formula.options)
         undefined = undefined | (value.isnan() & revealed.isfinite())
     return _marked(value, undefined)
 

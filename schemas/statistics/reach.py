@@ -1,0 +1,57 @@
+"""How much attention reaches keys that a cache of the first and the most recent keys would drop.
+
+Such a cache keeps the first `sink` keys and the last `recent` ones, a query's own key among them.
+A mean over queries is over those that see a key which is neither. With a window, a query sees only
+those of these keys that lie in its window, and none if the window is not longer than `recent`.
+"""
+
+from schemas.pattern import Pattern, Tensor
+from schemas.statistics.statistic_registry import statistic
+from schemas.values import Count, Index
+
+
+def has_distant_keys(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> bool:
+    """the sequence has more than sink + recent tokens."""
+    return pattern.n_ctx > sink + recent
+
+
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="after Xiao et al. 2024, arXiv 2410.10819",
+    chance=True,
+    defined=has_distant_keys,
+    standard=False,
+)
+def distant_mass(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Tensor:
+    """Mean attention to the keys that are neither among the first `sink` nor among the last
+    `recent`, over the queries that see such keys.
+
+    1/(T-sink-recent) Σ_{q≥sink+recent} Σ_{k≥sink, q-k≥recent} A[q,k]
+
+    >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.25, 0.25, 0], [0, 0.5, 0.25, 0.25]]
+    >>> distant_mass(pattern(rows), sink=1, recent=1).item()
+    0.5
+    """
+    return pattern.distant(sink, recent)[..., sink + recent :].mean(-1)
+
+
+@statistic(
+    unit="probability",
+    range=(0, 1),
+    source="after Xiao et al. 2024, arXiv 2410.10819",
+    chance=True,
+    defined=has_distant_keys,
+    standard=False,
+)
+def distant_mass_last(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> Tensor:
+    """Attention of the last query to the keys that are neither among the first `sink` nor among the
+    last `recent`.
+
+    Σ_{k≥sink, T-1-k≥recent} A[T-1,k]
+
+    >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.25, 0.25, 0], [0, 0.5, 0.25, 0.25]]
+    >>> distant_mass_last(pattern(rows), sink=1, recent=2).item()
+    0.5
+    """
+    return pattern.distant(sink, recent)[..., -1]
