@@ -71,10 +71,11 @@ def iceberg(source: ExportSource) -> Exported:
     return Exported(files=files, notes=(f"{' and '.join(counts)}, by reference",))
 
 
-def _store_properties() -> dict[str, str]:
-    """Where the library finds an object store, if the environment names another than Amazon's."""
+def _catalog_properties() -> dict[str, str]:
+    """Which files the catalog uses, and where an object store is if it is not Amazon's."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return {"s3.endpoint": endpoint} if endpoint else {}
+    store = {"s3.endpoint": endpoint} if endpoint else {}
+    return {"py-io-impl": "exports.in_memory.held_files.HeldFiles"} | store
 
 
 def _table(source: ExportSource, catalog: Catalog, name: str) -> Table:

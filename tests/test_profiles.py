@@ -24,6 +24,7 @@ from schemas.errors import MeasureError, ModelError, QueryError, RunError
 from schemas.kinds import schema_of_rows
 from schemas.measured_heads import MeasuredHeads
 from schemas.profiles import KIND, PROFILES
+from schemas.profiles.columns_and_diagonals import CANDIDATES
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.toy_runs import local, read_manifest, write_run
@@ -45,9 +46,9 @@ from workers.shard import run_shard
 T, SHARDS, PER_SHARD = 7, 3, 5
 D_MODEL, D_HEAD = 32, 8
 COMPONENTS = {"component": D_HEAD, "pair of components": D_HEAD * (D_HEAD + 1) // 2}
-ENTRIES = {"pair": T * (T + 1) // 2, "dimension": D_MODEL} | COMPONENTS
+ENTRIES = {"pair": T * (T + 1) // 2, "dimension": D_MODEL, "candidate": 4} | COMPONENTS
 """Entries of a profile by axis; other axes have T."""
-PLACES = ("query", "key", "lag", "dimension", "component", "other_component")
+PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_component")
 """Columns that say where an entry lies."""
 SHARED = {name for name in PROFILES if "resid" in name}
 """Profiles that all heads of a layer share."""
@@ -248,7 +249,7 @@ def test_the_batch_size_changes_nothing(
 def test_one_token_has_one_entry_of_each(model: Path) -> None:
     profiles = measure(model, np.array([[5], [6]], np.int32)).means["profiles"]
     entries = {name: aggregate.mean.shape[-1] for name, aggregate in profiles.items()}
-    of_one_token = {"dimension": D_MODEL} | COMPONENTS
+    of_one_token = {"dimension": D_MODEL, "candidate": 4} | COMPONENTS
     assert entries == {name: of_one_token.get(PROFILES[name].axis, 1) for name in ALL}
     rows_of_layer = sum(n if name in SHARED else 4 * n for name, n in entries.items())
     assert means_table(KIND, 0, profiles, EVERY).num_rows == 3 * rows_of_layer
@@ -308,7 +309,7 @@ def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
     assert rows.schema.equals(schema_of_rows(KIND, PROFILES.values()))
     assert rows.column_names == [
         "shard", "layer", "head", "profile", "query", "key", "lag", "count", "mean", "m2",
-        "dimension", "component", "other_component",
+        "candidate", "dimension", "component", "other_component",
     ]  # fmt: skip
     assert table.schema.field("m2").metadata[b"description"].startswith(b"Sum over the sequences")
     assert table["profile"].unique().to_pylist() == ALL
@@ -367,7 +368,7 @@ def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> 
     connection = connect(plan.run.path)
     columns = "layer, head, count, mean, sd, standard_error"
     for name, expected in aggregates_of_all_sequences(plan).items():
-        if PROFILES[name].axis in COMPONENTS:
+        if PROFILES[name].axis in {*COMPONENTS, "candidate"}:
             continue
         question = (
             f"SELECT {columns} FROM profile_means "
@@ -555,6 +556,51 @@ def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
     table = means_table(KIND, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY)
     assert table["mean"].to_pylist() == [2, 5, None]
     assert table["m2"].to_pylist() == [2, 0, None]
+
+
+# Columns and diagonals
+
+
+def random_pattern(n_ctx: int) -> DensePattern:
+    """A pattern of two sequences and three heads, some of whose columns and diagonals are heavy."""
+    generator = torch.Generator().manual_seed(n_ctx)
+    scores = torch.randn(2, 3, n_ctx, n_ctx, generator=generator, dtype=torch.float64) * 2
+    scores[:, 0, :, n_ctx // 3] += 6
+    scores[:, 1] += torch.diag_embed(torch.full((n_ctx - 9,), 6.0, dtype=torch.float64), -9)
+    future = torch.ones(n_ctx, n_ctx).triu(1).bool()
+    rows = scores.masked_fill(future, -math.inf).softmax(-1)
+    keys = torch.eye(n_ctx, dtype=rows.dtype).expand_as(rows)
+    return DensePattern(rows, rows, rows, keys, AttentionFacts(1.0))
+
+
+def chosen(masses: np.ndarray, count: int, always: int, n_ctx: int) -> set[int]:
+    """The heaviest places, the first of which are always chosen."""
+    scaled_count, first = (max(1, round(n * n_ctx / 30_000)) for n in (count, always))
+    order = np.argsort(-masses).tolist()
+    rest = [place for place in order if place >= first]
+    return {*range(first), *rest[: max(scaled_count - first, 0)]}
+
+
+@pytest.mark.parametrize("n_ctx", [40, 700])
+def test_columns_and_diagonals_are_those_of_the_definition(n_ctx: int) -> None:
+    pattern = random_pattern(n_ctx)
+    by_lag = PROFILES["tail_attention_by_lag"].compute(pattern)
+    shares = PROFILES["column_diagonal_attention_by_candidate"].compute(pattern)
+    n = min(64, n_ctx)
+    queries, keys = np.arange(n_ctx - n, n_ctx)[:, None], np.arange(n_ctx)
+    for sequence, head in np.ndindex(2, 3):
+        rows = pattern.pattern[sequence, head, n_ctx - n :].numpy()
+        columns = rows.sum(0)
+        lags = np.array([rows[queries - keys == lag].sum() for lag in range(n_ctx)])
+        np.testing.assert_allclose(by_lag[sequence, head], lags / n, rtol=1e-9, atol=1e-12)
+        for candidate, (n_columns, n_diagonals) in enumerate(CANDIDATES):
+            in_column = np.isin(keys, list(chosen(columns, n_columns, 30, n_ctx)))
+            on_diagonal = np.isin(queries - keys, list(chosen(lags, n_diagonals, 100, n_ctx)))
+            share = rows[in_column | on_diagonal].sum() / n
+            assert shares[sequence, head, candidate].item() == pytest.approx(share, rel=1e-6)
+    # The first head looks at one column, and more columns than diagonals are of no use to the
+    # second.
+    assert by_lag[:, 1].argmax(-1).tolist() == [9, 9]
 
 
 # Moments of queries

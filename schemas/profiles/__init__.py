@@ -4,6 +4,7 @@ all.
 
 from schemas.profiles import (
     attention,
+    columns_and_diagonals,
     first_position,
     norms_by_position,
     query_moments,
@@ -23,6 +24,7 @@ __all__ = [
     "PROFILES",
     "Profile",
     "attention",
+    "columns_and_diagonals",
     "first_position",
     "norms_by_position",
     "profile",
