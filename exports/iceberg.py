@@ -53,10 +53,7 @@ def iceberg(source: ExportSource) -> Exported:
     HELD.clear()
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
-    catalog = pyiceberg.catalog.memory.InMemoryCatalog(
-        "headcount",
-        **{"py-io-impl": "exports.in_memory.held_files.HeldFiles", **_store_properties()},
-    )
+    catalog = pyiceberg.catalog.memory.InMemoryCatalog("headcount", **_catalog_properties())
     catalog.create_namespace("run")
     files: dict[str, bytes] = {}
     counts: list[str] = []

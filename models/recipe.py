@@ -231,9 +231,12 @@ def train(
     make: Callable[[np.random.Generator, float], np.ndarray],
     plan: Plan,
     seed: int,
+    penalty: Callable[[float], Tensor | float] | None = None,
 ) -> None:
     """Minimise next-token cross-entropy on batches of make(rng, progress); every position counts
     the same.
+
+    A penalty, given the progress, is added to the loss of the forward pass before it.
     """
     rng = np.random.default_rng(seed)
     optimiser = torch.optim.AdamW(
@@ -242,10 +245,12 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, partial(lr_factor, plan))
     started = time.monotonic()
     for step in range(plan.steps):
-        tokens = torch.from_numpy(make(rng, step / plan.steps))
+        progress = step / plan.steps
+        tokens = torch.from_numpy(make(rng, progress))
         loss = F.cross_entropy(logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        objective = loss if penalty is None else loss + penalty(progress)
         optimiser.zero_grad()
-        loss.backward()
+        objective.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()

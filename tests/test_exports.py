@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 import headcount
+from exports.budget import SHARES, dropped_shares, lost_by_window
+from exports.destination import check_destination, write_export
 from exports.export_registry import (
     FORMATS,
     Exported,
@@ -21,7 +26,7 @@ from exports.export_registry import (
     export_format_named,
     export_formats,
 )
-from exports.export_source import ExportSource, toml_lines
+from exports.export_source import ExportSource, choose_run, toml_lines
 from queries.asking import RunDatabase, open_runs
 from schemas.errors import HeadcountError, QueryError
 from schemas.scan import parse_scan
@@ -32,6 +37,7 @@ KV_HEADS = 2
 HEADS = 4
 LAYERS = 2
 N_CTX = 24
+UNTOUCHED = "intervention = 'none'"
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +51,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sequences": 6,
         "sequences_per_shard": 3,
         "input": {"family": "repeated_random"},
-        "statistics": ["duplicate_score", "induction_score", "entropy"],
-        "profiles": ["attention_by_lag"],
+        "statistics": [
+            "duplicate_score",
+            "induction_score",
+            "entropy",
+            "distant_mass(2,4)",
+            "distant_mass(1,5)",
+        ],
+        "profiles": ["attention_by_lag", "sink_attention_by_query"],
+        "interventions": ["none", "zero_head(0,1)"],
         "out": str(directory / "runs"),
     }
     headcount.scan(fields, name="toy", quiet=True).close()
@@ -60,17 +73,27 @@ def database(home: Path) -> Iterator[RunDatabase]:
     opened.connection.close()
 
 
-def run(*words: str | Path) -> str:
+def run(*words: object) -> str:
     """What a command prints. A mistake is raised as it is."""
     result = CliRunner().invoke(headcount.app, ["export", *map(str, words)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
+def make(database: RunDatabase, name: str, output: Path, **options: object) -> None:
+    """Write an export of opened runs: the same as the command, which opens them each time."""
+    export = export_format_named(name)
+    values = export.parsed_options({key: str(value) for key, value in options.items()})
+    destination = check_destination(export, str(output), replace=True)
+    source = choose_run(database, export, values, destination)
+    write_export(export, destination, export.make(source, **values).files)
+
+
 def means_of_heads(database: RunDatabase, statistic: str) -> np.ndarray:
     """Means by layer and query head, straight from the rows."""
     rows = database.rows(
-        f"SELECT layer, head, avg({statistic}) FROM heads GROUP BY ALL ORDER BY ALL"
+        f"SELECT layer, head, avg({statistic}) FROM heads WHERE intervention = 'none' "
+        "GROUP BY ALL ORDER BY ALL"
     )
     return np.array([value for _, _, value in rows]).reshape(LAYERS, HEADS)
 
@@ -81,7 +104,7 @@ def means_of_heads(database: RunDatabase, statistic: str) -> np.ndarray:
 def test_kv_heads_sum_up_the_query_heads_that_share_keys(database: RunDatabase) -> None:
     assert database.rows("SELECT n_heads, n_kv_heads FROM runs") == [(HEADS, KV_HEADS)]
     means = means_of_heads(database, "entropy").reshape(LAYERS, KV_HEADS, -1)
-    rows = database.records("FROM kv_heads WHERE statistic = 'entropy' ORDER BY layer, kv_head")
+    rows = database.records(f"FROM kv_heads WHERE statistic = 'entropy' AND {UNTOUCHED}")
     assert [row["label"] for row in rows] == ["L0KV0", "L0KV1", "L1KV0", "L1KV1"]
     for row in rows:
         group = means[row["layer"], row["kv_head"]]
@@ -91,7 +114,7 @@ def test_kv_heads_sum_up_the_query_heads_that_share_keys(database: RunDatabase) 
         heads = (row["kv_head"] * 2, row["kv_head"] * 2 + 1)
         ((low, high, count),) = database.rows(
             "SELECT min(entropy), max(entropy), count(entropy) FROM heads "
-            f"WHERE layer = {row['layer']} AND head IN {heads}"
+            f"WHERE {UNTOUCHED} AND layer = {row['layer']} AND head IN {heads}"
         )
         assert (row["minimum"], row["maximum"]) == (pytest.approx(low), pytest.approx(high))
         assert row["count"] == count == 12
@@ -200,10 +223,10 @@ def test_what_no_run_measured_is_named_with_the_scan_that_would(tmp_path: Path) 
 def test_another_input_and_an_unfinished_run_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "other", "a-1", **scores(family="uniform_random"))
     with pytest.raises(QueryError, match="is over uniform_random, expected repeated_random"):
-        run("razor", tmp_path / "other", "-o", tmp_path / "x")
+        make(open_runs(tmp_path / "other"), "razor", tmp_path / "x")
     write_run(tmp_path / "half", "a-1", **scores(commit=[0]))
     with pytest.raises(QueryError, match="is not complete: 1 of 2 shards are in; headcount resume"):
-        run("razor", tmp_path / "half", "-o", tmp_path / "x")
+        make(open_runs(tmp_path / "half"), "razor", tmp_path / "x")
 
 
 def test_of_several_runs_one_is_named(tmp_path: Path) -> None:
@@ -237,10 +260,10 @@ def test_an_older_export_is_replaced_only_if_that_is_said(home: Path, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["razor.json"]
 
 
-def test_what_cannot_be_written_is_said_in_a_line(home: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said_in_a_line(database: RunDatabase, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(QueryError, match="cannot be written"):
-        run("razor", home / "runs", "-o", tmp_path / "file" / "razor.json")
+        make(database, "razor", tmp_path / "file" / "razor.json")
 
 
 # razor
@@ -270,3 +293,228 @@ def test_razor_has_the_heads_with_the_highest_scores(
     assert provenance["input"]["family"] == "repeated_random"
     assert provenance["statistics"] == ["duplicate_score", "induction_score"]
     assert provenance["code"] == database.rows("SELECT code FROM runs")[0][0]
+
+
+# duo
+
+
+def load_attn_pattern(folder: Path) -> tuple[np.ndarray, int, int]:
+    """What DuoAttention's function of this name reads, and kvpress's press in the same way."""
+    scores = np.loadtxt(folder / "full_attention_heads.tsv", dtype=float, delimiter="\t")
+    config = json.loads((folder / "config.json").read_text())
+    return np.clip(scores, 0, 1), config["sink_size"], config["recent_size"]
+
+
+def distant_by_kv_head(database: RunDatabase) -> np.ndarray:
+    return means_of_heads(database, "distant_mass_2_4").reshape(LAYERS, KV_HEADS, -1)
+
+
+def test_duo_scores_a_kv_head_by_the_query_head_that_looks_farthest(
+    home: Path, tmp_path: Path, database: RunDatabase
+) -> None:
+    output = run("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 2, "--recent", 4)
+    assert output.startswith(f"{tmp_path / 'duo'}: duo of llama, from run toy-")
+    scores, sink, recent = load_attn_pattern(tmp_path / "duo")
+    np.testing.assert_allclose(scores, distant_by_kv_head(database).max(-1), rtol=1e-6)
+    assert (sink, recent) == (2, 4)
+    assert np.ptp(scores) > 0.01
+    assert json.loads((tmp_path / "duo" / "config.json").read_text())["headcount"]["n_ctx"] == N_CTX
+    assert [path.name for path in tmp_path.iterdir()] == ["duo"]
+
+    with pytest.raises(QueryError, match="is there already"):
+        run("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 2, "--recent", 4)
+    make(database, "duo", tmp_path / "duo", sink=2, recent=4, group="mean")
+    scores, _, _ = load_attn_pattern(tmp_path / "duo")
+    np.testing.assert_allclose(scores, distant_by_kv_head(database).mean(-1), rtol=1e-6)
+
+
+def test_duo_cuts_scores_where_it_is_told(database: RunDatabase, tmp_path: Path) -> None:
+    farthest = distant_by_kv_head(database).max(-1)
+    output = tmp_path / "duo"
+    for share, kept in ((0.75, 1), (0.5, 2), (0, 4), (1, 0)):
+        make(database, "duo", output, sink=2, recent=4, sparsity=share)
+        whole, _, _ = load_attn_pattern(output)
+        assert whole.sum() == kept
+        assert {*whole.ravel()} <= {0.0, 1.0}
+        assert not kept or farthest[whole == 1].min() == np.sort(farthest.ravel())[-kept]
+    threshold = float(np.sort(farthest.ravel())[1:3].mean())
+    make(database, "duo", output, sink=2, recent=4, threshold=threshold)
+    whole, _, _ = load_attn_pattern(output)
+    np.testing.assert_array_equal(whole, farthest >= threshold)
+    with pytest.raises(QueryError, match="leave out one"):
+        make(database, "duo", output, sink=2, recent=4, threshold=0.5, sparsity=0.5)
+
+
+def test_a_folder_with_other_files_is_not_replaced(database: RunDatabase, tmp_path: Path) -> None:
+    (tmp_path / "duo").mkdir()
+    (tmp_path / "duo" / "thesis.tex").write_text("years of work")
+    with pytest.raises(QueryError, match=r"holds thesis\.tex, which is no part of this export"):
+        make(database, "duo", tmp_path / "duo", sink=2, recent=4)
+    assert [path.name for path in tmp_path.rglob("*")] == ["duo", "thesis.tex"]
+
+
+def test_one_command_goes_from_a_model_to_the_file(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequences are as long as the model takes, and the second time the run is there."""
+    monkeypatch.chdir(tmp_path)
+    words = ("duo", "runs", "--model", home / "llama", "-o", "duo", "--recent", 4)
+    sets = ("--set", "sequences=2", "--set", "n_ctx=16")
+    run(*words, *sets)
+    scores, sink, recent = load_attn_pattern(tmp_path / "duo")
+    assert (scores.shape, sink, recent) == ((LAYERS, KV_HEADS), 4, 4)
+    (first,) = (tmp_path / "runs").iterdir()
+    manifest = first / "manifest.json"
+    before = manifest.stat().st_mtime_ns
+    run(*words, *sets, "--replace")
+    assert list((tmp_path / "runs").iterdir()) == [first]
+    assert manifest.stat().st_mtime_ns == before
+    again, _, _ = load_attn_pattern(tmp_path / "duo")
+    np.testing.assert_array_equal(again, scores)
+
+
+# budget
+
+
+def source_of(database: RunDatabase, name: str, destination: Path) -> ExportSource:
+    export = export_format_named(name)
+    return ExportSource(database, database.records("runs")[0], export, export.defaults, destination)
+
+
+def test_the_lost_attention_is_that_of_the_statistic(database: RunDatabase, tmp_path: Path) -> None:
+    """Two ways to the same number: from profiles, and as a column that every sequence has."""
+    lost = lost_by_window(source_of(database, "budget", tmp_path / "b.csv"))
+    by_head = means_of_heads(database, "distant_mass_1_5").reshape(LAYERS, KV_HEADS, -1)
+    np.testing.assert_allclose(lost[..., 5], by_head.max(-1), atol=1e-5)
+    assert lost.shape == (LAYERS, KV_HEADS, N_CTX)
+    # Without a window, all that does not go to the first key is lost. With all keys, nothing is.
+    assert lost[..., 0].min() > 0.5
+    np.testing.assert_allclose(lost[..., -1], 0, atol=1e-6)
+
+
+def test_a_budget_is_the_shortest_window_that_keeps_enough(
+    home: Path, database: RunDatabase, tmp_path: Path
+) -> None:
+    output = run("budget", home / "runs", "-o", tmp_path / "budget.parquet", "--sink", 2)
+    assert "label" in output
+    lost = lost_by_window(source_of(database, "budget", tmp_path / "b.csv"))
+    table = pq.read_table(tmp_path / "budget.parquet")
+    assert json.loads(table.schema.metadata[b"headcount"])["options"] == {"sink": 2}
+    assert table["label"].to_pylist() == ["L0KV0", "L0KV1", "L1KV0", "L1KV1"]
+    for row in table.to_pylist():
+        curve = lost[row["layer"], row["kv_head"]]
+        for share in SHARES:
+            window = row[f"window_{share}"]
+            assert curve[window] <= 1 - share / 100
+            assert (curve[:window] > 1 - share / 100).all()
+            kept = min(window + 2, N_CTX)
+            assert row[f"cache_{share}"] == pytest.approx(100 * kept / N_CTX, abs=0.01)
+        assert row["needs_all"] == (row["window_95"] > N_CTX / 2)
+    make(database, "budget", tmp_path / "budget.csv", sink=2)
+    assert (tmp_path / "budget.csv").read_text().splitlines()[0].startswith('"label","layer"')
+    with pytest.raises(QueryError, match=r"ends in \.csv, \.parquet or \.npy"):
+        make(database, "budget", tmp_path / "budget.txt")
+
+
+def test_the_curve_of_budgets_drops_what_it_says(database: RunDatabase, tmp_path: Path) -> None:
+    make(database, "budget", tmp_path / "budget.npy", sink=2)
+    curve = np.load(tmp_path / "budget.npy")
+    # What kvpress's LUKVPress checks of the file, and then keeps of each head.
+    assert curve.shape == (99, LAYERS, KV_HEADS)
+    assert curve.dtype == np.float32
+    ratios = np.arange(1, 100) / 100
+    np.testing.assert_allclose(curve.mean((1, 2)), ratios, atol=0.5 / (LAYERS * KV_HEADS * N_CTX))
+    assert (np.diff(curve, axis=0) >= 0).all()
+
+
+def test_keys_go_to_the_heads_that_lose_most_without_them() -> None:
+    """Head 0 needs two keys behind the sink, head 1 none: half of the cache is dropped."""
+    lost = np.array([[[0.9, 0.8, 0, 0], [0.1, 0, 0, 0]]])
+    curve = dropped_shares(lost, sink=1)
+    # Of eight keys four are kept: each head's sink, and both windows of head 0.
+    np.testing.assert_array_equal(curve[49], [[0.25, 0.75]])
+    # The fifth is the first of head 1.
+    np.testing.assert_array_equal(curve[36], [[0.25, 0.5]])
+
+
+# card
+
+
+def test_a_run_with_its_card_loads_as_a_data_set(
+    home: Path, database: RunDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import yaml
+
+    shutil.copytree(home / "runs", tmp_path / "runs")
+    (directory,) = (tmp_path / "runs").iterdir()
+    monkeypatch.chdir(directory)
+    run("card", directory, "-o", "README.md", "--license", "cc-by-4.0")
+    text = (directory / "README.md").read_text()
+    front_matter = yaml.safe_load(text.split("---\n")[1])
+    assert front_matter["license"] == "cc-by-4.0"
+    patterns = {entry["config_name"]: entry["data_files"] for entry in front_matter["configs"]}
+    assert patterns["heads"] == ["heads/intervention=none/*.parquet"]
+    assert set(patterns) == {
+        f"{table}{edit}"
+        for table in ("heads", "sequences", "profiles")
+        for edit in ("", "-zero_head_0_1_")
+    }
+    assert "| `entropy` | Mean entropy of the attention rows." in text
+    assert str(home) not in text
+
+    import datasets
+
+    for edit, suffix in (("none", ""), ("zero_head(0,1)", "-zero_head_0_1_")):
+        rows = list(
+            datasets.load_dataset(str(directory), f"heads{suffix}", split="train", streaming=True)
+        )
+        ((count, total),) = database.rows(
+            f"SELECT count(*), sum(entropy) FROM heads WHERE intervention = '{edit}'"
+        )
+        assert len(rows) == count
+        assert sum(row["entropy"] for row in rows) == pytest.approx(total)
+
+
+def test_a_card_names_the_committed_files_if_others_lie_beside_them(
+    home: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(home / "runs", tmp_path / "runs")
+    (directory,) = (tmp_path / "runs").iterdir()
+    (directory / "heads" / "intervention=none" / "copy.parquet").write_bytes(b"")
+    copied = open_runs(tmp_path / "runs")
+    make(copied, "card", tmp_path / "README.md")
+    files = f"{directory.name}/heads/intervention=none/shard-00000"
+    assert (
+        f'  - "runs/{files}0.parquet"\n  - "runs/{files}1.parquet"'
+        in (tmp_path / "README.md").read_text()
+    )
+    with pytest.raises(QueryError, match="expected a name in the directory of the run or above"):
+        make(copied, "card", tmp_path / "elsewhere" / "README.md")
+
+
+# iceberg
+
+
+def test_iceberg_tables_have_the_rows_of_the_views(database: RunDatabase, tmp_path: Path) -> None:
+    pyiceberg_table = pytest.importorskip("pyiceberg.table")
+    make(database, "iceberg", tmp_path / "tables")
+    assert not list((tmp_path / "tables").rglob("*.parquet"))
+    names = ("run_id", "intervention", "sequence", "layer", "head")
+    heads = pyiceberg_table.StaticTable.from_metadata(str(tmp_path / "tables" / "heads"))
+    question = f"SELECT {', '.join(names)}, entropy FROM heads ORDER BY ALL"
+    read = heads.scan(selected_fields=(*names, "entropy")).to_arrow()
+    connection = duckdb.connect()
+    connection.register("heads", read)
+    assert connection.execute(question).fetchall() == database.rows(question)
+    untouched = heads.scan(row_filter="intervention = 'none' and layer = 1").to_arrow()
+    assert untouched.num_rows == 6 * HEADS
+    assert heads.schema().find_field("layer").doc == "Layer, from 0."
+    assert len(heads.metadata.snapshots) == 1
+    sequences = pyiceberg_table.StaticTable.from_metadata(str(tmp_path / "tables" / "sequences"))
+    rows = sequences.scan(row_filter="intervention = 'none'").to_arrow()
+    assert rows["tokens"].to_pylist() == [
+        tokens
+        for (tokens,) in database.rows(
+            f"SELECT tokens FROM sequences WHERE {UNTOUCHED} ORDER BY sequence"
+        )
+    ]

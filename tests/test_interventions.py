@@ -37,6 +37,8 @@ WITH_OPTIONS = {
     "keep_head": "(0,1)",
     "head_to_first": "(1,3)",
     "keep_window": "(1,3)",
+    "stream_heads": "(1,3,L0H1,L1H2)",
+    "stream_other_heads": "(1,3,L0H1)",
     "mean_head": "(0,1)",
     "patch_head": "(1,2)",
     "patch_head_at": "(0,1,9)",

@@ -88,6 +88,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "mask_recent_keys": ("", "(2)"),
     "keep_window": ("(1,4)", "(0,6)"),
     "mask_random_span": ("", "(3,5)"),
+    "stream_heads": ("(1,4,L0H1,L1H0,L1H2)", "(0,3,L1H3)"),
+    "stream_other_heads": ("(2,4,L0H3,L1H0,L1H1)", "(1,2)"),
     "zero_massive_activations": ("(0,1.5,2)",),
     "set_massive_activation": ("(0,5,-20)", "(1,31,7.5,3)"),
     "ideal_backcopy": ("(0,2)",),
@@ -330,7 +332,7 @@ def compare(
 
 
 def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
-    of_scores = ("mask_", "keep_window", "mean_query_bias")
+    of_scores = ("mask_", "keep_window", "stream_", "mean_query_bias")
     edits_scores = any(part.startswith(of_scores) for part in intervention.split("+"))
     if edits_scores and engine == "dense" and name in SCORES_NOT_EDITABLE:
         with pytest.raises(

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
 
+from schemas.measured_heads import Head
 from schemas.values import range_of
 from workers.engine.edits import EDITABLE_ACTIVATIONS
 from workers.inputs import INPUTS, InputFamily
@@ -232,6 +233,8 @@ def values(annotation: object, quote: str = '"') -> str:
         return _either([values(member, quote) for member in members if member is not type(None)])
     if annotation == list[str]:
         return "a list of strings"
+    if annotation == tuple[Head, ...]:
+        return "heads such as L5H1, separated by commas"
     if get_origin(annotation) is dict:
         return "a table"
     raise ValueError(f"no words for the values of {annotation!r}; add them here")
@@ -256,6 +259,8 @@ def _default(parameter: inspect.Parameter, quote: str) -> str:
         return ", may be left out"
     if isinstance(value, bool):
         return f", default {str(value).lower()}"
+    if value == ():
+        return ", default none"
     return f", default {quote}{value}{quote}" if isinstance(value, str) else f", default {value}"
 
 

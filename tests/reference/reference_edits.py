@@ -103,14 +103,11 @@ def activation_edit(name: str, weights: Weights, options: list[Any]) -> Activati
         raise NotApplicable("no MLP")
     call = inspect.signature(function).bind(None, None, weights, *options)
     call.apply_defaults()
-    named = dict(list(call.arguments.items())[3:])
     # An intervention with a layer is made there, the others in every layer.
-    layer = named.pop("layer", None)
-    if "layer" in call.arguments:
-        named["layer"] = layer
+    layer = call.arguments.get("layer")
 
     def change(value: Array, place: Place) -> Array:
-        return function(value, place, weights, **named)
+        return function(value, place, weights, *options)
 
     return ActivationEdit(target, change, layer, name in PATCHES)
 
@@ -382,6 +379,26 @@ def mask_recent_keys(value: Array, place: Place, untouched: Weights, count: int 
 @of("attn_scores")
 def keep_window(value: Array, place: Place, untouched: Weights, sinks: int, window: int) -> Array:
     return hide(value, lambda q, k: not (q - window < k or k < sinks))
+
+
+@of("attn_scores")
+def stream_heads(
+    value: Array, place: Place, untouched: Weights, sink: int, recent: int, *heads: str
+) -> Array:
+    for head in range(len(value)):
+        if f"L{place.layer}H{head}" in heads:
+            hide(value[head : head + 1], lambda q, k: sink <= k <= q - recent)
+    return value
+
+
+@of("attn_scores")
+def stream_other_heads(
+    value: Array, place: Place, untouched: Weights, sink: int, recent: int, *heads: str
+) -> Array:
+    for head in range(len(value)):
+        if f"L{place.layer}H{head}" not in heads:
+            hide(value[head : head + 1], lambda q, k: sink <= k <= q - recent)
+    return value
 
 
 # Patterns

@@ -161,7 +161,8 @@ class _DensePass:
         self.on_layer = on_layer
         self.on_final = on_final
         self.shown_layers = shown_layers
-        self.last_layer = max(shown_layers)
+        # If no layer is shown, the pass is for its end alone.
+        self.last_layer = max(shown_layers, default=-1)
         self.tensors: Tensors = {}
 
     def hooks(self) -> Iterator[tuple[str, Hook]]:

@@ -80,6 +80,21 @@ def readable(target: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Streaming:
+    """Heads whose queries see the first keys and the last ones, and none between.
+
+    An edit of scores that says this can be followed without a matrix of scores.
+    """
+
+    sink: int
+    """How many of the first keys every query sees."""
+    recent: int
+    """How many keys a query sees up to its own."""
+    heads: Mapping[int, tuple[int, ...]]
+    """The query heads of each layer, in ascending order. The other layers have none."""
+
+
+@dataclass(frozen=True)
 class Edit:
     """A function of one activation and of what it reads by name.
 
@@ -91,10 +106,18 @@ class Edit:
     layer: int | None = None
     """The layer it is for; none means all of them."""
     reads: frozenset[str] = frozenset()
+    streaming: Streaming | None = None
+    """What it hides, if it is an edit of scores that does nothing but this."""
 
     def touches(self, name: str, layer: int | None) -> bool:
         """Whether it edits an activation, in a layer if the activation belongs to one."""
-        return self.target == name and (layer is None or self.layer in (None, layer))
+        return self.target == name and (layer is None or self.is_in(layer))
+
+    def is_in(self, layer: int) -> bool:
+        """Whether it edits something in a layer."""
+        if self.streaming is not None:
+            return layer in self.streaming.heads
+        return self.layer in (None, layer)
 
 
 class Edits:
@@ -110,9 +133,7 @@ class Edits:
 
     def touch_layer(self, layer: int) -> bool:
         """Whether anything is edited in a layer."""
-        return any(
-            edit.layer in (None, layer) and edit.target not in EMBEDDINGS for edit in self.edits
-        )
+        return any(edit.is_in(layer) and edit.target not in EMBEDDINGS for edit in self.edits)
 
     def apply(
         self, name: str, layer: int | None, value: Tensor, readable_values: Mapping[str, Any]
@@ -124,6 +145,16 @@ class Edits:
                 # Each edit gets what the one before it left.
                 edited = edit.function(edited, {**readable_values, "layer": layer})
         return edited
+
+    def streaming(self, layer: int) -> Streaming | None:
+        """What the edits of a layer's scores and pattern hide, if there is one edit that says it.
+
+        None if there is no such edit, or another one beside it.
+        """
+        edits = [
+            edit for edit in self.edits if any(edit.touches(name, layer) for name in WHOLE_PATTERN)
+        ]
+        return edits[0].streaming if len(edits) == 1 else None
 
     def given(self, values: Mapping[str, Any]) -> Edits:
         """The same edits, which may read these values too."""

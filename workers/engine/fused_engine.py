@@ -28,6 +28,7 @@ from workers.engine.edits import Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.fused_pattern import FusedPattern
 from workers.engine.number_formats import linears_in
+from workers.engine.streamed_attention import streamed_attention
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
 from workers.model.attention_facts import AttentionFacts
@@ -172,7 +173,8 @@ class _FusedPass:
         self.read_late = read_late
         self.on_final = on_final
         self.shown_layers = shown_layers
-        self.last_layer = max(shown_layers)
+        # If no layer is shown, the pass is for its end alone.
+        self.last_layer = max(shown_layers, default=-1)
         self.dense_layers = self.edits.dense_layers(len(self.model.blocks))
         self.layer = 0
         self.n_heads = 0
@@ -238,13 +240,7 @@ class _FusedPass:
         self.activations["q"] = q.transpose(1, 2)
         self.activations["k"] = k.transpose(1, 2)
         self.activations["v"] = v.transpose(1, 2)
-        if self.layer in self.dense_layers:
-            pattern = self._built_pattern(q, k, facts)
-            z = weighted_values(pattern.pattern, v).transpose(1, 2)
-        else:
-            pattern = self._fused_pattern(q, k, v, facts)
-            z = pattern.z.transpose(1, 2)
-        self.activations["pattern"] = pattern
+        z = self._attention(q, k, v, facts)
         edited_z = self.edit("z", z)
         self.activations["z"] = edited_z
         self.has_attended = True
@@ -259,19 +255,40 @@ class _FusedPass:
         self._forget_what_nobody_reads()
         return edited_z.to(dtype)
 
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+        """z `[batch pos head d_head]` of a layer, whose pattern is remembered if there is one."""
+        streaming = self.edits.streaming(self.layer)
+        if streaming is not None and not self._is_questioned():
+            formats = self.engine.formats.scores
+            sweep = self.engine.sweep
+            return streamed_attention(
+                q, k, v, facts, streaming, self.layer, formats, sweep
+            ).transpose(1, 2)
+        if self.layer in self.dense_layers:
+            pattern = self._built_pattern(q, k, facts)
+            z = weighted_values(pattern.pattern, v)
+        else:
+            pattern = self._fused_pattern(q, k, v, facts)
+            z = pattern.z
+        self.activations["pattern"] = pattern
+        return z.transpose(1, 2)
+
+    def _is_questioned(self) -> bool:
+        """Whether somebody may ask about the pattern of the layer."""
+        return self.layer in self.shown_layers or "pattern" in self.edits.reads
+
     def _fused_pattern(
         self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
     ) -> FusedPattern:
         """The pattern of a layer that no edit needs built."""
         # In a layer that nobody looks at, the sweep is asked for z alone.
-        is_questioned = self.layer in self.shown_layers or "pattern" in self.edits.reads
         return FusedPattern(
             q,
             k,
             v,
             facts,
             self.matches,
-            self.engine.questions if is_questioned else set[str](),
+            self.engine.questions if self._is_questioned() else set[str](),
             self.engine.formats.scores,
             self.engine.sweep,
         )

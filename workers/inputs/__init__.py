@@ -14,7 +14,15 @@ of text names a corpus, and its documents become sequences in these steps:
 6. `sequences` hands out shards of a scan, whichever the family.
 """
 
-from workers.inputs import bigram_backcopy, corpus_families, layouts, sentences, synthetic
+from workers.inputs import (
+    bigram_backcopy,
+    corpus_families,
+    layouts,
+    needles,
+    passages,
+    sentences,
+    synthetic,
+)
 from workers.inputs.input_registry import (
     INPUTS,
     Draw,
@@ -26,5 +34,6 @@ from workers.inputs.input_registry import (
 
 __all__ = [
     "INPUTS", "Draw", "InputFamily", "Labelled", "find_input", "input_family",
-    "bigram_backcopy", "corpus_families", "layouts", "sentences", "synthetic",
+    "bigram_backcopy", "corpus_families", "layouts", "needles", "passages",
+    "sentences", "synthetic",
 ]  # fmt: skip

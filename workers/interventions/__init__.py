@@ -1,6 +1,6 @@
 """Edits of the model, by the names that a scan gives them. Importing the package registers them."""
 
-from workers.interventions import heads, inactive, positions, sinks, swaps
+from workers.interventions import heads, inactive, positions, sinks, streaming, swaps
 from workers.interventions.intervention_registry import (
     INTERVENTIONS,
     BoundIntervention,
@@ -13,5 +13,5 @@ from workers.interventions.weight_edits import check_targets, edited_weights, ne
 __all__ = [
     "INTERVENTIONS", "BoundIntervention", "bind", "check_targets", "edited_weights", "intervention",
     "needs_bridge", "needs_partners",
-    "heads", "inactive", "positions", "sinks", "swaps",
+    "heads", "inactive", "positions", "sinks", "streaming", "swaps",
 ]  # fmt: skip

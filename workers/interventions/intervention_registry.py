@@ -17,30 +17,43 @@ Further positional parameters name what the edit reads:
 * `labels`: which tokens the input family has labelled, a mask `[batch pos]` by label.
 
 Keyword-only parameters are options: numbers, or one of some names. A scan writes them in their
-order, `name(1,0.5)`. An option named `layer` says where the edit is made; without it, the edit is
-made in every layer. `a+b` is a, then b.
+order, `name(1,0.5)`. If the last option is a tuple, it takes all values that are left. An option
+named `layer` says where the edit is made; without it, the edit is made in every layer. `a+b` is a,
+then b.
 
 The type of an option says what it may be (`schemas.values`). If the model or the length of the
 sequences sets a limit, the decorator says so in `most`. If options are wrong only together,
-`refuse` says so.
+`refuse` says so. An edit of scores that hides all but the first and the last keys of some heads
+says which in `streaming`, so that no matrix of scores is needed where nobody looks at it.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from schemas.errors import ModelError, ScanError, counted, unknown
 from schemas.fingerprints import fingerprint
 from schemas.formulas import first_paragraph
 from schemas.intervention import NONE, Argument, Intervention, InterventionPart
-from schemas.values import problem_of
-from workers.engine.edits import EDITABLE_ACTIVATIONS, LABELS, PARTNER, Edit, Edits, readable
+from schemas.measured_heads import Head, find_heads
+from schemas.values import expected, problem_of
+from workers.engine.edits import (
+    EDITABLE_ACTIVATIONS,
+    LABELS,
+    PARTNER,
+    Edit,
+    Edits,
+    Streaming,
+    readable,
+)
 from workers.model.model import Model
 from workers.model.model_info import ModelInfo
 
@@ -67,6 +80,9 @@ Refuse = Callable[[Options, int], str | None]
 is.
 """
 
+Streams = Callable[[Options, ModelInfo], Streaming]
+"""Which heads of a model an edit leaves the first and the last keys alone, by its options."""
+
 
 @dataclass(frozen=True)
 class RegisteredIntervention:
@@ -83,6 +99,7 @@ class RegisteredIntervention:
     most: Mapping[str, LargestValue]
     """The largest value of the options that have one."""
     refuse: Refuse | None
+    streaming: Streams | None = None
 
     @property
     def allowed_names(self) -> dict[str, tuple[str, ...]]:
@@ -121,6 +138,11 @@ class BoundPart:
         """The layer in which it is edited; None means every layer."""
         layer = self.options.get("layer")
         return None if layer is None else int(layer)
+
+    def streaming(self, info: ModelInfo) -> Streaming | None:
+        """The heads that it leaves the first and the last keys alone, if that is what it does."""
+        streaming = self.registered.streaming
+        return None if streaming is None else streaming(self.options, info)
 
     def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The edit for a model: a function of what is edited and of what may be read."""
@@ -204,7 +226,11 @@ class BoundIntervention:
                 )
         return Edits(
             Edit(
-                part.target, part.function_for(model), part.layer, frozenset(part.registered.reads)
+                part.target,
+                part.function_for(model),
+                part.layer,
+                frozenset(part.registered.reads),
+                part.streaming(model.info),
             )
             for part in self.activation_parts
         )
@@ -232,6 +258,11 @@ def _missing_place(part: BoundPart, info: ModelInfo, n_ctx: int) -> str | None:
         number = part.options.get(option, 0)
         if number >= count:
             return f"{option} {number} of {owner}, which has {count}"
+    heads: tuple[Head, ...] = part.options.get("heads", ())
+    try:
+        find_heads("all", heads, info)
+    except ScanError as error:
+        return str(error)
     return None
 
 
@@ -264,14 +295,16 @@ def intervention(
     *,
     most: Mapping[str, LargestValue] | None = None,
     refuse: Refuse | None = None,
+    streaming: Streams | None = None,
 ) -> Callable[..., Any]:
     """Register a function as an intervention.
 
-    `most` has the largest values of its options, `refuse` says what is wrong with them together.
+    `most` has the largest values of its options, `refuse` says what is wrong with them together,
+    `streaming` which heads it leaves the first and the last keys alone.
     """
     if function is None:
         # Used as `@intervention(…)`: return the decorator itself.
-        return partial(intervention, most=most, refuse=refuse)
+        return partial(intervention, most=most, refuse=refuse, streaming=streaming)
     parameters = inspect.signature(function, eval_str=True).parameters
     options = {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     positional = [name for name in parameters if name not in options]
@@ -300,6 +333,7 @@ def intervention(
         meaning=first_paragraph(function),
         most=most or {},
         refuse=refuse,
+        streaming=streaming,
     )
     return function
 
@@ -379,14 +413,15 @@ def _bound_part(part: InterventionPart) -> BoundPart:
         raise ScanError(f"interventions: {unknown('intervention', part.name, INTERVENTIONS)}")
     registered = INTERVENTIONS[part.name]
     parameters = registered.options
-    if len(part.arguments) > len(parameters):
+    arguments = _of_each_option(part, parameters)
+    if len(arguments) > len(parameters):
         raise ScanError(
             f"interventions: '{part}' has {counted(len(part.arguments), 'option')}; "
             f"expected {registered.signature}"
         )
     options: dict[str, Any] = {}
     # Arguments stand in the order of the options. The last options may be left out.
-    for (option, parameter), argument in zip(parameters.items(), part.arguments, strict=False):
+    for (option, parameter), argument in zip(parameters.items(), arguments, strict=False):
         place = f"interventions: '{part}': {option}"
         options[option] = _option(place, parameter.annotation, argument)
     for option, parameter in parameters.items():
@@ -400,8 +435,23 @@ def _bound_part(part: InterventionPart) -> BoundPart:
     return BoundPart(registered, options)
 
 
-def _option(place: str, annotation: object, argument: Argument) -> Argument:
-    """A number in the range of its type, or one of the names that a `Literal` lists."""
+def _of_each_option(
+    part: InterventionPart, parameters: Mapping[str, inspect.Parameter]
+) -> list[Argument | tuple[Argument, ...]]:
+    """The arguments by option: a last option that is a tuple takes all that are left."""
+    annotations = [parameter.annotation for parameter in parameters.values()]
+    before = len(annotations) - 1
+    if not annotations or get_origin(annotations[-1]) is not tuple or len(part.arguments) <= before:
+        return list(part.arguments)
+    return [*part.arguments[:before], part.arguments[before:]]
+
+
+def _option(
+    place: str, annotation: object, argument: Argument | tuple[Argument, ...]
+) -> Argument | tuple[object, ...]:
+    """A number in the range of its type, one of the names that a `Literal` lists, or a tuple."""
+    if isinstance(argument, tuple):
+        return _tuple_option(place, annotation, argument)
     if get_origin(annotation) is Literal:
         if argument not in get_args(annotation):
             raise ScanError(f"{place}: {unknown('name', str(argument), get_args(annotation))}")
@@ -411,6 +461,20 @@ def _option(place: str, annotation: object, argument: Argument) -> Argument:
         raise ScanError(f"{place}: expected {problem}, got {argument!r}")
     # A scan may write a whole number for a float: `scale_query_bias(1)`.
     return float(argument) if _is_float(annotation) else argument
+
+
+def _tuple_option(
+    place: str, annotation: object, arguments: tuple[Argument, ...]
+) -> tuple[object, ...]:
+    """The values of an option that takes several, each of the type of the tuple's items."""
+    adapter = TypeAdapter[tuple[object, ...]](cast("Any", annotation))
+    try:
+        # As JSON, in which a head is its text alone.
+        return adapter.validate_json(json.dumps(arguments))
+    except ValidationError as error:
+        problems = error.errors()
+        wrong = problems[0]["input"]
+        raise ScanError(f"{place}: expected {expected(problems[:1])}, got {wrong!r}") from None
 
 
 def _is_float(annotation: object) -> bool:
