@@ -97,6 +97,13 @@ def measured_column(name: str, facts: Mapping[str, Any]) -> Column:
     return Column(name, column_type, description, facts=_column_facts(facts))
 
 
+COMPONENT = Column(
+    "component",
+    pa.int16(),
+    "Component of a head's queries, from 0, of values along components or pairs of them; NULL for "
+    "the others.",
+)
+
 OPTIONAL_PLACES: dict[str, tuple[Column, ...]] = {
     "dimension": (
         Column(
@@ -104,6 +111,24 @@ OPTIONAL_PLACES: dict[str, tuple[Column, ...]] = {
             pa.int32(),
             "Coordinate of the residual stream, from 0, of values along coordinates; NULL for the "
             "others.",
+        ),
+    ),
+    "component": (COMPONENT,),
+    "pair of components": (
+        COMPONENT,
+        Column(
+            "other_component",
+            pa.int16(),
+            "The other component, never before the first one, of values along pairs of components; "
+            "NULL for the others.",
+        ),
+    ),
+    "candidate": (
+        Column(
+            "candidate",
+            pa.int16(),
+            "Candidate of a search, from 0, in the order that the profile's formula lists; NULL "
+            "for the others.",
         ),
     ),
     "earlier head": (

@@ -19,12 +19,14 @@ from jobs.plan import Plan, make_plan, prepare_run
 from jobs.run_loop import missing_shards
 from queries.answers import run_query
 from queries.connection import connect
-from schemas.errors import MeasureError, QueryError, RunError
+from schemas.errors import MeasureError, ModelError, QueryError, RunError
 from schemas.kinds import schema_of_rows
 from schemas.measured_heads import MeasuredHeads
 from schemas.profiles import KIND, PROFILES
+from schemas.profiles.columns_and_diagonals import CANDIDATES
 from schemas.scan import parse_scan
 from tests import toy_models as toy
+from tests.toy_queries import queries_of
 from tests.toy_runs import local, read_manifest, write_run
 from workers.engine.dense_pattern import DensePattern
 from workers.measurements.finite_checks import check_means
@@ -37,14 +39,16 @@ from workers.measurements.profile_means import (
     merge,
 )
 from workers.model.attention_facts import AttentionFacts
+from workers.model.rotations import Rotation
 from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
 
 T, SHARDS, PER_SHARD = 7, 3, 5
-D_MODEL = 32
-ENTRIES = {"pair": T * (T + 1) // 2, "dimension": D_MODEL}
+D_MODEL, D_HEAD = 32, 8
+COMPONENTS = {"component": D_HEAD, "pair of components": D_HEAD * (D_HEAD + 1) // 2}
+ENTRIES = {"pair": T * (T + 1) // 2, "dimension": D_MODEL, "candidate": 4} | COMPONENTS
 """Entries of a profile by axis; other axes have T."""
-PLACES = ("query", "key", "lag", "dimension")
+PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_component")
 """Columns that say where an entry lies."""
 SHARED = {name for name in PROFILES if "resid" in name}
 """Profiles that all heads of a layer share."""
@@ -170,7 +174,7 @@ def test_every_profile_has_its_shape_and_its_name_ends_in_its_axis(
         axis = PROFILES[name].axis
         entries = ENTRIES.get(axis, T)
         heads = () if name in SHARED else (4,)
-        assert name.endswith(f"_by_{axis}")
+        assert axis in COMPONENTS or name.endswith(f"_by_{axis}")
         assert aggregate.mean.shape == aggregate.m2.shape == (3, *heads, entries)
         assert aggregate.mean.dtype == aggregate.m2.dtype == np.float64
         assert (aggregate.count == 11).all()
@@ -245,8 +249,9 @@ def test_the_batch_size_changes_nothing(
 def test_one_token_has_one_entry_of_each(model: Path) -> None:
     profiles = measure(model, np.array([[5], [6]], np.int32)).means["profiles"]
     entries = {name: aggregate.mean.shape[-1] for name, aggregate in profiles.items()}
-    assert entries == {name: D_MODEL if "dimension" in name else 1 for name in ALL}
-    rows_of_layer = (len(ALL) - len(SHARED)) * 4 + 2 + D_MODEL
+    of_one_token = {"dimension": D_MODEL, "candidate": 4} | COMPONENTS
+    assert entries == {name: of_one_token.get(PROFILES[name].axis, 1) for name in ALL}
+    rows_of_layer = sum(n if name in SHARED else 4 * n for name, n in entries.items())
     assert means_table(KIND, 0, profiles, EVERY).num_rows == 3 * rows_of_layer
 
 
@@ -304,7 +309,7 @@ def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
     assert rows.schema.equals(schema_of_rows(KIND, PROFILES.values()))
     assert rows.column_names == [
         "shard", "layer", "head", "profile", "query", "key", "lag", "count", "mean", "m2",
-        "dimension",
+        "candidate", "dimension", "component", "other_component",
     ]  # fmt: skip
     assert table.schema.field("m2").metadata[b"description"].startswith(b"Sum over the sequences")
     assert table["profile"].unique().to_pylist() == ALL
@@ -334,13 +339,21 @@ def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
     table = pq.ParquetFile(plan.run.data_file("profiles", "none", 0)).read()
     for name, profile in PROFILES.items():
         rows = table.filter(pc.equal(table["profile"], name))  # pyright: ignore[reportAttributeAccessIssue]
-        axes = {"pair": ["query", "key"]}.get(profile.axis, [profile.axis])
+        pairs = {
+            "pair": ["query", "key"],
+            "pair of components": ["component", "other_component"],
+        }
+        axes = pairs.get(profile.axis, [profile.axis])
         assert [a for a in PLACES if rows[a].null_count == 0] == axes
         assert all(rows[a].null_count == len(rows) for a in {*PLACES} - set(axes))
         assert rows["head"].null_count == (len(rows) if name in SHARED else 0)
     pairs = table.filter(pc.equal(table["profile"], "score_by_pair"))  # pyright: ignore[reportAttributeAccessIssue]
     first = pairs.slice(0, 4).select(["query", "key"]).to_pylist()
     assert first == [{"query": q, "key": k} for q, k in ((0, 0), (1, 0), (1, 1), (2, 0))]
+    moments = table.filter(pc.equal(table["profile"], "query_second_moment"))  # pyright: ignore[reportAttributeAccessIssue]
+    first = moments.slice(6, 4).select(["component", "other_component"]).to_pylist()
+    places = ((0, 6), (0, 7), (1, 1), (1, 2))
+    assert first == [{"component": i, "other_component": j} for i, j in places]
 
 
 def test_a_commit_lists_the_file_and_does_not_count_its_rows(plan: Plan) -> None:
@@ -355,6 +368,8 @@ def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> 
     connection = connect(plan.run.path)
     columns = "layer, head, count, mean, sd, standard_error"
     for name, expected in aggregates_of_all_sequences(plan).items():
+        if PROFILES[name].axis in {*COMPONENTS, "candidate"}:
+            continue
         question = (
             f"SELECT {columns} FROM profile_means "
             f"WHERE profile = '{name}' AND intervention = 'none'"
@@ -541,3 +556,127 @@ def test_an_entry_without_a_value_is_no_part_of_the_aggregate() -> None:
     table = means_table(KIND, 0, {"value_norm_by_key": batches[0]["value_norm_by_key"]}, EVERY)
     assert table["mean"].to_pylist() == [2, 5, None]
     assert table["m2"].to_pylist() == [2, 0, None]
+
+
+# Columns and diagonals
+
+
+def random_pattern(n_ctx: int) -> DensePattern:
+    """A pattern of two sequences and three heads, some of whose columns and diagonals are heavy."""
+    generator = torch.Generator().manual_seed(n_ctx)
+    scores = torch.randn(2, 3, n_ctx, n_ctx, generator=generator, dtype=torch.float64) * 2
+    scores[:, 0, :, n_ctx // 3] += 6
+    scores[:, 1] += torch.diag_embed(torch.full((n_ctx - 9,), 6.0, dtype=torch.float64), -9)
+    future = torch.ones(n_ctx, n_ctx).triu(1).bool()
+    rows = scores.masked_fill(future, -math.inf).softmax(-1)
+    keys = torch.eye(n_ctx, dtype=rows.dtype).expand_as(rows)
+    return DensePattern(rows, rows, rows, keys, AttentionFacts(1.0))
+
+
+def chosen(masses: np.ndarray, count: int, always: int, n_ctx: int) -> set[int]:
+    """The heaviest places, the first of which are always chosen."""
+    scaled_count, first = (max(1, round(n * n_ctx / 30_000)) for n in (count, always))
+    order = np.argsort(-masses).tolist()
+    rest = [place for place in order if place >= first]
+    return {*range(first), *rest[: max(scaled_count - first, 0)]}
+
+
+@pytest.mark.parametrize("n_ctx", [40, 700])
+def test_columns_and_diagonals_are_those_of_the_definition(n_ctx: int) -> None:
+    pattern = random_pattern(n_ctx)
+    by_lag = PROFILES["tail_attention_by_lag"].compute(pattern)
+    shares = PROFILES["column_diagonal_attention_by_candidate"].compute(pattern)
+    n = min(64, n_ctx)
+    queries, keys = np.arange(n_ctx - n, n_ctx)[:, None], np.arange(n_ctx)
+    for sequence, head in np.ndindex(2, 3):
+        rows = pattern.pattern[sequence, head, n_ctx - n :].numpy()
+        columns = rows.sum(0)
+        lags = np.array([rows[queries - keys == lag].sum() for lag in range(n_ctx)])
+        np.testing.assert_allclose(by_lag[sequence, head], lags / n, rtol=1e-9, atol=1e-12)
+        for candidate, (n_columns, n_diagonals) in enumerate(CANDIDATES):
+            in_column = np.isin(keys, list(chosen(columns, n_columns, 30, n_ctx)))
+            on_diagonal = np.isin(queries - keys, list(chosen(lags, n_diagonals, 100, n_ctx)))
+            share = rows[in_column | on_diagonal].sum() / n
+            assert shares[sequence, head, candidate].item() == pytest.approx(share, rel=1e-6)
+    # The first head looks at one column, and more columns than diagonals are of no use to the
+    # second.
+    assert by_lag[:, 1].argmax(-1).tolist() == [9, 9]
+
+
+# Moments of queries
+
+MOMENTS = [name for name in ALL if "query_mean" in name or "second_moment" in name]
+FAMILIES = {
+    "GPT-2": toy.gpt2(n_layer=2),
+    "Llama": toy.family("LlamaConfig", num_key_value_heads=2),
+    "Qwen3": toy.family("Qwen3Config", num_key_value_heads=2, head_dim=D_HEAD),
+    # Only half of the components are rotated.
+    "Phi": toy.family("PhiConfig"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moments_are_those_of_the_queries_that_the_model_rotates(
+    family: str, tmp_path: Path
+) -> None:
+    path = toy.save_model(tmp_path / family, FAMILIES[family])
+    tokens = toy.repeating_tokens(T, batch=5)
+    before, after = queries_of(path, tokens)
+    upper = np.triu_indices(D_HEAD)
+    for engine in ("fused", "dense"):
+        means = measure(path, tokens, profiles=MOMENTS, engine=engine).means["profiles"]
+        for prefix, layers, first in (("", before, 4), ("rotated_", after, 0)):
+            for layer, queries in enumerate(layers):
+                later = queries[:, :, first:].numpy()
+                mean = later.mean((0, 2))
+                products = np.einsum("bhqi,bhqj->hij", later, later) / later.shape[0]
+                second = products[:, *upper] / later.shape[2]
+                close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+                measured_mean = means[f"{prefix}query_mean"].mean[layer]
+                measured_second = means[f"{prefix}query_second_moment"].mean[layer]
+                np.testing.assert_allclose(measured_mean, mean, **close)
+                np.testing.assert_allclose(measured_second, second, **close)
+    rotates = not np.allclose(before[1].numpy(), after[1].numpy())
+    assert rotates == (family != "GPT-2")
+
+
+def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path) -> None:
+    path = toy.save_model(tmp_path / "gptj", toy.family("GPTJConfig", rotary_dim=4))
+    tokens = toy.repeating_tokens(T, batch=2)
+    rotated = measure(path, tokens, profiles=["rotated_query_mean"]).means["profiles"]
+    assert np.isfinite(rotated["rotated_query_mean"].mean).all()
+    message = "gptj: the queries of layer 0 before their rotation are not known, because "
+    with pytest.raises(ModelError, match=message):
+        measure(path, tokens, profiles=["query_mean"])
+
+
+def test_a_rotation_that_is_not_all_that_a_layer_does_is_not_undone() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    given = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(3.0)[None, :, None].expand(1, 3, 4)
+    rotation = Rotation(apply_rotary_pos_emb, angles.cos(), angles.sin(), 4, given)
+    rotated = apply_rotary_pos_emb(given, given, angles.cos(), angles.sin())[0]
+    assert rotation.checked(rotated).rotate is not None
+    torch.testing.assert_close(rotation.undo(rotated.transpose(1, 2)), given.transpose(1, 2))
+    assert rotation.checked(rotated * 2).rotate is None
+
+
+def test_nothing_is_rotated_back_if_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = toy.save_model(tmp_path / "llama", FAMILIES["Llama"])
+    tokens = toy.repeating_tokens(T, batch=2)
+    part = measure(path, tokens, profiles=MOMENTS, heads=["L0H1", "L1H3"]).means["profiles"]
+    whole = measure(path, tokens, profiles=MOMENTS).means["profiles"]
+    for name in MOMENTS:
+        np.testing.assert_allclose(part[name].mean[1, 0], whole[name].mean[1, 3], rtol=1e-6)
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("queries were rotated back")
+
+    monkeypatch.setattr(Rotation, "undo", refuse)
+    others = [name for name in ALL if name not in MOMENTS]
+    measure(path, tokens, profiles=others, heads=["L0H1"])
+    with pytest.raises(AssertionError, match="rotated back"):
+        measure(path, tokens, profiles=["query_mean"])

@@ -4,8 +4,10 @@ all.
 
 from schemas.profiles import (
     attention,
+    columns_and_diagonals,
     first_position,
     norms_by_position,
+    query_moments,
     score_shifts,
     scores_by_key,
     tail_attention,
@@ -22,9 +24,11 @@ __all__ = [
     "PROFILES",
     "Profile",
     "attention",
+    "columns_and_diagonals",
     "first_position",
     "norms_by_position",
     "profile",
+    "query_moments",
     "score_shifts",
     "scores_by_key",
     "tail_attention",

@@ -16,12 +16,22 @@ from schemas.kind import Kind, ScanFacts
 from schemas.pattern import Tensor
 from schemas.statistics.statistic_registry import LAYER_VALUES
 
-Axis = Literal["key", "query", "lag", "pair", "dimension"]
+Axis = Literal[
+    "key", "query", "lag", "pair", "dimension", "component", "pair of components", "candidate"
+]
 """What a profile runs over.
 
-Keys, queries, lags d = q-k, pairs of a query and a key k ≤ q, or coordinates of the residual
-stream.
+Keys, queries, lags d = q-k, pairs of a query and a key k ≤ q, coordinates of the residual stream,
+components of a head's queries, pairs of components i ≤ j, or the candidates of a search.
 """
+
+PAIRED_AXES = ("pair", "pair of components")
+"""Axes along which a profile is a matrix, of which one triangle is stored."""
+
+PROFILE_VALUES = LAYER_VALUES | {
+    "unrotated_q": "queries [batch pos head d_head], before any rotation and after any norm"
+}
+"""Every name a profile may take as a parameter."""
 
 MOST_PAIRED = 256
 """Longest sequences whose pairs are stored: 256 · 257 / 2 = 32,896 pairs in every head."""
@@ -44,6 +54,7 @@ def profile(
 
     It returns `[batch head index]`, or `[batch index]` if all heads of a layer share the values.
     Along axis "pair" it returns `[batch head query key]`, of which the pairs k ≤ q are stored.
+    Along axis "pair of components" it returns `[batch head i j]`, of which i ≤ j are stored.
 
     Every entry of every sequence must be a number. An entry that would have no value (a query with
     no such lag) must not be in the array. `defined` is a rule that takes `rotary` and says whether
@@ -52,7 +63,7 @@ def profile(
 
     def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
         name = function.__name__
-        fields = read_definition(function, "profile", PROFILES, "activation", LAYER_VALUES)
+        fields = read_definition(function, "profile", PROFILES, "activation", PROFILE_VALUES)
         fields["axis"] = checked_axis(axis, get_args(Axis), f"profile {name!r}")
         PROFILES[name] = Profile(**fields, unit=unit, source=source, defined=defined)
         return function
@@ -73,8 +84,8 @@ def _refuse_long_pairs(profiles: Iterable[Profile], scan: ScanFacts) -> None:
 KIND = Kind(
     field="profiles",
     word="profile",
-    meaning="Profiles (means by key, query, lag, pair or dimension) of the profiles table: a list "
-    "of names. Default: none.",
+    meaning="Profiles (means by key, query, lag, pair, dimension or component) of the profiles "
+    "table: a list of names. Default: none.",
     registry=PROFILES,
     table=tables.PROFILES,
     computed="in every layer",

@@ -185,6 +185,9 @@ class _DensePass:
                 yield self.model.hook_name(name, layer), partial(self._edit, name, layer)
         for name in ("resid_pre", "q", "k", "v", "attn_scores", "pattern", "z"):
             yield self.model.hook_name(name, layer), partial(self._edit_and_record, name, layer)
+        place = self.model.hook_name("q_normed", layer)
+        if self.model.has_hook(place):
+            yield place, self._record_normed
         for name in ("q", "k"):
             place = self.model.hook_name(f"rot_{name}", layer)
             if self.model.has_hook(place):
@@ -212,8 +215,18 @@ class _DensePass:
             self.tensors["hidden"] = hidden_keys(edited)
         return edited
 
+    def _record_normed(self, value: Tensor, hook: object) -> None:
+        """Remember queries after their norm: `[batch pos head·d_head]`, or `[batch head pos
+        d_head]`.
+        """
+        n_heads = self.model.info.n_heads
+        by_head = value.unflatten(2, (n_heads, -1)) if value.dim() == 3 else value.transpose(1, 2)
+        self.tensors["normed q"] = at_least_float32(by_head)
+
     def _record_rotated(self, name: str, value: Tensor, hook: object) -> None:
         """Remember q or k as it is multiplied, in the place of what it was before its rotation."""
+        if name == "q" and "q" in self.tensors:
+            self.tensors["unrotated_q"] = self.tensors.get("normed q", self.tensors["q"])
         self.tensors[name] = at_least_float32(value)
 
     def _end_layer(self, layer: int, value: Tensor, hook: object) -> Tensor | None:
@@ -243,8 +256,12 @@ class _DensePass:
         for name in {"k", "v"} & tensors.keys():
             kv_heads = tensors[name].shape[2]
             tensors[name] = tensors[name].repeat_interleave(n_heads // kv_heads, 2)
+        if not self.model.rotary and "q" in tensors:
+            tensors["unrotated_q"] = tensors["q"]
         activations: dict[str, Any] = {
-            name: tensor for name, tensor in tensors.items() if name in LAYER_VALUES
+            name: tensor
+            for name, tensor in tensors.items()
+            if name in LAYER_VALUES or name == "unrotated_q"
         }
         if {"pattern", "attn_scores"} <= tensors.keys():
             activations["pattern"] = self.engine.pattern_of(layer, tensors)

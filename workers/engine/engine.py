@@ -26,6 +26,8 @@ class Activations(TypedDict):
     """`[batch pos d_model]`."""
     q: Tensor
     """`[batch pos head d_head]`, as it is multiplied: after any rotation."""
+    unrotated_q: NotRequired[Tensor]
+    """The same before any rotation, and after any norm of queries."""
     k: Tensor
     """The same, repeated where query heads share it."""
     v: Tensor

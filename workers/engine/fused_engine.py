@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
@@ -34,6 +34,7 @@ from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
 from workers.model.attention_facts import AttentionFacts
 from workers.model.model import Model, at_least_float32
+from workers.model.rotations import Rotation
 
 ModuleOutput = Tensor | tuple[Any, ...]
 """What a module returns: a tensor, or a tuple that begins with it."""
@@ -127,16 +128,28 @@ class FusedEngine:
 
 
 class _OfEveryHead(Mapping[str, Any]):
-    """Activations in which keys and values are repeated where query heads share them.
+    """Activations in which keys and values are repeated where query heads share them, and queries
+    are rotated back.
 
-    They are repeated when they are asked for, and the copy lives no longer than its reader wants.
+    That is done when they are asked for, and the copy lives no longer than its reader wants.
     """
 
-    def __init__(self, activations: Mapping[str, Any], n_heads: int) -> None:
+    def __init__(
+        self,
+        activations: Mapping[str, Any],
+        n_heads: int,
+        rotated_back: Callable[[Tensor], Tensor],
+    ) -> None:
         self.activations = activations
         self.n_heads = n_heads
+        self.rotated_back = rotated_back
+
+    def __contains__(self, name: object) -> bool:
+        return ("q" if name == "unrotated_q" else name) in self.activations
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (a tensor, a pattern or pairs)
+        if name == "unrotated_q":
+            return self.rotated_back(self.activations["q"])
         activation = self.activations[name]
         if name not in ("k", "v"):
             return activation
@@ -180,6 +193,8 @@ class _FusedPass:
         """Query heads of the layer, known when its attention asks."""
         self.has_attended = False
         """Whether the attention of the layer has asked this pass."""
+        self.rotation: Rotation | None = None
+        """How the layer rotated its queries; None if it did not."""
         self.activations: dict[str, Tensor | FusedPattern | DensePattern] = {}
 
     @contextmanager
@@ -230,6 +245,7 @@ class _FusedPass:
         """
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         self.n_heads = q.shape[1]
+        self.rotation = facts.rotation
         q = self._edited_projection("q", at_least_float32(q))
         k = self._edited_projection("k", at_least_float32(k))
         v = self._edited_projection("v", at_least_float32(v))
@@ -323,7 +339,7 @@ class _FusedPass:
         """An activation of the layer as edits leave it; the same tensor if nothing edits it."""
         if not self.edits.touch(name, self.layer):
             return value
-        activations = _OfEveryHead(self.activations, self.n_heads)
+        activations = _OfEveryHead(self.activations, self.n_heads, self._rotated_back)
         readable_values: dict[str, Any] = {
             read: activations[read] for read in self.edits.reads if read in activations
         }
@@ -340,8 +356,19 @@ class _FusedPass:
     def _show_layer(self) -> None:
         """Hand over what is known of the layer, if somebody wants to know."""
         if self.layer in self.shown_layers:
-            shown = _OfEveryHead({**self.activations, **self.matches}, self.n_heads)
+            activations = {**self.activations, **self.matches}
+            shown = _OfEveryHead(activations, self.n_heads, self._rotated_back)
             self.on_layer(self.layer, cast(Activations, shown))
+
+    def _rotated_back(self, q: Tensor) -> Tensor:
+        """The layer's queries as they were before their rotation."""
+        if not self.model.can_undo_rotation(self.layer):
+            raise ModelError(
+                f"{self.model.info.name}: the queries of layer {self.layer} before their rotation "
+                "are not known, because its module rotates them in a way of its own; leave out "
+                "the profiles query_mean and query_second_moment"
+            )
+        return q if self.rotation is None else self.rotation.undo(q)
 
     def _forget_what_nobody_reads(self) -> None:
         """Free the layer's tensors that neither formulas nor edits read after the attention, before
@@ -350,7 +377,9 @@ class _FusedPass:
         self.activations = {
             name: activation
             for name, activation in self.activations.items()
-            if name in self.read_late or name in self.edits.reads
+            if name in self.read_late
+            or name in self.edits.reads
+            or (name == "q" and "unrotated_q" in self.read_late)
         }
 
     def _end_layer(

@@ -7,26 +7,30 @@ and q, k and v are still in the cache when they are read.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from schemas.errors import ModelError
 from schemas.formulas import Along, Formula, evaluate
 from schemas.kind import Kind
 from schemas.measured_heads import MeasuredHeads
 from schemas.statistics import Statistic
 from workers.engine.engine import Activations
-from workers.measurements.profile_means import count_mean_m2
+from workers.measurements.profile_means import count_mean_m2, entries_of
 from workers.measurements.requested import Requested
 from workers.measurements.undefined import defined_or_nan
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from workers.model.model import Model
 
-HEAD_AXIS = {"q": 2, "k": 2, "v": 2, "z": 2, "b_Q": 0, "b_K": 0, "W_K": 0, "W_O": 0}
-"""The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
+HEAD_AXIS = {
+    **dict.fromkeys(("q", "unrotated_q", "k", "v", "z"), 2),
+    **dict.fromkeys(("b_Q", "b_K", "W_K", "W_O"), 0),
+}
+"""The axis of heads of each value that a formula may read and that has one."""
 
 LayerValue = Any
 """What a formula reads: a tensor, a pattern, pairs of tokens, labels, or a fact of the model."""
@@ -201,7 +205,8 @@ class _KindValues:
             has_head_axis = value.dim() >= 3
             padded = _padded(value, self.heads.width) if has_head_axis else value
             self.layers_of[formula.name].append(count_mean_m2(formula, padded))
-        elif formula.listed:
+        elif isinstance(formula, Along):
+            value = entries_of(formula, value)
             self.layers_of[formula.name].append(self._for_each_head(value, 3, layer))
         else:
             place = self.heads.places[layer]
@@ -216,6 +221,14 @@ class _KindValues:
 
     def by_layer(self) -> dict[str, Tensor]:
         """Lists `[batch layer …]`, or means `[3 layer …]`, by formula."""
+        for name, layers in self.layers_of.items():
+            if not layers:
+                formula = self.kind.registry[name]
+                raise ModelError(
+                    f"{self.kind.field}: {name} reads {', '.join(formula.parameters)}, and this "
+                    "engine does not show all of them in this model; leave it out, or use the "
+                    "other engine"
+                )
         return {name: torch.stack(layers, dim=1) for name, layers in self.layers_of.items()}
 
     def _for_each_head(self, value: Tensor, dimensions: int, layer: int) -> Tensor:
@@ -250,18 +263,40 @@ def _of_heads(
     values: Mapping[str, LayerValue], heads: tuple[int, ...] | None
 ) -> Mapping[str, LayerValue]:
     """What is known of a layer, of some of its heads alone; None means all."""
-    if heads is None:
-        return values
-    selected: dict[str, LayerValue] = {}
-    for name, value in values.items():
+    return values if heads is None else _SomeHeads(values, heads)
+
+
+class _SomeHeads(Mapping[str, LayerValue]):
+    """Values of which some heads are selected when they are asked for."""
+
+    def __init__(self, values: Mapping[str, LayerValue], heads: tuple[int, ...]) -> None:
+        self.values_of_all = values
+        self.heads = heads
+        self.selected: dict[str, LayerValue] = {}
+        """What was asked for. A pattern remembers its answers, so there must be one."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.values_of_all
+
+    def __getitem__(self, name: str) -> LayerValue:
+        if name not in self.selected:
+            self.selected[name] = self._select(name)
+        return self.selected[name]
+
+    def _select(self, name: str) -> LayerValue:
+        value = self.values_of_all[name]
         if name == "pattern":
-            selected[name] = value.only(heads)
-        elif name in HEAD_AXIS:
-            index = torch.tensor(heads, device=value.device)
-            selected[name] = value.index_select(HEAD_AXIS[name], index)
-        else:
-            selected[name] = value
-    return selected
+            return value.only(self.heads)
+        if name in HEAD_AXIS:
+            index = torch.tensor(self.heads, device=value.device)
+            return value.index_select(HEAD_AXIS[name], index)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_of_all)
+
+    def __len__(self) -> int:
+        return len(self.values_of_all)
 
 
 def _padded(value: Tensor, width: int) -> Tensor:

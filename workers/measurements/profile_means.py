@@ -20,6 +20,7 @@ from schemas.kind import Kind
 from schemas.kinds import schema_of_rows
 from schemas.measured_heads import MeasuredHeads
 from schemas.parquet import table_of
+from schemas.profiles.profile_registry import PAIRED_AXES
 from workers.measurements.head_numbers import numbered
 
 
@@ -63,11 +64,7 @@ def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
     """Count, mean and M2 over the sequences of a batch that have a value, in float64:
     `[3 head entry]`, or `[3 entry]`.
     """
-    if profile.axis == "pair":
-        query, key = torch.tril_indices(*values.shape[-2:], device=values.device)
-        values_of_entries = values[..., query, key].double()
-    else:
-        values_of_entries = values.double()
+    values_of_entries = entries_of(profile, values).double()
     undefined = values_of_entries.isnan()
     count = (~undefined).sum(0)
     # Of no sequences the mean is 0/0, which is NaN.
@@ -77,6 +74,14 @@ def count_mean_m2(profile: Along, values: Tensor) -> Tensor:
     squared_deviations = (values_of_entries - mean).square().masked_fill(undefined, 0)
     m2 = squared_deviations.sum(0).masked_fill(count == 0, math.nan)
     return torch.stack([count, mean, m2])
+
+
+def entries_of(profile: Along, values: Tensor) -> Tensor:
+    """The entries of a profile that are stored: one triangle of a matrix, all of another."""
+    if profile.axis not in PAIRED_AXES:
+        return values
+    rows, columns = places_in_matrix(profile, values.shape[-1])
+    return values[..., rows, columns]
 
 
 def aggregates(means: Mapping[str, Tensor]) -> Aggregates:
@@ -123,7 +128,7 @@ def _rows(
     columns: dict[str, Any] = {
         "shard": np.full(len(entry), shard),
         **indices,
-        kind.named_by: [name] * len(entry),
+        kind.named_by: pa.repeat(name, len(entry)),
         **{axis: place[entry] for axis, place in places.items()},
         "count": aggregate.count.ravel()[existing],
         "mean": aggregate.mean.ravel()[existing],
@@ -134,8 +139,20 @@ def _rows(
 
 def places_on_axes(profile: Along, entries: int) -> dict[str, np.ndarray]:
     """For every entry, where it lies on the axes of its profile."""
-    if profile.axis != "pair":
+    if profile.axis not in PAIRED_AXES:
         return {profile.axis: np.arange(entries)}
-    n_ctx = math.isqrt(2 * entries)  # There are n_ctx · (n_ctx + 1) / 2 pairs.
-    query, key = np.tril_indices(n_ctx)
-    return {"query": query, "key": key}
+    size = math.isqrt(2 * entries)  # There are size · (size + 1) / 2 pairs.
+    names = ("query", "key") if profile.axis == "pair" else ("component", "other_component")
+    places = places_in_matrix(profile, size)
+    return {name: place.numpy() for name, place in zip(names, places, strict=True)}
+
+
+def places_in_matrix(profile: Along, size: int) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the entries that are stored of a profile's matrix.
+
+    No query sees a later key, so those are the lower triangle. Moments are symmetric: the upper
+    triangle has each once, in the order of reading.
+    """
+    triangle = torch.tril_indices if profile.axis == "pair" else torch.triu_indices
+    rows, columns = triangle(size, size)
+    return rows, columns

@@ -8,8 +8,9 @@ an error, so it is marked by infinity.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,17 +41,22 @@ def _value_under_mask(
 ) -> Tensor:
     """The value where an edit hides keys: undefined where only a hidden score makes it so."""
     pattern = pattern.not_yet_asked()
-    value = evaluate(formula.compute, {**activations, "pattern": pattern}, formula.options)
+    value = evaluate(formula.compute, _with_pattern(activations, pattern), formula.options)
     undefined = torch.zeros_like(value, dtype=torch.bool)
     if _may_be_undefined(formula, pattern):
         undefined = _is_undefined(value, formula, activations)
     if pattern.was_asked_for_scores:
         # NaN of broken weights must stay an error. So the formula is computed once more with the
         # scores revealed: what is NaN only under the mask is undefined.
-        as_revealed = {**activations, "pattern": pattern.revealed()}
+        as_revealed = _with_pattern(activations, pattern.revealed())
         revealed = evaluate(formula.compute, as_revealed, formula.options)
         undefined = undefined | (value.isnan() & revealed.isfinite())
     return _marked(value, undefined)
+
+
+def _with_pattern(activations: Mapping[str, Any], pattern: DensePattern) -> Mapping[str, Any]:
+    """The same activations with another pattern; an engine makes the others when asked."""
+    return ChainMap({"pattern": pattern}, cast(dict[str, Any], activations))
 
 
 def _may_be_undefined(formula: Formula, pattern: FusedPattern | DensePattern | None) -> bool:

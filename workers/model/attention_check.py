@@ -145,7 +145,10 @@ def _run_ours(
         seen.z[seen.layer] = attend_whole(q, k, v, facts)
         return seen.z[seen.layer]
 
-    with attending(attend) as running, _hooked_projections(blocks, seen):
+    with (
+        attending(attend, checks_rotations=True) as running,
+        _hooked_projections(blocks, seen),
+    ):
         _run(info, bare, blocks, tokens, seen)
 
 

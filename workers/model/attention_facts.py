@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from workers.model.rotations import Rotation
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionFacts:
@@ -27,6 +29,8 @@ class AttentionFacts:
     """ALiBi's slope of each head, `[head]`; None if positions add nothing to scores."""
     sink: Tensor | None = None
     """The score of each head's learned sink, `[head]`; None if there is none."""
+    rotation: Rotation | None = None
+    """How the layer rotated its queries before; None if it did not, or nobody noted it."""
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionFacts], Tensor]

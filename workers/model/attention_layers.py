@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from workers.model.attention_facts import Attend, AttentionFacts
+from workers.model.rotations import Rotation, note_rotations
 
 IMPLEMENTATION = "headcount"
 """The name under which Hugging Face models look our attention and our masks up."""
@@ -38,6 +39,10 @@ class AttentionPass:
     """How many keys the masks of this pass let a query see; None where it sees all before it."""
     facts: AttentionFacts | None = None
     """Those of the layer that asks now, with its window even where all tokens fit into it."""
+    checks_rotations: bool = False
+    """Whether each rotation is held against the queries before it."""
+    rotation: Rotation | None = None
+    """What the layer that runs now did to its queries, until its attention asks."""
 
 
 _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
@@ -45,9 +50,9 @@ _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
 
 
 @contextmanager
-def attending(attend: Attend) -> Iterator[AttentionPass]:
+def attending(attend: Attend, *, checks_rotations: bool = False) -> Iterator[AttentionPass]:
     """Within this context, bare modules compute their attention with `attend`."""
-    attention_pass = AttentionPass(attend)
+    attention_pass = AttentionPass(attend, checks_rotations=checks_rotations)
     token = _running.set(attention_pass)
     try:
         yield attention_pass
@@ -63,6 +68,15 @@ def take_over_attention(model: nn.Module) -> None:
     AttentionInterface.register(IMPLEMENTATION, _hugging_face_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _hugging_face_mask)
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
+    note_rotations(model, _note_rotation)
+
+
+def _note_rotation(rotation: Rotation) -> None:
+    """Keep what a layer does to its queries, until its attention asks."""
+    running = _running.get()
+    if running is not None:
+        # The queries before the rotation would take memory that only a check needs.
+        running.rotation = rotation if running.checks_rotations else rotation.without_queries()
 
 
 @contextmanager
@@ -92,6 +106,9 @@ def attend_to(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts) 
     n_queries, n_keys = query.shape[2], key.shape[2]
     if n_queries != n_keys:
         refuse(f"{n_keys} keys for {n_queries} tokens")
+    rotation, running.rotation = running.rotation, None
+    if rotation is not None:
+        facts = replace(facts, rotation=rotation.checked(query))
     running.facts = facts
     if facts.window is not None and facts.window >= n_queries:
         facts = replace(facts, window=None)

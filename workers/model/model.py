@@ -21,6 +21,7 @@ from workers.model.attention_layers import attending, scale_of, score_problem, s
 from workers.model.bare_modules import has_rotations, projection
 from workers.model.circuit import Circuit, effective_positions
 from workers.model.model_info import ModelInfo
+from workers.model.rotations import Rotation
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -221,6 +222,18 @@ class Model:
     def attention_problem(self) -> str | None:
         """Why the fused engine cannot compute this model's attention; None if it can."""
         return self._attention.problem
+
+    def can_undo_rotation(self, layer: int) -> bool:
+        """Whether queries of a layer can be rotated back, as was checked when it was loaded."""
+        rotation = self._rotation(layer)
+        if rotation is not None:
+            return rotation.rotate is not None
+        # In a rotary model a layer may rotate nothing. If none is seen to rotate, nobody noted it.
+        return not self.rotary or any(self._rotation(other) for other in self._attention.facts)
+
+    def _rotation(self, layer: int) -> Rotation | None:
+        facts = self.facts(layer)
+        return None if facts is None else facts.rotation
 
     def settle_attention(self) -> None:
         """Settle the facts of every layer, for either engine. `load_model` calls this once."""

@@ -40,6 +40,7 @@ PREDICTION_CODE = (*ENGINE_CODE, "workers.engine.prediction_inputs")
 PROVIDERS: dict[str, tuple[str, ...]] = {
     "pattern": PATTERN_CODE,
     "q": ENGINE_CODE,
+    "unrotated_q": (*ENGINE_CODE, "workers.model.rotations"),
     "k": ENGINE_CODE,
     "v": ENGINE_CODE,
     "z": PATTERN_CODE,
