@@ -332,6 +332,46 @@ class TestSweep:
         )
         assert swept.lse.max() > 1e4
 
+    @pytest.mark.parametrize(
+        ("q_size", "k_size", "v_size"),
+        # float16 holds 6e-8 to 65504, of which only those above 6e-5 have all their bits.
+        [(1e6, 1e-6, 1e6), (1e-7, 1e7, 1e-7), (1e-12, 1e5, 1e12), (0.0, 1.0, 0.0)],
+        ids=str,
+    )
+    def test_split_factors_of_any_size(self, q_size: float, k_size: float, v_size: float) -> None:
+        q, k, v = random_qkv(2, 2, 1, 70, 24)
+        # The second sequence is a million times as small: each head has a scaling of its own.
+        smaller = torch.tensor([1.0, 1e-6], device=DEVICE)[:, None, None, None]
+        swept = check(
+            q * q_size, k * k_size * smaller, v, 0.3, match_labels(random_tokens(2, 70)), atol=1e-5
+        )
+        scaled = sweep(
+            q * q_size, k * k_size * smaller, v * v_size * smaller, of_scale(0.3), [],
+            entropy=False, number_format="float32",
+        )  # fmt: skip
+        torch.testing.assert_close(
+            scaled.z, swept.z * v_size * smaller, rtol=1e-5, atol=2e-6 * v_size
+        )
+
+    def test_three_products_of_halves_have_the_error_of_float32(self) -> None:
+        # A few numbers of a head are far above the others, as in trained models.
+        q, k, v = random_qkv(1, 2, 2, 130, 64)
+        outliers = torch.ones(64, device=DEVICE)
+        outliers[[3, 40]] = torch.tensor([200.0, 0.002], device=DEVICE)
+        k, v = k * outliers, v * outliers
+        q = q / outliers
+        swept = sweep(q, k, v, of_scale(0.125), [], entropy=True, number_format="float32")
+        exact = defined_answers(q, k, v, 0.125, [])
+        in_float32 = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=0.125
+        )
+        error = (swept.z - exact["z"]).abs().amax((0, 1, 2))
+        # In proportion to each component's size, however small beside the largest of the head.
+        sizes = v.abs().amax((0, 1, 2))
+        assert (error / sizes).max() < 2e-6
+        assert error.max() < 4 * (in_float32 - exact["z"]).abs().max() + 1e-6
+        assert (swept.lse - exact["lse"]).abs().max() < 3e-6
+
     @pytest.mark.parametrize("height", [10.0, 20.0, 88.0, 200.0, 1e4])
     def test_the_entropy_of_nearly_one_key_is_never_negative(self, height: float) -> None:
         q, k, v = random_qkv(1, 1, 1, 130, 8)
@@ -512,6 +552,7 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = F
         "row_sums": "*fp32",
         "slopes": "*fp32",
         "sinks": "*fp32",
+        **dict.fromkeys(["q_factors", "k_factors", "v_factors"], "*fp32"),
         "scale": "fp32",
         "cap": "fp32",
         "window": "i32",
@@ -575,8 +616,11 @@ def check_compiled(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel_binary = compiled_for_h100(dtype, d_head, split, with_facts)
-    # The instruction of Hopper's tensor cores.
-    assert "wgmma" in kernel_binary.asm["ptx"]
+    # The instruction of Hopper's tensor cores, and the formats that it multiplies.
+    products = re.findall(r"wgmma\.mma_async\S*?\.f32\.(\w+)\.\w+", kernel_binary.asm["ptx"])
+    assert {*products} == {
+        {"fp32": "f16" if split else "tf32", "fp16": "f16", "bf16": "bf16"}[dtype]
+    }
     assert kernel_binary.metadata.shared <= kernel.H100_SHARED_BYTES
     cubin = tmp_path / "sweep.cubin"
     cubin.write_bytes(kernel_binary.asm["cubin"])

@@ -5,6 +5,7 @@ Kernels are functions here; `test_kernel.py` has the real one, in Triton's inter
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -22,9 +23,10 @@ from jobs.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
 from workers.engine import sweep_kernel
-from workers.engine.kernel_check import ALLOWED, D_HEADS, Shape, compare, every_shape
+from workers.engine.kernel_check import ALLOWED, D_HEADS, Shape, compare, every_shape, proven_sweep
 from workers.engine.sweep_kernel import PairLabels, Sweep, Swept
 from workers.model.attention_facts import AttentionFacts
+from workers.model.model_info import ModelInfo
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 37, 24)
@@ -108,6 +110,47 @@ def test_a_kernel_that_does_not_compile_or_leaves_answers_out_is_seen() -> None:
     assert missing.error.startswith("ValueError: zip()")
 
 
+@pytest.mark.parametrize(
+    ("config", "kv_heads"),
+    [
+        ({}, {8}),
+        ({"num_key_value_heads": None}, {8}),
+        ({"num_key_value_heads": 2}, {2}),
+        ({"text_config": {"num_key_value_heads": 4, "num_global_key_value_heads": 1}}, {1, 4}),
+        ({"multi_query": True}, {1}),
+        # A part that sees images has heads of its own.
+        ({"num_key_value_heads": 2, "vision_config": {"num_key_value_heads": 3}}, {2}),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_tried_with_the_keys_that_a_model_has(
+    config: dict[str, Any], kv_heads: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shape: dict[str, Any] = {
+        "n_layers": 1,
+        "n_heads": 8,
+        "d_model": 64,
+        "d_head": 8,
+        "n_ctx": 20,
+        "d_vocab": 9,
+    }
+    info = ModelInfo(
+        path=str(tmp_path), name="", layout="huggingface", sha256="", bos_token_id=None,
+        eos_token_id=None, **shape,
+    )  # fmt: skip
+    tried: set[int] = set()
+
+    def noting(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Swept:
+        tried.add(k.shape[1])
+        return by_definition(q, k, *arguments, **options)
+
+    monkeypatch.setattr(sweep_kernel, "available", lambda _: True)
+    monkeypatch.setattr(sweep_kernel, "sweep", noting)
+    assert proven_sweep(info, 20, "float32", "cpu") is noting
+    assert tried == kv_heads
+
+
 class ReplicaHere:
     """A replica on a CPU that takes itself for a GPU with some kernel."""
 
@@ -155,7 +198,7 @@ def test_a_replica_falls_back_to_tiles_and_says_so_once(
     assert attention == "tiles"
     (line,) = caplog.messages
     assert line.startswith(
-        f"the GPU kernel is not used: with heads 4, n_ctx 40, d_head 8 in float32 it {problem}"
+        f"the GPU kernel is not used: with heads 4/2, n_ctx 40, d_head 8 in float32 it {problem}"
     )
     replica_here.monkeypatch.undo()
     plain = toy.measure(replica_here.path, toy.repeating_tokens(21, batch=2))

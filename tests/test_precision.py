@@ -16,6 +16,7 @@ from transformers import GPT2LMHeadModel
 from schemas.precision import PRECISIONS
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
+from workers.engine import number_formats
 from workers.engine.number_formats import LinearProducts, linears_in, rounded
 from workers.replica import InterventionMeasurements
 
@@ -191,3 +192,49 @@ def test_an_edited_weight_is_felt_in_every_precision(paths: dict[str, Path]) -> 
                 precision,
                 name,
             )
+
+
+def test_weights_are_split_once_and_again_after_an_edit(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_weights: list[torch.Tensor] = []
+
+    def counting(weight: torch.Tensor) -> torch.Tensor:
+        split_weights.append(weight)
+        return two_halves(weight)
+
+    two_halves = number_formats._two_halves
+    monkeypatch.setattr(number_formats, "_two_halves", counting)
+    for name, linears_of_layer in (("gpt2", 4), ("llama", 7)):
+        replica = toy.replica(paths[name], precision="float16x2_linears")
+        tokens = toy.repeating_tokens(20, batch=2)
+        before = replica.measure(tokens)
+        again = replica.measure(tokens)
+        layers = replica.model.info.n_layers
+        # After the last attention, nothing is computed that nobody reads.
+        assert layers < len(split_weights) <= linears_of_layer * layers
+        np.testing.assert_array_equal(before.heads["entropy"], again.heads["entropy"])
+        split_weights.clear()
+        weight = replica.model.editable_weight("W_Q", 1)
+        assert weight is not None
+        weight.tensor.mul_(2)
+        edited = replica.measure(tokens)
+        # The queries of the layer, in GPT-2 together with keys and values.
+        assert len(split_weights) == 1
+        assert (edited.heads["entropy"][:, 1] != before.heads["entropy"][:, 1]).all()
+        split_weights.clear()
+
+
+def test_a_part_of_a_weight_is_not_taken_for_the_whole() -> None:
+    weight = torch.randn(6, 4)
+    halves = number_formats.WeightHalves([weight])
+    whole = halves.of(weight)
+    assert whole.shape == (6, 8)
+    assert halves.of(weight) is whole
+    torch.testing.assert_close(halves.of(weight[:3]), whole[:3])
+    square = torch.randn(4, 4)
+    halves_of_square = number_formats.WeightHalves([square])
+    torch.testing.assert_close(halves_of_square.of(square)[:, 0], square[:, 0].half())
+    torch.testing.assert_close(halves_of_square.of(square.T)[:, 0], square[0].half())
+    weight[0, 0] = 2.0
+    assert halves.of(weight)[0, 0] == 2.0

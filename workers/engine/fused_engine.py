@@ -28,7 +28,7 @@ from workers.engine.edits import Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.fused_pattern import FusedPattern
 from workers.engine.mlp_pieces import mlps_in_pieces
-from workers.engine.number_formats import linears_in
+from workers.engine.number_formats import WeightHalves, linears_in
 from workers.engine.streamed_attention import streamed_attention
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
@@ -60,6 +60,7 @@ class FusedEngine:
         self._check_attention()
         self.formats = PRECISIONS[precision]
         self.sweep: Sweep | None = sweep
+        self._halves = WeightHalves(model.bare.parameters())
 
     @property
     def attention(self) -> Literal["tiles", "kernel"]:
@@ -96,7 +97,7 @@ class FusedEngine:
             with (
                 fused_pass.hooked(),
                 self._divided_mlps(tokens.device.type),
-                linears_in(self.formats.linears, tokens.device.type),
+                linears_in(self.formats.linears, tokens.device.type, self._halves),
             ):
                 self.model.run_bare(tokens, fused_pass.attend)
         except StopPass:

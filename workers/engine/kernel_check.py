@@ -6,9 +6,13 @@ only the rounding of products may differ.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +39,11 @@ bfloat16, each with room for a few terms.
 
 MOST_TOKENS = 1024
 """Tokens of the compared sequences, at most: every later tile is computed in the same way."""
+
+KV_HEAD_FIELDS = (
+    "num_key_value_heads", "num_global_key_value_heads", "num_kv_heads", "n_head_kv",
+)  # fmt: skip
+"""Fields of config.json that say how many heads of keys the query heads share."""
 
 
 @dataclass(frozen=True)
@@ -123,23 +132,44 @@ def compare(sweep: Sweep, shape: Shape, factors: str, device: torch.device) -> C
 def proven_sweep(info: ModelInfo, n_ctx: int, precision: str, device: str) -> Sweep | None:
     """The kernel, if the device can run it and it agrees with the tiles; None means tiles.
 
-    It is tried with the model's heads and the precision of the scan.
+    It is tried with the model's heads, grouped as they share keys, in the scan's precision: how
+    many heads share keys is a constant of the compiled kernel.
     """
     factors = PRECISIONS[precision].scores
     torch_device = torch.device(device)
     if factors == "float64" or not sweep_kernel.available(torch_device):
         return None
-    shape = Shape(info.n_heads, info.n_heads, min(n_ctx, MOST_TOKENS), info.d_head)
-    comparison = compare(sweep_kernel.sweep, shape, factors, torch_device)
-    if comparison.agrees:
-        return sweep_kernel.sweep
-    log.warning(
-        "the GPU kernel is not used: with %s in %s it %s; tiles measure instead, which is slower",
-        shape,
-        factors,
-        comparison.problem,
-    )
-    return None
+    for kv_heads in sorted(kv_heads_of(info)):
+        shape = Shape(info.n_heads, kv_heads, min(n_ctx, MOST_TOKENS), info.d_head)
+        comparison = compare(sweep_kernel.sweep, shape, factors, torch_device)
+        if not comparison.agrees:
+            log.warning(
+                "the GPU kernel is not used: with %s in %s it %s; tiles measure instead, which is "
+                "slower",
+                shape,
+                factors,
+                comparison.problem,
+            )
+            return None
+    return sweep_kernel.sweep
+
+
+def kv_heads_of(info: ModelInfo) -> set[int]:
+    """Every number of heads of keys that a model's config.json names: layers may differ in it."""
+    config = json.loads((Path(info.path) / "config.json").read_text(encoding="utf-8"))
+    named = {count for count in _named_kv_heads(config) if count > 0 and info.n_heads % count == 0}
+    return named or {info.n_heads}
+
+
+def _named_kv_heads(config: Mapping[str, Any]) -> Iterator[int]:
+    """The numbers under the names of `KV_HEAD_FIELDS`, also in the parts of a config."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _named_kv_heads(value)
+        elif name == "multi_query" and value is True:
+            yield 1
+        elif name in KV_HEAD_FIELDS and isinstance(value, int):
+            yield value
 
 
 def _drawn(shape: Shape, factors: str, device: torch.device) -> Drawn:

@@ -51,6 +51,50 @@ def _rounded_to_tf32(x: Tensor) -> Tensor:
     return (bits >> TF32_DROPPED_BITS << TF32_DROPPED_BITS).view(torch.float32)
 
 
+class WeightHalves:
+    """The weights of a model as two float16 numbers each, split once and not in every product.
+
+    They take as much memory as the weights in float32. Where a device has little left, a weight is
+    split in each product, as one that is no parameter of the model.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = {parameter.data_ptr(): parameter for parameter in parameters}
+        self._halves: dict[tuple[int, tuple[int, ...]], tuple[int, Tensor]] = {}
+        """The version of a parameter when it was split, and `[high | low]`.
+
+        By its place and the strides of the weight: a layer may read it transposed.
+        """
+
+    def of(self, weight: Tensor) -> Tensor:
+        """`[high | low]` of a weight `[out in]`: float16 `[out 2·in]`."""
+        parameter = self._parameters.get(weight.data_ptr())
+        # A part of a parameter begins where the parameter begins, so the size is asked for too.
+        if parameter is None or parameter.numel() != weight.numel():
+            return _two_halves(weight)
+        # PyTorch counts the writes to a tensor and its views: an edit makes the halves stale.
+        key = (weight.data_ptr(), weight.stride())
+        version, halves = self._halves.get(key, (-1, weight))
+        if version != parameter._version:
+            self._halves.pop(key, None)  # Before the new ones take memory.
+            halves = _two_halves(weight)
+            if _has_room(weight.device):
+                self._halves[key] = (parameter._version, halves)
+        return halves
+
+
+LEAST_FREE = 0.5
+"""Share of a GPU's memory that stays free of split weights: batches need it more."""
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether a device has memory to spare."""
+    if device.type != "cuda":
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    return free >= LEAST_FREE * total
+
+
 class LinearProducts(TorchFunctionMode):
     """While it is on, linear layers multiply in another way than PyTorch would by itself.
 
@@ -79,9 +123,20 @@ class LinearProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def linears_in(number_format: str, device: str) -> AbstractContextManager[object]:
-    """Within it, linear layers multiply factors in a format; `""` leaves them to PyTorch."""
-    if number_format in HALVES or number_format == FLOAT16X2:
+def linears_in(
+    number_format: str, device: str, halves: WeightHalves | None = None
+) -> AbstractContextManager[object]:
+    """Within it, linear layers multiply factors in a format; `""` leaves them to PyTorch.
+
+    `halves` has the weights of float16x2; without it they are split in each product.
+    """
+    if number_format == FLOAT16X2:
+        split = _two_halves if halves is None else halves.of
+        is_native = _has_format(number_format, device)
+        return LinearProducts(
+            partial(_split_product if is_native else _imitated_split_product, split=split)
+        )
+    if number_format in HALVES:
         product = _half_product if _has_format(number_format, device) else _imitated_product
         return LinearProducts(partial(product, number_format=number_format))
     if number_format == "tf32":
@@ -103,18 +158,21 @@ def _has_format(number_format: str, device: str) -> bool:
 
 def _half_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
     """A product of factors with 16 bits on a device that has one."""
+    dtype = HALVES[number_format]
     if x.device.type == "cpu":  # It rounds its results to 16 bits too.
-        dtype = HALVES[number_format]
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    if number_format == FLOAT16X2:
-        # x·(high + low) = [x | x]·[high | low]: one product that is twice as deep.
-        high, low = _two_halves(weight)
-        once_for_each_axis = (1,) * (x.dim() - 1)
-        x = x.half().repeat(*once_for_each_axis, 2)
-        weight = torch.cat([high, low], dim=-1)
-    else:
-        x = x.to(HALVES[number_format])
-        weight = weight.to(HALVES[number_format])
+    return _summed_in_float32(x.to(dtype), weight.to(dtype), bias)
+
+
+def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
+    """A product of float16 activations with weights split in two."""
+    # x·(high + low) = [x | x]·[high | low]: one product that is twice as deep.
+    once_for_each_axis = (1,) * (x.dim() - 1)
+    return _summed_in_float32(x.half().repeat(*once_for_each_axis, 2), split(weight), bias)
+
+
+def _summed_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of factors with 16 bits, as a GPU makes it."""
     rows = x.flatten(0, -2)
     product = torch.mm(rows, weight.T, out_dtype=torch.float32).view(*x.shape[:-1], -1)
     return product if bias is None else product.add_(bias)
@@ -122,20 +180,26 @@ def _half_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format:
 
 def _imitated_product(x: Tensor, weight: Tensor, bias: Tensor | None, number_format: str) -> Tensor:
     """The product of rounded factors, in float32."""
-    if number_format == FLOAT16X2:
-        # float32 holds the sum of the two halves exactly.
-        high, low = _two_halves(weight)
-        return F.linear(rounded(x, "float16"), high.float() + low.float(), bias)
     return F.linear(rounded(x, number_format), rounded(weight, number_format), bias)
 
 
-def _two_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 number as a float16 one and the float16 remainder.
+def _imitated_split_product(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
+    """The product with weights split in two, in float32, which holds their sum exactly."""
+    high, low = split(weight).float().chunk(2, dim=-1)
+    return F.linear(rounded(x, "float16"), high + low, bias)
+
+
+Split = Callable[[Tensor], Tensor]
+"""Makes `[high | low]` of a weight."""
+
+
+def _two_halves(weight: Tensor) -> Tensor:
+    """Float32 numbers `[out in]` as float16 ones and their float16 remainders: `[high | low]`.
 
     Together they have 21 bits if neither is subnormal.
     """
     high = weight.half()
-    return high, (weight - high).half()
+    return torch.cat([high, (weight - high).half()], dim=-1)
 
 
 def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

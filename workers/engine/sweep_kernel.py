@@ -30,11 +30,22 @@ MAX_D_HEAD = 256
 LN2 = math.log(2)
 
 SPLITS_FACTORS = {"float32": True, "tf32": False}
-"""Whether float32 factors are split in two, for three tf32 products instead of one.
+"""Whether float32 factors are split in two float16 numbers, for three products of these.
 
-Three come within about 1e-6 of the float32 product, one within about 1e-3. The float32 product
-itself would not use the tensor cores.
+Three come within about 1e-6 of the float32 product, and cost what one and a half products in tf32
+cost. One product in tf32 comes within about 1e-3. The float32 product itself would not use the
+tensor cores.
 """
+
+LARGEST_EXPONENT = 14
+"""Split factors are scaled by powers of two, so that the largest of a head is just below 2^14.
+
+float16 holds numbers below 2^16 and no bits below 2^-24. So each factor x keeps 22 bits, or an
+error of 2^-39 of the head's largest number if that is more.
+"""
+
+MOST_SHIFT = 60
+"""The scaling stays within 2^±60, so that the product of two scalings is a float32 number."""
 
 
 class PairLabels(NamedTuple):
@@ -158,6 +169,9 @@ def sweep(
         2 + entropy + len(labels), batch, heads, n_ctx, dtype=torch.float32, device=q.device
     )
     query_tiles = -(-n_ctx // tiles.queries)
+    splits = q.dtype == torch.float32 and SPLITS_FACTORS[number_format]
+    # Not read if nothing is split.
+    q_factors, k_factors, v_factors = (_factors_of(x) if splits else row_sums for x in (q, k, v))
     with torch.cuda.device_of(q):
         _sweep_tile[(query_tiles, heads, batch)](
             q,
@@ -172,6 +186,9 @@ def sweep(
             v.stride(),
             _in_base_2(facts.slopes, q),
             _in_base_2(facts.sink, q),
+            q_factors,
+            k_factors,
+            v_factors,
             scale,
             cap,
             n_ctx if facts.window is None else facts.window,
@@ -189,7 +206,7 @@ def sweep(
             KEYS=tiles.keys,
             LAGS=tuple(pairs.lag for pairs in labels),
             ENTROPY=entropy,
-            SPLIT=q.dtype == torch.float32 and SPLITS_FACTORS[number_format],
+            SPLIT=splits,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
@@ -203,6 +220,16 @@ def _in_base_2(fact: Tensor | None, q: Tensor) -> Tensor:
     if fact is None:
         return q.new_empty(1, dtype=torch.float32)
     return (fact.to(q.device, torch.float32) / LN2).contiguous()
+
+
+def _factors_of(x: Tensor) -> Tensor:
+    """The power of two that brings the largest number of each head just below 2^14.
+
+    x is `[batch head pos d]`, the answer `[batch head]` in float32.
+    """
+    largest = torch.linalg.vector_norm(x, ord=math.inf, dim=(2, 3))
+    shift = (LARGEST_EXPONENT - largest.frexp().exponent).clamp(-MOST_SHIFT, MOST_SHIFT)
+    return torch.ldexp(torch.ones_like(largest), shift)
 
 
 def _next_power_of_2(number: int) -> int:
@@ -272,6 +299,9 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     v_stride,
     slopes,
     sinks,
+    q_factors,
+    k_factors,
+    v_factors,
     scale,
     cap,
     window,
@@ -329,13 +359,30 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
     k_tile = key_offsets[:, None] * k_stride[2] + some_dims[None, :] * k_stride[3]
     v_tile = key_offsets[:, None] * v_stride[2] + all_dims[None, :] * v_stride[3]
 
+    # Of the head, if factors are split: what they are multiplied by, and what undoes it.
+    k_factor = 1.0
+    v_factor = 1.0
+    weight_factor = 1.0
+    if SPLIT:
+        kv_head = batch * (tl.num_programs(1) // HEADS_PER_KV_HEAD) + head // HEADS_PER_KV_HEAD
+        q_factor = tl.load(q_factors + batch * tl.num_programs(1) + head)
+        k_factor = tl.load(k_factors + kv_head)
+        v_factor = tl.load(v_factors + kv_head)
+        weight_factor = 16384.0  # Weights are at most 1.
+        scale /= q_factor * k_factor
+
     # The queries stay in registers during the whole sweep, DIMS dimensions in each part.
     query_parts = ()
+    query_lows = ()
     for dim in tl.static_range(0, D_HEAD, DIMS):  # pyright: ignore[reportGeneralTypeIssues]
         in_queries = query_exists[:, None] & (dim + some_dims < D_HEAD)[None, :]
-        query_parts += (
-            tl.load(q_at + (dim + some_dims)[None, :] * q_stride[3], mask=in_queries, other=0.0),
-        )
+        query = tl.load(q_at + (dim + some_dims)[None, :] * q_stride[3], mask=in_queries, other=0.0)
+        if SPLIT:
+            high, low = _halves(query * q_factor)  # pyright: ignore[reportPossiblyUnbound]
+            query_parts += (high,)
+            query_lows += (low,)
+        else:
+            query_parts += (query,)
     query_label = ()
     pair_sums = ()
     for i in tl.static_range(len(LAGS)):  # pyright: ignore
@@ -376,7 +423,19 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
                     key = tl.load(k_at + k_tile + dim * k_stride[3], mask=in_keys, other=0.0)
                 else:
                     key = tl.load(k_at + k_tile + dim * k_stride[3])
-                scores = _product(query_parts[dim // DIMS], tl.trans(key), scores, SPLIT)
+                if SPLIT:
+                    key_high, key_low = _halves(key * k_factor)
+                    scores = _split_product(
+                        query_parts[dim // DIMS],
+                        query_lows[dim // DIMS],
+                        tl.trans(key_high),
+                        tl.trans(key_low),
+                        scores,
+                    )
+                else:
+                    scores = tl.dot(
+                        query_parts[dim // DIMS], tl.trans(key), scores, input_precision="tf32"
+                    )
             scores *= scale
             if CAPPED:
                 # tanh x = (1 - e) / (1 + e) with e = exp(-2 |x|), and the sign of x
@@ -432,9 +491,17 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
                 )
             else:
                 value = tl.load(v_at + v_tile)
-            value_sums = _product(
-                weights.to(value.dtype), value, value_sums * shrink[:, None], SPLIT
-            )
+            value_sums *= shrink[:, None]
+            if SPLIT:
+                weight_high, weight_low = _halves(weights * weight_factor)
+                value_high, value_low = _halves(value * v_factor)
+                value_sums = _split_product(
+                    weight_high, weight_low, value_high, value_low, value_sums
+                )
+            else:
+                value_sums = tl.dot(
+                    weights.to(value.dtype), value, value_sums, input_precision="tf32"
+                )
             maximum = new_maximum
             k_at += KEYS * k_stride[2]
             v_at += KEYS * v_stride[2]
@@ -475,22 +542,23 @@ def _sweep_tile(  # noqa: C901, PLR0912, PLR0915
         + all_dims[None, :]
     )
     in_z = query_exists[:, None] & (all_dims < D_V)[None, :]
-    tl.store(z_at, value_sums / total[:, None], mask=in_z)
+    tl.store(z_at, value_sums / (total * (weight_factor * v_factor))[:, None], mask=in_z)
 
 
 @_jit
-def _product(a, b, sums, SPLIT: tl.constexpr):
-    """`sums + a @ b` on the tensor cores.
+def _halves(x):
+    """float32 numbers as float16 ones and their float16 remainders, of 11 bits each."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
 
-    Split, each float32 factor is `high + low`, of about 11 bits each. `high` is what tf32 holds
-    exactly. The product low · low, 2^-22 of the whole, is left out.
+
+@_jit
+def _split_product(a_high, a_low, b_high, b_low, sums):
+    """`sums + a @ b` of split factors, summed in float32 on the tensor cores.
+
+    The product low · low, 2^-22 of the whole, is left out.
     """
-    if SPLIT:
-        # Adding half of the lowest bit that stays and cutting the 13 bits below it rounds to tf32.
-        a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        b_high = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        # The small products first, so that they are not lost in a large sum.
-        sums = tl.dot(a - a_high, b_high, sums, input_precision="tf32")
-        sums = tl.dot(a_high, b - b_high, sums, input_precision="tf32")
-        return tl.dot(a_high, b_high, sums, input_precision="tf32")
-    return tl.dot(a, b, sums, input_precision="tf32")
+    # The small products first, so that they are not lost in a large sum.
+    sums = tl.dot(a_low, b_high, sums)
+    sums = tl.dot(a_high, b_low, sums)
+    return tl.dot(a_high, b_high, sums)
