@@ -18,7 +18,11 @@ import pyarrow as pa
 
 from queries import run_tables
 from queries.descriptions import VIEWS, describe_views
-from queries.rollup_views import create_rollup_views, measured_statistics
+from queries.rollup_views import (
+    MeasuredStatistic,
+    create_rollup_views,
+    measured_statistics,
+)
 from queries.run import Run, read_run, read_runs
 from queries.shipped_views import BLIND, QUERIES, ShippedViews
 from queries.sql_text import text_literal
@@ -35,7 +39,7 @@ from queries.verified_files import Tell, damage_in
 from schemas.errors import QueryError
 from schemas.kinds import TABLES
 from schemas.places import Place, place
-from schemas.tables import PARTITIONS, Column, Table
+from schemas.tables import HEADS, PARTITIONS, Column, Table
 
 MEMORY = "50%"
 """Memory that a query may take. What needs more goes to the temporary directory."""
@@ -64,6 +68,8 @@ class OpenedRuns:
     """The named queries, whose views are made when a question names them."""
     is_described: bool = False
     """Whether the database holds as comments what its views and columns mean."""
+    unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
+    """The statistics that the views of roll-ups read from rows."""
     lock: Lock = field(default_factory=Lock)
     """Held while views are made or pointed at other files: threads share them."""
 
@@ -121,7 +127,7 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: boo
     _create_table(connection, "shards", run_tables.shards_table([]))
     _create_table(connection, "statistics", run_tables.statistics_table(runs))
     _create_table(connection, "formulas", run_tables.formulas_table(runs))
-    opened.shipped.foundation = partial(create_rollup_views, statistics=measured_statistics(runs))
+    opened.shipped.foundation = partial(_create_rollup_views, opened=opened)
     if not lazily:
         opened.shipped.create(connection)
         _describe(connection, opened)
@@ -278,6 +284,20 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
             _leave_out_misfits(connection, source, opened)
     _store_content(connection, "runs", run_tables.runs_table(opened.runs))
     _store_content(connection, "shards", run_tables.shards_table(opened.runs))
+    if opened.shipped.foundation is None and _unrolled_statistics(opened) != opened.unrolled:
+        _create_rollup_views(connection, opened)
+
+
+def _create_rollup_views(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
+    """Create the internal views of roll-ups and of the rows that are in none."""
+    opened.unrolled = _unrolled_statistics(opened)
+    create_rollup_views(connection, opened.unrolled)
+
+
+def _unrolled_statistics(opened: OpenedRuns) -> list[MeasuredStatistic]:
+    """The statistics of rows that are in no roll-up. A select of each would take time to plan."""
+    runs = [run for run in opened.runs if run.files(HEADS.name, unrolled=True)]
+    return measured_statistics(runs)
 
 
 def _problem_of_view(

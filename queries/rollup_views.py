@@ -165,7 +165,8 @@ def _written_moments(keys: Sequence[str]) -> str:
     """The moments that were written as roll-ups."""
     return f"""
         SELECT {", ".join(keys)}, count, undefined, mean, m2, minimum, maximum
-        FROM ledger.rollups"""
+        FROM ledger.rollups
+        WHERE {_level(keys)}"""
 
 
 def _written_bins(keys: Sequence[str]) -> str:
@@ -174,7 +175,13 @@ def _written_bins(keys: Sequence[str]) -> str:
         SELECT
             {", ".join(keys)}, range_low, range_high, minimum, maximum,
             unnest(bins) AS bin, unnest(counts) AS count
-        FROM ledger.rollups"""
+        FROM ledger.rollups
+        WHERE {_level(keys)}"""
+
+
+def _level(keys: Sequence[str]) -> str:
+    """The roll-ups to add up: those of parts of the Pile, or the far fewer of whole heads."""
+    return "by_part" if "pile_set_name" in keys else "NOT by_part"
 
 
 def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:

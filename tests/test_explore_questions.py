@@ -509,6 +509,40 @@ def test_a_compacted_run_answers_from_its_roll_ups(tmp_path: Path, ask: Asker) -
     merged.engine.close()
 
 
+def test_axes_from_roll_ups_hold_the_values(tmp_path: Path, ask: Asker) -> None:
+    write(tmp_path, "toy")
+    compact(RunDirectory.of(tmp_path, "toy"))
+    merged = Asker(tmp_path)
+    question = {"head": HEAD, "statistics": STATISTICS}
+    from_rollups = merged("histograms", **question)["axes"]
+    from_rows = ask("histograms", **question)["axes"]
+    for statistic in STATISTICS:
+        low, high = from_rows[statistic]
+        # A bin on an open axis is 4.4 % of the value, and ends are round.
+        assert from_rollups[statistic] == pytest.approx([low, high], abs=0.1 * (high - low))
+        every = np.concatenate([values(statistic, *cell) for cell in np.ndindex(LAYERS, HEADS)])
+        assert from_rollups[statistic][0] <= np.nanmin(every)
+        assert from_rollups[statistic][1] >= np.nanmax(every)
+    merged.engine.close()
+
+
+def test_rows_are_compared_with_commits_when_a_question_reads_them(tmp_path: Path) -> None:
+    write(tmp_path, "toy")
+    compact(RunDirectory.of(tmp_path, "toy"))
+    file = next(tmp_path.glob("*/heads/intervention=none/*.parquet"))
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + bytes(100) + content[104:])
+    merged = Asker(tmp_path)
+    # Its roll-ups are whole. They are shown before anybody has read 12 GB of rows.
+    assert merged("heatmap", statistic="sink_mass")["arrays"][1][0, 0] == SEQUENCES
+    assert merged("overview")["damage"] == []
+    (counts,) = merged("histograms", head=HEAD, statistics=["sink_mass"])["arrays"]
+    assert not counts.any()
+    (line,) = merged("overview")["damage"]
+    assert "is left out of every view" in line
+    merged.engine.close()
+
+
 def test_a_large_run_is_sampled_and_says_so(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = SEQUENCES * LAYERS * HEADS
     monkeypatch.setattr(opened, "LARGE_RUN_ROWS", rows - 1)

@@ -175,8 +175,8 @@ def test_views_from_merged_shards_say_what_the_rows_say(run: RunDirectory) -> No
     check_all(database)
     assert [database.records(view) for view in exact_views] == from_rows
     assert not database.rows("FROM ledger.unrolled_heads")
-    # One row per intervention, statistic, head and part.
-    assert database.rows("SELECT count(*) FROM rollups") == [(2 * 3 * 6 * 3,)]
+    # One row per intervention, statistic and head, and one for each of its three parts.
+    assert database.rows("SELECT count(*) FROM rollups") == [(2 * 3 * 6 * 4,)]
 
 
 def test_shards_without_roll_ups_are_answered_from_rows(run: RunDirectory) -> None:
@@ -186,7 +186,7 @@ def test_shards_without_roll_ups_are_answered_from_rows(run: RunDirectory) -> No
     check_all(database)
     unrolled = database.rows("SELECT DISTINCT shard FROM ledger.unrolled_heads")
     assert unrolled == [(4,)]
-    assert database.rows("SELECT count(*) FROM rollups") == [(2 * 2 * 3 * 6 * 3,)]
+    assert database.rows("SELECT count(*) FROM rollups") == [(2 * 2 * 3 * 6 * 4,)]
 
 
 def test_merged_shards_are_answered_without_their_rows(run: RunDirectory) -> None:
@@ -245,7 +245,7 @@ def test_a_run_that_was_merged_without_roll_ups_gets_them(
     assert open_runs(run.path).rows("SELECT count(*) FROM rollups") == [(0,)]
     compact(run)
     check_all(database := open_runs(run.path))
-    assert database.rows("SELECT count(*) FROM rollups") == [(2 * 3 * 6 * 3,)]
+    assert database.rows("SELECT count(*) FROM rollups") == [(2 * 3 * 6 * 4,)]
     files = set(local(run.path).rglob("*.parquet"))
     compact(run)
     assert set(local(run.path).rglob("*.parquet")) == files

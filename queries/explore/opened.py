@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import duckdb
 
@@ -40,6 +40,10 @@ FIRST_STATISTICS = (
 """Statistics that a page shows first, if a run has them. It shows as many of others if not."""
 
 
+Ends: TypeAlias = tuple[float | None, float | None]
+"""The smallest and the largest value of an axis. None if no value is defined."""
+
+
 class OpenedRuns:
     """Runs opened once. They do not change; a newer state of them is opened anew."""
 
@@ -59,6 +63,8 @@ class OpenedRuns:
             # Questions are asked on cursors of the connection, which make no views.
             make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
         self._axes: dict[tuple[str, str], Axis] = {}
+        self.has_verified_rows = False
+        """Whether the rows of heads were compared with their commits."""
 
     def is_current(self, path: str, code: str | None) -> bool:
         """Whether nothing was committed and no damage was found since it was opened."""
@@ -70,9 +76,15 @@ class OpenedRuns:
             for now, then in zip(runs, self._runs, strict=True)
         )
 
-    def verify(self) -> None:
-        """Compare the files with their commits. What is damaged leaves every view."""
-        tables = [HEADS.name, "sequences"]
+    def verify(self, rows: bool) -> None:
+        """Compare files with their commits. What is damaged leaves every view.
+
+        Roll-ups are compared always, and rows if they are asked for or were compared before: the
+        rows of 10^9 tokens are 12 GB, and their roll-ups 0.5 GB.
+        """
+        self.has_verified_rows |= rows
+        tables = [HEADS.name] if self.has_verified_rows else []
+        tables.append("sequences")
         if any(facts.has_rollups for facts in self._facts.values()):
             tables.append(ROLLUPS.name)
         for table in tables:
@@ -99,6 +111,11 @@ class OpenedRuns:
         facts = next(iter(self._facts.values()))
         scope = Scope(run_id=facts.run_id, intervention=facts.interventions[0])
         return Heatmap(kind="heatmap", scope=scope, statistic=_first_statistics(facts)[0])
+
+    def first_axes(self) -> tuple[RunFacts, set[str]]:
+        """The run that a page shows first, and the statistics of its histograms."""
+        facts = next(iter(self._facts.values()))
+        return facts, set(_first_statistics(facts))
 
     def overview(self) -> Header:
         """Everything that the page lists: runs, statistics, parts, and what is damaged."""
@@ -150,7 +167,59 @@ class OpenedRuns:
     def _find_axes(
         self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
     ) -> dict[tuple[str, str], Axis]:
-        """The ends of axes, from the first sequences: these are few pages of every file."""
+        """The ends of axes, which few values lie beyond."""
+        find_ends = self._ends_in_rollups if facts.has_rollups else self._ends_in_rows
+        ends = find_ends(facts, statistics, cursor)
+        ranges = {row["name"]: (row["range_low"], row["range_high"]) for row in self._statistics}
+        axes: dict[tuple[str, str], Axis] = {}
+        for name in statistics:
+            low, high = ranges.get(name, (None, None))
+            axes[facts.run_id, name] = axis_of((_finite(low), _finite(high)), *ends[name])
+        return axes
+
+    def _ends_in_rollups(
+        self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
+    ) -> dict[str, Ends]:
+        """Ends from the histograms of all values: rows would mean the footers of all files."""
+        conditions = [
+            f"run_id = {text_literal(facts.run_id)}",
+            f"intervention = {text_literal(facts.interventions[0])}",
+            f"statistic IN ({', '.join(map(text_literal, statistics))})",
+        ]
+        rows = cursor.execute(
+            f"""
+            WITH bins AS (
+                SELECT
+                    statistic,
+                    -- The outermost bins of an open axis have no end, but their values do.
+                    greatest(low, min(minimum)) AS low,
+                    least(high, max(maximum)) AS high,
+                    sum(count) AS count
+                FROM ledger.head_bins
+                {where(conditions)}
+                GROUP BY statistic, bin, low, high
+            ),
+            ranks AS (
+                SELECT
+                    *,
+                    sum(count) OVER (PARTITION BY statistic ORDER BY low)
+                    / sum(count) OVER (PARTITION BY statistic) AS share
+                FROM bins
+            )
+            SELECT
+                statistic,
+                min(low) FILTER (share >= {TAIL}),
+                coalesce(min(high) FILTER (share >= {1 - TAIL}), max(high))
+            FROM ranks
+            GROUP BY statistic"""
+        ).fetchall()
+        ends: dict[str, Ends] = dict.fromkeys(statistics, (None, None))
+        return ends | {name: (smallest, largest) for name, smallest, largest in rows}
+
+    def _ends_in_rows(
+        self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
+    ) -> dict[str, Ends]:
+        """Ends from the rows of the first sequences: these are few pages of every file."""
         run = f"run_id = {text_literal(facts.run_id)}"
         sequences = max(1, AXIS_ROWS // (facts.layers * facts.heads))
         smallest = f"SELECT min(sequence) FROM sequences WHERE {run}"
@@ -161,19 +230,13 @@ class OpenedRuns:
             f"intervention = {text_literal(facts.interventions[0])}",
             f"sequence < {(first_sequence or 0) + sequences}",
         ]
-        ends = ", ".join(
+        quantiles = ", ".join(
             f"quantile_cont({name}::DOUBLE, {share})"
             for name in map(quoted_name, statistics)
             for share in (TAIL, 1 - TAIL)
         )
-        [values] = cursor.execute(f"SELECT {ends} FROM heads{where(conditions)}").fetchall()
-        ranges = {row["name"]: (row["range_low"], row["range_high"]) for row in self._statistics}
-        axes: dict[tuple[str, str], Axis] = {}
-        for index, name in enumerate(statistics):
-            low, high = ranges.get(name, (None, None))
-            smallest, largest = values[2 * index : 2 * index + 2]
-            axes[facts.run_id, name] = axis_of((_finite(low), _finite(high)), smallest, largest)
-        return axes
+        [values] = cursor.execute(f"SELECT {quantiles} FROM heads{where(conditions)}").fetchall()
+        return dict(zip(statistics, zip(values[::2], values[1::2], strict=True), strict=True))
 
 
 _ROLLED_UP_VIEWS = ("head_summaries", "part_summaries")

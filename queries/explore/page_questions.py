@@ -168,6 +168,10 @@ class Question(_Closed):
         """The statistics whose axes the question needs."""
         return set()
 
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Whether the question reads `heads`, also of a run with roll-ups."""
+        return True
+
     def check(self, facts: RunFacts) -> None:
         """Refuse names that the run does not have."""
         for name in sorted(self.named_statistics | self.binned_statistics):
@@ -214,6 +218,10 @@ class Heatmap(Question):
     def named_statistics(self) -> set[str]:
         """Every statistic that the question names."""
         return {self.statistic}
+
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Only of a run without roll-ups."""
+        return not facts.has_rollups
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One mean a head, from roll-ups if the run has them."""
@@ -394,6 +402,10 @@ class Card(HeadQuestion):
 
     kind: Literal["card"]
 
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Only of a run without roll-ups."""
+        return not facts.has_rollups
+
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The means of the head, and one row of chance levels."""
         statements = [
@@ -461,6 +473,10 @@ class Parts(HeadQuestion):
     def named_statistics(self) -> set[str]:
         """Every statistic that the question names."""
         return {self.statistic}
+
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Only of a run without roll-ups."""
+        return not facts.has_rollups
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One row a part."""
@@ -544,6 +560,10 @@ class Texts(Question):
     sequences: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_SEQUENCES)]
     first: Annotated[int, Field(ge=1, le=100_000)] = 100_000
     """So many tokens of each."""
+
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Tokens are in another table."""
+        return False
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """The token ids of each sequence."""

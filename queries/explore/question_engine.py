@@ -113,7 +113,9 @@ class Engine:
         except ValidationError as error:
             raise QueryError(_problem_of(error)) from None
         if isinstance(question, Overview):
-            if time.monotonic() - self._looked > FRESH_SECONDS:
+            # While another look is on its way, the page gets what is known. It asks again soon.
+            is_stale = time.monotonic() - self._looked > FRESH_SECONDS
+            if is_stale and not self._opening.locked():
                 await self.look_again()
             return _packed_of(self.runs, Answer(self.runs.overview()))
         if isinstance(question, Sql):
@@ -128,12 +130,30 @@ class Engine:
             await self.look_again()
             question = self.runs.first_question()
             await self.ask(question.model_dump_json().encode())
+            # A first click needs whole rows, and the axes of the histograms that are shown first.
+            await self.look_again(rows=True)
+            await self._find_first_axes()
 
-    async def look_again(self) -> None:
-        """Open the runs anew if something was committed, or damaged, since they were opened."""
+    async def look_again(self, rows: bool = False) -> None:
+        """Open the runs anew if something was committed, or damaged, since they were opened.
+
+        `rows` also compares the rows of heads with their commits, for the first time.
+        """
         async with self._opening:
-            self.runs = await asyncio.to_thread(self._current_runs)
+            self.runs = await asyncio.to_thread(self._current_runs, rows)
             self._looked = time.monotonic()
+
+    async def _find_first_axes(self) -> None:
+        """Find the axes of the statistics that a page shows first."""
+        runs = self.runs
+        facts, statistics = runs.first_axes()
+
+        def find(connection: Interruptible) -> None:
+            runs.with_axes(facts, statistics, connection.cursor())
+
+        # What fails fails again when the page asks, and is said there.
+        with contextlib.suppress(duckdb.Error):
+            await self._in_thread(self.threads, runs, find)
 
     def close(self) -> None:
         """Take no more questions, and stop those that are being answered."""
@@ -149,17 +169,20 @@ class Engine:
         database = open_runs(self.path, code=self.code, memory=self.memory)
         return OpenedRuns(database, revision=time.time_ns())
 
-    def _current_runs(self) -> OpenedRuns:
+    def _current_runs(self, rows: bool) -> OpenedRuns:
         """The runs as they are now: the opened ones, if nothing has changed."""
-        self.runs.verify()
+        self.runs.verify(rows)
         if self.runs.is_current(self.path, self.code):
             return self.runs
         runs = self._open()
-        runs.verify()
+        runs.verify(self.runs.has_verified_rows)
         self.cache.clear()
         return runs
 
     async def _answer(self, question: Question) -> bytes:
+        facts = self.runs.facts(question.scope.run_id)
+        if question.reads_rows(facts) and not self.runs.has_verified_rows:
+            await self.look_again(rows=True)
         runs = self.runs
         try:
             header, answer = await self._compute(runs, question)

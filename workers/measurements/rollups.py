@@ -24,7 +24,7 @@ from schemas.tables import ROLLUPS
 
 @dataclass(frozen=True)
 class Cells:
-    """The rows of `heads` by layer, head and part of the Pile."""
+    """The rows of `heads` by layer and head, or also by part of the Pile."""
 
     order: np.ndarray
     """The rows, sorted by cell."""
@@ -44,24 +44,28 @@ class Cells:
 def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) -> pa.Table:
     """The roll-ups of rows of `heads`, which are of one run and one intervention.
 
+    They are of every head over all sequences, and again over those of each part of the Pile.
     `sequences` says of which part of the Pile each sequence is. `axes` names the statistics.
     """
     schema = ROLLUPS.schema()
     if not len(heads):
         return schema.empty_table()
-    cells = _cells(heads, sequences)
-    rows = [
-        table_of(_statistic_columns(name, heads[name].to_numpy(), axes[name], cells), schema)
-        for name in sorted(axes)
-    ]
+    rows: list[pa.Table] = []
+    for by_part in (False, True):
+        cells = _cells(heads, sequences, by_part)
+        for name in sorted(axes):
+            columns = _statistic_columns(name, heads[name].to_numpy(), axes[name], cells)
+            rows.append(table_of(columns, schema))
     return pa.concat_tables([schema.empty_table(), *rows]).combine_chunks()
 
 
-def _cells(heads: pa.Table, sequences: pa.Table) -> Cells:
-    """The cells in the order of the table: layer, head, part. No part comes last."""
-    name_of_sequence = dict(
-        zip(sequences["sequence"].to_pylist(), sequences["pile_set_name"].to_pylist(), strict=True)
-    )
+def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
+    """The cells in the order of the table: layer, head, part. No part comes last.
+
+    Without parts, a cell is a head.
+    """
+    part_names = sequences["pile_set_name"].to_pylist() if by_part else [None] * len(sequences)
+    name_of_sequence = dict(zip(sequences["sequence"].to_pylist(), part_names, strict=True))
     parts = sorted({name for name in name_of_sequence.values() if name is not None})
     number_of_part = {name: number for number, name in enumerate([*parts, None])}
     # By sequence, counted from the first one here.
@@ -81,6 +85,7 @@ def _cells(heads: pa.Table, sequences: pa.Table) -> Cells:
         "input_family": [heads["input_family"][0].as_py()] * len(starts),
         "layer": head_of_cell // width,
         "head": head_of_cell % width,
+        "by_part": [by_part] * len(starts),
         "pile_set_name": [[*parts, None][part] for part in part_of_cell],
     }
     return Cells(order, starts, np.repeat(np.arange(len(starts)), sizes), keys)
