@@ -259,7 +259,10 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with _leaving_at_interrupts():
         from jobs.endings import ended_in_lines
+        from workers.process import collect_garbage_rarely
 
+        # Before anything large is imported.
+        collect_garbage_rarely()
         app = command_line()
     with ended_in_lines():
         app(prog_name="headcount")

@@ -58,6 +58,7 @@ from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from schemas.places import absolute
 from schemas.run_directory import RunDirectory
+from workers.provenance.code_fingerprint import read_code
 from workers.replica import Replica
 from workers.shard import note_failure
 
@@ -218,6 +219,7 @@ class _Dispatcher:
             # Replicas on a cluster work in another directory than this process.
             RunDirectory(absolute(plan.run.path)),
             plan.code,
+            read_code(),
             reference_bytes,
             resources,
             replica_class,

@@ -19,7 +19,7 @@ from jobs.preparation_task import Node, PortionNews, prepare_on_node, verify_on_
 from jobs.ray_cluster import Resources, connect, lack_of_room, last_line
 from schemas.errors import RunError, printable
 from workers.inputs.portions import Portion
-from workers.provenance.code_fingerprint import code_fingerprint
+from workers.provenance.code_fingerprint import read_code
 
 TASK_MEMORY = 1 << 30
 """Bytes of memory that a task asks Ray for."""
@@ -43,7 +43,7 @@ class OnRay:
         self.resources = connect(resources)
         # Names of files may be relative to this directory; another machine does not have it.
         directory = None if resources.cluster else os.getcwd()
-        self.node = Node(code_fingerprint(), directory)
+        self.node = Node(read_code(), directory)
         self.tokenizer = ray.put(work.sequences.tokenizer)
         self.waiting: deque[Order] = deque()
         self.running: dict[ray.ObjectRefGenerator, Order] = {}

@@ -22,7 +22,7 @@ from workers.inputs.preparation import PreparationProgress, prepare_portion, use
 from workers.inputs.token_store import Piece, TokenStore
 from workers.inputs.verification import verify_portion
 from workers.model.text_tokenizer import TextTokenizer
-from workers.provenance.code_fingerprint import code_fingerprint
+from workers.provenance.code_fingerprint import Code, code_fingerprint, learn_fingerprint
 
 SECONDS_BETWEEN_NEWS = 1.0
 """Least time between two messages of a task to the driver."""
@@ -32,8 +32,8 @@ SECONDS_BETWEEN_NEWS = 1.0
 class Node:
     """What the driver tells a node about itself."""
 
-    code: str
-    """Fingerprint of the driver's code."""
+    code: Code
+    """The driver's code."""
     directory: str | None
     """The driver's directory, from which names of files are meant, if it is on this machine."""
 
@@ -41,11 +41,12 @@ class Node:
         """Work in the driver's directory; refuse other code, which may tokenise otherwise."""
         if self.directory is not None:
             os.chdir(self.directory)
+        learn_fingerprint(self.code)
         local_code = code_fingerprint()
-        if local_code != self.code:
+        if local_code != self.code.fingerprint:
             raise RunError(
-                f"this node runs code {local_code}, the driver {self.code}; remove the installed "
-                "copy"
+                f"this node runs code {local_code}, the driver {self.code.fingerprint}; remove "
+                "the installed copy"
             )
 
 

@@ -27,7 +27,7 @@ from workers.interventions import needs_partners
 from workers.interventions.settlement import check_begun
 from workers.model.model_info import ModelInfo, describe, find_model
 from workers.process import prepare_process
-from workers.provenance.code_fingerprint import code_fingerprint
+from workers.provenance.code_fingerprint import Code, code_fingerprint, learn_fingerprint
 from workers.replica import Replica, is_device_failure
 from workers.shard import (
     MeasuredShard,
@@ -65,6 +65,7 @@ class ReplicaActor:
         info: ModelInfo,
         run: RunDirectory,
         code: str,
+        driver_code: Code,
         corpus_reference: bytes,
         resources: Resources,
         replica_class: type[Replica],
@@ -75,6 +76,7 @@ class ReplicaActor:
         # Paths of the scan may be relative to the driver's directory, if it is on this machine.
         if directory is not None:
             os.chdir(directory)
+        learn_fingerprint(driver_code)
         local_code = code_fingerprint()
         if local_code != code:
             raise RunError(

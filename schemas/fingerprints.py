@@ -12,7 +12,6 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from pathlib import Path
 from types import FunctionType
 from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin
 
@@ -28,9 +27,9 @@ def fingerprint(*functions: Callable[..., Any]) -> str:
     return digest(_code_of_function(function) for function in functions)
 
 
-def module_code(file: Path, with_errors: bool) -> str:
+def module_code(content: bytes, with_errors: bool) -> str:
     """The code of a module in canonical form; `with_errors` includes the texts of its errors."""
-    tree = ast.parse(file.read_bytes())
+    tree = ast.parse(content)
     _strip_prose(tree, with_errors)
     return _canonical(tree)
 

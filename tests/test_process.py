@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import logging
 import os
@@ -18,7 +19,11 @@ from transformers.utils import logging as messages
 from tests import toy_models as toy
 from workers import process
 from workers.model.model_info import describe
-from workers.process import CSV_FIELD_CHARACTERS, prepare_process
+from workers.process import (
+    CSV_FIELD_CHARACTERS,
+    OBJECTS_BETWEEN_COLLECTIONS,
+    prepare_process,
+)
 from workers.replica import Replica
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +34,7 @@ def settings() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "csv": csv.field_size_limit(),
+        "garbage": gc.get_threshold(),
         "transformers": messages.get_verbosity(),
         "bars": messages.is_progress_bar_enabled(),
         "transformer_lens": logging.getLogger("transformer_lens").level,
@@ -50,6 +56,7 @@ def test_a_replica_changes_nothing_but_itself(
 def test_a_process_is_prepared_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     before = settings()
     limit = csv.field_size_limit(7)
+    gc.set_threshold(700)
     messages.set_verbosity_info()
     # `enable_progress_bar` warns that the environment forbids it.
     monkeypatch.setattr(messages, "_tqdm_active", True)
@@ -58,6 +65,7 @@ def test_a_process_is_prepared_once_for_all(monkeypatch: pytest.MonkeyPatch) -> 
         prepare_process(threads=3)
         assert torch.get_num_threads() == 3
         assert csv.field_size_limit() == CSV_FIELD_CHARACTERS == limit
+        assert gc.get_threshold()[0] == OBJECTS_BETWEEN_COLLECTIONS
         assert messages.get_verbosity() == logging.ERROR
         assert not messages.is_progress_bar_enabled()
     finally:

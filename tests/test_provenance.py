@@ -44,7 +44,12 @@ from schemas.weight_statistics import WEIGHT_STATISTICS
 from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from tests.toy_replica import ToyReplica
 from tests.toy_runs import local
-from workers.provenance.code_fingerprint import ROOT, code_fingerprint
+from workers.provenance.code_fingerprint import (
+    ROOT,
+    code_fingerprint,
+    learn_fingerprint,
+    read_code,
+)
 from workers.provenance.providers import PROVIDERS, column_fingerprint, provider_modules
 from workers.replica import Replica
 
@@ -271,7 +276,20 @@ def test_the_code_is_known_by_what_python_runs(
     tmp_path: Path, edit: Callable[[str], str], shows: bool
 ) -> None:
     project = copy_code(tmp_path, "workers/replica.py", edit)
+    # What another process says of its files holds for the same bytes alone.
+    learn_fingerprint(read_code())
     assert (code_fingerprint(project) != CODE_HERE) == shows
+
+
+def test_the_fingerprint_of_another_process_holds_for_the_same_bytes(tmp_path: Path) -> None:
+    project = copy_code(tmp_path / "a", "workers/replica.py", lambda text: text + "# why\n")
+    code = read_code(project)
+    assert (code.fingerprint, code.content != read_code().content) == (CODE_HERE, True)
+    learn_fingerprint(code._replace(fingerprint="of another"))
+    read_code.cache_clear()
+    assert code_fingerprint(project) == "of another"
+    moved = copy_code(tmp_path / "b", "workers/replica.py", lambda text: text + "# why \n")
+    assert code_fingerprint(moved) == CODE_HERE
 
 
 def test_everything_that_a_formula_can_read_has_its_providers() -> None:

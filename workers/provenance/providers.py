@@ -113,4 +113,5 @@ def column_record(formula: Formula) -> dict[str, Any]:
 @cache
 def _module_code(root: Path, module: str) -> str:
     # Without the texts of errors: rewording one does not change what a column means.
-    return module_code(root / f"{module.replace('.', '/')}.py", with_errors=False)
+    file = root / f"{module.replace('.', '/')}.py"
+    return module_code(file.read_bytes(), with_errors=False)
