@@ -11,7 +11,7 @@ from pathlib import Path
 
 from schemas.errors import ScanError
 from schemas.places import place, reason
-from workers.inputs.documents import flowing
+from workers.inputs.documents import Source, flowing
 
 BUNDLED_PREFIX = "bundled:"
 BUNDLED_LICENSE = f"{BUNDLED_PREFIX}LICENSE"
@@ -68,6 +68,17 @@ def read_text(path: str) -> str:
     if not text:
         raise ScanError(f"input.text: {path} is empty; expected a UTF-8 text file")
     return flowing(text) if path == BUNDLED_LICENSE else text
+
+
+def read_texts(path: str) -> list[str]:
+    """The texts of a file: the column text of each row of a .csv file, else the whole content."""
+    if not path.endswith(".csv"):
+        return [read_text(path)]
+    return [
+        document.text
+        for document in Source("csv", located(path), 0).documents()
+        if document.problem is None
+    ]
 
 
 def text_record(path: str) -> dict[str, str]:
