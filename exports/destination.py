@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from exports.export_registry import ExportFormat
-from schemas.errors import QueryError, RunError
+from schemas.errors import QueryError
 from schemas.places import Place, absolute, names, reason, write_whole
 
 
@@ -48,9 +48,8 @@ def write_export(export: ExportFormat, destination: Place, files: Mapping[str, b
             # A store has no folders that could be renamed. Each object is written whole.
             for name, content in files.items():
                 write_whole(destination / name, content)
-    except (OSError, RunError) as error:
-        why = str(error) if isinstance(error, RunError) else reason(error)
-        raise QueryError(f"{destination}: cannot be written ({why})") from None
+    except OSError as error:
+        raise QueryError(f"{destination}: cannot be written ({reason(error)})") from None
     return sum(map(len, files.values()))
 
 

@@ -28,6 +28,7 @@ from exports.export_registry import (
     export_formats,
 )
 from exports.export_source import ExportSource, choose_run, toml_lines
+from exports.exports_page import exports_page
 from queries.asking import RunDatabase, open_runs
 from schemas.errors import HeadcountError, QueryError
 from schemas.scan import parse_scan
@@ -158,6 +159,11 @@ def test_every_format_explains_itself(name: str) -> None:
     assert export.source.startswith("https://")
 
 
+def test_the_page_is_what_the_registry_says() -> None:
+    page = Path(__file__).parent.parent / "docs" / "exports.md"
+    assert page.read_text(encoding="utf-8") == exports_page(), "run: make docs"
+
+
 def test_an_option_without_a_line_about_it_is_refused() -> None:
     def no_line(source: ExportSource, *, sink: int = 4) -> Exported:
         """It says nothing of its option."""
@@ -239,15 +245,18 @@ def test_of_several_runs_one_is_named(tmp_path: Path) -> None:
         manifest = read_manifest(directory)
         manifest["model"]["n_kv_heads"] = 3
         Path(str(directory.manifest_file)).write_text(json.dumps(manifest))
+    export = export_format_named("razor")
+    opened = open_runs(tmp_path / "runs")
     with pytest.raises(QueryError, match="2 runs could be exported; expected one, named with --ru"):
-        run("razor", tmp_path / "runs", "-o", tmp_path / "razor.json")
-    run("razor", tmp_path / "runs", "-o", tmp_path / "razor.json", "--run", "b-2")
-    content = json.loads((tmp_path / "razor.json").read_text())
-    assert content["headcount"]["run_id"] == "b-2"
+        choose_run(opened, export, export.defaults, tmp_path / "x")
+    source = choose_run(opened, export, export.defaults, tmp_path / "x", "b-2")
+    assert source.provenance["run_id"] == "b-2"
+    assert source.kv_shape == (2, 3)
 
     write_run(tmp_path / "runs", "c-3", **scores(model="other"))
+    opened = open_runs(tmp_path / "runs")
     with pytest.raises(QueryError, match=r"of 2 models; expected one, .*: a-1 \(toy\), c-3 \(oth"):
-        run("razor", tmp_path / "runs", "-o", tmp_path / "x")
+        choose_run(opened, export, export.defaults, tmp_path / "x")
 
 
 # Destinations
@@ -266,7 +275,7 @@ def test_an_older_export_is_replaced_only_if_that_is_said(home: Path, tmp_path: 
 
 def test_what_cannot_be_written_is_said_in_a_line(database: RunDatabase, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(QueryError, match="cannot be written"):
+    with pytest.raises(HeadcountError, match=r"razor\.json: cannot be written"):
         make(database, "razor", tmp_path / "file" / "razor.json")
 
 
@@ -408,9 +417,15 @@ def source_of(database: RunDatabase, name: str, destination: Path) -> ExportSour
     return ExportSource(database, database.records("runs")[0], export, export.defaults, destination)
 
 
-def test_the_lost_attention_is_that_of_the_statistic(database: RunDatabase, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def lost(database: RunDatabase) -> np.ndarray:
+    return lost_by_window(source_of(database, "budget", Path("budget.csv")))
+
+
+def test_the_lost_attention_is_that_of_the_statistic(
+    database: RunDatabase, lost: np.ndarray
+) -> None:
     """Two ways to the same number: from profiles, and as a column that every sequence has."""
-    lost = lost_by_window(source_of(database, "budget", tmp_path / "b.csv"))
     by_head = means_of_heads(database, "distant_mass_1_5").reshape(LAYERS, KV_HEADS, -1)
     np.testing.assert_allclose(lost[..., 5], by_head.max(-1), atol=1e-5)
     assert lost.shape == (LAYERS, KV_HEADS, N_CTX)
@@ -420,11 +435,10 @@ def test_the_lost_attention_is_that_of_the_statistic(database: RunDatabase, tmp_
 
 
 def test_a_budget_is_the_shortest_window_that_keeps_enough(
-    home: Path, database: RunDatabase, tmp_path: Path
+    home: Path, lost: np.ndarray, tmp_path: Path
 ) -> None:
     output = run("budget", home / "runs", "-o", tmp_path / "budget.parquet", "--sink", 2)
     assert "label" in output
-    lost = lost_by_window(source_of(database, "budget", tmp_path / "b.csv"))
     table = pq.read_table(tmp_path / "budget.parquet")
     assert json.loads(table.schema.metadata[b"headcount"])["options"] == {"sink": 2}
     assert table["label"].to_pylist() == ["L0KV0", "L0KV1", "L1KV0", "L1KV1"]
@@ -437,18 +451,24 @@ def test_a_budget_is_the_shortest_window_that_keeps_enough(
             kept = min(window + 2, N_CTX)
             assert row[f"cache_{share}"] == pytest.approx(100 * kept / N_CTX, abs=0.01)
         assert row["needs_all"] == (row["window_95"] > N_CTX / 2)
+
+
+def test_the_name_of_a_budget_chooses_its_form(database: RunDatabase, tmp_path: Path) -> None:
     make(database, "budget", tmp_path / "budget.csv", sink=2)
-    assert (tmp_path / "budget.csv").read_text().splitlines()[0].startswith('"label","layer"')
+    header, *rows = (tmp_path / "budget.csv").read_text().splitlines()
+    assert header.startswith('"label","layer","kv_head","window_90"')
+    assert len(rows) == LAYERS * KV_HEADS
+    make(database, "budget", tmp_path / "budget.npy", sink=2)
+    curve = np.load(tmp_path / "budget.npy")
+    # What kvpress's LUKVPress checks of the file.
+    assert curve.shape == (99, LAYERS, KV_HEADS)
+    assert curve.dtype == np.float32
     with pytest.raises(QueryError, match=r"ends in \.csv, \.parquet or \.npy"):
         make(database, "budget", tmp_path / "budget.txt")
 
 
-def test_the_curve_of_budgets_drops_what_it_says(database: RunDatabase, tmp_path: Path) -> None:
-    make(database, "budget", tmp_path / "budget.npy", sink=2)
-    curve = np.load(tmp_path / "budget.npy")
-    # What kvpress's LUKVPress checks of the file, and then keeps of each head.
-    assert curve.shape == (99, LAYERS, KV_HEADS)
-    assert curve.dtype == np.float32
+def test_the_curve_of_budgets_drops_what_it_says(lost: np.ndarray) -> None:
+    curve = dropped_shares(lost, sink=2)
     ratios = np.arange(1, 100) / 100
     np.testing.assert_allclose(curve.mean((1, 2)), ratios, atol=0.5 / (LAYERS * KV_HEADS * N_CTX))
     assert (np.diff(curve, axis=0) >= 0).all()
