@@ -30,7 +30,7 @@ COMPRESSION_RATIOS = 99
 
 @export_format(
     "How many recent keys each KV head needs for 90, 95 and 99 % of its attention",
-    read_by="people, spreadsheets; kvpress (`LUKVPress(budget_curve_url=…)`) reads the `.npy`",
+    read_by="people, spreadsheets; kvpress after 0.5.5 (`LUKVPress`) reads the `.npy`",
     source="https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/lukv_press.py",
     writes="file",
     example="budget.csv",

@@ -28,6 +28,7 @@ from exports.export_registry import (
     export_formats,
 )
 from exports.export_source import ExportSource, choose_run, toml_lines
+from exports.exports_page import exports_page
 from queries.asking import RunDatabase, open_runs
 from schemas.errors import HeadcountError, QueryError
 from schemas.scan import parse_scan
@@ -156,6 +157,11 @@ def test_every_format_explains_itself(name: str) -> None:
     fields = needs.scan_fields("bundled:gpt2-mini")
     assert toml_lines(fields)[0] == 'model = "bundled:gpt2-mini"'
     assert export.source.startswith("https://")
+
+
+def test_the_page_is_what_the_registry_says() -> None:
+    page = Path(__file__).parent.parent / "docs" / "exports.md"
+    assert page.read_text(encoding="utf-8") == exports_page(), "run: make docs"
 
 
 def test_an_option_without_a_line_about_it_is_refused() -> None:

@@ -68,7 +68,13 @@ ONLY_IN = {
     "pyiceberg": ("exports/iceberg.py", "exports/in_memory/held_files.py"),
     "safetensors": ("workers/model/loading.py", "models/", "exports/safetensors_file.py"),
     "tokenizers": ("workers/model/", "models/"),
-    "torch": ("workers/", "models/", "jobs/doctor.py", "jobs/kernel_table.py"),
+    "torch": (
+        "workers/",
+        "models/",
+        "jobs/doctor.py",
+        "jobs/head_check.py",
+        "jobs/kernel_table.py",
+    ),
     "transformer_lens": ("workers/model/",),
     "transformers": (
         "workers/model/",
