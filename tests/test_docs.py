@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from exports.export_registry import export_formats
 from queries.named_queries import QUERIES, read_queries
 from reproduce import coverage, systems_page
 from schemas import formula_pages
@@ -307,6 +308,13 @@ def test_pages_use_only_commands_and_options_that_exist(page: Path) -> None:
                 f"--{parameter.name.replace('_', '-')}"
                 for query in read_queries(QUERIES).values()
                 for parameter in query.parameters
+            }
+        elif command_name == "export":
+            # A format adds its options.
+            allowed |= {
+                option.flag
+                for export in export_formats().values()
+                for option in export.options.values()
             }
         assert set(OPTION.findall(arguments)) <= allowed, line
 
