@@ -256,8 +256,8 @@ class _DensePass:
         for name in {"k", "v"} & tensors.keys():
             kv_heads = tensors[name].shape[2]
             tensors[name] = tensors[name].repeat_interleave(n_heads // kv_heads, 2)
-        if not self.model.rotary and "q" in tensors:
-            tensors["unrotated_q"] = tensors["q"]
+        if "q" in tensors and "unrotated_q" not in tensors:
+            self._rotate(layer, tensors)
         activations: dict[str, Any] = {
             name: tensor
             for name, tensor in tensors.items()
@@ -275,6 +275,17 @@ class _DensePass:
                 early_pattern.pattern = tensors["pattern"]
             activations["pattern"] = early_pattern
         return cast(Activations, activations)
+
+    def _rotate(self, layer: int, tensors: Tensors) -> None:
+        """Rotate the queries and keys of a layer if the bridge shows them before that alone."""
+        if not self.model.rotary:
+            tensors["unrotated_q"] = tensors["q"]
+        elif self.model.can_undo_rotation(layer):
+            tensors["unrotated_q"] = tensors["q"]
+            rotation = self.model.rotations(self.tokens.shape[1]).get(layer)
+            if rotation is not None:
+                for name in {"q", "k"} & tensors.keys():
+                    tensors[name] = rotation.apply(tensors[name])
 
 
 def _queries_and_keys(tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -108,6 +108,8 @@ class Model:
         self._modules = modules
         self._layer_scales: list[LayerScale] = []
         self._attention = SettledAttention()
+        self._rotations: dict[int, dict[int, Rotation]] = {}
+        """By length of the sequences, what was asked for."""
 
     @property
     def _bridge(self) -> TransformerBridge:
@@ -230,6 +232,26 @@ class Model:
             return rotation.rotate is not None
         # In a rotary model a layer may rotate nothing. If none is seen to rotate, nobody noted it.
         return not self.rotary or any(self._rotation(other) for other in self._attention.facts)
+
+    def rotations(self, n_ctx: int) -> dict[int, Rotation]:
+        """How the layers rotate their queries and keys in sequences of this length, by layer."""
+        if n_ctx not in self._rotations:
+            of_layers: list[Rotation | None] = []
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+                of_layers.append(facts.rotation)
+                # Angles depend on positions alone, so the attention may be anything.
+                return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+            with torch.inference_mode():
+                self.run_bare(torch.zeros(1, n_ctx, dtype=torch.long, device=self.device), attend)
+            layers = self.info.attention_layers_or_all
+            self._rotations[n_ctx] = {
+                layer: rotation
+                for layer, rotation in zip(layers, of_layers, strict=True)
+                if rotation is not None
+            }
+        return self._rotations[n_ctx]
 
     def _rotation(self, layer: int) -> Rotation | None:
         facts = self.facts(layer)

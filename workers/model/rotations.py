@@ -49,18 +49,25 @@ class Rotation:
     given: Tensor | None = None
     """The queries before it, in the layout of the model; kept only for a check."""
 
+    def apply(self, q: Tensor) -> Tensor:
+        """Queries or keys `[batch pos head d_head]`, rotated."""
+        return self._turned(q, self.sin, 1.0)
+
     def undo(self, q: Tensor) -> Tensor:
         """Rotated queries `[batch pos head d_head]` as they were before."""
-        assert self.rotate is not None
-        rotated = q[..., : self.width]
         # A rotation by the opposite angles. Where cos and sin are scaled, as YaRN scales them, both
         # rotations multiply by that factor.
-        back, _ = self.rotate(rotated, rotated, self.cos, -self.sin, unsqueeze_dim=2)
         factor = self.cos.flatten()[0].square() + self.sin.flatten()[0].square()
-        back = (back / factor).to(q.dtype)
+        return self._turned(q, -self.sin, factor)
+
+    def _turned(self, q: Tensor, sin: Tensor, divisor: Tensor | float) -> Tensor:
+        assert self.rotate is not None
+        part = q[..., : self.width]
+        turned, _ = self.rotate(part, part, self.cos, sin, unsqueeze_dim=2)
+        turned = (turned / divisor).to(q.dtype)
         if self.width == q.shape[-1]:
-            return back
-        return torch.cat([back, q[..., self.width :]], dim=-1)
+            return turned
+        return torch.cat([turned, q[..., self.width :]], dim=-1)
 
     def without_queries(self) -> Rotation:
         """The same without its copy of the queries."""
