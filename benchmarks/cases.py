@@ -14,9 +14,9 @@ import psutil
 from benchmarks.ways import make_gpt2_small, make_llama
 from schemas.precision import FASTEST_ACCEPTABLE
 
-CASES = {"cpu": ("speed", "batch", "n_ctx"), "cuda": ("gpu", "n_ctx")}
-"""What is run on each device: ratios, curves against the batch and against the length, best batches
-of a GPU.
+CASES = {"cpu": ("speed", "grouped", "batch", "n_ctx"), "cuda": ("gpu", "n_ctx")}
+"""What is run on each device: ratios, ratios of a model of today's kind, curves against the batch
+and against the length, best batches of a GPU.
 """
 
 SHOWN = "bfloat16_linears"
@@ -49,6 +49,8 @@ class Sizes:
     """About GPT-2 small's size, with grouped heads, RMSNorm and SwiGLU as newer models have."""
     rotary: dict[str, int]
     """A small model without learned positions, so its weights do not grow with `n_ctx`."""
+    grouped: dict[str, int]
+    """A model as those of today: wide, rotary, its query heads sharing keys."""
     main: Shape
     """Where headcount is compared with every other way."""
     short: Shape
@@ -57,6 +59,10 @@ class Sizes:
     cached: tuple[int, ...]
     """Batches of run_with_cache, as far as they fit into the memory there is."""
     lengths: tuple[int, ...]
+    grouped_lengths: tuple[int, ...]
+    """Of one sequence through the grouped model."""
+    product_rows: int
+    """Rows of the square matrices whose product shows what the machine can do."""
     first_batch: int
     """Where the search for a GPU's best batch begins."""
     backend: str
@@ -64,7 +70,12 @@ class Sizes:
 
     def of_models(self) -> dict[str, dict[str, int]]:
         """The sizes of each model, by its name."""
-        return {"gpt2": self.gpt2, "llama": self.llama, "rotary": self.rotary}
+        return {
+            "gpt2": self.gpt2,
+            "llama": self.llama,
+            "rotary": self.rotary,
+            "grouped": self.grouped,
+        }
 
     def make_models(self, directory: Path) -> dict[str, Path]:
         """The models' directories, by name."""
@@ -72,6 +83,7 @@ class Sizes:
             "gpt2": make_gpt2_small(directory / "gpt2", **self.gpt2),
             "llama": make_llama(directory / "llama", **self.llama),
             "rotary": make_llama(directory / "rotary", **self.rotary),
+            "grouped": make_llama(directory / "grouped", **self.grouped),
         }
 
     def heads(self, model: str) -> int:
@@ -95,6 +107,12 @@ FULL = Sizes(
         "hidden_size": 512, "intermediate_size": 1408, "max_position_embeddings": 8192,
         "vocab_size": 32000,
     },
+    grouped={
+        "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "hidden_size": 1024, "intermediate_size": 2816, "max_position_embeddings": 8192,
+        "vocab_size": 32000,
+    },
+    grouped_lengths=(1024, 2048, 8192), product_rows=4096,
     main=(4, 1024), short=(32, 128), batches=(1, 2, 4, 8), cached=(1, 2, 4),
     lengths=(128, 256, 512, 1024, 2048, 4096, 8192), first_batch=16, backend="inductor",
 )  # fmt: skip
@@ -112,6 +130,12 @@ QUICK = Sizes(
         "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 1024,
         "vocab_size": 1009,
     },
+    grouped={
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128,
+        "vocab_size": 101,
+    },
+    grouped_lengths=(128,), product_rows=128,
     main=(2, 64), short=(4, 32), batches=(2,), cached=(2,),
     lengths=(256, 1024), first_batch=1, backend="eager",
 )  # fmt: skip
@@ -127,6 +151,7 @@ def cells(case: str, sizes: Sizes) -> list[Cell]:
     """What a case runs on this machine; the best batches of a GPU are found later."""
     cells_of_case = {
         "speed": _speed_cells,
+        "grouped": _grouped_cells,
         "batch": _batch_cells,
         "n_ctx": _length_cells,
         "gpu": lambda sizes: [],
@@ -140,9 +165,22 @@ def _speed_cells(sizes: Sizes) -> list[Cell]:
     gpt2_ways += [("compiled", "float32"), ("run_with_cache", "float32")]
     of_gpt2 = [Cell("gpt2", way, precision, *sizes.main) for way, precision in gpt2_ways]
     of_gpt2 += [Cell("gpt2", way, "float32", *sizes.short) for way in ("bare", "fused")]
+    of_gpt2.append(product_cell(sizes))
     # Without torch.compile: it would take most of a minute more, and says little that is new.
     llama_ways = ("bare", "fused", "run_with_cache")
     return of_gpt2 + [Cell("llama", way, "float32", *sizes.main) for way in llama_ways]
+
+
+def product_cell(sizes: Sizes) -> Cell:
+    """The matrix product beside which the speed of models is a share of the peak."""
+    return Cell("gpt2", "product", "float32", 1, sizes.product_rows)
+
+
+def _grouped_cells(sizes: Sizes) -> list[Cell]:
+    """One sequence through the grouped model, beside both kinds of bare pass."""
+    ways = ("bare", "bare_same_products", "fused")
+    shapes = [(n_ctx, way) for n_ctx in sizes.grouped_lengths for way in ways]
+    return [Cell("grouped", way, "float32", 1, n_ctx) for n_ctx, way in shapes]
 
 
 def _batch_cells(sizes: Sizes) -> list[Cell]:
@@ -163,7 +201,7 @@ def is_weighed(cell: Cell, sizes: Sizes) -> bool:
     """Whether the memory of a cell is measured, because a row or a plot needs it."""
     is_needed = (cell.batch, cell.n_ctx) != sizes.short and cell.precision != SHOWN
     # A compiled pass would be weighed together with its compiler.
-    return is_needed and cell.way != "compiled"
+    return is_needed and cell.way in ("bare", "fused", "run_with_cache")
 
 
 def _can_run(cell: Cell, sizes: Sizes) -> bool:

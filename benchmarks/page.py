@@ -29,6 +29,7 @@ MODELS = {
     "llama": "a Llama of about GPT-2 small's size: rotary positions, grouped heads, RMSNorm, "
     "SwiGLU",
     "rotary": "a small Llama for long sequences",
+    "grouped": "a wide Llama of few layers, its query heads sharing keys in fours",
 }
 """What each model of the benchmark is."""
 
@@ -92,7 +93,11 @@ def draw(record: Json, directory: Path) -> list[Path]:
     in_float32 = [cell for cell in record["cells"] if cell["precision"] == "float32"]
     n_ctx = record["n_ctx"]
     curves = {
-        "batch": [c for c in in_float32 if (c["model"], c["n_ctx"]) == ("gpt2", n_ctx)],
+        "batch": [
+            cell
+            for cell in in_float32
+            if (cell["model"], cell["n_ctx"]) == ("gpt2", n_ctx) and cell["way"] in WAY_COLOURS
+        ],
         "n_ctx": [c for c in in_float32 if c["model"] == "rotary"],
     }
     titles = {"batch": f"gpt2, float32, n_ctx {n_ctx}", "n_ctx": "rotary, float32, one sequence"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import linear_regression, median
 
-from benchmarks.cases import SHOWN, Cell, Shape, Sizes
+from benchmarks.cases import SHOWN, Cell, Shape, Sizes, product_cell
 from benchmarks.ways import bare_format
 from schemas.precision import FASTEST_ACCEPTABLE
 
@@ -51,6 +51,14 @@ class Results:
         # The median of ratios, not a ratio of medians: the machine's speed changes between rounds.
         ratio = median(baseline_seconds / seconds for seconds, baseline_seconds in rounds)
         return ratio * (cell.batch * cell.n_ctx) / (baseline.batch * baseline.n_ctx)
+
+    def share_of_product(self, cell: Cell, product: Cell, flops: float) -> float | None:
+        """Operations per second of a cell, `flops` for each token, over those of a square matrix
+        product with `n_ctx` rows, paired by round.
+        """
+        ratio = self.speed(cell, product)
+        # The product's rows are its tokens, and each costs 2·n_ctx² operations.
+        return None if ratio is None else ratio * flops / (2 * product.n_ctx**2)
 
     def memory(self, cell: Cell, baseline: Cell) -> float | None:
         """Peak memory over that of a baseline."""
@@ -167,7 +175,7 @@ def flops_per_token(sizes: Sizes) -> float:
 
 def targets(sizes: Sizes) -> list[Target]:
     """Every row, in the order of the table."""
-    on_cpu = [*_gpt2_on_cpu(sizes), *_llama_on_cpu(sizes)]
+    on_cpu = [*_gpt2_on_cpu(sizes), *_llama_on_cpu(sizes), *_grouped_on_cpu(sizes)]
     return [
         *(replace(target, device="cpu") for target in on_cpu),
         _growth(sizes),
@@ -186,8 +194,20 @@ def _gpt2_on_cpu(sizes: Sizes) -> list[Target]:
     short_bare = Cell("gpt2", "bare", "float32", *sizes.short)
     short_fused = replace(short_bare, way="fused")
     against_bare = Target(f"{main_setting}: speed", "bare", _speed(fused, bare), at_least=0.95)
+    rows = sizes.product_rows
+
+    def share_of_peak(results: Results) -> float | None:
+        return results.share_of_product(fused, product_cell(sizes), flops_per_token(sizes))
+
     return [
         against_bare,
+        Target(
+            f"{main_setting}: share of the float32 peak",
+            f"a product of {rows} × {rows} matrices",
+            share_of_peak,
+            at_least=0.72,
+            unit="",
+        ),
         Target(f"{main_setting}: peak memory", "bare", _memory(fused, bare), at_most=1.25),
         Target(f"{main_setting}: speed", "bare, compiled", _speed(fused, compiled), at_least=0.90),
         Target(f"{short_setting}: speed", "bare", _speed(short_fused, short_bare), at_least=0.90),
@@ -238,6 +258,29 @@ def _llama_on_cpu(sizes: Sizes) -> list[Target]:
         Target(f"{setting}: speed", "run_with_cache", _speed(fused, cached), at_least=4),
         Target(f"{setting}: peak memory", "run_with_cache", _memory(fused, cached), at_most=1 / 6),
     ]
+
+
+def _grouped_on_cpu(sizes: Sizes) -> list[Target]:
+    """A wide rotary model whose heads share keys, one sequence of each length."""
+    rows: list[Target] = []
+    for n_ctx in sizes.grouped_lengths:
+        setting = f"grouped, CPU, {_shown((1, n_ctx))}, float32"
+        bare = Cell("grouped", "bare", "float32", 1, n_ctx)
+        fused = replace(bare, way="fused")
+        same_products = replace(bare, way="bare_same_products")
+        # The longest sequence spends most of its time in attention, where all questions are.
+        reach = 0.85 if n_ctx == sizes.grouped_lengths[-1] else 0.95
+        rows += [
+            Target(f"{setting}: speed", "bare", _speed(fused, bare), at_least=reach),
+            Target(
+                f"{setting}: speed",
+                "bare, the same products",
+                _speed(fused, same_products),
+                at_least=reach,
+            ),
+            Target(f"{setting}: peak memory", "bare", _memory(fused, bare), at_most=1.05),
+        ]
+    return rows
 
 
 def _growth(sizes: Sizes) -> Target:

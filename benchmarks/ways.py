@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
@@ -43,14 +45,39 @@ CACHED = ("resid_pre", "resid_post", "q", "k", "v", "z", "pattern", "attn_scores
 
 def bare(path: Path, device: str, precision: str) -> Run:
     """Hugging Face's forward pass: eager modules, SDPA, no unembedding; measures nothing."""
-    return _forward(_hugging_face(path, device, precision), device, precision)
+    return _forward(
+        _hugging_face(path, device, precision), device, _factors_of_bare(device, precision)
+    )
+
+
+def bare_same_products(path: Path, device: str, precision: str) -> Run:
+    """The same forward pass, its linear layers multiplied by the library that headcount asks."""
+    linears = PRECISIONS[precision].linears
+    return _forward(_hugging_face(path, device, precision), device, linears_format=linears)
+
+
+def product(path: Path, device: str, precision: str) -> Run:
+    """No model: one square matrix product with a row for each token, for the machine's peak."""
+
+    def run(tokens: Tensor) -> object:
+        factor = _square_factor(tokens.shape[1], tokens.device)
+        with linears_in(PRECISIONS[precision].linears, device):
+            return F.linear(factor, factor)
+
+    return run
+
+
+@cache
+def _square_factor(rows: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, rows, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def compiled(path: Path, device: str, precision: str, backend: str = "inductor") -> Run:
     """The same forward pass under torch.compile."""
     model = _hugging_face(path, device, precision)
     # Every timed shape is compiled for itself, as a user who wants speed would do.
-    return _forward(torch.compile(model, dynamic=False, backend=backend), device, precision)
+    compiled_model = torch.compile(model, dynamic=False, backend=backend)
+    return _forward(compiled_model, device, _factors_of_bare(device, precision))
 
 
 def fused(path: Path, device: str, precision: str) -> Run:
@@ -106,7 +133,10 @@ def _layer_activations(model: Model, layer: int, cached: dict[str, Tensor]) -> d
     return activations | attention_weights(model, layer, READABLE_WEIGHTS)
 
 
-WAYS: dict[str, Way] = {way.__name__: way for way in (bare, compiled, fused, run_with_cache)}
+WAYS: dict[str, Way] = {
+    way.__name__: way
+    for way in (bare, bare_same_products, compiled, fused, run_with_cache, product)
+}
 
 
 def bare_format(precision: str) -> str:
@@ -128,13 +158,17 @@ def _hugging_face(path: Path, device: str, precision: str) -> nn.Module:
     return model.eval().requires_grad_(False).to(device)
 
 
-def _forward(model: Callable[..., object], device: str, precision: str) -> Run:
-    """A forward pass in the format of a precision."""
+def _factors_of_bare(device: str, precision: str) -> str:
+    """The mode of products in which a bare pass runs; empty for PyTorch's own."""
     # TF32 is not a format of tensors: it is a mode of products that has to be switched on.
-    factors = "tf32" if device == "cuda" and bare_format(precision) == "tf32" else ""
+    return "tf32" if device == "cuda" and bare_format(precision) == "tf32" else ""
+
+
+def _forward(model: Callable[..., object], device: str, linears_format: str) -> Run:
+    """A forward pass whose linear layers multiply in a format."""
 
     def run(tokens: Tensor) -> object:
-        with linears_in(factors, device):
+        with linears_in(linears_format, device):
             return model(tokens, use_cache=False)
 
     return run

@@ -166,6 +166,7 @@ def test_the_reaches_are_those_that_were_agreed() -> None:
     )
     assert reaches == [
         ("cpu", "bare", "≥ 0.95 ×"),
+        ("cpu", "a product of 4096 × 4096 matrices", "≥ 0.72"),
         ("cpu", "bare", "≤ 1.25 ×"),
         ("cpu", "bare", "≥ 0.9 ×"),
         ("cpu", "bare", "≥ 0.9 ×"),
@@ -176,6 +177,9 @@ def test_the_reaches_are_those_that_were_agreed() -> None:
         ("cpu", "bare", "≤ 1.25 ×"),
         ("cpu", "run_with_cache", "≥ 4 ×"),
         ("cpu", "run_with_cache", "≤ 1/6 ×"),
+        # Grouped, at each length: bare, bare with the same products, memory.
+        *[("cpu", "bare", reach) for reach in ("≥ 0.95 ×", "≥ 0.95 ×", "≤ 1.05 ×")] * 2,
+        *[("cpu", "bare", reach) for reach in ("≥ 0.85 ×", "≥ 0.85 ×", "≤ 1.05 ×")],
         ("", "–", "≤ 1.1"),
         ("cuda", "bare", "≥ 0.85 ×"),
         ("cuda", "–", "≥ 1,500,000 tokens/s"),
@@ -272,6 +276,19 @@ def test_speeds_are_paired_by_round_and_counted_in_tokens() -> None:
     )
 
 
+def test_the_share_of_the_peak_counts_operations_of_both() -> None:
+    fused = Cell("gpt2", "fused", "float32", 2, 50)
+    product = Cell("gpt2", "product", "float32", 1, 40)
+    # 100 tokens of 320 operations in 2 s, beside 2·40³ operations in 1 s; then in half the time.
+    measured = {
+        fused: CellMeasurements([2.0, 1.0]),
+        product: CellMeasurements([1.0, 0.5]),
+    }
+    share = Results("cpu", measured).share_of_product(fused, product, 320)
+    assert share == pytest.approx((100 * 320 / 2) / (2 * 40**3))
+    assert Results("cpu", {}).share_of_product(fused, product, 320) is None
+
+
 def test_gpu_rows_follow_from_the_best_batches() -> None:
     half = FASTEST_ACCEPTABLE["cuda"]
     measurements = {
@@ -353,10 +370,10 @@ def test_what_this_machine_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cases.shutil, "which", lambda _: "g++")
     monkeypatch.setattr(cases.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
-    assert ways() == {"bare", "fused", "compiled", "run_with_cache"}
+    assert ways() == {"bare", "fused", "compiled", "run_with_cache", "product"}
     monkeypatch.setattr(cases.shutil, "which", lambda _: None)
     monkeypatch.setattr(cases.psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 30))
-    assert ways() == {"bare", "fused"}
+    assert ways() == {"bare", "fused", "product"}
 
 
 def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
@@ -367,6 +384,10 @@ def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
         cached: Any = WAYS["run_with_cache"](path, "cpu", "float32")(tokens)
         bare: Any = WAYS["bare"](path, "cpu", "float32")(tokens)
         half: Any = WAYS["bare"](path, "cpu", "bfloat16_linears")(tokens)
+        same: Any = WAYS["bare_same_products"](path, "cpu", "float32")(tokens)
+        product: Any = WAYS["product"](path, "cpu", "float32")(tokens)
+    torch.testing.assert_close(same.last_hidden_state, bare.last_hidden_state)
+    assert product.shape == (48, 48)
     for layer in range(QUICK.gpt2["n_layer"]):
         of_layer = cached[layer * len(STATISTICS) :]
         for statistic, values in zip(STATISTICS, of_layer, strict=False):
