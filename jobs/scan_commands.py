@@ -324,6 +324,13 @@ def scan(
     verify_corpus: VerifyCorpus = False,
     allow_other_code: AllowOtherCode = False,
     new: New = False,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            help="Merge the shards of a run of at least a million rows when all are done, and "
+            "write roll-ups, so that dashboards need not read its rows.",
+        ),
+    ] = True,
 ) -> None:
     """Run scans. If a run was stopped or killed, the same command continues it."""
     from jobs import phases
@@ -335,6 +342,7 @@ def scan(
     # Read all files first: the imports below take seconds, and the first scan may take hours.
     scans = [scan for file in scan_files for scan in scans_of(file, overrides or ())]
     from jobs.corpus_preparation import Preparation
+    from jobs.finished_runs import merge_finished
     from jobs.plan import make_plan, prepare_run
     from jobs.progress import watch_index
     from jobs.ray_cluster import Resources
@@ -376,6 +384,8 @@ def scan(
             if run_failures:
                 failures += run_failures
                 advice.append(f"{command.text()} continues it, {scan_plan.alternative}")
+            elif merge:
+                merge_finished(scan_plan.run, _merging(0, address), lambda line: say(console, line))
             print(scan_plan.run.path)
     if failures:
         raise RunError(
