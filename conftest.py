@@ -6,12 +6,24 @@ import os
 from typing import Any
 
 import pytest
+
+# Before all libraries that have something to do at the end.
+from tests.end_at_once import END_AT_ONCE
+
+# isort: split
+
 import torch
 
 from workers.engine.dense_pattern import DensePattern
 from workers.engine.token_pairs import TokenPairs, find_matches
 from workers.model.attention_facts import AttentionFacts
 from workers.process import prepare_process
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """End this process as soon as everything is reported."""
+    config.pluginmanager.register(END_AT_ONCE)
+
 
 UNSCALED = AttentionFacts(1.0)
 

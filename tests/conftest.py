@@ -53,15 +53,8 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     """Collect the garbage of the tests alone from now on."""
-    gc.collect()
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """Leave all objects to Python's end: libraries complain about those that outlive it."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

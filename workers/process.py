@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import ctypes
 import gc
@@ -40,6 +41,7 @@ def prepare_process(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
     csv.field_size_limit(CSV_FIELD_CHARACTERS)
     collect_garbage_rarely()
+    end_without_collecting()
     keep_freed_memory()
     quieten_libraries()
 
@@ -52,6 +54,19 @@ def collect_garbage_rarely() -> None:
     cycles, such as tensors, are freed at once in any case.
     """
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+
+
+def end_without_collecting() -> None:
+    """Spare the end of this process two last looks through all objects, a second after torch."""
+    # Registered once, however often a process is prepared.
+    atexit.unregister(_leave_all_objects)
+    atexit.register(_leave_all_objects)
+
+
+def _leave_all_objects() -> None:
+    # DuckDB's library prints a list of its objects that outlive it.
+    if "duckdb" not in sys.modules:
+        gc.freeze()
 
 
 def keep_freed_memory() -> None:
