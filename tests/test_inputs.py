@@ -417,9 +417,10 @@ def test_a_family_that_returns_too_little_is_named():
             {},
             "input.family: unknown input family 'uniform_randon': did you mean 'uniform_random'? "
             "Known: abac, backcopy, backcopy_test, corrupted_repeat, csv_texts, induction_pos0, "
-            "ioi, ioi_other_names, ngram_corrupt, ngram_order, ngram_overlap, ngram_reversed, "
-            "pile, repeated_random, repeated_text, shuffled_text, single_token_repeat, text, "
-            "text_with_token, uniform_random, unigram_random, unigram_text",
+            "ioi, ioi_other_names, needle, ngram_corrupt, ngram_order, ngram_overlap, "
+            "ngram_reversed, passages, pile, repeated_random, repeated_text, shuffled_text, "
+            "single_token_repeat, text, text_needle, text_with_token, uniform_random, "
+            "unigram_random, unigram_text",
         ),
     ],
 )

@@ -82,6 +82,7 @@ def write_run(
     of each row of `curves`, `weights` the rows of `weights`, which are written with shard 0.
     """
     statistics = KIND.select(list(columns))
+    columns = {KIND.find(text).name: cell for text, cell in columns.items()}
     run = RunDirectory.of(out, name)
     local(run.path).mkdir(parents=True)
     shards = -(-sequences // per_shard)

@@ -12,9 +12,8 @@ from pydantic import Field
 from schemas.errors import ScanError, counted
 from schemas.values import Count, TokenId
 from workers.inputs.corpus import Tokenizer
-from workers.inputs.documents import Source
 from workers.inputs.input_registry import Draw, Labelled, input_family
-from workers.inputs.text_files import BUNDLED_LICENSE, located, read_texts
+from workers.inputs.text_files import BUNDLED_LICENSE, read_texts
 
 Depth = Annotated[float, Field(ge=0, le=1)]
 
@@ -77,8 +76,8 @@ def needle(
     * `depth`: where the needle of the first question stands: 0 is the beginning of the haystack, 1
       its end. Without it the depths of all sequences are spread evenly.
     * `text`: a file, or `bundled:LICENSE`; a piece of it, as the model's tokenizer reads it, is the
-      haystack. Of a .jsonl or .csv file it is a piece of one of its documents. Every replica reads
-      the whole file, so some megabytes of a corpus will do.
+      haystack. Of a .jsonl, .parquet or .csv file (also .zst, .gz) it is a piece of one of its
+      documents. Every replica reads the whole file, so some megabytes of a corpus will do.
     """
     lengths = (key, value)
     haystack_length = draw.length - (needles + questions) * sum(lengths)
@@ -295,12 +294,4 @@ def text_window(draw: Draw, text: str, length: int) -> np.ndarray:
 @lru_cache(maxsize=4)
 def text_tokens(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
     """The tokens of each text in a file. A process reads it whole, and once."""
-    return tuple(np.array(tokens, int) for tokens in tokenizer.encode_many(_texts(text)))
-
-
-def _texts(path: str) -> list[str]:
-    """The texts of a file: the documents of a .jsonl or .csv file, else the whole content."""
-    if not path.endswith(".jsonl"):
-        return read_texts(path)
-    documents = Source("jsonl", located(path), 0).documents()
-    return [document.text for document in documents if document.problem is None]
+    return tuple(np.array(tokens, int) for tokens in tokenizer.encode_many(read_texts(text)))

@@ -55,7 +55,7 @@ def passages(
     * `shuffled`: the query is a random choice of the gold passage's tokens in random order. By
       default it is a part of the passage as it stands there.
     * `text`: a file, or `bundled:LICENSE`; pieces of it, as the model's tokenizer reads it, are
-      the passages. Each is a piece of one document of a .jsonl or .csv file.
+      the passages. Each is a piece of one document of a .jsonl, .parquet or .csv file.
     * `distinct`: whether no token of the passages occurs twice. Like `low` and `high`, not allowed
       with a `text`.
     """

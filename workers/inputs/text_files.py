@@ -11,13 +11,16 @@ from pathlib import Path
 
 from schemas.errors import ScanError
 from schemas.places import place, reason
-from workers.inputs.documents import Source, flowing
+from workers.inputs.documents import COMPRESSED, Source, flowing
 
 BUNDLED_PREFIX = "bundled:"
 BUNDLED_LICENSE = f"{BUNDLED_PREFIX}LICENSE"
 """The licence as running text. Its indents and line ends are a third of its tokens to GPT-2, and
 nearly all of its first passage, so they are joined to single spaces.
 """
+TABLES = {".jsonl": "jsonl", ".parquet": "parquet", ".csv": "csv"}
+"""Kind of a file of many texts by its ending, without .zst or .gz."""
+
 PROJECT = Path(__file__).parent.parent.parent
 
 
@@ -71,19 +74,26 @@ def read_text(path: str) -> str:
 
 
 def read_texts(path: str) -> list[str]:
-    """The texts of a file: the column text of each row of a .csv file, else the whole content."""
-    if not path.endswith(".csv"):
+    """The texts of a file: one for each document of a .jsonl, .parquet or .csv file, which may be
+    packed (.zst, .gz); else the whole content.
+    """
+    kind = _kind_of_table(path)
+    if kind is None:
         return [read_text(path)]
-    return [
-        document.text
-        for document in Source("csv", located(path), 0).documents()
-        if document.problem is None
-    ]
+    documents = Source(kind, located(path), 0).documents()
+    return [document.text for document in documents if document.problem is None]
+
+
+def _kind_of_table(path: str) -> str | None:
+    """What is in a file of many texts; None if it is one text."""
+    name = path.rpartition(".")[0] if path.endswith(COMPRESSED) else path
+    return next((kind for ending, kind in TABLES.items() if name.endswith(ending)), None)
 
 
 def text_record(path: str) -> dict[str, str]:
     """The name and the fingerprint of a text file, without its place on this machine."""
-    return {
-        "name": Path(path).name,
-        "sha256": hashlib.sha256(read_text(path).encode()).hexdigest()[:16],
-    }
+    if _kind_of_table(path) is None:
+        content = read_text(path).encode()
+    else:
+        content = place(located(path)).read_bytes()
+    return {"name": Path(path).name, "sha256": hashlib.sha256(content).hexdigest()[:16]}
