@@ -65,6 +65,7 @@ docs: .venv/.installed
 	$(BIN)/python -m workers.edit_and_input_pages
 	$(BIN)/python -m reproduce.systems_page
 	$(BIN)/python -m reproduce.coverage
+	$(BIN)/python -m exports.exports_page
 	$(BIN)/python -m tests.reference_pages
 
 clean:
