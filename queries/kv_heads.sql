@@ -2,6 +2,7 @@
 -- One row per KV head and statistic. heads: query heads of the group that were measured.
 -- A KV head is what a cache keeps or drops; highest is the mean of the query head that needs it
 --   most.
+-- Needs: runs that recorded n_kv_heads, which older code did not.
 -- example: kv_heads --limit 5
 WITH
     model_sizes AS (

@@ -262,13 +262,14 @@ def test_of_several_runs_one_is_named(tmp_path: Path) -> None:
 # Destinations
 
 
-def test_an_older_export_is_replaced_only_if_that_is_said(home: Path, tmp_path: Path) -> None:
+def test_an_older_export_is_replaced_only_if_that_is_said(
+    database: RunDatabase, tmp_path: Path
+) -> None:
     file = tmp_path / "razor.json"
     file.write_text("older")
     with pytest.raises(QueryError, match="is there already; choose another name, or say --replace"):
-        run("razor", home / "runs", "-o", file)
-    assert file.read_text() == "older"
-    run("razor", home / "runs", "-o", file, "--replace")
+        check_destination(export_format_named("razor"), str(file), replace=False)
+    make(database, "razor", file)
     assert "echo_heads" in json.loads(file.read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["razor.json"]
 
@@ -435,10 +436,9 @@ def test_the_lost_attention_is_that_of_the_statistic(
 
 
 def test_a_budget_is_the_shortest_window_that_keeps_enough(
-    home: Path, lost: np.ndarray, tmp_path: Path
+    database: RunDatabase, lost: np.ndarray, tmp_path: Path
 ) -> None:
-    output = run("budget", home / "runs", "-o", tmp_path / "budget.parquet", "--sink", 2)
-    assert "label" in output
+    make(database, "budget", tmp_path / "budget.parquet", sink=2)
     table = pq.read_table(tmp_path / "budget.parquet")
     assert json.loads(table.schema.metadata[b"headcount"])["options"] == {"sink": 2}
     assert table["label"].to_pylist() == ["L0KV0", "L0KV1", "L1KV0", "L1KV1"]
@@ -547,14 +547,14 @@ def test_scales_may_clip_the_largest_of_few_sequences(
 
 
 def test_a_run_with_its_card_loads_as_a_data_set(
-    home: Path, database: RunDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, database: RunDatabase, tmp_path: Path
 ) -> None:
     import yaml
 
     shutil.copytree(home / "runs", tmp_path / "runs")
     (directory,) = (tmp_path / "runs").iterdir()
-    monkeypatch.chdir(directory)
-    run("card", directory, "-o", "README.md", "--license", "cc-by-4.0")
+    copied = open_runs(directory)
+    make(copied, "card", directory / "README.md", license="cc-by-4.0")
     text = (directory / "README.md").read_text()
     front_matter = yaml.safe_load(text.split("---\n")[1])
     assert front_matter["license"] == "cc-by-4.0"
@@ -580,20 +580,12 @@ def test_a_run_with_its_card_loads_as_a_data_set(
         assert len(rows) == count
         assert sum(row["entropy"] for row in rows) == pytest.approx(total)
 
-
-def test_a_card_names_the_committed_files_if_others_lie_beside_them(
-    home: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(home / "runs", tmp_path / "runs")
-    (directory,) = (tmp_path / "runs").iterdir()
+    # If other files lie beside them, the committed ones are named.
     (directory / "heads" / "intervention=none" / "copy.parquet").write_bytes(b"")
-    copied = open_runs(tmp_path / "runs")
     make(copied, "card", tmp_path / "README.md")
-    files = f"{directory.name}/heads/intervention=none/shard-00000"
-    assert (
-        f'  - "runs/{files}0.parquet"\n  - "runs/{files}1.parquet"'
-        in (tmp_path / "README.md").read_text()
-    )
+    files = f"runs/{directory.name}/heads/intervention=none/shard-00000"
+    expected = f'  - "{files}0.parquet"\n  - "{files}1.parquet"'
+    assert expected in (tmp_path / "README.md").read_text()
     with pytest.raises(QueryError, match="expected a name in the directory of the run or above"):
         make(copied, "card", tmp_path / "elsewhere" / "README.md")
 
