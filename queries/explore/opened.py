@@ -82,13 +82,15 @@ class OpenedRuns:
         Roll-ups are compared always, and rows if they are asked for or were compared before: the
         rows of 10^9 tokens are 12 GB, and their roll-ups 0.5 GB.
         """
-        self.has_verified_rows |= rows
-        tables = [HEADS.name] if self.has_verified_rows else []
+        rows = rows or self.has_verified_rows
+        tables = [HEADS.name] if rows else []
         tables.append("sequences")
         if any(facts.has_rollups for facts in self._facts.values()):
             tables.append(ROLLUPS.name)
         for table in tables:
             hold_to_commits(self.database.connection, f"FROM {table}")
+        # Not before: meanwhile another question may ask.
+        self.has_verified_rows = rows
 
     def facts(self, run_id: str) -> RunFacts:
         """What questions need to know of a run, without axes."""

@@ -220,9 +220,11 @@ class Engine:
         job = threads.submit(work, connection)
         self._running[job] = connection
         job.add_done_callback(self._ended)
+        result = asyncio.wrap_future(job)
+        result.add_done_callback(_take_error)
         try:
             # Shielded: to cancel what waits for a thread would not stop the thread.
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job)), self.deadline)
+            return await asyncio.wait_for(asyncio.shield(result), self.deadline)
         except TimeoutError:
             self._stop(job)
             raise QueryError(
@@ -277,6 +279,15 @@ class Engine:
             return {"rows": with_text}
 
         return Answer(await loop.run_in_executor(self.text_thread, texts))
+
+
+def _take_error(result: asyncio.Future[Any]) -> None:
+    """Take note of an error: nobody else does if nobody waits for the result any more.
+
+    Python would print it with a trace when the server ends.
+    """
+    if not result.cancelled():
+        result.exception()
 
 
 def _packed_of(runs: OpenedRuns, answer: Answer) -> bytes:
