@@ -21,8 +21,7 @@ SHARES = (90, 95, 99)
 """Shares of the attention, in percent, for which the table has a window."""
 
 RETRIEVES_FROM = 0.5
-"""A KV head needs the whole cache if its window at 95 % is longer than this share of the sequence.
-"""
+"""A KV head needs the whole cache if its window at 95 % is at least this share of the sequence."""
 
 COMPRESSION_RATIOS = 99
 """Rows of the curve in numpy's format: 1 % to 99 % of the cache are dropped."""
@@ -41,7 +40,8 @@ def budget(source: ExportSource, *, sink: Index = 4) -> Exported:
 
     The attention that is lost is a mean over the queries that see a key beyond the window, as in
     `distant_mass(1, window)`: the first key is always kept. A KV head has the longest window of its
-    query heads. `needs_all` says that the window for 95 % is longer than half of the sequence.
+    query heads. `needs_all` says that the window for 95 % is half of the sequence or longer, where a repeated
+    block has its first copy.
 
     The name of the file chooses its form. `.csv` and `.parquet` have a row for each KV head; `.npy`
     has the array `[99, layers, KV heads]` of the share that each head drops if 1 % to 99 % of the
@@ -109,7 +109,7 @@ def window_table(source: ExportSource, lost: np.ndarray, sink: int) -> pa.Table:
     for share in SHARES:
         kept = np.minimum(columns[f"window_{share}"] + sink, n_ctx)
         columns[f"cache_{share}"] = np.round(100 * kept / n_ctx, 2)
-    columns["needs_all"] = columns["window_95"] > RETRIEVES_FROM * n_ctx
+    columns["needs_all"] = columns["window_95"] >= RETRIEVES_FROM * n_ctx
     return pa.table(columns)
 
 

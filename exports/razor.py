@@ -44,8 +44,8 @@ def razor(
     `sink_size` keys and the last max(`recent_size`, keys / `compression`). The paper gives the
     algorithm and no file format, so the names are ours.
 
-    * `echo`: share of all query heads that are echo heads. The paper's is 1 %.
-    * `induction`: share of all query heads that are induction heads. The paper's is 14 %.
+    * `echo`: share of all query heads that are echo heads; 1 % is what is told of the paper.
+    * `induction`: share of all query heads that are induction heads; 14 % is told of the paper.
     * `sink`: first keys that the other heads keep, N_0 of the paper.
     * `recent`: fewest last keys that the other heads keep, S_0 of the paper.
     * `compression`: the other heads keep one in so many keys, C of the paper.

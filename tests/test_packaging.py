@@ -207,9 +207,10 @@ def python_files(*names: str) -> list[Path]:
     [
         (("headcount.py", "schemas", "queries"), ("notebook",)),
         (("workers", "jobs", "reproduce", "models"), ("scan",)),
+        (("exports",), ("export",)),
         (TESTING, ("scan", "dev")),
     ],
-    ids=["reading", "measuring", "testing"],
+    ids=["reading", "measuring", "exporting", "testing"],
 )
 def test_every_library_that_is_imported_is_declared(
     folders: tuple[str, ...], extras: tuple[str, ...]
