@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GPT2LMHeadModel
 
 import headcount
+from queries.connection import connect
 from schemas.errors import ScanError
 from schemas.formula_pages import page
 from schemas.pattern import Pattern, Tensor
@@ -151,13 +153,21 @@ def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(fields: dict[
         # Of q + 1 keys, q - 3 are distant.
         expected = np.mean([(q - 3) / (q + 1) for q in range(4, 12)])
         assert chance == [(pytest.approx(expected, abs=1e-5),)]
-        described = run.sql(
-            "SELECT comment FROM duckdb_columns() "
-            "WHERE table_name = 'heads' AND column_name = 'distant_mass_1_3'"
-        ).rows()
-        assert "sink = 1, recent = 3" in described[0][0]
-        bins = run.sql("SELECT count(*) FROM rollups WHERE statistic = 'sink_position'").rows()
-        assert bins[0][0] > 0
+        with connect(first) as connection:
+            comments = connection.execute(
+                "SELECT comment FROM duckdb_columns() "
+                "WHERE table_name = 'by_head' AND column_name = 'mean_distant_mass_1_3'"
+            ).fetchall()
+        assert "sink = 1, recent = 3" in comments[0][0]
+
+
+def test_measure_takes_options_too(fields: dict[str, Any]) -> None:
+    model = GPT2LMHeadModel.from_pretrained(fields["model"])
+    tokens = [[5, 6, 7, 8, 9, 5, 6, 7]]
+    rows = headcount.measure(model, tokens, ["distant_mass(1,3)", "query_absmax"])
+    values = rows["distant_mass_1_3"].to_numpy()
+    assert len(values) == 12
+    assert ((values > 0) & (values < 1)).all()
 
 
 def test_parse_scan_takes_what_it_writes(tmp_path: Path) -> None:
