@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from workers.engine import mlp_pieces
-from workers.engine.mlp_pieces import mlps_in_pieces
+from workers.model import mlp_pieces
+from workers.model.mlp_pieces import mlps_in_pieces
 
 LLAMA = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2))
 GPT2 = GPT2MLP(40, GPT2Config(n_embd=16))

@@ -27,12 +27,12 @@ from workers.engine.dense_pattern import DensePattern
 from workers.engine.edits import Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.fused_pattern import FusedPattern
-from workers.engine.mlp_pieces import mlps_in_pieces
 from workers.engine.number_formats import WeightHalves, linears_in
 from workers.engine.streamed_attention import streamed_attention
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
 from workers.model.attention_facts import AttentionFacts
+from workers.model.mlp_pieces import mlps_in_pieces
 from workers.model.model import Model, at_least_float32
 from workers.model.rotations import Rotation
 

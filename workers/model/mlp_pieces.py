@@ -14,13 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 ROWS_OF_PIECE = 1024
 """Positions of a piece: fewer make products slower, more do not fit the caches."""
-
-LINEAR = (nn.Linear, Conv1D)
-"""Modules with weights that act on each position alone."""
 
 
 @contextmanager
@@ -41,8 +37,11 @@ def mlps_in_pieces(mlps: Iterable[nn.Module]) -> Iterator[None]:
 
 def _is_positionwise(mlp: nn.Module) -> bool:
     """Whether all its weights belong to linear layers. A mixture of experts is left as it is."""
+    # Imported here, because a model is loaded by then, and with it the library.
+    from transformers.pytorch_utils import Conv1D
+
     owners = [module for module in mlp.modules() if module._parameters or module._buffers]
-    return bool(owners) and all(isinstance(owner, LINEAR) for owner in owners)
+    return bool(owners) and all(isinstance(owner, nn.Linear | Conv1D) for owner in owners)
 
 
 def _forward_in_pieces(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as the module has it)
