@@ -409,9 +409,8 @@ ROLLUPS = Table(
         Column("bins", pa.list_(pa.int16()), "Numbers of the bins with a value, ascending."),
         Column("counts", pa.list_(pa.int32()), "Number of values in each of these bins."),
     ),
-    # Questions about heads read few pages: one row in twenty is of all sequences.
-    order=("by_part", "statistic", "layer", "head", "pile_set_name"),
+    # Few rows are of all sequences. Of the others, dashboards ask for those of one head.
+    order=("by_part", "layer", "head", "statistic", "pile_set_name"),
     written="when shards are merged",
-    # Dashboards ask for one statistic, which has a row per head and part of the Pile.
     row_group=4096,
 )

@@ -56,7 +56,8 @@ def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) ->
         for name in sorted(axes):
             columns = _statistic_columns(name, heads[name].to_numpy(), axes[name], cells)
             rows.append(table_of(columns, schema))
-    return pa.concat_tables([schema.empty_table(), *rows]).combine_chunks()
+    table = pa.concat_tables([schema.empty_table(), *rows])
+    return table.sort_by([(column, "ascending") for column in ROLLUPS.order]).combine_chunks()
 
 
 def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
