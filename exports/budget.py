@@ -40,8 +40,8 @@ def budget(source: ExportSource, *, sink: Index = 4) -> Exported:
 
     The attention that is lost is a mean over the queries that see a key beyond the window, as in
     `distant_mass(1, window)`: the first key is always kept. A KV head has the longest window of its
-    query heads. `needs_all` says that the window for 95 % is half of the sequence or longer, where a repeated
-    block has its first copy.
+    query heads. `needs_all` says that the window for 95 % is half of the sequence or longer, where
+    a repeated block has its first copy.
 
     The name of the file chooses its form. `.csv` and `.parquet` have a row for each KV head; `.npy`
     has the array `[99, layers, KV heads]` of the share that each head drops if 1 % to 99 % of the

@@ -30,6 +30,9 @@ ROWS_SHOWN = 40
 CheckHeads: TypeAlias = "Callable[[str, CacheCut, int, Device], pa.Table]"
 """Tries a cut of the cache out on a model, with sequences of so many tokens."""
 
+FORMAT_WORDS = "headcount.format_words"
+"""Where a command keeps the options of its format until it runs."""
+
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -44,7 +47,29 @@ class ExportCommand(TyperCommand):
             for line in help_lines(export_format_named(args[0])):
                 typer.echo(line)
             raise typer.Exit
-        return super().parse_args(ctx, args)
+        # A flag that typer does not know has a value that typer would take for RUNS.
+        ctx.meta[FORMAT_WORDS], rest = _words_of_format(args)
+        return super().parse_args(ctx, rest)
+
+
+def _words_of_format(args: list[str]) -> tuple[list[str], list[str]]:
+    """The options of the format that a command line names, with their values, and all others."""
+    from exports.export_registry import export_formats
+
+    export = export_formats().get(args[0]) if args else None
+    flags = {option.flag for option in export.options.values()} if export else set()
+    of_format: list[str] = []
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag not in flags:
+            rest.append(word)
+            continue
+        of_format.append(word)
+        if not equals:
+            of_format += [value for value in [next(words, None)] if value is not None]
+    return of_format, rest
 
 
 def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
@@ -131,7 +156,9 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
         if name is None:
             raise QueryError("expected the name of a format; headcount export --list has them")
         export = export_format_named(name)
-        options = export.parsed_options(read_options(export, context.args))
+        options = export.parsed_options(
+            read_options(export, [*context.meta[FORMAT_WORDS], *context.args])
+        )
         if output is None:
             raise QueryError(
                 f"export {name}: say where to with -o PATH, for instance -o {export.example}"

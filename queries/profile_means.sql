@@ -3,9 +3,11 @@
 -- head is NULL if all heads of a layer share the values.
 -- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
 WITH
-    -- An empty table with the column dimension, which only some runs have.
+    -- An empty table with the columns that only some runs have.
     measured AS (
-        SELECT NULL::INTEGER AS dimension
+        SELECT
+            NULL::INTEGER AS dimension, NULL::SMALLINT AS component,
+            NULL::SMALLINT AS other_component, NULL::SMALLINT AS candidate
         WHERE false
         UNION ALL BY NAME
         FROM profiles
@@ -17,12 +19,14 @@ WITH
             sum(count * mean) OVER entry / sum(count) OVER entry AS pooled_mean
         FROM measured
         WINDOW entry AS (
-            PARTITION BY run_id, intervention, profile, layer, head, query, key, lag, dimension
+            PARTITION BY run_id, intervention, profile, layer, head, query, key, lag, dimension,
+                component, other_component, candidate
         )
     ),
     merged AS (
         SELECT
             run_id, intervention, profile, layer, head, query, key, lag, dimension,
+            component, other_component, candidate,
             sum(count)::BIGINT AS count,
             any_value(pooled_mean) AS mean,
             sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2
@@ -32,9 +36,10 @@ WITH
 SELECT
     run_id, model, n_ctx, intervention, profile, layer, head,
     'L' || layer || 'H' || head AS label,
-    query, key, lag, dimension, count, mean,
+    query, key, lag, dimension, component, other_component, candidate, count, mean,
     sqrt(m2 / nullif(count - 1, 0)) AS sd,
     sqrt(m2 / nullif(count - 1, 0) / count) AS standard_error
 FROM merged
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
-ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension
+ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension,
+    component, other_component, candidate

@@ -28,7 +28,7 @@ from workers.replica import Replica
 from workers.shard import run_shard
 
 T = 7
-ENTRIES = {"dimension": 32}
+ENTRIES = {"dimension": 32, "component": 8, "pair of components": 36, "candidate": 4}
 CURVES = [name for name, profile in PROFILES.items() if profile.axis != "pair"]
 
 

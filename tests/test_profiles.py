@@ -368,13 +368,12 @@ def test_shards_merged_by_sql_are_the_aggregate_of_all_sequences(plan: Plan) -> 
     connection = connect(plan.run.path)
     columns = "layer, head, count, mean, sd, standard_error"
     for name, expected in aggregates_of_all_sequences(plan).items():
-        if PROFILES[name].axis in {*COMPONENTS, "candidate"}:
-            continue
         question = (
             f"SELECT {columns} FROM profile_means "
             f"WHERE profile = '{name}' AND intervention = 'none'"
         )
-        rows = ask(connection, f"{question} ORDER BY layer, head, query, key, lag, dimension")
+        order = "ORDER BY layer, head, query, key, lag, dimension, component, other_component"
+        rows = ask(connection, f"{question} {order}, candidate")
         n = int(expected.count.flat[0])
         assert [row[2] for row in rows] == [n] * expected.mean.size
         np.testing.assert_allclose(
@@ -407,12 +406,13 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     )  # fmt: skip
     mean = pytest.approx(4.4, rel=1e-12)
     sd = pytest.approx(math.sqrt(27.2 / 4))
-    standard_error = pytest.approx(math.sqrt(27.2 / 20))
+    error = pytest.approx(math.sqrt(27.2 / 20))
+    elsewhere = [None] * 4  # dimension, component, other_component, candidate
     keys = ("a-1", "toy", 5, "none")
     assert ask(connect(run.path), "profile_means") == [
-        # layer, head, label, query, key, lag, dimension, count
-        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, None, 5, mean, sd, standard_error),
-        (*keys, "resid_pre_norm_by_key", 0, None, None, None, 0, None, None, 1, 7.0, None, None),
+        # layer, head, label, query, key, lag; other places; count, mean, sd, standard_error
+        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, *elsewhere, 5, mean, sd, error),
+        (*keys, "resid_pre_norm_by_key", 0, *[None] * 3, 0, None, *elsewhere, 1, 7.0, None, None),
     ]
 
 
@@ -505,8 +505,8 @@ def test_compacting_keeps_every_row(tmp_path: Path, model: Path) -> None:
     assert compact(run).problems == []
     assert len(list(local(run.path).glob("profiles/intervention=*/*.parquet"))) == 2
     assert before["profiles"] == rows("profiles")
-    means = [pytest.approx(row[12]) for row in before["profile_means"]]
-    assert [row[12] for row in rows("profile_means")] == means
+    means = [pytest.approx(row[15]) for row in before["profile_means"]]
+    assert [row[15] for row in rows("profile_means")] == means
 
 
 def test_a_run_that_measured_other_profiles_is_not_gone_on_with(

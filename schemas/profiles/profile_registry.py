@@ -28,11 +28,6 @@ components of a head's queries, pairs of components i ≤ j, or the candidates o
 PAIRED_AXES = ("pair", "pair of components")
 """Axes along which a profile is a matrix, of which one triangle is stored."""
 
-PROFILE_VALUES = LAYER_VALUES | {
-    "unrotated_q": "queries [batch pos head d_head], before any rotation and after any norm"
-}
-"""Every name a profile may take as a parameter."""
-
 MOST_PAIRED = 256
 """Longest sequences whose pairs are stored: 256 · 257 / 2 = 32,896 pairs in every head."""
 
@@ -63,7 +58,7 @@ def profile(
 
     def register(function: Callable[P, Tensor]) -> Callable[P, Any]:
         name = function.__name__
-        fields = read_definition(function, "profile", PROFILES, "activation", PROFILE_VALUES)
+        fields = read_definition(function, "profile", PROFILES, "activation", LAYER_VALUES)
         fields["axis"] = checked_axis(axis, get_args(Axis), f"profile {name!r}")
         PROFILES[name] = Profile(**fields, unit=unit, source=source, defined=defined)
         return function

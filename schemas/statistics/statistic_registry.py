@@ -15,6 +15,7 @@ from schemas.tables import HEADS
 LAYER_VALUES: dict[str, str] = {
     "pattern": "attention pattern, which answers questions (schemas.pattern)",
     "q": "queries [batch pos head d_head], after any rotation",
+    "unrotated_q": "queries [batch pos head d_head], before any rotation and after any norm",
     "k": "keys [batch pos head d_head], repeated where query heads share them",
     "v": "values [batch pos head d_head], repeated where query heads share them",
     "z": "Σ_k A[q,k] v[k], before W_O [batch pos head d_head]",

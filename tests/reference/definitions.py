@@ -38,6 +38,7 @@ class Head:
     """Before any rotation, like k: `[pos d_head]`."""
     k: Array
     q_rotated: Array
+    """After any rotation, like k_rotated."""
     k_rotated: Array
     v: Array
     z: Array
@@ -710,6 +711,63 @@ def score_by_pair(h: Head) -> list[float]:
 def tail_attention_by_key(h: Head) -> list[float]:
     n = min(64, h.T)
     return [mean(h.A[q][k] for q in range(h.T - n, h.T)) for k in range(h.T)]
+
+
+@profile
+def tail_attention_by_lag(h: Head) -> list[float]:
+    n = min(64, h.T)
+    return [sum(h.A[q][q - d] for q in range(h.T - n, h.T) if q >= d) / n for d in range(h.T)]
+
+
+@profile
+def column_diagonal_attention_by_candidate(h: Head) -> list[float]:
+    n = min(64, h.T)
+    pairs = [(q, k) for q in range(h.T - n, h.T) for k in range(q + 1)]
+    columns, diagonals = [0.0] * h.T, [0.0] * h.T
+    for q, k in pairs:
+        columns[k] += h.A[q][k]
+        diagonals[q - k] += h.A[q][k]
+
+    def heaviest(masses: list[float], count: int, always: int) -> set[int]:
+        size, first = (min(h.T, max(1, round(x * h.T / 30_000))) for x in (count, always))
+        others = sorted(range(first, h.T), key=lambda place: -masses[place])
+        return {*range(first), *others[: max(0, size - first)]}
+
+    shares: list[float] = []
+    for n_columns, n_diagonals in ((30, 2048), (100, 1800), (500, 1500), (3000, 200)):
+        C, D = heaviest(columns, n_columns, 30), heaviest(diagonals, n_diagonals, 100)
+        shares.append(sum(h.A[q][k] for q, k in pairs if k in C or q - k in D) / n)
+    return shares
+
+
+def later(queries: Array) -> Array:
+    """The queries after the first 4; all of them if there are no more."""
+    return queries[4:] if len(queries) > 4 else queries
+
+
+def second_moment(queries: Array) -> list[float]:
+    d = queries.shape[1]
+    return [mean(float(u[i] * u[j]) for u in queries) for i in range(d) for j in range(i, d)]
+
+
+@profile
+def query_mean(h: Head) -> list[float]:
+    return [mean(map(float, component)) for component in later(h.q).T]
+
+
+@profile
+def query_second_moment(h: Head) -> list[float]:
+    return second_moment(later(h.q))
+
+
+@profile
+def rotated_query_mean(h: Head) -> list[float]:
+    return [mean(map(float, component)) for component in h.q_rotated.T]
+
+
+@profile
+def rotated_query_second_moment(h: Head) -> list[float]:
+    return second_moment(h.q_rotated)
 
 
 @profile

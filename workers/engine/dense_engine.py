@@ -259,9 +259,7 @@ class _DensePass:
         if "q" in tensors and "unrotated_q" not in tensors:
             self._rotate(layer, tensors)
         activations: dict[str, Any] = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name in LAYER_VALUES or name == "unrotated_q"
+            name: tensor for name, tensor in tensors.items() if name in LAYER_VALUES
         }
         if {"pattern", "attn_scores"} <= tensors.keys():
             activations["pattern"] = self.engine.pattern_of(layer, tensors)
