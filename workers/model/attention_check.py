@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -77,6 +77,10 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tens
         scores = torch.cat([scores, sink], dim=-1)
     pattern = scores.softmax(-1)[..., : len(positions)]
     return (pattern.to(v.dtype) @ v).transpose(1, 2)
+
+
+class _SeenEnough(Exception):
+    """Ends a pass of which the rest is not needed."""
 
 
 def settle_attention(
@@ -190,7 +194,7 @@ def _run(
 ) -> None:
     """One pass that notes the stream after each layer."""
     options = {"use_cache": False} if info.layout == "huggingface" else {}
-    with _hooked(blocks, seen):
+    with _hooked(blocks, seen), suppress(_SeenEnough):
         bare(tokens, **options)
 
 
@@ -200,6 +204,8 @@ def _hooked(blocks: Sequence[nn.Module], seen: _Pass) -> Iterator[None]:
     for layer, block in enumerate(blocks):
         hooks.append(block.register_forward_pre_hook(partial(_begin_layer, seen, layer)))
         hooks.append(block.register_forward_hook(partial(_end_layer, seen, layer)))
+    # The unembedding is not run: its weights may be a large part of a mapped file.
+    hooks.append(blocks[-1].register_forward_hook(_end_pass))
     try:
         yield
     finally:
@@ -218,6 +224,10 @@ def _end_layer(
     assert isinstance(stream, Tensor)
     seen.streams[layer] = stream.detach().clone()
     seen.layer = -1
+
+
+def _end_pass(*_arguments: object) -> None:
+    raise _SeenEnough
 
 
 def _difference(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: bool) -> str | None:

@@ -280,8 +280,14 @@ class Model:
                 place = self.hook_name(name, layer)
                 if self.has_hook(place):
                     hooks.append((place, _recording(activations_of_layer, name)))
+
+        def end_pass(value: Tensor, hook: object) -> None:
+            raise _SeenEnough
+
+        # The unembedding is not run: its weights may be a large part of a mapped file.
+        hooks.append((self.hook_name("resid_post", len(self.blocks) - 1), end_pass))
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), suppress(_SeenEnough):
                 self.run_with_hooks(tokens, hooks)
         except Exception as error:
             # Not fatal: the model may still run on its bare modules.
