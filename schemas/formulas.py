@@ -33,8 +33,6 @@ class Formula:
 
     name: str
     """The column or the value: the function's name, and its options behind it."""
-    function: str
-    """Name of the function, as a scan writes it."""
     options: Options = ()
     """Every option of the function, with a value."""
     compute: Callable[..., Any]
@@ -71,6 +69,11 @@ class Formula:
         if self.missing:
             rules.append(f"NULL if {self.missing}")
         return "; ".join(rules)
+
+    @property
+    def function(self) -> str:
+        """Name of the function, as a scan writes it: the name without the options behind it."""
+        return self.name.removesuffix(column_name("", self.options))
 
     @property
     def text(self) -> str:
@@ -208,7 +211,6 @@ def read_definition(
         )
     return {
         "name": name,
-        "function": function.__name__,
         "options": options,
         "compute": function,
         "parameters": parameters,
