@@ -130,9 +130,14 @@ def _fork_server() -> ForkServerContext:
     # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
     context.set_forkserver_preload(
         [
-            "aiohttp",  # Ray's client of jobs needs it.
+            # Ray imports these three.
+            "aiohttp",
+            "jsonschema",
+            "requests",
             "headcount",
+            "jobs.cluster_commands",
             "jobs.plan",
+            "jobs.scan_commands",
             "jobs.status",
             "queries.asking",
             "tests.preloaded",
