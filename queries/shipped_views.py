@@ -235,7 +235,8 @@ def way_to(column: str) -> str:
     for kind in KINDS:
         for name in sorted(base_names(column)):
             if kind.named_by is None and name in kind.registry:
-                return f"; add {name!r} to {kind.field} in a scan, and scan again"
+                text = kind.registry[name].text
+                return f"; add {text!r} to {kind.field} in a scan, and scan again"
     return ""
 
 
