@@ -401,6 +401,7 @@ def test_a_click_shows_the_card_of_a_head(page: Page, database: RunDatabase) -> 
     assert cells[4].isdigit()
     assert "L1H2 has the highest sink_mass" in page.text("#extremes-name")
     assert page.text("[data-text]").startswith("01234")
+    assert page.text("[data-text] mark") == "0"
 
 
 def test_hostile_text_is_text(page: Page) -> None:

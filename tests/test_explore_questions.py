@@ -297,7 +297,13 @@ def test_texts_without_a_model_are_token_numbers_and_say_so(ask: Asker) -> None:
     assert [row["sequence"] for row in answer["rows"]] == [7, 3]
     assert answer["rows"][0]["tokens"] == ["0", "1"]
     assert answer["rows"][0]["n_tokens"] == 5
+    assert answer["rows"][0]["marked"] == []
     assert answer["note"] == "token numbers are shown: there is no model"
+
+
+def test_the_keys_that_a_statistic_is_about_are_marked(ask: Asker) -> None:
+    answer = ask("texts", sequences=[7], first=2, statistic="sink_mass")
+    assert answer["rows"][0]["marked"] == [0]
 
 
 def test_every_panel_shows_sql_that_gives_its_numbers(ask: Asker) -> None:

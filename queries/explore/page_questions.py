@@ -16,6 +16,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from queries.explore.axes import BINS, DRAWN_BINS, Axis
+from queries.examples import marked_keys
 from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError, unknown
 
@@ -560,6 +561,8 @@ class Texts(Question):
     sequences: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_SEQUENCES)]
     first: Annotated[int, Field(ge=1, le=100_000)] = 100_000
     """So many tokens of each."""
+    statistic: str | None = None
+    """The statistic whose keys are marked."""
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Tokens are in another table."""
@@ -569,17 +572,24 @@ class Texts(Question):
         """The token ids of each sequence."""
         numbers = ", ".join(map(str, self.sequences)) or "NULL"
         conditions = [*self.scope.conditions_on_run, f"sequence IN ({numbers})"]
+        # Whole sequences: whether a key is marked may depend on tokens far behind it.
         return [
-            Statement(
-                f"SELECT sequence, n_tokens, tokens[1:{self.first}] AS tokens "
-                f"FROM sequences{where(conditions)}"
-            )
+            Statement(f"SELECT sequence, n_tokens, tokens FROM sequences{where(conditions)}")
         ]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each sequence that the run has."""
-        rows = {row["sequence"]: row for row in tables[0].to_pylist()}
+        """One object for each sequence that the run has, with the positions that are marked."""
+        rows = {row["sequence"]: self._cut(row) for row in tables[0].to_pylist()}
         return Answer({"rows": [rows[number] for number in self.sequences if number in rows]})
+
+    def _cut(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The first tokens of a sequence, and which of them the statistic is about."""
+        tokens = row["tokens"]
+        marked = marked_keys(self.statistic, tokens, None) if self.statistic else []
+        return row | {
+            "tokens": tokens[: self.first],
+            "marked": [key for key in marked if key < self.first],
+        }
 
 
 PageQuestion: TypeAlias = Annotated[

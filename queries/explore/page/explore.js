@@ -413,7 +413,7 @@ async function showExtremes() {
 }
 
 async function showTexts(sequences, first, isCurrent) {
-  const answer = await tryToAsk({ kind: "texts", scope: scope(), sequences, ...(first && { first }) });
+  const answer = await tryToAsk({ kind: "texts", scope: scope(), sequences, statistic: chosen.statistic, ...(first && { first }) });
   if (!answer || !isCurrent()) return;
   by("text-note").textContent = answer.note ?? "";
   for (const row of answer.rows) by("extremes").querySelector(`[data-text="${row.sequence}"]`)?.replaceChildren(text(row, !first));

@@ -59,9 +59,9 @@ function place(row) {
   return row.file === null ? "The whole sequence" : `The whole sequence, from ${row.file}, row ${row.row}`;
 }
 
-// Token strings. A dash stands for tokens that were left out.
+// Token strings; those that the statistic is about are marked. A dash stands for tokens that were left out.
 export function text(row, isWhole) {
-  const shown = tokens(row.tokens, { names: row.tokens.map((_, position) => position) });
+  const shown = tokens(row.tokens, { names: row.tokens.map((_, position) => position), marked: row.marked });
   if (!isWhole && row.tokens.length < row.n_tokens) shown.append(` … ${number(row.n_tokens - row.tokens.length)} more tokens`);
   return shown;
 }
