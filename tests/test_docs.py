@@ -155,12 +155,14 @@ runpy.run_module("schemas.formula_pages", run_name="__main__")
 
 def copy_project(folder: Path) -> None:
     """Copy the code of the project, for a test that changes it."""
-    for package in ("schemas", "workers", "jobs", "queries", "reproduce", "models"):
+    for package in ("schemas", "workers", "jobs", "queries", "exports", "reproduce", "models"):
         shutil.copytree(
             ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for file in ("conftest.py", "headcount.py"):
-        shutil.copy(ROOT / file, folder)
+    (folder / "tests").mkdir()
+    # The two files of tests that the doctests of the project begin with.
+    for file in ("conftest.py", "headcount.py", "tests/__init__.py", "tests/end_at_once.py"):
+        shutil.copy(ROOT / file, folder / file)
 
 
 def run_python(folder: Path, files: Sequence[str]) -> None:

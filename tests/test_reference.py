@@ -342,24 +342,6 @@ def compare(
     return {name: problem for name, problem in problems.items() if problem}
 
 
-def where_rotated(
-    reference: Reference, measured: InterventionMeasurements, intervention: str, engine: str
-) -> Reference:
-    """What is expected of GPT-NeoX, whose rotated q and k TransformerLens does not show.
-
-    Layers whose matrix is made have no value. The fused engine makes it for some edits, and never
-    without edits.
-    """
-    if engine == "fused" and intervention == "none":
-        return reference
-    rotated = {
-        column: np.where(np.isnan(measured.heads[column]), np.nan, reference.heads[column])
-        for column in ("query_absmax", "key_absmax")
-    }
-    assert engine == "fused" or all(np.isnan(values).all() for values in rotated.values())
-    return replace(reference, heads=reference.heads | rotated)
-
-
 def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
     of_scores = ("mask_", "keep_window", "stream_", "mean_query_bias")
     edits_scores = any(part.startswith(of_scores) for part in intervention.split("+"))
@@ -376,8 +358,6 @@ def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
             shelf.measured(name, intervention, engine)
         return
     measured = shelf.measured(name, intervention, engine)
-    if name.startswith("neox"):
-        reference = where_rotated(reference, measured, intervention, engine)
     assert compare(measured, reference) == {}
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
-from queries.explore.axes import BINS, DRAWN_BINS, Axis
 from queries.examples import marked_keys
+from queries.explore.axes import BINS, DRAWN_BINS, Axis
 from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError, unknown
 
@@ -573,9 +573,7 @@ class Texts(Question):
         numbers = ", ".join(map(str, self.sequences)) or "NULL"
         conditions = [*self.scope.conditions_on_run, f"sequence IN ({numbers})"]
         # Whole sequences: whether a key is marked may depend on tokens far behind it.
-        return [
-            Statement(f"SELECT sequence, n_tokens, tokens FROM sequences{where(conditions)}")
-        ]
+        return [Statement(f"SELECT sequence, n_tokens, tokens FROM sequences{where(conditions)}")]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each sequence that the run has, with the positions that are marked."""

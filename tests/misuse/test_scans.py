@@ -22,7 +22,7 @@ BIG = 2**63
 
 FIELDS = [
     ({"model": ""}, "model: expected a string that is not empty, got ''"),
-    ({"model": ["a"]}, "model: expected a string, got ['a']"),
+    ({"model": [1]}, "model: expected a text, or a list of texts, got [1]"),
     ({"model": {"name": "a"}}, "model: expected a string, got {name = 'a'}"),
     ({"model": True}, "model: expected a string, got true"),
     ({"model": "a\0b"}, r"model: expected text without control characters, got 'a\x00b'"),

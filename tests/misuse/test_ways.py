@@ -154,8 +154,8 @@ def test_only_input_that_reads_text_depends_on_the_tokenizer(home: Path, command
     exchange_two_ids(home)
     assert scan_here(command) == run
     assert connect_to_tables(run).execute("SELECT tokenizer FROM runs").fetchall() == [(None,)]
-    text += "input.text = 'bundled:LICENSE'\n"
-    (home / "toy.toml").write_text(text.replace("uniform_random", "unigram_random"))
+    text += "input.text = 'bundled:LICENSE'\ninput.key = 1\ninput.value = 1\n"
+    (home / "toy.toml").write_text(text.replace("uniform_random", "needle"))
     run = without_last_commit(scan_here(command))
     exchange_two_ids(home)
     code, (line,) = command("scan", "toy.toml", *IN_PROCESS)

@@ -730,8 +730,11 @@ def column_diagonal_attention_by_candidate(h: Head) -> list[float]:
 
     def heaviest(masses: list[float], count: int, always: int) -> set[int]:
         size, first = (min(h.T, max(1, round(x * h.T / 30_000))) for x in (count, always))
-        others = sorted(range(first, h.T), key=lambda place: -masses[place])
-        return {*range(first), *others[: max(0, size - first)]}
+        if size <= first:
+            return {*range(first)}
+        # Those that weigh the same as the last one that is chosen are chosen, too.
+        least = sorted(masses[first:], reverse=True)[size - first - 1] - 1e-9
+        return {*range(first), *(k for k in range(first, h.T) if masses[k] >= least)}
 
     shares: list[float] = []
     for n_columns, n_diagonals in ((30, 2048), (100, 1800), (500, 1500), (3000, 200)):

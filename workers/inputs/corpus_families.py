@@ -133,7 +133,7 @@ def _order_of_counted(options: dict[str, Any]) -> str | None:
     return None
 
 
-@input_family(stream="unigram_random", refuse=_order_of_counted)
+@input_family(stream="unigram_random", is_endless=True, refuse=_order_of_counted)
 def unigram_text(*, files: str | list[str], low: TokenId = 0, high: Count | None = None) -> Corpus:
     """Independent tokens, each as frequent as in a corpus.
 

@@ -145,6 +145,8 @@ class InputFamily:
     """The family whose sequence of the same number is the partner, from whose run an intervention
     may take something.
     """
+    is_endless: bool = False
+    """Whether a family of text has as many sequences as a scan asks for."""
     refuse: Callable[[dict[str, Any]], str | None] | None = None
     """Says what is wrong with the options as a whole; None if nothing is."""
 
@@ -238,6 +240,7 @@ def input_family(
     *,
     stream: str | None = None,
     partner: str | None = None,
+    is_endless: bool = False,
     refuse: Callable[[dict[str, Any]], str | None] | None = None,
 ) -> Callable[..., Any]:
     """Register a function as an input family.
@@ -247,7 +250,8 @@ def input_family(
     that are right one by one.
     """
     if function is None:
-        return partial(input_family, stream=stream, partner=partner, refuse=refuse)
+        options: dict[str, Any] = {"stream": stream, "partner": partner}
+        return partial(input_family, **options, is_endless=is_endless, refuse=refuse)
     name = function.__name__
     if name in INPUTS:
         raise ValueError(f"input family {name!r} is defined twice")
@@ -255,7 +259,9 @@ def input_family(
     # Only a synthetic family has a positional parameter: the draw.
     synthetic = any(p.kind is not p.KEYWORD_ONLY for p in parameters)
     meaning = first_paragraph(function)
-    INPUTS[name] = InputFamily(name, function, meaning, synthetic, stream or name, partner, refuse)
+    INPUTS[name] = InputFamily(
+        name, function, meaning, synthetic, stream or name, partner, is_endless, refuse
+    )
     return function
 
 

@@ -156,7 +156,7 @@ class Sequences:
     @property
     def is_drawn(self) -> bool:
         """Whether sequences are drawn, so that there are as many as the scan asks for."""
-        return self.corpus is None or self.corpus.counted is not None
+        return self.family.synthetic or self.family.is_endless
 
     @property
     def bad_rows(self) -> BadRows:

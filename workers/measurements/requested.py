@@ -24,6 +24,9 @@ def hides_rotations(model: Model) -> bool:
     """
     if not (model.rotary and model.has_bridge):
         return False
+    # The dense engine rotates what the bridge shows if it knows how.
+    if all(map(model.can_undo_rotation, model.info.attention_layers_or_all)):
+        return False
     shown: list[str] = []
 
     def note(value: Tensor, hook: object) -> None:
