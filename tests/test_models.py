@@ -152,6 +152,11 @@ def test_both_engines_agree_on_every_statistic(shelf: Shelf, name: str, n_ctx: i
     tokens = toy.repeating_tokens(n_ctx, batch=1 if n_ctx in (1, 17) else 3)
     fused, dense = (shelf.replica(name, engine).measure(tokens) for engine in ("fused", "dense"))
     assert (fused.method.engine, dense.method.engine) == ("fused", "dense")
+    if name.startswith("neox-"):
+        # TransformerLens does not show the rotated queries and keys of these models.
+        for column in ("query_absmax", "key_absmax"):
+            assert np.isnan(dense.heads[column]).all()
+            fused.heads[column][:] = np.nan
     worst = differences(fused, dense)
     if name.startswith("legacy-"):
         # TransformerLens hands out the pattern in the place of these models' scores.
@@ -778,8 +783,9 @@ def test_code_in_a_pth_is_refused_and_not_run(shelf: Shelf, tmp_path: Path):
 
 
 def text_scan(**changes: Any) -> Scan:
+    any_text = str(Path(__file__).parent.parent / "LICENSE")
     return toy.toy_scan(
-        **{"sequences": "all", "input": {"family": "text", "files": "unread"}} | changes
+        **{"sequences": "all", "input": {"family": "text", "files": any_text}} | changes
     )
 
 
