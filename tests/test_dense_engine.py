@@ -23,6 +23,7 @@ from tests import model_families
 from tests import toy_models as toy
 from tests.reference.weights import Weights, read_gemma2, read_llama, read_tensors
 from tests.test_reference import WITH_OPTIONS, compare, reference_of, sequences_of
+from workers.interventions.settlement import settle
 from workers.model.loading import load_model
 from workers.model.model_info import describe
 from workers.replica import InterventionMeasurements, Replica
@@ -152,6 +153,11 @@ def test_learned_sinks_are_those_of_eager_attention(shelf: Shelf) -> None:
 
 
 def test_edits_stay_within_the_window(shelf: Shelf) -> None:
+    model = shelf.replica("mistral", "dense").model
+    with pytest.raises(ScanError, match="hides every key from query 6"):
+        # Refused before anything runs, because no query sees a key before these six.
+        settle(model, toy.toy_scan(n_ctx=N_CTX, interventions=["mask_keys(1,6)"]), "cpu")
+    settle(model, toy.toy_scan(n_ctx=N_CTX, interventions=["mask_keys(1,5)"]), "cpu")
     with pytest.raises(ScanError, match="hides every key from query 6"):
         shelf.measured("mistral", "mask_keys(1,6)", "dense")
     with pytest.raises(ScanError, match=r"layer 0 do not see: they see 6 keys; leave the layer"):
