@@ -21,6 +21,8 @@ from schemas.predictions import PREDICTIONS
 from schemas.scan import Scan
 from schemas.statistics import KIND, STATISTICS
 from tests import toy_models as toy
+from tests.reference.weights import read_weights
+from tests.test_reference import reference_of
 from workers.engine.fused_engine import FusedEngine
 from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, edited_weights, intervention
@@ -377,9 +379,19 @@ def test_a_scale_that_is_not_the_model_s_own_is_refused(tmp_path: Path) -> None:
     tokens = toy.repeating_tokens(17, batch=2)
     with torch.inference_mode():
         patterns = own(torch.from_numpy(tokens).long(), output_attentions=True).attentions
-    sink_mass = toy.measure(path, tokens).heads["sink_mass"]
+    measured = toy.measure(path, tokens, predictions=["position_cosine_layer"])
+    sink_mass = measured.heads["sink_mass"]
     for layer, pattern in enumerate(patterns):
         np.testing.assert_allclose(sink_mass[:, layer], pattern[..., 1:, 0].mean(-1), atol=1e-5)
+    # So does a prediction that runs the first layer once more, with positions and without.
+    weights = read_weights(path)
+    layers = [replace(layer, scale=1.0) for layer in weights.layers]
+    reference = reference_of(replace(weights, layers=layers), tokens)
+    np.testing.assert_allclose(
+        measured.sequences["position_cosine_layer"],
+        reference.predictions["position_cosine_layer"],
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize(
