@@ -12,13 +12,19 @@ from torch import Tensor
 from schemas.commits import Method
 from schemas.errors import ModelError
 from schemas.statistics import LAYER_VALUES
-from workers.engine.attention_scores import MASKED
-from workers.engine.dense_pattern import DensePattern
+from workers.engine.attention_scores import (
+    MASKED,
+    all_scores,
+    scored,
+    softmax_of,
+    unseen_keys,
+    weighted_values,
+)
+from workers.engine.dense_pattern import DensePattern, check_unseen
 from workers.engine.edits import EMBEDDINGS, WHOLE_PATTERN, Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.token_pairs import TokenPairs
 from workers.model.attention_facts import AttentionFacts
-from workers.model.attention_layers import causal_softmax
 from workers.model.model import Hook, Model, at_least_float32
 
 Tensors = dict[str, Tensor]
@@ -70,7 +76,7 @@ class DenseEngine:
         It ends with the last of these layers. If there is `on_final`, it goes through all layers
         and ends before the unembedding.
         """
-        shown_layers = range(self.model.info.n_layers) if layers is None else layers
+        shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
         dense_pass = _DensePass(self, tokens, matches, on_layer, on_final, shown_layers)
         try:
             self.model.run_with_hooks(tokens, list(dense_pass.hooks()))
@@ -88,57 +94,68 @@ class DenseEngine:
     def pattern_of(self, layer: int, tensors: Tensors) -> DensePattern:
         """A layer's pattern with the scores behind it, from what its hooks have shown."""
         model = self.model
-        facts = AttentionFacts(model.scale(layer))
+        facts = model.shown_facts(layer)
         q, k = _queries_and_keys(tensors)
         if model.shows_scores(layer):
-            scores = _with_bias_of_distance(tensors["attn_scores"], model.facts(layer))
+            scores = _as_facts_have_them(tensors, facts)
         elif self.edits.touch("attn_scores", layer):
             raise ModelError(
                 f"{model.info.name}: the bridge does not show the scores behind the pattern of "
                 f"layer {layer}, so they cannot be edited"
             )
         else:
-            scores = q @ k.mT * facts.scale
+            scores = all_scores(q, k, facts)
         # The comparison costs a softmax over T², and its outcome depends on the layer and T alone.
         n_ctx = scores.shape[-1]
         if (layer, n_ctx) not in self._checked_patterns:
-            self._check_pattern(layer, scores, tensors)
+            self._check_pattern(layer, scores, facts, tensors)
             self._checked_patterns.add((layer, n_ctx))
         return DensePattern(tensors["pattern"], scores, q, k, facts, tensors.get("hidden"))
 
-    def _check_pattern(self, layer: int, scores: Tensor, tensors: Tensors) -> None:
-        """Refuse a pattern that its scores do not make.
+    def _check_pattern(
+        self, layer: int, scores: Tensor, facts: AttentionFacts, tensors: Tensors
+    ) -> None:
+        """Refuse a pattern that its scores and facts do not make.
 
-        Either the layer looks back less far than T, or an edit of the scores has no effect.
+        Either the layer's mask is another one, or an edit of the scores has no effect.
         """
         name = self.model.info.name
         pattern = tensors["unedited pattern"]
-        too_long = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
+        other_mask = f"{name}: layer {layer} looks back less far than n_ctx; lower n_ctx"
         if pattern.isnan().any() and (problem := self.model.weight_problem) is not None:
-            too_long = f"{name}: layer {layer} has no attention pattern: {problem}"
-        is_the_softmax = _is_causal_softmax(pattern, scores)
+            other_mask = f"{name}: layer {layer} has no attention pattern: {problem}"
+        unseen = unseen_keys(scores.shape[-1], facts, scores.device)
+        is_made_of_scores = _is_softmax(pattern, scores.masked_fill(unseen, MASKED), facts)
         if not self.model.shows_scores(layer):
-            if not is_the_softmax:
-                raise ModelError(too_long)
+            if not is_made_of_scores:
+                raise ModelError(other_mask)
             return
-        # A window masks scores in the past: what is masked below the diagonal was out of reach.
-        if (tensors["unedited attn_scores"].tril() <= MASKED).any():
-            raise ModelError(too_long)
-        if not is_the_softmax:
+        # A mask of the bridge is seen in its scores. One that hides more keys than the facts say
+        # was not known when the model was loaded.
+        if (tensors["unedited attn_scores"].masked_fill(unseen, 0) <= MASKED).any():
+            raise ModelError(other_mask)
+        if not is_made_of_scores:
             raise ModelError(
                 f"{name}: the bridge does not show the scores behind the pattern of layer {layer}"
             )
 
 
-def _with_bias_of_distance(scores: Tensor, facts: AttentionFacts | None) -> Tensor:
-    """Scores whose ALiBi is slope · (k - q), as `AttentionFacts` has it.
+def _as_facts_have_them(tensors: Tensors, facts: AttentionFacts) -> Tensor:
+    """The scores that the bridge shows, with ALiBi as `AttentionFacts` has it: slope · (k - q).
 
-    BLOOM adds slope · k, which makes the same pattern. Other models add something else again.
+    BLOOM adds slope · k, and MPT something else again. Every query's scores are shifted, which
+    makes the same pattern.
     """
-    if facts is None or facts.slopes is None:
+    scores = tensors["attn_scores"]
+    if facts.slopes is None:
         return scores
-    queries = torch.arange(scores.shape[-2], device=scores.device)
-    return scores - facts.slopes[:, None, None] * queries[:, None]
+    q, k = _queries_and_keys(tensors)
+    queries_per_key = q.shape[1] // k.shape[1]
+    # A query's bias to its own key is 0.
+    product = torch.linalg.vecdot(q, k.repeat_interleave(queries_per_key, 1))
+    own_score = scored(product, torch.zeros_like(product[0, 0]), facts)
+    shown_own_score = tensors["unedited attn_scores"].diagonal(dim1=-2, dim2=-1)
+    return scores - (shown_own_score - own_score)[..., None]
 
 
 class _DensePass:
@@ -163,6 +180,7 @@ class _DensePass:
         self.shown_layers = shown_layers
         # If no layer is shown, the pass is for its end alone.
         self.last_layer = max(shown_layers, default=-1)
+        self.attention_layers = self.model.info.attention_layers_or_all
         self.tensors: Tensors = {}
 
     def hooks(self) -> Iterator[tuple[str, Hook]]:
@@ -183,7 +201,21 @@ class _DensePass:
         for name in ("attn_out", "mlp_out"):
             if self.edits.touch(name, layer):
                 yield self.model.hook_name(name, layer), partial(self._edit, name, layer)
-        for name in ("resid_pre", "q", "k", "v", "attn_scores", "pattern", "z"):
+        place = self.model.hook_name("resid_pre", layer)
+        yield place, partial(self._edit_and_record, "resid_pre", layer)
+        if layer in self.attention_layers:
+            yield from self._hooks_of_attention(layer)
+
+    def _hooks_of_attention(self, layer: int) -> Iterator[tuple[str, Hook]]:
+        """The hooks inside the attention of a layer that is shown or edited."""
+        if layer in self.shown_layers:
+            self.model.shown_facts(layer)  # What hides its attention is refused.
+        if self.model.changes_z(layer) and self.edits.touch("z", layer):
+            raise ModelError(
+                f"{self.model.info.name}: TransformerLens shows z of layer {layer} only after the "
+                "layer has changed it, so it cannot be edited; use engine = 'fused'"
+            )
+        for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
             yield self.model.hook_name(name, layer), partial(self._edit_and_record, name, layer)
         place = self.model.hook_name("q_normed", layer)
         if self.model.has_hook(place):
@@ -207,13 +239,24 @@ class _DensePass:
     def _edit_and_record(self, name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
         """Edit an activation, and remember what came of it."""
         edited = self._edit(name, layer, value, hook)
+        if edited is not None and name in WHOLE_PATTERN:
+            edited = self._within_window(name, layer, edited)
         self.tensors[name] = at_least_float32(value if edited is None else edited)
         if name in WHOLE_PATTERN:
             # Whether scores make the pattern is checked on what the model itself made.
             self.tensors[f"unedited {name}"] = at_least_float32(value)
-        if name == "attn_scores" and edited is not None:
-            self.tensors["hidden"] = hidden_keys(edited)
         return edited
+
+    def _within_window(self, name: str, layer: int, edited: Tensor) -> Tensor:
+        """Edited scores or an edited pattern, with nothing for keys that a query does not see."""
+        facts = self.model.shown_facts(layer)
+        unseen = unseen_keys(edited.shape[-1], facts, edited.device)
+        if name == "pattern":
+            check_unseen(edited, unseen, facts, layer)
+            return edited
+        self.tensors["hidden"] = hidden_keys(edited, unseen)
+        # An edit may have given scores to keys that a query does not see.
+        return edited.masked_fill(unseen, MASKED)
 
     def _record_normed(self, value: Tensor, hook: object) -> None:
         """Remember queries after their norm: `[batch pos head·d_head]`, or `[batch head pos
@@ -236,7 +279,8 @@ class _DensePass:
             self.on_layer(layer, cast(Activations, {**self._activations(layer), **self.matches}))
         # A matrix of T² for each head: only one layer's fits the memory.
         self.tensors.clear()
-        self.model.forget_pattern(layer)
+        if layer in self.attention_layers:
+            self.model.forget_pattern(layer)
         if layer == self.last_layer and self.on_final is None:
             raise StopPass
         return edited
@@ -252,6 +296,10 @@ class _DensePass:
         pattern that answers questions.
         """
         tensors = dict(self.tensors)
+        if self.model.changes_z(layer) and {"pattern", "v", "z"} <= tensors.keys():
+            # The bridge shows what the layer has made of z.
+            z = weighted_values(tensors["pattern"], tensors["v"].transpose(1, 2))
+            tensors["z"] = z.transpose(1, 2)
         n_heads = self.model.info.n_heads
         for name in {"k", "v"} & tensors.keys():
             kv_heads = tensors[name].shape[2]
@@ -267,7 +315,7 @@ class _DensePass:
             # Some bridges show the pattern and the scores only after z. An edit that reads the
             # pattern before gets one of q and k. Whether these make the layer's pattern is checked
             # at the end of the layer.
-            facts = AttentionFacts(self.model.scale(layer))
+            facts = self.model.shown_facts(layer)
             early_pattern = DensePattern.of(*_queries_and_keys(tensors), facts)
             if "pattern" in tensors:
                 early_pattern.pattern = tensors["pattern"]
@@ -291,9 +339,9 @@ def _queries_and_keys(tensors: Tensors) -> tuple[Tensor, Tensor]:
     return tensors["q"].transpose(1, 2), tensors["k"].transpose(1, 2)
 
 
-def _is_causal_softmax(pattern: Tensor, scores: Tensor) -> bool:
-    """Whether a pattern is the causal softmax of scores; NaN of broken weights is left to
+def _is_softmax(pattern: Tensor, masked_scores: Tensor, facts: AttentionFacts) -> bool:
+    """Whether a pattern is the softmax of masked scores; NaN of broken weights is left to
     measuring.
     """
-    implied = causal_softmax(scores)
+    implied = softmax_of(masked_scores, facts)
     return torch.allclose(implied.tril(), pattern.tril(), atol=1e-4, equal_nan=True)

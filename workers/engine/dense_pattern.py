@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from schemas.errors import ScanError
 from schemas.pattern import first_of_largest
 from workers.engine.attention_scores import (
     all_scores,
@@ -252,3 +253,18 @@ class DensePattern:
     def positions(self) -> Tensor:
         """`0 .. T-1` in the pattern's dtype and on its device: `[query]`."""
         return torch.arange(self.n_ctx, dtype=self.pattern.dtype, device=self.pattern.device)
+
+
+def check_unseen(pattern: Tensor, unseen: Tensor, facts: AttentionFacts, layer: int) -> None:
+    """Refuse an edited pattern that gives attention to keys behind the window of a layer.
+
+    `unseen [query key]` are the keys that a query does not see.
+    """
+    window = facts.window
+    if window is None or window >= pattern.shape[-1]:
+        return
+    if pattern.masked_select(unseen).any():
+        raise ScanError(
+            f"interventions: an edit gives attention to keys that queries of layer {layer} do not "
+            f"see: they see {window} keys; leave the layer out or lower n_ctx"
+        )

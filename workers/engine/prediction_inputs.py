@@ -13,7 +13,8 @@ from torch import Tensor
 from schemas.errors import ModelError
 from workers.engine.dense_engine import DenseEngine
 from workers.engine.edits import Edit, Edits
-from workers.engine.engine import Activations, StopPass
+from workers.engine.engine import Activations, Engine, StopPass
+from workers.engine.fused_engine import FusedEngine
 from workers.model.layer_weights import first_mlp_out_or_nan
 from workers.model.model import Model
 
@@ -124,11 +125,22 @@ def _after_first_layer(inputs: PredictionInputs, edits: Edits) -> Tensor:
     streams: list[Tensor] = []
 
     def keep_stream(_layer: int, activations: Activations) -> None:
-        streams.append(activations["resid_post"])
-        raise StopPass
+        # The fused engine shows a layer after its attention, and once more at its end.
+        if "resid_post" in activations:
+            streams.append(activations["resid_post"])
+            raise StopPass
 
-    DenseEngine(inputs.model, edits).run(inputs.tokens, {}, keep_stream)
+    engine = _engine_of_first_layer(inputs.model).edited(edits)
+    engine.run(inputs.tokens, {}, keep_stream, ("resid_post",), layers=[0])
     return streams[0]
+
+
+def _engine_of_first_layer(model: Model) -> Engine:
+    """The fused engine, which builds no matrix of T², if it can run and edit the first layer."""
+    is_known = model.attention_problem is None and 0 in model.info.attention_layers_or_all
+    if not is_known or not model.modules("pos_embed"):
+        return DenseEngine(model)
+    return FusedEngine(model, "float64" if model.dtype == torch.float64 else "float32")
 
 
 WITHOUT_POSITIONS = Edits([Edit("pos_embed", lambda positions, _: torch.zeros_like(positions))])

@@ -16,8 +16,10 @@ from schemas.errors import RunError, ScanError
 from schemas.intervention import Intervention
 from schemas.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
 from schemas.scan import Scan
+from workers.engine.attention_scores import unseen_keys, window_of
 from workers.engine.edits import hidden_keys
 from workers.interventions import BoundIntervention, bind, check_targets, needs_bridge
+from workers.model.attention_facts import AttentionFacts
 from workers.model.model import Model
 
 EngineName = Literal["fused", "dense"]
@@ -73,7 +75,7 @@ def _settle(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     """The same, also where the model has no dense engine."""
     bound = bind(intervention)
     bound.check(model.info, scan.n_ctx)
-    _check_visible(bound, scan.n_ctx)
+    _check_visible(model, bound, scan.n_ctx)
     check_targets(model, bound)
     if scan.engine == "dense":
         return Settled(bound, "dense", "engine is 'dense'")
@@ -84,7 +86,7 @@ def _settle(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     return Settled(bound, "fused", "") if reason is None else Settled(bound, "dense", reason)
 
 
-def _check_visible(bound: BoundIntervention, n_ctx: int) -> None:
+def _check_visible(model: Model, bound: BoundIntervention, n_ctx: int) -> None:
     """Refuse masks that together leave a query without a key.
 
     They are tried on one head of zeros. Masks of single heads, and masks that read something else,
@@ -95,14 +97,26 @@ def _check_visible(bound: BoundIntervention, n_ctx: int) -> None:
         for part in bound.activation_parts
         if part.target == "attn_scores" and not part.registered.reads and "head" not in part.options
     ]
-    # None stands for the layers that only masks of every layer edit.
-    for layer in {part.layer for part in masks}:
+    layers_by_case: dict[tuple[int, tuple[bool, ...]], int] = {}
+    for layer in model.info.attention_layers_or_all:
+        is_masked_by = tuple(part.layer in (None, layer) for part in masks)
+        if any(is_masked_by):
+            window = window_of(_facts_of(model, layer), n_ctx)
+            # Layers with the same window and masks are tried once.
+            layers_by_case.setdefault((window, is_masked_by), layer)
+    for layer in layers_by_case.values():
+        unseen = unseen_keys(n_ctx, _facts_of(model, layer), torch.device("cpu"))
         scores = torch.zeros(1, 1, n_ctx, n_ctx, dtype=torch.float16)
         for part in masks:
             if part.layer in (None, layer):
                 scores = part.registered.function(scores, **part.options)
         # Raises `ScanError` if a query sees no key.
-        hidden_keys(scores)
+        hidden_keys(scores, unseen)
+
+
+def _facts_of(model: Model, layer: int) -> AttentionFacts:
+    """The facts of a layer that attends; no window if they are not known."""
+    return model.facts(layer) or AttentionFacts(1.0)
 
 
 def check_bridge_precision(settled: Settled, precision: str) -> None:

@@ -17,6 +17,7 @@ from workers.model.attention_facts import AttentionFacts
 from workers.model.attention_layers import attending, own_attention
 from workers.model.bare_modules import output_projection
 from workers.model.model_info import ModelInfo
+from workers.model.whole_attention import attend_whole
 
 CHECK_TOKENS = 16
 """Tokens of the check, if no window is shorter."""
@@ -52,31 +53,6 @@ class _Pass:
     projected: dict[int, Tensor] = field(default_factory=dict)
     """What each layer's output projection is given, where its module is known."""
     layer: int = -1
-
-
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
-    """Attention as `AttentionFacts` defines it, with whole matrices: z `[batch pos head d_v]`."""
-    # Written out, and not with the engines' code: this is what a model's facts are judged by, and
-    # `workers.model` imports no engine.
-    queries_per_key = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(queries_per_key, 1)
-    v = v.repeat_interleave(queries_per_key, 1)
-    scores = q.float() @ k.float().mT * facts.scale
-    if facts.soft_cap is not None:
-        scores = facts.soft_cap * torch.tanh(scores / facts.soft_cap)
-    positions = torch.arange(scores.shape[-1], device=q.device)
-    lag = positions[:, None] - positions
-    if facts.slopes is not None:
-        scores = scores - facts.slopes[:, None, None] * lag
-    hidden = lag < 0
-    if facts.window is not None:
-        hidden = hidden | (lag >= facts.window)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if facts.sink is not None:
-        sink = facts.sink[:, None, None].expand(*scores.shape[:-1], 1).to(scores.dtype)
-        scores = torch.cat([scores, sink], dim=-1)
-    pattern = scores.softmax(-1)[..., : len(positions)]
-    return (pattern.to(v.dtype) @ v).transpose(1, 2)
 
 
 class _SeenEnough(Exception):

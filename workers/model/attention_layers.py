@@ -7,7 +7,6 @@ gets another class. All of them then call the function that `attending` has set.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from schemas.errors import ModelError
 from workers.model.attention_facts import Attend, AttentionFacts
 from workers.model.rotations import Rotation, note_rotations
+from workers.model.whole_attention import whole_pattern
 
 IMPLEMENTATION = "headcount"
 """The name under which Hugging Face models look our attention and our masks up."""
@@ -257,8 +257,14 @@ TOLERANCE = 1e-4
 """Largest difference allowed between the probabilities of a model's pattern and those of q·k."""
 
 
-def scale_of(attention: nn.Module, d_head: int) -> float:
-    """What a module multiplies q·k by, from its fields; 1/√d_head if it has none of them."""
+def facts_of_module(attention: nn.Module, d_head: int) -> AttentionFacts:
+    """The scale and the cap that a module's fields name; 1/√d_head and no cap if none does."""
+    caps = [_number(attention, name) for name in CAPS]
+    soft_cap = next((cap for cap in caps if cap is not None and cap > 0), None)
+    return AttentionFacts(_scale_of(attention, d_head), soft_cap)
+
+
+def _scale_of(attention: nn.Module, d_head: int) -> float:
     if type(attention).__name__ in UNSCALED:
         return 1.0
     for name in FACTORS:
@@ -272,24 +278,12 @@ def scale_of(attention: nn.Module, d_head: int) -> float:
     return d_head**-0.5
 
 
-def scores_from(attention: nn.Module, q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """The scores `[batch head query key]` that a module should make of q and k
-    `[batch pos head d_head]`, before any bias and mask.
-    """
-    products = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale
-    for name in CAPS:
-        cap = _number(attention, name)
-        if cap is not None and cap > 0:
-            return cap * torch.tanh(products / cap)
-    return products
-
-
 def score_problem(
-    made: Tensor, shown: Tensor, pattern: Tensor, *, rotations_hidden: bool
+    made: Tensor, shown: Tensor, pattern: Tensor, facts: AttentionFacts, *, rotations_hidden: bool
 ) -> tuple[bool, str | None]:
     """Check the scores of an unedited run against its pattern.
 
-    `made` are the scores from q·k and the scale, `shown` those that the bridge shows. All are
+    `made` are the scores from q·k and the facts, `shown` those that the bridge shows. All are
     `[batch head query key]`, of two sequences. Returns whether the shown ones are the scores behind
     the pattern, and what is wrong with the made ones, None if they are right.
 
@@ -298,31 +292,31 @@ def score_problem(
     if not made.shape == shown.shape == pattern.shape:
         shapes = [list(tensor.shape) for tensor in (made, shown, pattern)]
         return False, f"q·k, scores and pattern have the shapes {shapes}, which differ"
-    shows_scores = _largest_difference(causal_softmax(shown), pattern) < TOLERANCE
-    pattern_difference = _largest_difference(causal_softmax(made), pattern)
+    shows_scores = _largest_difference(whole_pattern(shown, facts), pattern) < TOLERANCE
+    pattern_difference = _largest_difference(whole_pattern(made, facts), pattern)
     if pattern_difference < TOLERANCE:
         return shows_scores, None
-    # The made scores may still be right if the model adds something that q and k do not hold.
-    added = (shown - made).tril()
-    score_tolerance = TOLERANCE * max(1.0, _largest_size(made.tril()))
-    if shows_scores:
-        # A bias of positions, such as ALiBi's, is the same for both sequences.
-        if _largest_difference(added[:1], added[1:]) < score_tolerance:
-            return True, None
-        # A rotation keeps the product of a query and a key at the same position.
-        added_at_same_position = added.diagonal(dim1=-2, dim2=-1)
-        if rotations_hidden and _largest_size(added_at_same_position) < score_tolerance:
-            return True, None
+    if shows_scores and _adds_something_harmless(made, shown, facts, rotations_hidden):
+        return True, None
     return shows_scores, (
         f"their softmax differs by {pattern_difference:.2g} from the pattern (allowed "
         f"{TOLERANCE:g})"
     )
 
 
-def causal_softmax(scores: Tensor) -> Tensor:
-    """The pattern that scores make when no query sees the future."""
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, -math.inf).softmax(-1)
+def _adds_something_harmless(
+    made: Tensor, shown: Tensor, facts: AttentionFacts, rotations_hidden: bool
+) -> bool:
+    """Whether shown scores are the made ones and something that q and k do not hold."""
+    seen = whole_pattern(torch.zeros_like(made), facts) > 0
+    added = (shown - made).masked_fill(~seen, 0)
+    score_tolerance = TOLERANCE * max(1.0, _largest_size(made.tril()))
+    # A bias of positions, such as ALiBi's, is the same for both sequences.
+    if _largest_difference(added[:1], added[1:]) < score_tolerance:
+        return True
+    # A rotation keeps the product of a query and a key at the same position.
+    added_at_same_position = added.diagonal(dim1=-2, dim2=-1)
+    return rotations_hidden and _largest_size(added_at_same_position) < score_tolerance
 
 
 def _largest_difference(first: Tensor, second: Tensor) -> float:

@@ -17,11 +17,12 @@ from schemas.errors import ModelError
 from schemas.places import reason
 from workers.model.attention_check import SettledAttention, active_stream, settle_attention
 from workers.model.attention_facts import Attend, AttentionFacts
-from workers.model.attention_layers import attending, scale_of, score_problem, scores_from
+from workers.model.attention_layers import attending, facts_of_module, score_problem
 from workers.model.bare_modules import has_rotations, projection
 from workers.model.circuit import Circuit, effective_positions
 from workers.model.model_info import ModelInfo
 from workers.model.rotations import Rotation
+from workers.model.whole_attention import whole_scores
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -54,14 +55,14 @@ class Hook(Protocol):
 
 
 @dataclass(frozen=True)
-class LayerScale:
-    """What a layer multiplies q·k by, as its module says and as its own attention confirms."""
+class ShownAttention:
+    """What the bridge shows of a layer's attention, as an unedited run confirms it."""
 
-    scale: float
-    shown: bool
+    facts: AttentionFacts
+    shows_scores: bool
     """Whether the bridge shows the scores behind the layer's pattern."""
     problem: str | None
-    """Why q·k and the scale do not make the layer's pattern; None if they do."""
+    """Why q, k and the facts do not make the layer's pattern; None if they do."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Model:
         self.bridge_problem = bridge_problem
         self._optional_bridge = bridge
         self._modules = modules
-        self._layer_scales: list[LayerScale] = []
+        self._shown: dict[int, ShownAttention] = {}
         self._attention = SettledAttention()
         self._rotations: dict[int, dict[int, Rotation]] = {}
         """By length of the sequences, what was asked for."""
@@ -198,23 +199,34 @@ class Model:
     # Scores
 
     def scale(self, layer: int) -> float:
-        """What q·k is multiplied by to make the scores of a layer."""
-        if not self.has_bridge:
-            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
-        settled = self._layer_scales[layer]
-        if settled.problem is not None:
-            raise ModelError(
-                f"{self.info.name}: the scores of layer {layer} could not be made as "
-                f"{settled.scale:.4g} · q·k, as its attention module says: {settled.problem}"
-            )
-        return settled.scale
+        """What q·k is multiplied by to make the scores of a layer that the bridge shows."""
+        return self.shown_facts(layer).scale
+
+    def shown_facts(self, layer: int) -> AttentionFacts:
+        """How a layer turns the q and k that the bridge shows into its pattern.
+
+        A layer whose pattern they do not make is refused.
+        """
+        shown = self._shown_attention(layer)
+        if shown.problem is not None:
+            raise ModelError(f"{self.info.name}: {shown.problem}")
+        return shown.facts
 
     def shows_scores(self, layer: int) -> bool:
         """Whether `attn_scores` are the scores behind a layer's pattern.
 
         Some architectures do not show them.
         """
-        return self._layer_scales[layer].shown
+        return self._shown_attention(layer).shows_scores
+
+    def _shown_attention(self, layer: int) -> ShownAttention:
+        if not self.has_bridge:
+            raise ModelError(f"{self.info.name}: {self.bridge_problem}")
+        return self._shown[layer]
+
+    def changes_z(self, layer: int) -> bool:
+        """Whether a layer changes z before its output projection, for example by a gate."""
+        return layer in self._attention.gated
 
     def facts(self, layer: int) -> AttentionFacts | None:
         """How a layer turns q·k into a pattern; None if it does not attend, or it is not known."""
@@ -261,25 +273,26 @@ class Model:
         """Settle the facts of every layer, for either engine. `load_model` calls this once."""
         self._attention = settle_attention(self.info, self.bare, self.blocks)
         if self.has_bridge:
-            self._settle_scales()
+            self._settle_shown_attention()
         if not self.has_bridge and self._attention.problem is not None:
             raise ModelError(f"{self.info.name}: {self._attention.problem}; {self.bridge_problem}")
 
-    def _settle_scales(self) -> None:
-        """Read every layer's scale from its attention module, and check it against the bridge.
+    def _settle_shown_attention(self) -> None:
+        """Hold what the bridge shows of every layer that attends against the layer's facts.
 
         The check runs the unedited model on two short sequences and compares.
         """
         shape = (2, min(self.info.n_ctx, CHECK_TOKENS))
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.info.d_vocab, shape, generator=generator).to(self.device)
-        activations: list[dict[str, Tensor]] = [{} for _ in self.blocks]
+        activations: dict[int, dict[str, Tensor]] = {}
         hooks: list[tuple[str, Hook]] = []
-        for layer, activations_of_layer in enumerate(activations):
+        for layer in self.info.attention_layers_or_all:
+            activations[layer] = {}
             for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern"):
                 place = self.hook_name(name, layer)
                 if self.has_hook(place):
-                    hooks.append((place, _recording(activations_of_layer, name)))
+                    hooks.append((place, _recording(activations[layer], name)))
 
         def end_pass(value: Tensor, hook: object) -> None:
             raise _SeenEnough
@@ -293,33 +306,43 @@ class Model:
             # Not fatal: the model may still run on its bare modules.
             self.bridge_problem = f"TransformerLens cannot run this model ({reason(error)})"
             return
-        self._layer_scales = [
-            self._settle_scale(layer, activations_of_layer)
-            for layer, activations_of_layer in enumerate(activations)
-        ]
+        self._shown = {
+            layer: self._settle_layer(layer, activations_of_layer)
+            for layer, activations_of_layer in activations.items()
+        }
 
-    def _settle_scale(self, layer: int, activations: dict[str, Tensor]) -> LayerScale:
-        """The scale of a layer, checked against the activations of an unedited run."""
+    def _settle_layer(self, layer: int, activations: dict[str, Tensor]) -> ShownAttention:
+        """What the bridge shows of a layer, held against the activations of an unedited run."""
         attention = getattr(self._bridge.blocks[layer], "attn", None)
-        if attention is None:
-            return LayerScale(math.nan, False, "it has no attention that the bridge shows")
-        attention = attention.original_component
-        scale = scale_of(attention, self.info.d_head)
         # What a rotary layer multiplies is the rotated q and k, if the bridge shows them.
         q = activations.get("rot_q", activations.get("q"))
         k = activations.get("rot_k", activations.get("k"))
         pattern = activations.get("pattern")
-        if q is None or k is None or q.dim() != 4 or k.dim() != 4 or pattern is None:
-            return LayerScale(scale, False, "the bridge does not show q, k and pattern by head")
-        # Query heads may share a key head.
-        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-        shown, score_difference = score_problem(
-            scores_from(attention, q, k, scale),
+        if attention is None or q is None or k is None or pattern is None:
+            problem = f"TransformerLens does not show q, k and pattern of layer {layer}"
+            return ShownAttention(AttentionFacts(math.nan), False, problem)
+        facts = self.facts(layer)
+        if facts is None or self.attention_problem is not None:
+            # Nothing has confirmed the facts of the bare modules.
+            facts = facts_of_module(attention.original_component, self.info.d_head)
+        if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2]:
+            problem = f"TransformerLens does not show q and k of layer {layer} by head"
+            return ShownAttention(facts, False, problem)
+        shows_scores, difference = score_problem(
+            whole_scores(q.transpose(1, 2), k.transpose(1, 2), facts),
             activations.get("attn_scores", pattern),
             pattern,
+            facts,
             rotations_hidden=self.rotary and "rot_q" not in activations,
         )
-        return LayerScale(scale, shown, score_difference)
+        if difference is None:
+            return ShownAttention(facts, shows_scores, None)
+        cause = "computes other scores" if shows_scores else "hides the q and k that are multiplied"
+        problem = (
+            f"the scores of layer {layer} could not be made as {facts.scale:.4g} · q·k: "
+            f"{difference}; TransformerLens {cause}"
+        )
+        return ShownAttention(facts, shows_scores, problem)
 
     # Weights
 
@@ -335,10 +358,15 @@ class Model:
         if self._optional_bridge is None:
             return projection(self.blocks[layer], name, self.info)
         attention = getattr(self._optional_bridge.blocks[layer], "attn", None)
+        from transformer_lens.model_bridge.generalized_components.attention import (
+            PerLayerGeometryError,
+        )
+
         try:
             weight = getattr(attention, name, None)
-        except NotImplementedError:
-            # Latent attention has no such matrix.
+        except (NotImplementedError, PerLayerGeometryError):
+            # Latent attention has no such matrix. Heads of a layer may have a width of their own,
+            # as in Gemma 4, and the bridge splits by that of the config.
             return None
         return weight if isinstance(weight, Tensor) else None
 
