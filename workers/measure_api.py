@@ -81,9 +81,6 @@ def measure(
     prepared = _PREPARED.get(modules)
     if prepared is None or not prepared.borrowed.fits(modules):
         prepared = _Prepared(borrow(modules))
-        # Copied weights would be those of now for ever, and take memory.
-        if prepared.borrowed.is_shared:
-            _PREPARED[modules] = prepared
     borrowed = prepared.borrowed
     info = borrowed.model.info
     token_ids = _token_ids(tokens, info)
@@ -113,6 +110,11 @@ def measure(
             measured = replica.measure(token_ids, intervention)
             rows = sequence_rows(HEADS, scan, shard, measured)
             tables.append(with_partitions(rows, run_id, str(intervention)))
+    # Copied weights would be those of now for ever, and take memory.
+    if borrowed.is_shared:
+        _PREPARED[modules] = prepared
+    else:
+        _PREPARED.pop(modules, None)
     return pa.concat_tables(tables).unify_dictionaries()
 
 

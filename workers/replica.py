@@ -29,6 +29,7 @@ from workers.measurements.batch import Measurements, PendingBatch, collect, laun
 from workers.measurements.batch_size import BatchSize
 from workers.measurements.requested import Requested
 from workers.measurements.weight_tables import tables_of_weights
+from workers.model.layer_weights import READ_THROUGH_BRIDGE
 from workers.model.loading import load_model
 from workers.model.model import Model
 from workers.model.model_info import ModelInfo
@@ -55,6 +56,9 @@ class Replica:
         # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         self.model = load(info, scan.weight_processing, self.device, dtype)
+        if _reads_bridge(scan):
+            # Now, because a pass that boots it would last seconds longer than the others.
+            self.model.boot_bridge()
         self.settlement = settle(self.model, scan, self.device)
         self.depth = scan.depth(self.model.info)
         """How many layers a forward pass goes through."""
@@ -226,6 +230,15 @@ class _Sequences:
             {name: mask[some] for name, mask in self.masks.items()},
             None if self.partner is None else self.partner[some],
         )
+
+
+def _reads_bridge(scan: Scan) -> bool:
+    """Whether a formula of a scan reads weights, which the bridge names."""
+    if scan.kinds("from the weights"):
+        return True
+    formulas = [formula for kind in scan.kinds() for formula in scan.formulas(kind)]
+    names = {name for formula in formulas for name in (*formula.parameters, *formula.conditions)}
+    return not names.isdisjoint(READ_THROUGH_BRIDGE)
 
 
 def resolve_device(device: str) -> str:

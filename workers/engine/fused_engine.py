@@ -108,7 +108,7 @@ class FusedEngine:
         # A GPU wants large products, and a narrow format would convert the weights for each piece.
         if device != "cpu" or self.formats.linears not in ("float32", "float64"):
             return nullcontext()
-        return mlps_in_pieces(self.model.modules("mlp_out"))
+        return mlps_in_pieces(self.model.mlps)
 
     def edited(self, edits: Edits) -> FusedEngine:
         """The same engine with edits of activations."""
@@ -206,7 +206,8 @@ class _FusedPass:
             begin_layer = partial(self._begin_layer, layer)
             hooks.append(block.register_forward_pre_hook(begin_layer, with_kwargs=True))
             hooks.append(block.register_forward_hook(partial(self._end_layer, layer)))
-        for name in ("embed", "pos_embed", "attn_out", "mlp_out"):
+        # Only the bridge may know the modules of an activation, so they are not asked for in vain.
+        for name in filter(self.edits.touch, ("embed", "pos_embed", "attn_out", "mlp_out")):
             for layer, module in enumerate(self.model.modules(name)):
                 if self.edits.touch(name, layer):
                     edit_output = partial(self._edit_output, name)

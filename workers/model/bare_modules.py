@@ -16,6 +16,9 @@ ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer", "tempo
 MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 """Names of a layer's MLP, the same."""
 
+POSITIONS = ("wpe", "position_embeddings", "positions_embed", "embed_positions")
+"""Names of the module that embeds positions, the same."""
+
 PROJECTIONS = {
     "Q": ("q_proj", "query", "wq"),
     "K": ("k_proj", "key", "wk"),
@@ -53,10 +56,15 @@ def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.M
         "pos_embed": [],
         "normed": [],
         "attn_out": _child_of_each(blocks, ATTENTION),
-        "mlp_out": _child_of_each(blocks, MLP),
+        "mlp_out": find_mlps(blocks),
         "normed_final": [],
         "unembed": [] if unembedding is None else [unembedding],
     }
+
+
+def find_mlps(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The MLP of each layer; empty if a layer has no module of a known name."""
+    return _child_of_each(blocks, MLP)
 
 
 def _child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:
@@ -111,3 +119,8 @@ def output_projection(block: nn.Module) -> nn.Module | None:
 def has_rotations(model: nn.Module) -> bool:
     """Whether q and k are rotated by their positions: the model has a module that makes angles."""
     return any("rotary" in name.rsplit(".", 1)[-1] for name, _ in model.named_modules())
+
+
+def has_position_embeddings(model: nn.Module) -> bool:
+    """Whether the model has a module of a known name that embeds positions, to be added."""
+    return any(name.rsplit(".", 1)[-1] in POSITIONS for name, _ in model.named_modules())

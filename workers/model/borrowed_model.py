@@ -8,18 +8,18 @@ shares the tensors: it costs no memory, and it sees every step of an optimizer. 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
-from workers.model.loading import LoadedModules, bridged, model_of
+from workers.model.loading import bridgeable, model_of, modules_of_bridge
 from workers.model.model import Model
 from workers.model.model_info import ModelInfo, shape_of
 
@@ -52,8 +52,17 @@ class BorrowedModel:
     is_bridge: bool
     """Whether it was a `TransformerBridge`, which only the dense engine runs."""
     layout: Layout
-    is_shared: bool
-    """Whether all weights are theirs, so that it sees what becomes of them."""
+    places: frozenset[int]
+    """Where in memory their weights lie."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all weights are theirs, so that it sees what becomes of them.
+
+        Weights in narrow formats were copied. Bridges of some architectures split weights into
+        copies, so the answer may change when the bridge is booted.
+        """
+        return _places(self.model.all_weights()) <= self.places
 
     def fits(self, modules: nn.Module) -> bool:
         """Whether it still has the weights of the modules, whatever these are now."""
@@ -100,7 +109,8 @@ def borrow(modules: nn.Module) -> BorrowedModel:
     with torch.random.fork_rng(devices), _current(device):
         is_bridge = _is_bridge(modules)
         model = _of_bridge(modules) if is_bridge else _of_transformers(modules, device)
-    return BorrowedModel(model, device.type, is_bridge, _layout(modules), _shares(model, modules))
+    places = _places(modules.parameters())
+    return BorrowedModel(model, device.type, is_bridge, _layout(modules), places)
 
 
 # A model of transformers
@@ -121,7 +131,7 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
     own = _copy(modules, dtype)
     # The bridge shows the scores and the pattern only of this attention.
     own.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
-    return model_of(info, bridged(info, own, str(device), dtype), "raw")
+    return model_of(info, bridgeable(info, own, str(device), dtype), "raw")
 
 
 def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -174,8 +184,7 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
     is_training = {part: part.training for part in bridge.modules()}
     bridge.eval()
     try:
-        loaded = LoadedModules(bridge, bridge.original_model, list(bridge.blocks))
-        return model_of(info, loaded, "raw")
+        return model_of(info, modules_of_bridge(bridge), "raw")
     finally:
         for part, training in is_training.items():
             part.training = training
@@ -204,14 +213,9 @@ def _layout(modules: nn.Module) -> Layout:
     )
 
 
-def _shares(model: Model, modules: nn.Module) -> bool:
-    """Whether every weight that the model reads lies in a tensor of the modules.
-
-    Weights in narrow formats were copied. Bridges of some architectures split weights into copies.
-    """
-    places = {weight.untyped_storage().data_ptr() for weight in modules.parameters()}
-    own_weights = chain(model.bare.parameters(), model._bridge.parameters())
-    return all(weight.untyped_storage().data_ptr() in places for weight in own_weights)
+def _places(weights: Iterable[Tensor]) -> frozenset[int]:
+    """Where in memory weights lie. A view lies where its tensor does."""
+    return frozenset(weight.untyped_storage().data_ptr() for weight in weights)
 
 
 def _one_device(modules: nn.Module) -> torch.device:

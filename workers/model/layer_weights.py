@@ -13,6 +13,16 @@ from workers.model.model import Model, at_least_float32
 READABLE_WEIGHTS = ("b_Q", "b_K", "W_K", "W_O")
 """Names of `schemas.statistics.LAYER_VALUES` that are weights."""
 
+READ_THROUGH_BRIDGE = (
+    *READABLE_WEIGHTS,
+    "effective",
+    "first_mlp_out",
+    "positions_known",
+    "position_after_mlp",
+    "position_after_layer",
+)
+"""Names of what formulas read that is made of weights which only the bridge names."""
+
 
 def attention_weights(model: Model, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
     """Those of a layer's weights of these names that are known, as they are now, edits included."""

@@ -1,7 +1,7 @@
-"""From a model's files to a `Model`: its weights, wrapped in a `TransformerBridge`.
+"""From a model's files to a `Model`: its bare modules, and how their `TransformerBridge` is booted.
 
-A model in Hugging Face's layout is loaded by transformers. One in TransformerLens's old layout is
-converted to modules of TransformerLens's own.
+A model in Hugging Face's layout is loaded by transformers, and its bridge is booted when something
+asks for it. One in TransformerLens's old layout is converted to modules of TransformerLens's own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,7 @@ from schemas.places import reason
 from workers.model.attention_layers import native_attention, take_over_attention
 from workers.model.attention_modules import take_over_modules
 from workers.model.bare_modules import find_blocks, find_modules
-from workers.model.model import Model
+from workers.model.model import BootedBridge, Model
 from workers.model.model_info import LEGACY_PLAIN, ModelInfo, weight_files
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ LEGACY_FIELDS = (
 
 
 class LoadedModules(NamedTuple):
-    """A bridge, the bare modules, and those of them that are the layers."""
+    """The bare modules, those of them that are the layers, and how their bridge is booted."""
 
-    bridge: TransformerBridge | None
     bare: nn.Module
     blocks: list[nn.Module]
-    bridge_problem: str | None = None
-    """Why there is no bridge."""
+    known: dict[str, list[nn.Module]]
+    """Modules by activation, as far as they are known without the bridge."""
+    boot: Callable[[], BootedBridge]
+    has_booted: bool = False
+    """Whether the bridge is there already."""
 
 
 def load_model(
@@ -64,22 +66,25 @@ def load_model(
 
 def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
     """A model from its modules; `weights` is `raw` or `folded`."""
-    bridge, bare, blocks, bridge_problem = loaded
-    if bridge is None:
-        modules = find_modules(bare, blocks)
-    else:
-        modules = _modules_by_activation(bridge, bare, blocks)
     if weights == "folded":
-        if bridge is None:
-            raise ModelError(f"{info.name}: {bridge_problem}, which folds weights")
-        # Only the bridge gets folded weights. The bare modules keep the weights as trained, so
-        # whatever is folded must not be asked of them.
-        bridge.enable_compatibility_mode()
-        modules["unembed"] = [_folded_unembedding(bridge)]
-        modules["mlp_out"] = []
-    model = Model(info, bridge, bare, blocks, modules, bridge_problem)
+        loaded = _folded(info, loaded)
+    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot)
     model.settle_attention()
+    if loaded.has_booted:
+        model.boot_bridge()  # It costs no more than its check.
     return model
+
+
+def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
+    """The same modules, with a bridge whose weights are folded."""
+    booted = loaded.boot()
+    if booted.bridge is None:
+        raise ModelError(f"{info.name}: {booted.problem}, which folds weights")
+    # Only the bridge gets folded weights. The bare modules keep the weights as trained, so whatever
+    # is folded must not be asked of them.
+    booted.bridge.enable_compatibility_mode()
+    known = loaded.known | {"unembed": [_folded_unembedding(booted.bridge)], "mlp_out": []}
+    return LoadedModules(loaded.bare, loaded.blocks, known, lambda: booted, has_booted=True)
 
 
 def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
@@ -96,20 +101,41 @@ def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
 
 
 def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
-    return bridged(info, _pretrained(info, dtype), device, dtype)
+    return bridgeable(info, _pretrained(info, dtype), device, dtype)
 
 
-def bridged(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) -> LoadedModules:
-    """A bridge of a model of transformers, and its bare modules. The model itself is used up."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    _forbid_installs()
+def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) -> LoadedModules:
+    """The bare modules of a model of transformers. The model itself is kept for the bridge."""
     model.eval().requires_grad_(False).to(device)
-    # The bridge replaces modules in place, so the bare modules are copied first. The memo makes
-    # the copy share the tensors.
+    # A bridge replaces modules in place, so the bare modules are a copy. The memo makes the copy
+    # share the tensors.
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     bare = copy.deepcopy(model, memo=tensors)
     _fuse_gelu(bare, in_place=True)
+    take_over_attention(bare)
+    take_over_modules(bare)
+    blocks = find_blocks(bare, info)
+
+    def boot() -> BootedBridge:
+        return _boot_hugging_face(info, model, bare, blocks, device, dtype)
+
+    found = find_modules(bare, blocks)
+    known = {activation: found[activation] for activation in ("embed", "unembed")}
+    return LoadedModules(bare, blocks, known, boot)
+
+
+def _boot_hugging_face(
+    info: ModelInfo,
+    model: nn.Module,
+    bare: nn.Module,
+    blocks: list[nn.Module],
+    device: str,
+    dtype: torch.dtype,
+) -> BootedBridge:
+    """The bridge of a model of transformers, which is used up, and shares the tensors of `bare`."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    _forbid_installs()
     _fuse_gelu(model)
     try:
         with _stub_tokenizer() as tokenizer:
@@ -117,18 +143,17 @@ def bridged(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) 
                 info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
             )
         components: Any = bridge.adapter.component_mapping
-        blocks: Any = bare.get_submodule(components["blocks"].name)
+        layers: Any = bare.get_submodule(components["blocks"].name)
+        if list(layers) != blocks:
+            raise ModelError(f"{info.name}: TransformerLens finds other layers in it")
+        modules = _modules_by_activation(bridge, bare, blocks)
     except Exception:
         # Its message lists every architecture that it knows. Ours says what follows from it.
-        take_over_attention(bare)
-        take_over_modules(bare)
         problem = f"TransformerLens has no bridge for {type(bare).__name__}"
-        return LoadedModules(None, bare, find_blocks(bare, info), problem)
+        return BootedBridge(None, find_modules(bare, blocks), problem)
     # Again, because the bridge has put modules of its own in.
     model.requires_grad_(False)
-    take_over_attention(bare)
-    take_over_modules(bare)
-    return LoadedModules(bridge, bare, list(blocks))
+    return BootedBridge(bridge, modules)
 
 
 def _forbid_installs() -> None:
@@ -234,7 +259,7 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModu
         # The weights stay where they are; only `forward` changes.
         block.attn.original_component.__class__ = attention_class
     # These modules are TransformerLens's own, so bridge and bare modules are the same.
-    return LoadedModules(bridge, bridge.original_model, list(bridge.blocks))
+    return modules_of_bridge(bridge)
 
 
 def _legacy_config(path: Path) -> dict[str, Any]:
@@ -293,6 +318,13 @@ def _legacy_bridge(
 
 
 # Either layout
+
+
+def modules_of_bridge(bridge: TransformerBridge) -> LoadedModules:
+    """The modules of a bridge that is there, and that has no other bare modules than its own."""
+    bare, blocks = bridge.original_model, list(bridge.blocks)
+    booted = BootedBridge(bridge, _modules_by_activation(bridge, bare, blocks))
+    return LoadedModules(bare, blocks, {}, lambda: booted, has_booted=True)
 
 
 def _modules_by_activation(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,12 @@ from schemas.places import reason
 from workers.model.attention_check import SettledAttention, active_stream, settle_attention
 from workers.model.attention_facts import Attend, AttentionFacts
 from workers.model.attention_layers import attending, facts_of_module, score_problem
-from workers.model.bare_modules import has_rotations, projection
+from workers.model.bare_modules import (
+    find_mlps,
+    has_position_embeddings,
+    has_rotations,
+    projection,
+)
 from workers.model.circuit import Circuit, effective_positions
 from workers.model.model_info import ModelInfo
 from workers.model.rotations import Rotation
@@ -80,49 +85,93 @@ class EditableWeight:
     """Returns the weight as the model reads it now."""
 
 
+class BootedBridge(NamedTuple):
+    """What TransformerLens makes of a model, and what it tells of the bare modules."""
+
+    bridge: TransformerBridge | None
+    modules: dict[str, list[nn.Module]]
+    """The bare modules whose outputs are activations, by activation: one for each layer, or one in
+    all.
+    """
+    problem: str | None = None
+    """Why there is no bridge."""
+
+
 class Model:
     """One set of weights, seen in two ways.
 
     The bridge shows activations through TransformerLens's hooks. The bare modules are those of the
     model's own library, which run faster. Both share most tensors. Nobody outside this room touches
     the bridge. TransformerLens does not bridge every architecture, so there may be none.
+
+    To import TransformerLens and to boot a bridge takes seconds, and the bare modules measure
+    without it. So the bridge is booted when something first asks for it.
     """
 
     def __init__(
         self,
         info: ModelInfo,
-        bridge: TransformerBridge | None,
         bare: nn.Module,
         blocks: Sequence[nn.Module],
-        modules: dict[str, list[nn.Module]],
-        bridge_problem: str | None = None,
+        known: dict[str, list[nn.Module]],
+        boot: Callable[[], BootedBridge],
     ) -> None:
-        """`modules` are the bare modules whose outputs are activations, by activation: one for each
-        layer, or one in all. `blocks` are the bare modules of the layers. `bridge_problem` says why
-        there is no bridge.
+        """`known` are the modules of `BootedBridge`, as far as they are known without the bridge.
+        `blocks` are the bare modules of the layers.
         """
         self.info = info
         self.bare = bare
         self.blocks = list(blocks)
-        self.bridge_problem = bridge_problem
-        self._optional_bridge = bridge
-        self._modules = modules
+        self._known = known
+        self._boot = boot
+        self._booted: BootedBridge | None = None
+        self._run_problem: str | None = None
+        """Why the bridge cannot run."""
         self._shown: dict[int, ShownAttention] = {}
         self._attention = SettledAttention()
         self._rotations: dict[int, dict[int, Rotation]] = {}
         """By length of the sequences, what was asked for."""
 
+    # The bridge
+
+    def boot_bridge(self) -> BootedBridge:
+        """The bridge, which is booted and checked now if it is not there."""
+        if self._booted is None:
+            devices = [self.device] if self.device.type == "cuda" else []
+            # Libraries draw first weights for modules that they wrap, from the generators of the
+            # process. A pass that asks for the bridge may allow no gradients, for ever.
+            with torch.random.fork_rng(devices), torch.inference_mode(False):
+                self._booted = self._boot()
+            if self._booted.bridge is not None:
+                self._settle_shown_attention()
+        return self._booted
+
+    @property
+    def has_booted(self) -> bool:
+        """Whether something has asked for the bridge."""
+        return self._booted is not None
+
+    @property
+    def _optional_bridge(self) -> TransformerBridge | None:
+        return self.boot_bridge().bridge
+
     @property
     def _bridge(self) -> TransformerBridge:
         """The bridge; what needs it is refused if there is none that runs."""
-        if self._optional_bridge is None or self.bridge_problem is not None:
+        bridge = self._optional_bridge
+        if bridge is None or self.bridge_problem is not None:
             raise ModelError(f"{self.info.name}: {self.bridge_problem}")
-        return self._optional_bridge
+        return bridge
 
     @property
     def has_bridge(self) -> bool:
         """Whether TransformerLens can show the model's activations."""
         return self._optional_bridge is not None and self.bridge_problem is None
+
+    @property
+    def bridge_problem(self) -> str | None:
+        """Why TransformerLens cannot show the model's activations; None if it can."""
+        return self.boot_bridge().problem or self._run_problem
 
     @property
     def device(self) -> torch.device:
@@ -139,6 +188,12 @@ class Model:
     @cached_property
     def rotary(self) -> bool:
         """Whether q and k are rotated by their positions before they are multiplied."""
+        if not self.has_booted:
+            # What the check of the attention saw needs no bridge.
+            if any(facts.rotation for facts in self._attention.facts.values()):
+                return True
+            if has_position_embeddings(self.bare):
+                return False
         if self._optional_bridge is None:
             return has_rotations(self.bare)
         return self._optional_bridge.cfg.positional_embedding_type == "rotary"
@@ -272,9 +327,8 @@ class Model:
     def settle_attention(self) -> None:
         """Settle the facts of every layer, for either engine. `load_model` calls this once."""
         self._attention = settle_attention(self.info, self.bare, self.blocks)
-        if self.has_bridge:
-            self._settle_shown_attention()
-        if not self.has_bridge and self._attention.problem is not None:
+        # Only the bridge measures a model with a problem.
+        if self._attention.problem is not None and not self.has_bridge:
             raise ModelError(f"{self.info.name}: {self._attention.problem}; {self.bridge_problem}")
 
     def _settle_shown_attention(self) -> None:
@@ -304,7 +358,7 @@ class Model:
                 self.run_with_hooks(tokens, hooks)
         except Exception as error:
             # Not fatal: the model may still run on its bare modules.
-            self.bridge_problem = f"TransformerLens cannot run this model ({reason(error)})"
+            self._run_problem = f"TransformerLens cannot run this model ({reason(error)})"
             return
         self._shown = {
             layer: self._settle_layer(layer, activations_of_layer)
@@ -454,23 +508,26 @@ class Model:
         """
         if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
             return False  # There are several, and which of them an edit means is not settled.
+        if activation not in MODULE_OUTPUTS:
+            return True
         if self._optional_bridge is None:
             # What is added to embeddings outside a module of its own is not known.
-            return activation not in MODULE_OUTPUTS or bool(self._modules[activation])
+            return bool(self.modules(activation))
         components = self._optional_bridge.adapter.component_mapping
         assert components is not None
         if activation == "pos_embed":
             return "pos_embed" in components
         if activation == "mlp_out":
             return "mlp" in components["blocks"].submodules
-        return True
+        return True  # Every layer of a bridge has an `attn_out`.
 
     def hides(self, activation: str) -> bool:
         """Whether the model has an activation that is not the output of any module.
 
         OPT's MLPs are not modules. The modules of a folded model have other weights.
         """
-        return self.has(activation) and self._modules.get(activation) == []
+        is_output = activation in MODULE_OUTPUTS
+        return is_output and self.has(activation) and not self.modules(activation)
 
     def modules(self, activation: str) -> list[nn.Module]:
         """The bare modules whose output is an activation: one for each layer, or one in all.
@@ -479,7 +536,20 @@ class Model:
         `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits. The
         list is empty if the model hides or lacks it.
         """
-        return self._modules[activation]
+        if activation in self._known:
+            return self._known[activation]
+        return self.boot_bridge().modules[activation]
+
+    @property
+    def mlps(self) -> list[nn.Module]:
+        """The bare modules of a known name that are MLPs, which tell nothing of `mlp_out`."""
+        return find_mlps(self.blocks)
+
+    def all_weights(self) -> Iterator[Tensor]:
+        """Every weight that it reads: of the bare modules, and of the bridge if it is booted."""
+        yield from self.bare.parameters()
+        if self._booted is not None and self._booted.bridge is not None:
+            yield from self._booted.bridge.parameters()
 
     def stream(self, activation: Tensor) -> Tensor:
         """The stream `[batch pos d_model]` in what a layer takes or hands on.
