@@ -276,8 +276,15 @@ def test_an_older_export_is_replaced_only_if_that_is_said(
 
 def test_what_cannot_be_written_is_said_in_a_line(database: RunDatabase, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(HeadcountError, match=r"razor\.json: cannot be written"):
-        make(database, "razor", tmp_path / "file" / "razor.json")
+    for name in ("razor", "duo"):
+        # Before any scan.
+        with pytest.raises(QueryError, match=r"below/new: .*file is a file; expected a directory"):
+            check_destination(
+                export_format_named(name), str(tmp_path / "file" / "below" / "new"), replace=False
+            )
+    # A name that is longer than a disk allows is found out only when it is written.
+    with pytest.raises(HeadcountError, match="cannot be written"):
+        make(database, "razor", tmp_path / ("long" * 100))
 
 
 # razor
