@@ -18,12 +18,16 @@ def check_destination(export: ExportFormat, output: str, replace: bool) -> Place
     if nothing can be written there.
     """
     destination = absolute(output)
-    if isinstance(destination, Path):
-        _check_parent(destination)
-    if export.writes == "file":
-        _check_file(destination, replace)
-    else:
-        _check_folder(destination, replace)
+    try:
+        if isinstance(destination, Path):
+            _check_parent(destination)
+        if export.writes == "file":
+            _check_file(destination, replace)
+        else:
+            _check_folder(destination, replace)
+    except OSError as error:
+        # A name that is too long, for instance.
+        raise QueryError(f"{destination}: cannot be written ({reason(error)})") from None
     return destination
 
 

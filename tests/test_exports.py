@@ -282,9 +282,12 @@ def test_what_cannot_be_written_is_said_in_a_line(database: RunDatabase, tmp_pat
             check_destination(
                 export_format_named(name), str(tmp_path / "file" / "below" / "new"), replace=False
             )
-    # A name that is longer than a disk allows is found out only when it is written.
-    with pytest.raises(HeadcountError, match="cannot be written"):
+    with pytest.raises(QueryError, match="cannot be written"):
         make(database, "razor", tmp_path / ("long" * 100))
+    with pytest.raises(HeadcountError, match=r"razor\.json: cannot be written"):
+        write_export(
+            export_format_named("razor"), tmp_path / "file" / "razor.json", {"razor.json": b""}
+        )
 
 
 # razor
