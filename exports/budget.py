@@ -29,7 +29,7 @@ COMPRESSION_RATIOS = 99
 
 @export_format(
     "How many recent keys each KV head needs for 90, 95 and 99 % of its attention",
-    read_by="people, spreadsheets; kvpress after 0.5.5 (`LUKVPress`) reads the `.npy`",
+    read_by="people, spreadsheets; kvpress (`LUKVPress`) reads the `.npy`",
     source="https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/lukv_press.py",
     writes="file",
     example="budget.csv",
@@ -76,8 +76,8 @@ def lost_by_window(source: ExportSource) -> np.ndarray:
     beyond the last w keys and behind the first one. Layers that do not attend are NaN.
     """
     n_ctx = source.run["n_ctx"]
-    by_lag = source.profile("attention_by_lag", "lag")
-    first_key = source.profile("sink_attention_by_query", "query")
+    by_lag = _nothing_unseen(source.profile("attention_by_lag", "lag"))
+    first_key = _nothing_unseen(source.profile("sink_attention_by_query", "query"))
     # Of T-d queries that see a key d positions back, query d sees the first key there.
     mass = by_lag * (n_ctx - np.arange(n_ctx)) - first_key
     beyond = np.cumsum(mass[..., ::-1], axis=-1)[..., ::-1]
@@ -86,6 +86,15 @@ def lost_by_window(source: ExportSource) -> np.ndarray:
     lost = np.clip(beyond / queries, 0, 1)
     layers, n_kv_heads = source.kv_shape
     return lost.reshape(layers, n_kv_heads, source.group_size, n_ctx).max(axis=2)
+
+
+def _nothing_unseen(profile: np.ndarray) -> np.ndarray:
+    """A profile `[layer head n_ctx]` that is 0 where it is NaN because a window hides the keys.
+
+    Layers that do not attend have no value at all, and stay NaN.
+    """
+    attends = ~np.isnan(profile).all(-1, keepdims=True)
+    return np.where(attends, np.nan_to_num(profile, nan=0.0), np.nan)
 
 
 def windows(lost: np.ndarray, share: float) -> np.ndarray:
@@ -116,21 +125,24 @@ def window_table(source: ExportSource, lost: np.ndarray, sink: int) -> pa.Table:
 def dropped_shares(lost: np.ndarray, sink: int) -> np.ndarray:
     """The share of its keys that each KV head drops, if 1 % to 99 % of the cache are dropped.
 
-    `[99, layer, kv_head]`. Each further key goes to the head that loses most without it.
+    `[99, layer, kv_head]`. Each further key goes to the head that loses most without it. A layer
+    that does not attend has no cache: it takes no part, and its entries are 0.
     """
-    layers, kv_heads, n_ctx = lost.shape
+    n_ctx = lost.shape[-1]
+    attends = ~np.isnan(lost[..., 0])
     # A longer window never has more use than a shorter one, so a head fills up in order.
-    need = np.minimum.accumulate(np.nan_to_num(lost, nan=0.0), axis=-1)
+    need = np.minimum.accumulate(lost[attends], axis=-1)
+    n_heads = len(need)
     # The first keys of a budget are the sink's; the others are the window's, from w = 0 on.
-    need = np.concatenate([np.full((layers, kv_heads, sink), np.inf), need], axis=-1)[..., :n_ctx]
+    need = np.concatenate([np.full((n_heads, sink), np.inf), need], axis=-1)[:, :n_ctx]
     order = np.argsort(-need.reshape(-1), kind="stable")
     head_of_key = order // n_ctx
-    shares: list[np.ndarray] = []
+    shares = np.zeros((COMPRESSION_RATIOS, *attends.shape), np.float32)
     for percent in range(1, COMPRESSION_RATIOS + 1):
         kept_keys = round(len(order) * (1 - percent / 100))
-        kept = np.bincount(head_of_key[:kept_keys], minlength=layers * kv_heads)
-        shares.append(1 - kept.reshape(layers, kv_heads) / n_ctx)
-    return np.stack(shares).astype(np.float32)
+        kept = np.bincount(head_of_key[:kept_keys], minlength=n_heads)
+        shares[percent - 1, attends] = 1 - kept / n_ctx
+    return shares
 
 
 def _npy(array: np.ndarray) -> bytes:

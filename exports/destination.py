@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -13,13 +14,32 @@ from schemas.places import Place, absolute, names, reason, write_whole
 
 
 def check_destination(export: ExportFormat, output: str, replace: bool) -> Place:
-    """The place of an export. It is an error if something is there that must not be replaced."""
+    """The place of an export. It is an error if something is there that must not be replaced, or
+    if nothing can be written there.
+    """
     destination = absolute(output)
-    if export.writes == "file":
-        _check_file(destination, replace)
-    else:
-        _check_folder(destination, replace)
+    try:
+        if isinstance(destination, Path):
+            _check_parent(destination)
+        if export.writes == "file":
+            _check_file(destination, replace)
+        else:
+            _check_folder(destination, replace)
+    except OSError as error:
+        # A name that is too long, for instance.
+        raise QueryError(f"{destination}: cannot be written ({reason(error)})") from None
     return destination
+
+
+def _check_parent(destination: Path) -> None:
+    """Refuse a place below a file, or one that must not be written: a scan may come first."""
+    parent = next(place for place in destination.parents if place.exists())
+    if not parent.is_dir():
+        raise QueryError(f"{destination}: {parent} is a file; expected a directory, or a free name")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise QueryError(
+            f"{destination}: {parent} cannot be written (no permission); choose another place"
+        )
 
 
 def _check_file(destination: Place, replace: bool) -> None:

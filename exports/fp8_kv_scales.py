@@ -9,6 +9,7 @@ from pydantic import Field
 
 from exports.export_registry import Exported, Needs, export_format
 from exports.export_source import ExportSource, column_of
+from exports.head_profiles import input_notes
 from exports.safetensors_file import safetensors_bytes
 from queries.sql_text import text_literal
 from schemas.errors import QueryError
@@ -58,7 +59,10 @@ def fp8_kv_scales(
             if not np.isnan(largest[layer]).any():
                 name = f"{prefix.replace('{layer}', str(layer))}.{letter}_scale"
                 tensors[name] = of_layer[:, None, None]
-    return Exported(files={"kv_scales": safetensors_bytes(tensors, source.provenance)})
+    return Exported(
+        files={"kv_scales": safetensors_bytes(tensors, source.provenance)},
+        notes=input_notes(source),
+    )
 
 
 def _largest(

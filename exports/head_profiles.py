@@ -8,6 +8,9 @@ from exports.export_source import ExportSource
 from queries.sql_text import text_literal
 from schemas.errors import QueryError
 
+TEXTS_AS_THEY_ARE = ("pile", "csv_texts", "text")
+"""Input families of texts that are neither permuted nor repeated nor made up."""
+
 
 def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.ndarray:
     """The mean of a profile, `[layer head entry]`, its entries in the order of `places`.
@@ -48,11 +51,11 @@ def second_moment_of_heads(source: ExportSource, profile: str) -> np.ndarray:
 
 
 def input_notes(source: ExportSource) -> tuple[str, ...]:
-    """What a user should know of the input that moments were measured on."""
+    """What a user should know of the input that queries, keys or values were measured on."""
     family = source.run["input_family"]
-    if family in ("pile", "csv_texts"):
+    if family in TEXTS_AS_THEY_ARE:
         return ()
     return (
-        f"measured on {family}: queries of other input have other moments. For a file to work "
-        "with, scan the text that the model reads (family pile, with its files)",
+        f"measured on {family}: other input has other queries, keys and values. For a file to work "
+        "with, scan the text that the model reads (family pile or text, with its files)",
     )

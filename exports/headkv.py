@@ -36,8 +36,8 @@ def headkv(source: ExportSource, *, score: Choice = "mass", only_scores: bool = 
       reasoning score is near to it: it counts the token before each token of the answer, leaves out
       keys that are not among the highest, and asks questions that need reasoning. `copy` is the
       retrieval score, as in its files `…_retrieval_heads.json`.
-    * `only_scores`: leave out the second line, which says where the file is from. HeadKV reads the
-      first line alone.
+    * `only_scores`: `true` leaves out the second line, which says where the file is from. HeadKV
+      reads the first line alone.
     """
     scores = scores_by_head(source, STATISTIC[score])
     if not any(map(any, scores.values())):

@@ -31,7 +31,8 @@ def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Expor
     second line says where it is from; the readers named here take the first line alone. The model
     reads the right answer, while Retrieval_Head lets it answer and counts right answers only.
 
-    * `only_scores`: leave out the second line, for readers that take the file as one JSON value.
+    * `only_scores`: `true` leaves out the second line, for readers that take the file as one JSON
+      value.
     """
     scores = scores_by_head(source, "retrieval_score")
     return exported_scores(source, scores, only_scores)

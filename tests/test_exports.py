@@ -276,8 +276,18 @@ def test_an_older_export_is_replaced_only_if_that_is_said(
 
 def test_what_cannot_be_written_is_said_in_a_line(database: RunDatabase, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    for name in ("razor", "duo"):
+        # Before any scan.
+        with pytest.raises(QueryError, match=r"below/new: .*file is a file; expected a directory"):
+            check_destination(
+                export_format_named(name), str(tmp_path / "file" / "below" / "new"), replace=False
+            )
+    with pytest.raises(QueryError, match="cannot be written"):
+        make(database, "razor", tmp_path / ("long" * 100))
     with pytest.raises(HeadcountError, match=r"razor\.json: cannot be written"):
-        make(database, "razor", tmp_path / "file" / "razor.json")
+        write_export(
+            export_format_named("razor"), tmp_path / "file" / "razor.json", {"razor.json": b""}
+        )
 
 
 # razor
@@ -482,6 +492,37 @@ def test_keys_go_to_the_heads_that_lose_most_without_them() -> None:
     np.testing.assert_array_equal(curve[49], [[0.25, 0.75]])
     # The fifth is the first of head 1.
     np.testing.assert_array_equal(curve[36], [[0.25, 0.5]])
+
+
+def test_a_layer_without_a_cache_takes_no_part_in_the_curve() -> None:
+    lost = np.array([[[0.9, 0.8, 0, 0]], [[np.nan] * 4]])
+    curve = dropped_shares(lost, sink=1)
+    np.testing.assert_array_equal(curve[49], [[0.5], [0]])
+
+
+def test_a_window_of_the_model_hides_keys_that_a_budget_does_not_need(tmp_path: Path) -> None:
+    save_model(
+        tmp_path / "mistral",
+        family("MistralConfig", num_key_value_heads=KV_HEADS, sliding_window=6),
+    )
+    fields = {
+        "model": str(tmp_path / "mistral"),
+        "n_ctx": N_CTX,
+        "sequences": 2,
+        "input": {"family": "uniform_random"},
+        "statistics": ["distant_mass(1,3)"],
+        "profiles": ["attention_by_lag", "sink_attention_by_query"],
+        "out": str(tmp_path / "runs"),
+    }
+    headcount.scan(fields, name="windowed", quiet=True).close()
+    database = open_runs(tmp_path / "runs")
+    curve = lost_by_window(source_of(database, "budget", Path("budget.csv")))
+    by_head = means_of_heads(database, "distant_mass_1_3").reshape(LAYERS, KV_HEADS, -1)
+    database.connection.close()
+    np.testing.assert_allclose(curve[..., 3], by_head.max(-1), atol=1e-5)
+    # No query sees more than the last 6 keys.
+    np.testing.assert_array_equal(curve[..., 6:], 0)
+    assert curve[..., 5].min() > 0
 
 
 # fp8-kv-scales
