@@ -96,4 +96,4 @@ def check_exported_heads(
     # A layer that does not attend has scores, but no cache.
     heads = [head for head in heads if head in trial.kv_heads]
     table = trial.table(heads, seed=JUDGED_SEED)
-    return table, [*verdict(table), *lines]
+    return table, [*lines, *verdict(table)]
