@@ -9,27 +9,35 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format
+from exports.export_registry import (
+    REPEATED,
+    CacheCut,
+    Exported,
+    Needs,
+    export_format,
+    ranked,
+)
 from exports.export_source import ExportSource
 from schemas.errors import QueryError
 from schemas.values import Count, Index
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
-USUAL_SPARSITY = 0.5
-"""The share of streaming heads at which a file of scores is tried out. DuoAttention's own is 0.5
-for models with shared keys.
-"""
-
 
 def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
     """What the score is made of."""
+    distant_mass = f"distant_mass({sink},{recent})"
     if score == "distant":
-        return Needs(statistics=(f"distant_mass({sink},{recent})",))
+        return Needs(statistics=(distant_mass,))
     return Needs(
-        statistics=("duplicate_score", "induction_score"),
+        statistics=("duplicate_score", "induction_score", distant_mass),
         input=REPEATED,
         families=("repeated_random",),
+        baseline=Needs(
+            statistics=(distant_mass,),
+            input={"family": "uniform_random"},
+            families=("uniform_random",),
+        ),
     )
 
 
@@ -56,13 +64,17 @@ def duo(
     `config.json` has `sink_size` and `recent_size`; `full_attention_heads.tsv` has a line for each
     layer and a column for each KV head, which the readers cut at a quantile or at a threshold.
 
-    The score is measured on a block of random tokens that is repeated. There only the first copy
-    helps to predict the second, and it is half of a sequence away. A head retrieves as far as it
-    attends there to the earlier copy of a token and to what follows it. Attention to distant keys
-    as such says less: a head that spreads over all keys has most of it, and retrieves nothing.
+    The score is the share of attention that a repeat moves. It is measured on a block of random
+    tokens that is repeated, and on random tokens without a repeat. Some heads attend to the earlier
+    copy of a token and to what follows it. Others attend to the first keys until something repeats,
+    and then to all keys alike, so they never show the copy, but need distant keys as well. So the
+    score is the larger of two numbers, both for queries of the second copy: the attention to copies
+    and to what follows them, and the change of all attention beyond the first `sink` and the last
+    `recent` keys. Attention to distant keys as such says less: a head that always spreads over all
+    keys has most of it, and retrieves nothing.
 
     * `score`: retrieval, as said above; or distant, which is all attention beyond the first `sink`
-      and the last `recent` keys, on any input.
+      and the last `recent` keys, on any input, with one run.
     * `sink`: first keys that a streaming head keeps. DuoAttention trained with 64.
     * `recent`: last keys that a streaming head keeps. DuoAttention trained with 256.
     * `sparsity`: share of KV heads that stream. With it the file has 0 and 1 instead of scores.
@@ -77,9 +89,10 @@ def duo(
     joined = groups.max(-1) if group == "max" else groups.mean(-1)
     # A layer that does not attend has no cache that could be cut.
     scores = np.clip(np.nan_to_num(joined, nan=0.0), 0, 1)
-    is_cut = sparsity is not None or threshold is not None
-    whole = whole_heads(scores, sparsity if is_cut else USUAL_SPARSITY, threshold)
-    if is_cut:
+    cut = CacheCut(whole=np.ones(scores.shape, bool), sink=sink, recent=recent, scores=scores)
+    if sparsity is not None or threshold is not None:
+        whole = whole_heads(scores, sparsity, threshold)
+        cut = CacheCut(whole=whole, sink=sink, recent=recent)
         scores = whole.astype(float)
     config = {"sink_size": sink, "recent_size": recent, "headcount": source.provenance}
     text = io.StringIO()
@@ -89,16 +102,33 @@ def duo(
             "full_attention_heads.tsv": text.getvalue().encode(),
             "config.json": f"{json.dumps(config, indent=1, ensure_ascii=False)}\n".encode(),
         },
-        cut=CacheCut(whole=whole, sink=sink, recent=recent),
+        cut=cut,
     )
 
 
 def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> np.ndarray:
     """How much each query head needs distant keys, `[layer head]`."""
+    distant_mass = f"distant_mass({sink},{recent})"
     if score == "distant":
-        return source.by_head(f"distant_mass({sink},{recent})")
+        return source.by_head(distant_mass)
     # The copy and its successor are two keys, so their attention adds up.
-    return source.by_head("duplicate_score") + source.by_head("induction_score")
+    to_copies = source.by_head("duplicate_score") + source.by_head("induction_score")
+    assert source.baseline is not None
+    change = source.by_head(distant_mass) - source.baseline.by_head(distant_mass)
+    # The means are over all queries that see distant keys. In the first copy both inputs are alike,
+    # so all of the change is in the queries after it.
+    queries = source.run["n_ctx"] - sink - recent
+    change *= queries / min(queries, queries_after_first_copy(source))
+    # Groups of keys are the copies, the other distant keys and all near ones. The attention that
+    # moves between them is the larger number, because without a repeat there are no copies.
+    return np.maximum(to_copies, np.abs(change))
+
+
+def queries_after_first_copy(source: ExportSource) -> int:
+    """How many queries of a sequence see an earlier copy of their token."""
+    length = source.run["n_ctx"] - source.run["bos"]
+    period = source.input_options.get("period") or (length + 1) // 2
+    return length - period
 
 
 def whole_heads(
@@ -113,6 +143,7 @@ def whole_heads(
         return scores >= threshold
     assert sparsity is not None
     kept = scores.size - round(scores.size * sparsity)
-    mask = np.zeros(scores.size, bool)
-    mask[np.argsort(-scores, axis=None, kind="stable")[:kept]] = True
-    return mask.reshape(scores.shape)
+    mask = np.zeros(scores.shape, bool)
+    for head in ranked(scores)[:kept]:
+        mask[head] = True
+    return mask

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
@@ -14,8 +15,9 @@ from schemas.errors import QueryError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from exports.export_registry import CacheCut, Exported, ExportFormat, Option
+    from exports.export_registry import CacheCut, Exported, ExportFormat, Needs, Option
     from exports.export_source import ExportSource
+    from queries.asking import RunDatabase
     from schemas.places import Place
 
 RunScan: TypeAlias = "Callable[[dict[str, Any], list[str], str, Device], Place]"
@@ -27,8 +29,11 @@ Returns the place of the run.
 ROWS_SHOWN = 40
 """Rows of a table that the screen shows; the file has all."""
 
-CheckHeads: TypeAlias = "Callable[[str, CacheCut, int, Device], pa.Table]"
-"""Tries a cut of the cache out on a model, with sequences of so many tokens."""
+CheckHeads: TypeAlias = "Callable[[str, CacheCut, int, Device], tuple[pa.Table, list[str]]]"
+"""Tries a cut of the cache out on a model, with sequences of so many tokens.
+
+Returns a table, and lines that say what it shows.
+"""
 
 FORMAT_WORDS = "headcount.format_words"
 """Where a command keeps the options of its format until it runs."""
@@ -135,9 +140,13 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
         device: Annotated[
             Device, typer.Option(help="Device of that scan, and of --check.")
         ] = "auto",
-        run_id: Annotated[
-            str | None,
-            typer.Option("--run", metavar="RUN_ID", help="The run, if RUNS has several."),
+        run_ids: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--run",
+                metavar="RUN_ID",
+                help="The run, if RUNS has several. Twice, if the format compares two.",
+            ),
         ] = None,
         replace: Annotated[
             bool, typer.Option("--replace", help="Replace an older export in one step.")
@@ -164,16 +173,16 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
                 f"export {name}: say where to with -o PATH, for instance -o {export.example}"
             )
         destination = check_destination(export, output, replace)
-        if model is not None:
-            fields = export.needs(options).scan_fields(model) | {"out": runs or "runs"}
-            run = run_scan(fields, overrides or [], f"export-{name}", device)
-            source = open_source(str(run), export, options, destination)
-        elif runs is None:
+        if runs is None and model is None:
             raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")
+        if model is None and overrides:
+            raise QueryError("--set is about the scan of --model; leave it out")
+        if model is None:
+            source = open_source(str(runs), export, options, destination, run_ids or (), code)
         else:
-            if overrides:
-                raise QueryError("--set is about the scan of --model; leave it out")
-            source = open_source(runs, export, options, destination, run_id, code)
+            fields = {"model": model, "out": runs or "runs"}
+            measure = partial(run_needed_scan, run_scan, fields, overrides or [], device)
+            source = measured_source(measure, export, options, destination)
         exported = export.make(source, **options)
         if check and exported.cut is None:
             raise QueryError(f"export {name}: chooses no heads to keep whole; leave out --check")
@@ -185,7 +194,41 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
         )
         if check and exported.cut is not None:
             where = model or source.run["model"]
-            show_table(check_heads(where, exported.cut, source.run["n_ctx"], device))
+            _show_check(*check_heads(where, exported.cut, source.run["n_ctx"], device))
+
+
+def run_needed_scan(
+    run_scan: RunScan,
+    fields: dict[str, Any],
+    overrides: list[str],
+    device: Device,
+    needs: Needs,
+    name: str,
+) -> str:
+    """Run the scan that measures what is needed. Returns where its run lies.
+
+    `fields` are those that the user chose: `model` and `out`.
+    """
+    return str(run_scan(needs.scan_fields(fields["model"]) | fields, overrides, name, device))
+
+
+def measured_source(
+    measure: Callable[[Needs, str], str],
+    export: ExportFormat,
+    options: Mapping[str, Any],
+    destination: Place,
+) -> ExportSource:
+    """The run that a format is made of, after its scans.
+
+    `measure` runs the scan that measures what is needed, and has its name. It returns where the run
+    lies.
+    """
+    needs = export.needs(options)
+    run = measure(needs, f"export-{export.name}")
+    baseline = None
+    if needs.baseline is not None:
+        baseline = measure(needs.baseline, f"export-{export.name}-baseline")
+    return open_source(run, export, options, destination, baseline=baseline)
 
 
 def open_source(
@@ -193,16 +236,24 @@ def open_source(
     export: ExportFormat,
     options: Mapping[str, Any],
     destination: Place,
-    run_id: str | None = None,
+    run_ids: Collection[str] = (),
     code: str | None = None,
+    baseline: str | None = None,
 ) -> ExportSource:
-    """The run that a format is made of, opened for questions."""
+    """The run that a format is made of, opened for questions.
+
+    `baseline` is the run that it is compared with, if that does not lie among `runs`.
+    """
     from exports.export_source import choose_run
     from queries.asking import open_runs
 
-    database = open_runs(runs, code=code, tell=tell_user)
-    warn_of_damage(database)
-    return choose_run(database, export, options, destination, run_id)
+    def opened(place: str) -> RunDatabase:
+        database = open_runs(place, code=code, tell=tell_user)
+        warn_of_damage(database)
+        return database
+
+    beside = None if baseline is None else opened(baseline)
+    return choose_run(opened(runs), export, options, destination, run_ids, beside)
 
 
 def read_options(export: ExportFormat, words: list[str]) -> dict[str, str]:
@@ -249,13 +300,17 @@ def help_lines(export: ExportFormat) -> list[str]:
 
 
 def needs_line(export: ExportFormat) -> str:
-    """What a run must have measured, with the defaults of the options."""
-    needs = export.needs(export.defaults)
+    """What runs must have measured, with the defaults of the options."""
+    return _line_of_needs(export.needs(export.defaults))
+
+
+def _line_of_needs(needs: Needs) -> str:
     parts = [*needs.statistics, *(f"profile {name}" for name in needs.profiles)]
     parts += [f"intervention {edit}" for edit in needs.interventions if edit != "none"]
     families = " or ".join(needs.families)
     line = ", ".join(parts) or "a finished run"
-    return f"{line}; input {families}" if families else line
+    line += f"; input {families}" if families else ""
+    return line if needs.baseline is None else f"{line}; and {_line_of_needs(needs.baseline)}"
 
 
 def option_line(option: Option) -> str:
@@ -291,6 +346,13 @@ def _show(exported: Exported) -> None:
         show_table(exported.table)
     for line in exported.notes:
         tell_user(f"note: {line}")
+
+
+def _show_check(table: pa.Table, lines: list[str]) -> None:
+    """Print what a trial of the chosen heads found."""
+    show_table(table)
+    for line in lines:
+        typer.echo(line)
 
 
 def show_table(table: pa.Table) -> None:

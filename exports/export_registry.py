@@ -69,9 +69,13 @@ class Needs:
     interventions: tuple[str, ...] = ("none",)
     every_head: bool = True
     """Whether the run must have measured every head of the model."""
+    baseline: Needs | None = None
+    """What a second run must have measured, whose input lacks what the first one is about. It is
+    of the same model, with sequences of the same length.
+    """
 
     def scan_fields(self, model: str) -> dict[str, object]:
-        """The scan that measures it, as the fields of a scan file."""
+        """The scan that measures it, as the fields of a scan file. The baseline is another scan."""
         fields: dict[str, object] = {"model": model, "n_ctx": self.n_ctx}
         fields |= {"sequences": self.sequences, "sequences_per_shard": min(self.sequences, 16)}
         if self.statistics:
@@ -93,11 +97,31 @@ class CacheCut:
     """First keys that the others keep."""
     recent: int
     """Last keys that the others keep."""
+    scores: np.ndarray | None = None
+    """Scores `[layer kv_head]` of a file that leaves open how many heads keep everything. Then
+    `whole` is all of them.
+    """
 
     @property
     def whole_heads(self) -> list[tuple[int, int]]:
         """The heads that keep everything: layer and KV head."""
         return [(int(layer), int(head)) for layer, head in np.argwhere(self.whole)]
+
+    @property
+    def ranked_heads(self) -> list[tuple[int, int]] | None:
+        """All heads, the highest score first, if their number is open. None if it is not."""
+        return None if self.scores is None else ranked(self.scores)
+
+
+def ranked(scores: np.ndarray) -> list[tuple[int, int]]:
+    """Layer and head by falling score. Of equal scores, the earlier layer's comes first.
+
+    >>> ranked(np.array([[0.1, 0.2], [0.3, 0.1]]))
+    [(1, 0), (0, 1), (0, 0), (1, 1)]
+    """
+    places = np.argsort(-scores, axis=None, kind="stable")
+    layers, heads = np.unravel_index(places, scores.shape)
+    return list(zip(layers.tolist(), heads.tolist(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from schemas.errors import QueryError, counted, unknown
 from schemas.places import Place
 
 RUN_FACTS = """
-    SELECT run_id, model, model_fingerprint, tokenizer, weight_processing, precision, n_ctx,
+    SELECT run_id, model, model_fingerprint, tokenizer, weight_processing, precision, n_ctx, bos,
         input_family, input_options, interventions, statistics, measured_heads, seed, n_layers,
         n_heads, n_kv_heads, d_model, d_head, shards, shards_done, complete, sequences,
         sequences_done, tokens, code
@@ -39,6 +39,8 @@ class ExportSource:
     options: Options
     destination: Place
     """Where the file or folder will be, for formats that depend on its name."""
+    baseline: ExportSource | None = None
+    """The second run, if the format needs one (`Needs.baseline`)."""
 
     @property
     def run_id(self) -> str:
@@ -168,14 +170,27 @@ class ExportSource:
         facts: dict[str, object] = {"format": self.format.name, "made_by": "headcount"}
         facts["model"] = self.model_name
         facts |= {name: self.run[name] for name in names}
-        facts["input"] = {
-            "family": self.run["input_family"],
-            **json.loads(self.run["input_options"] or "{}"),
-        }
-        facts |= {name: self.run[name] for name in ("n_ctx", "sequences_done", "tokens")}
+        facts |= self._input_facts
         facts["statistics"] = list(map(column_of, self.format.needs(self.options).statistics))
+        if self.baseline is not None:
+            run = self.baseline.run
+            facts["baseline"] = {"run_id": run["run_id"], "code": run["code"]}
+            facts["baseline"] |= self.baseline._input_facts
         facts["options"] = dict(self.options)
         return facts
+
+    @property
+    def input_options(self) -> dict[str, Any]:
+        """The options of the run's input family that the scan gave."""
+        return json.loads(self.run["input_options"] or "{}")
+
+    @property
+    def _input_facts(self) -> dict[str, object]:
+        """What the run was measured on."""
+        facts: dict[str, object] = {
+            "input": {"family": self.run["input_family"], **self.input_options}
+        }
+        return facts | {name: self.run[name] for name in ("n_ctx", "sequences_done", "tokens")}
 
     @property
     def provenance_line(self) -> str:
@@ -199,20 +214,42 @@ def choose_run(
     export: ExportFormat,
     options: Options,
     destination: Place,
-    run_id: str | None = None,
+    run_ids: Collection[str] = (),
+    baseline_database: RunDatabase | None = None,
 ) -> ExportSource:
-    """The run that a format is made of. It is an error if none will do, or several would.
+    """The run that a format is made of, with its baseline if it needs one.
 
-    `run_id` is one that the user named, or None.
+    It is an error if no run will do, or several would. `run_ids` are those that the user named. The
+    baseline is looked for in `baseline_database`, by default among the same runs.
     """
     needs = export.needs(options)
-    runs = [dict(record) for record in database.records(RUN_FACTS)]
-    if run_id is not None:
-        named = [run for run in runs if run["run_id"] == run_id]
-        if not named:
-            raise QueryError(unknown("run", run_id, (run["run_id"] for run in runs)))
-        runs = named
-    _require_one_model(runs)
+    runs = _records_of_runs(database)
+    known = [run["run_id"] for run in runs]
+    for run_id in run_ids:
+        if run_id not in known:
+            raise QueryError(unknown("run", run_id, known))
+    named = [run for run in runs if not run_ids or run["run_id"] in run_ids]
+    _require_one_model(named)
+    run = _fitting_run(database, export, named, needs)
+    source = ExportSource(database, run, export, options, destination)
+    if needs.baseline is None:
+        return source
+    baseline = _baseline_of(source, needs.baseline, baseline_database or database, run_ids)
+    return replace(source, baseline=baseline)
+
+
+def _records_of_runs(database: RunDatabase) -> list[dict[str, Any]]:
+    """The facts of every opened run."""
+    return [dict(record) for record in database.records(RUN_FACTS)]
+
+
+def _fitting_run(
+    database: RunDatabase,
+    export: ExportFormat,
+    runs: Sequence[Mapping[str, Any]],
+    needs: Needs,
+) -> Mapping[str, Any]:
+    """The only run that has measured what is needed."""
     profiles = _profiles_by_run(database) if needs.profiles else {}
     problems = {
         run["run_id"]: _problem_of(run, needs, profiles.get(run["run_id"], frozenset()))
@@ -227,7 +264,59 @@ def choose_run(
             f"export {export.name}: {counted(len(fitting), 'run')} could be exported; expected "
             f"one, named with --run: {names}"
         )
-    return ExportSource(database, fitting[0], export, options, destination)
+    return fitting[0]
+
+
+SAME_IN_BASELINE = ("n_ctx", "bos", "weight_processing")
+"""Fields of a scan in which a run and its baseline agree, so that only their inputs differ."""
+
+
+def _baseline_of(
+    source: ExportSource, needs: Needs, database: RunDatabase, run_ids: Collection[str]
+) -> ExportSource:
+    """The run that a run is compared with: the only one that differs from it in its input alone."""
+    export = source.format
+    candidates = [
+        ExportSource(database, run, export, source.options, source.destination)
+        for run in _records_of_runs(database)
+        # A user who named one run has not said which baseline it has.
+        if len(run_ids) < 2 or run["run_id"] in run_ids
+    ]
+    fitting = [run for run in candidates if _is_baseline(run, source, needs)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        names = ", ".join(run.run_id for run in fitting)
+        raise QueryError(
+            f"export {export.name}: run {source.run_id} could be compared with "
+            f"{counted(len(fitting), 'run')}; expected one, named with a second --run: {names}"
+        )
+    fields = needs.scan_fields(source.run["model"])
+    fields |= {name: source.run[name] for name in SAME_IN_BASELINE}
+    # Options that have no value, or that are off, need no line.
+    tokens = {name: value for name, value in _options_beside_period(source).items() if value}
+    fields["input"] = {**needs.input, **tokens}
+    families = " or ".join(needs.families)
+    raise QueryError(
+        f"export {export.name}: run {source.run_id} has no finished run beside it that measured "
+        f"{', '.join(map(column_of, needs.statistics))} of the same model over {families}; this "
+        f"scan would do, and --model MODEL runs it:{_indented(fields)}"
+    )
+
+
+def _is_baseline(candidate: ExportSource, source: ExportSource, needs: Needs) -> bool:
+    """Whether a run measured what is needed, and differs from another only in its input."""
+    same = ("model_fingerprint", *SAME_IN_BASELINE)
+    return (
+        _problem_of(candidate.run, needs, frozenset()) is None
+        and all(candidate.run[fact] == source.run[fact] for fact in same)
+        and _options_beside_period(candidate) == _options_beside_period(source)
+    )
+
+
+def _options_beside_period(source: ExportSource) -> dict[str, Any]:
+    """Which tokens an input draws from. `period` says how they repeat: in a baseline, none do."""
+    return {name: value for name, value in source.input_options.items() if name != "period"}
 
 
 def _require_one_model(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -282,8 +371,13 @@ def _what_to_measure(
     # A run that only has to be finished needs no other scan.
     if all(problem and "is not complete" in problem for problem in problems.values()):
         return f"export {export.name}: {reasons}; headcount resume goes on with it"
-    scan = "".join(f"\n    {line}" for line in toml_lines(needs.scan_fields(runs[0]["model"])))
+    scan = _indented(needs.scan_fields(runs[0]["model"]))
     return f"export {export.name}: {reasons}; this scan would do, and --model MODEL runs it:{scan}"
+
+
+def _indented(fields: Mapping[str, object]) -> str:
+    """The fields of a scan below a line of text."""
+    return "".join(f"\n    {line}" for line in toml_lines(fields))
 
 
 def toml_lines(fields: Mapping[str, object]) -> list[str]:

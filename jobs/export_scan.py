@@ -23,6 +23,11 @@ class CacheCutLike(Protocol):
         ...
 
     @property
+    def ranked_heads(self) -> list[tuple[int, int]] | None:
+        """All heads, those that need it most first, if their number is open."""
+        ...
+
+    @property
     def sink(self) -> int:
         """First keys that the others keep."""
         ...
@@ -65,10 +70,30 @@ def run_export_scan(
 
 def check_exported_heads(
     model: str, cut: CacheCutLike, n_ctx: int, device: Literal["auto", "cpu", "cuda"]
-) -> pa.Table:
-    """What a model loses with a cache that is cut so: recall of needles, loss after repeats."""
-    from jobs.head_check import check_heads
+) -> tuple[pa.Table, list[str]]:
+    """What a model loses with a cache that is cut so: recall of needles, loss after repeats.
+
+    If the number of heads is open, it is the smallest one with which nothing is lost. Returns the
+    table, and what it says in lines.
+    """
+    from jobs.head_check import JUDGED_SEED, SEARCHED_SEED, HeadTrial, verdict
     from workers.process import prepare_process
 
     prepare_process()
-    return check_heads(model, cut.whole_heads, cut.sink, cut.recent, n_ctx=n_ctx, device=device)
+    trial = HeadTrial(model, cut.sink, cut.recent, n_ctx=n_ctx, device=device)
+    lines: list[str] = []
+    heads = cut.whole_heads
+    ranked = cut.ranked_heads
+    if ranked is not None:
+        # A number that was found on some sequences is judged on others.
+        kept = trial.fewest(ranked, seed=SEARCHED_SEED)
+        heads = ranked[:kept]
+        sparsity = 1 - kept / len(ranked)
+        lines.append(
+            f"number of heads: on other sequences {kept} of {len(ranked)} lose nothing, those with "
+            f"the highest scores; --sparsity {sparsity:.4g} chooses them"
+        )
+    # A layer that does not attend has scores, but no cache.
+    heads = [head for head in heads if head in trial.kv_heads]
+    table = trial.table(heads, seed=JUDGED_SEED)
+    return table, [*lines, *verdict(table)]

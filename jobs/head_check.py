@@ -24,7 +24,6 @@ from workers.engine.engine import Activations, Engine
 from workers.engine.prediction_inputs import PredictionInputs, check_unembedding
 from workers.inputs.sequences import Sequences
 from workers.model.known_models import KnownModels
-from workers.model.model import Model
 from workers.model.model_info import ModelInfo
 from workers.replica import Replica
 
@@ -33,6 +32,18 @@ MOST_TOKENS = 16_384
 
 MOST_N_CTX = 1024
 """Tokens of a sequence if nobody says how many."""
+
+TOLERANCE = 0.02
+"""The share of recall that a cut may cost, and of loss that it may add, so that nothing is lost."""
+
+MOST_STEPS = 32
+"""Numbers of heads that are tried at most."""
+
+SEARCHED_SEED = 1
+"""The seed of the sequences on which a number of heads is looked for."""
+
+JUDGED_SEED = 2
+"""The seed of those on which it is judged. Scores are measured with seed 0 by default."""
 
 
 class KVHead(NamedTuple):
@@ -51,6 +62,13 @@ class Question(NamedTuple):
     """Whether a token is one of these: `[sequence pos]`. The first token never is."""
 
 
+class Questions(NamedTuple):
+    """What a model is asked."""
+
+    needles: Question
+    repeats: Question
+
+
 @dataclass(frozen=True)
 class Cut:
     """Which KV heads keep a whole cache."""
@@ -67,9 +85,123 @@ class Answers:
     """What a model says of its tokens."""
 
     recall: float
-    """Share of them that it predicts first."""
+    """Share of the tokens of needles that it predicts first."""
     loss: float
-    """Their mean loss in nats."""
+    """Mean loss after repeats, in nats."""
+
+    def loses_nothing(self, full: Answers) -> bool:
+        """Whether they are as good as those of the full cache, within the tolerance."""
+        recalls = self.recall >= (1 - TOLERANCE) * full.recall
+        return recalls and self.loss <= (1 + TOLERANCE) * full.loss
+
+
+class HeadTrial:
+    """A model that answers with a cache that is cut.
+
+    The heads that are named keep their whole cache, and all others the first `sink` and the last
+    `recent` keys.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sink: int,
+        recent: int,
+        *,
+        n_ctx: int | None = None,
+        sequences: int = 64,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+    ) -> None:
+        models = KnownModels()
+        self.info = models.describe(model)
+        self.model = model
+        self.sink = sink
+        self.recent = recent
+        self.n_ctx = min(self.info.n_ctx, MOST_N_CTX) if n_ctx is None else n_ctx
+        self.sequences = sequences
+        _check_window(recent, self.n_ctx)
+        self.kv_heads = _kv_heads(self.info)
+        # The scan of any needles stands for all: its replica runs any tokens of this length.
+        self.replica = Replica(self.info, self._scan("needle", 0), device, models.load)
+        check_unembedding(self.replica.model)
+
+    def table(
+        self,
+        heads: Collection[tuple[int, int]],
+        random_seeds: Sequence[int] = (0, 1, 2),
+        seed: int = 0,
+    ) -> pa.Table:
+        """What `check_heads` returns."""
+        questions = self._questions(seed)
+        cuts = list(_cuts(self.info, heads, random_seeds))
+        rows: list[dict[str, object]] = []
+        for cut in cuts:
+            answers = self._answers(cut.heads, questions)
+            rows.append(
+                {
+                    "kept_whole": cut.kept,
+                    "seed": cut.seed,
+                    "kv_heads": len(cut.heads),
+                    "of_the_chosen": len({*cut.heads} & {*cuts[1].heads}),
+                    "recall": answers.recall,
+                    "loss_after_repeats": answers.loss,
+                    "cache_percent": self._cache_percent(cut),
+                }
+            )
+        return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+    def fewest(self, ranked_heads: Sequence[tuple[int, int]], seed: int = 0) -> int:
+        """How many of ranked heads are enough: the smallest number with which nothing is lost.
+
+        Many heads are counted in steps, so that at most `MOST_STEPS` numbers are tried. Heads that
+        the model does not have count, and change nothing.
+        """
+        questions = self._questions(seed)
+        full = self._answers(self.kv_heads, questions)
+        step = -(-len(ranked_heads) // MOST_STEPS)
+        # Not by halving: one more head may make it worse again, if it spoils what the others do.
+        for kept in range(0, len(ranked_heads), step):
+            heads = {KVHead(*head) for head in ranked_heads[:kept]} & {*self.kv_heads}
+            if self._answers(tuple(sorted(heads)), questions).loses_nothing(full):
+                return kept
+        return len(ranked_heads)
+
+    def _scan(self, family: str, seed: int) -> Scan:
+        """The scan whose sequences a question is made of. It is never run."""
+        return parse_scan(
+            {
+                "model": self.model,
+                "n_ctx": self.n_ctx,
+                "sequences": self.sequences,
+                "sequences_per_shard": self.sequences,
+                "seed": seed,
+                "input": {"family": family},
+            }
+        )
+
+    def _questions(self, seed: int) -> Questions:
+        needles = _needles(self._scan("needle", seed), self.info)
+        return Questions(needles, _repeats(self._scan("repeated_random", seed), self.info))
+
+    def _answers(self, heads: tuple[KVHead, ...], questions: Questions) -> Answers:
+        """What the model says if these heads keep their whole cache."""
+        intervention = _intervention(heads, self.info, self.sink, self.recent)
+        device = self.replica.device
+        with self.replica.engine_under(intervention, None) as engine:
+            recall, _ = _recall_and_loss(engine, questions.needles, device)
+            _, loss = _recall_and_loss(engine, questions.repeats, device)
+        return Answers(recall, loss)
+
+    def _cache_percent(self, cut: Cut) -> float:
+        """What is kept of the keys and values that a full cache has, in percent."""
+        full = kept = 0
+        for head in self.kv_heads:
+            facts = self.replica.model.facts(head.layer)
+            window = None if facts is None else facts.window
+            keys = self.n_ctx if window is None else min(window, self.n_ctx)
+            full += keys
+            kept += keys if head in cut.heads else min(keys, self.sink + self.recent)
+        return 100 * kept / full
 
 
 def check_heads(
@@ -92,36 +224,36 @@ def check_heads(
     random block, from its second token on (family `repeated_random`). `cache_percent` is what is
     kept of a full cache of `n_ctx` tokens.
     """
-    models = KnownModels()
-    info = models.describe(model)
-    length = min(info.n_ctx, MOST_N_CTX) if n_ctx is None else n_ctx
-    # The scan of the needles stands for both: its replica runs any tokens of this length.
-    needle_scan = _scan(model, "needle", length, sequences, seed)
-    repeat_scan = _scan(model, "repeated_random", length, sequences, seed)
-    _check_window(recent, length)
-    replica = Replica(info, needle_scan, device, models.load)
-    check_unembedding(replica.model)
-    needles = _needles(needle_scan, info)
-    repeats = _repeats(repeat_scan, info)
-    cuts = list(_cuts(info, heads, random_seeds))
-    rows: list[dict[str, object]] = []
-    for cut in cuts:
-        intervention = _intervention(cut, info, sink, recent)
-        with replica.engine_under(intervention, None) as engine:
-            recall = _answers(engine, needles, replica.device).recall
-            loss = _answers(engine, repeats, replica.device).loss
-        rows.append(
-            {
-                "kept_whole": cut.kept,
-                "seed": cut.seed,
-                "kv_heads": len(cut.heads),
-                "of_the_chosen": len({*cut.heads} & {*cuts[1].heads}),
-                "recall": recall,
-                "loss_after_repeats": loss,
-                "cache_percent": _cache_percent(replica.model, cut, sink + recent, length),
-            }
+    trial = HeadTrial(model, sink, recent, n_ctx=n_ctx, sequences=sequences, device=device)
+    return trial.table(heads, random_seeds, seed)
+
+
+def verdict(table: pa.Table) -> list[str]:
+    """What a table of `check_heads` says, in lines."""
+    rows = table.to_pylist()
+    answers = [Answers(row["recall"], row["loss_after_repeats"]) for row in rows]
+    full, with_chosen, *with_random, with_none = answers
+    is_within = "within" if with_chosen.loses_nothing(full) else "not within"
+    lines = [
+        f"chosen heads: {is_within} {100 * TOLERANCE:.0f} % of the full cache "
+        f"(recall {with_chosen.recall:.3f} of {full.recall:.3f}, "
+        f"loss {with_chosen.loss:.3f} against {full.loss:.3f})"
+    ]
+    if with_random:
+        recalls = ", ".join(f"{one.recall:.3f}" for one in with_random)
+        losses = ", ".join(f"{one.loss:.3f}" for one in with_random)
+        overlaps = ", ".join(str(row["of_the_chosen"]) for row in rows[2:-1])
+        lines.append(
+            f"random heads: recall {recalls}, loss {losses}, with {overlaps} of the "
+            f"{rows[1]['kv_heads']} chosen heads among them"
         )
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
+    if 2 * rows[1]["kv_heads"] > rows[0]["kv_heads"]:
+        lines.append("more than half of the heads are chosen, so any random ones hold many of them")
+    if full.recall <= with_none.recall:
+        lines.append("even the full cache does not recall needles, so recall says nothing here")
+    if full.loss >= with_none.loss:
+        lines.append("even the full cache does not continue repeats, so loss says nothing here")
+    return lines
 
 
 SCHEMA = pa.schema(
@@ -138,20 +270,6 @@ SCHEMA = pa.schema(
 
 
 # The inputs
-
-
-def _scan(model: str, family: str, n_ctx: int, sequences: int, seed: int) -> Scan:
-    """The scan whose sequences a question is made of. It is never run."""
-    return parse_scan(
-        {
-            "model": model,
-            "n_ctx": n_ctx,
-            "sequences": sequences,
-            "sequences_per_shard": sequences,
-            "seed": seed,
-            "input": {"family": family},
-        }
-    )
 
 
 def _check_window(recent: int, n_ctx: int) -> None:
@@ -216,37 +334,25 @@ def _n_kv_heads(info: ModelInfo) -> int:
     return info.n_kv_heads or info.n_heads
 
 
-def _intervention(cut: Cut, info: ModelInfo, sink: int, recent: int) -> Intervention:
+def _intervention(
+    heads: tuple[KVHead, ...], info: ModelInfo, sink: int, recent: int
+) -> Intervention:
     """The edit that leaves a whole cache to some KV heads alone."""
-    if cut.heads == _kv_heads(info):
+    if heads == _kv_heads(info):
         return NONE
     group = info.n_heads // _n_kv_heads(info)
     whole = [
-        Head(layer, kv_head * group + member)
-        for layer, kv_head in cut.heads
-        for member in range(group)
+        Head(layer, kv_head * group + member) for layer, kv_head in heads for member in range(group)
     ]
     arguments = (sink, recent, *map(str, whole))
     return Intervention((InterventionPart("stream_other_heads", arguments),))
 
 
-def _cache_percent(model: Model, cut: Cut, streamed_keys: int, n_ctx: int) -> float:
-    """What is kept of the keys and values that a full cache has, in percent."""
-    full = kept = 0
-    for head in _kv_heads(model.info):
-        facts = model.facts(head.layer)
-        window = None if facts is None else facts.window
-        keys = n_ctx if window is None else min(window, n_ctx)
-        full += keys
-        kept += keys if head in cut.heads else min(keys, streamed_keys)
-    return 100 * kept / full
-
-
 # The answers
 
 
-def _answers(engine: Engine, question: Question, device: str) -> Answers:
-    """How well a model knows the tokens that it is asked for."""
+def _recall_and_loss(engine: Engine, question: Question, device: str) -> tuple[float, float]:
+    """How well a model knows the tokens that it is asked for: share predicted first, mean loss."""
     losses: list[Tensor] = []
     is_first: list[Tensor] = []
     size = max(1, MOST_TOKENS // question.tokens.shape[1])
@@ -263,10 +369,8 @@ def _answers(engine: Engine, question: Question, device: str) -> Answers:
             logits = inputs.unembed(stream)
             losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
             is_first.append(logits.argmax(-1) == target)
-    return Answers(
-        recall=torch.cat(is_first).double().mean().item(),
-        loss=torch.cat(losses).double().mean().item(),
-    )
+    recall = torch.cat(is_first).double().mean().item()
+    return recall, torch.cat(losses).double().mean().item()
 
 
 def _final_stream(engine: Engine, tokens: Tensor) -> Tensor:

@@ -78,6 +78,30 @@ def database(home: Path) -> Iterator[RunDatabase]:
     opened.connection.close()
 
 
+@pytest.fixture(scope="module")
+def pair(home: Path) -> Path:
+    """A directory with the same run, and with one over tokens that do not repeat."""
+    (directory,) = (home / "runs").iterdir()
+    shutil.copytree(directory, home / "pair" / directory.name)
+    fields = {
+        "model": str(home / "llama"),
+        "n_ctx": N_CTX,
+        "sequences": 4,
+        "input": {"family": "uniform_random"},
+        "statistics": ["distant_mass(2,4)", "distant_mass(1,5)"],
+        "out": str(home / "pair"),
+    }
+    headcount.scan(fields, name="baseline", quiet=True).close()
+    return home / "pair"
+
+
+@pytest.fixture(scope="module")
+def paired(pair: Path) -> Iterator[RunDatabase]:
+    opened = open_runs(pair)
+    yield opened
+    opened.connection.close()
+
+
 def run(*words: object) -> str:
     """What a command prints. A mistake is raised as it is."""
     result = CliRunner().invoke(headcount.app, ["export", *map(str, words)], catch_exceptions=False)
@@ -94,11 +118,11 @@ def make(database: RunDatabase, name: str, output: Path, **options: object) -> N
     write_export(export, destination, export.make(source, **values).files)
 
 
-def means_of_heads(database: RunDatabase, statistic: str) -> np.ndarray:
-    """Means by layer and query head, straight from the rows."""
+def means_of_heads(database: RunDatabase, statistic: str, run: str = "toy") -> np.ndarray:
+    """Means by layer and query head, straight from the rows of a run."""
     rows = database.rows(
         f"SELECT layer, head, avg({statistic}) FROM heads WHERE intervention = 'none' "
-        "GROUP BY ALL ORDER BY ALL"
+        f"AND run_id LIKE '{run}-%' GROUP BY ALL ORDER BY ALL"
     )
     return np.array([value for _, _, value in rows]).reshape(LAYERS, HEADS)
 
@@ -249,7 +273,7 @@ def test_of_several_runs_one_is_named(tmp_path: Path) -> None:
     opened = open_runs(tmp_path / "runs")
     with pytest.raises(QueryError, match="2 runs could be exported; expected one, named with --ru"):
         choose_run(opened, export, export.defaults, tmp_path / "x")
-    source = choose_run(opened, export, export.defaults, tmp_path / "x", "b-2")
+    source = choose_run(opened, export, export.defaults, tmp_path / "x", ["b-2"])
     assert source.provenance["run_id"] == "b-2"
     assert source.kv_shape == (2, 3)
 
@@ -329,30 +353,46 @@ def load_attn_pattern(folder: Path) -> tuple[np.ndarray, int, int]:
     return np.clip(scores, 0, 1), config["sink_size"], config["recent_size"]
 
 
-def retrieval_by_group(database: RunDatabase) -> np.ndarray:
-    """The attention to copies and to what follows them, `[layer kv_head member]`."""
-    retrieval = means_of_heads(database, "duplicate_score")
-    retrieval += means_of_heads(database, "induction_score")
-    return retrieval.reshape(LAYERS, KV_HEADS, -1)
+def moved_by_group(database: RunDatabase) -> np.ndarray:
+    """The attention that a repeat moves, with a cache of 2 first and 4 last keys:
+    `[layer kv_head member]`.
+    """
+    to_copies = means_of_heads(database, "duplicate_score")
+    to_copies += means_of_heads(database, "induction_score")
+    repeated = means_of_heads(database, "distant_mass_2_4")
+    alike = means_of_heads(database, "distant_mass_2_4", "baseline")
+    # Of 23 tokens after the first, 12 are the block. So 11 of the 18 queries that see distant keys
+    # are in its copy.
+    change = (repeated - alike) * 18 / 11
+    return np.maximum(to_copies, abs(change)).reshape(LAYERS, KV_HEADS, -1)
 
 
-def test_duo_scores_a_kv_head_by_the_query_head_that_retrieves_most(
-    home: Path, tmp_path: Path, database: RunDatabase
+def test_duo_scores_a_kv_head_by_the_query_head_whose_attention_a_repeat_moves_most(
+    pair: Path, tmp_path: Path, paired: RunDatabase
 ) -> None:
-    output = run("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 2, "--recent", 4)
+    words = ("duo", pair, "-o", tmp_path / "duo", "--sink", 2, "--recent", 4)
+    output = run(*words)
     assert output.startswith(f"{tmp_path / 'duo'}: duo of llama, from run toy-")
     scores, sink, recent = load_attn_pattern(tmp_path / "duo")
-    np.testing.assert_allclose(scores, retrieval_by_group(database).max(-1), rtol=1e-6)
+    np.testing.assert_allclose(scores, moved_by_group(paired).max(-1), rtol=1e-6)
     assert (sink, recent) == (2, 4)
     assert np.ptp(scores) > 0.01
-    assert json.loads((tmp_path / "duo" / "config.json").read_text())["headcount"]["n_ctx"] == N_CTX
+    provenance = json.loads((tmp_path / "duo" / "config.json").read_text())["headcount"]
+    assert provenance["n_ctx"] == N_CTX
+    assert provenance["input"]["family"] == "repeated_random"
+    assert provenance["baseline"]["run_id"].startswith("baseline-")
+    assert provenance["baseline"]["input"]["family"] == "uniform_random"
+    assert provenance["baseline"]["sequences_done"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["duo"]
 
     with pytest.raises(QueryError, match="is there already"):
-        run("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 2, "--recent", 4)
-    make(database, "duo", tmp_path / "duo", group="mean")
+        run(*words)
+    make(paired, "duo", tmp_path / "duo", sink=2, recent=4, group="mean")
     scores, _, _ = load_attn_pattern(tmp_path / "duo")
-    np.testing.assert_allclose(scores, retrieval_by_group(database).mean(-1), rtol=1e-6)
+    np.testing.assert_allclose(scores, moved_by_group(paired).mean(-1), rtol=1e-6)
+
+
+def test_duo_may_score_distant_attention_of_one_run(database: RunDatabase, tmp_path: Path) -> None:
     make(database, "duo", tmp_path / "duo", sink=2, recent=4, score="distant")
     scores, _, _ = load_attn_pattern(tmp_path / "duo")
     by_head = means_of_heads(database, "distant_mass_2_4").reshape(LAYERS, KV_HEADS, -1)
@@ -361,26 +401,78 @@ def test_duo_scores_a_kv_head_by_the_query_head_that_retrieves_most(
         make(database, "duo", tmp_path / "duo", sink=3, recent=4, score="distant")
 
 
-def test_duo_cuts_scores_where_it_is_told(database: RunDatabase, tmp_path: Path) -> None:
-    highest = retrieval_by_group(database).max(-1)
+def test_duo_finds_a_head_that_looks_at_all_keys_once_something_repeats(tmp_path: Path) -> None:
+    """Such a head attends to no copy, and to the first key where nothing repeats."""
+    attention_to_copies = {(0, 0): 0.8, (1, 0): 0.02, (0, 1): 0.03}
+    distant = {(0, 0): 0.9, (1, 0): 0.6, (0, 1): 0.7}
+    distant_without = {(0, 0): 0.85, (1, 0): 0.2, (0, 1): 0.7}
+
+    def head_value(values: dict[tuple[int, int], float]) -> Any:
+        return lambda row: values.get((row.layer, row.head), 0.0)
+
+    copies = head_value({head: value / 2 for head, value in attention_to_copies.items()})
+    columns = {
+        "duplicate_score": copies,
+        "induction_score": copies,
+        "distant_mass(1,1)": head_value(distant),
+    }
+    without = {"distant_mass(1,1)": head_value(distant_without)}
+    for name, family_name, measured in (
+        ("a-1", "repeated_random", columns),
+        ("b-1", "uniform_random", without),
+        ("b-2", "uniform_random", without),
+    ):
+        directory = write_run(tmp_path / "runs", name, measured, family=family_name)
+        manifest = read_manifest(directory)
+        manifest["model"]["n_kv_heads"] = 3
+        Path(str(directory.manifest_file)).write_text(json.dumps(manifest))
+    words = ("duo", tmp_path / "runs", "-o", tmp_path / "duo", "--sink", 1, "--recent", 1)
+    with pytest.raises(QueryError, match="compared with 2 runs; expected one, named with a second"):
+        run(*words)
+    run(*words, "--run", "a-1", "--run", "b-1")
+    scores, _, _ = load_attn_pattern(tmp_path / "duo")
+    first, second, *rest = np.argsort(-scores, axis=None)
+    assert (first, second) == (0, 3)
+    assert scores[0, 0] == pytest.approx(0.8)
+    assert scores[1, 0] >= 0.4
+    assert max(scores.ravel()[rest]) == pytest.approx(0.03)
+
+
+def test_a_missing_baseline_is_named_with_the_scan_that_would_measure_it(
+    database: RunDatabase, tmp_path: Path
+) -> None:
+    with pytest.raises(QueryError) as caught:
+        make(database, "duo", tmp_path / "duo", sink=2, recent=4)
+    line, *scan = str(caught.value).splitlines()
+    assert "has no finished run beside it that measured distant_mass_2_4" in line
+    import tomllib
+
+    parsed = parse_scan(tomllib.loads("\n".join(scan)))
+    assert parsed.input.family == "uniform_random"
+    assert parsed.n_ctx == N_CTX
+    assert parsed.statistics == ("distant_mass(2,4)",)  # pyright: ignore
+
+
+def test_duo_cuts_scores_where_it_is_told(paired: RunDatabase, tmp_path: Path) -> None:
+    highest = moved_by_group(paired).max(-1)
     output = tmp_path / "duo"
     for share, kept in ((0.75, 1), (0.5, 2), (0, 4), (1, 0)):
-        make(database, "duo", output, sink=2, recent=4, sparsity=share)
+        make(paired, "duo", output, sink=2, recent=4, sparsity=share)
         whole, _, _ = load_attn_pattern(output)
         assert whole.sum() == kept
         assert {*whole.ravel()} <= {0.0, 1.0}
         assert not kept or highest[whole == 1].min() == np.sort(highest.ravel())[-kept]
     threshold = float(np.sort(highest.ravel())[1:3].mean())
-    make(database, "duo", output, sink=2, recent=4, threshold=threshold)
+    make(paired, "duo", output, sink=2, recent=4, threshold=threshold)
     whole, _, _ = load_attn_pattern(output)
     np.testing.assert_array_equal(whole, highest >= threshold)
     with pytest.raises(QueryError, match="leave out one"):
-        make(database, "duo", output, sink=2, recent=4, threshold=0.5, sparsity=0.5)
+        make(paired, "duo", output, sink=2, recent=4, threshold=0.5, sparsity=0.5)
 
 
-def test_what_duo_chose_is_tried_out_on_the_model(home: Path, tmp_path: Path) -> None:
+def test_what_duo_chose_is_tried_out_on_the_model(home: Path, pair: Path, tmp_path: Path) -> None:
     """`tests/test_head_check.py` holds the trial itself against an independent model."""
-    words = ("duo", home / "runs", "-o", tmp_path / "duo", "--sink", 1, "--recent", 5)
+    words = ("duo", pair, "-o", tmp_path / "duo", "--sink", 1, "--recent", 5)
     output = run(*words, "--sparsity", 0.75, "--check")
     rows = {line[:12]: line.split() for line in output.splitlines()}
     # One of four KV heads keeps 24 keys, three keep six.
@@ -392,11 +484,11 @@ def test_what_duo_chose_is_tried_out_on_the_model(home: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["duo"]
 
 
-def test_a_folder_with_other_files_is_not_replaced(database: RunDatabase, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_replaced(paired: RunDatabase, tmp_path: Path) -> None:
     (tmp_path / "duo").mkdir()
     (tmp_path / "duo" / "thesis.tex").write_text("years of work")
     with pytest.raises(QueryError, match=r"holds thesis\.tex, which is no part of this export"):
-        make(database, "duo", tmp_path / "duo", sink=2, recent=4)
+        make(paired, "duo", tmp_path / "duo", sink=2, recent=4)
     assert [path.name for path in tmp_path.rglob("*")] == ["duo", "thesis.tex"]
 
 
@@ -410,12 +502,12 @@ def test_one_command_goes_from_a_model_to_the_file(
     run(*words, *sets)
     scores, sink, recent = load_attn_pattern(tmp_path / "duo")
     assert (scores.shape, sink, recent) == ((LAYERS, KV_HEADS), 4, 4)
-    (first,) = (tmp_path / "runs").iterdir()
-    manifest = first / "manifest.json"
-    before = manifest.stat().st_mtime_ns
+    directories = sorted((tmp_path / "runs").iterdir())
+    assert len(directories) == 2
+    before = [(path / "manifest.json").stat().st_mtime_ns for path in directories]
     run(*words, *sets, "--replace")
-    assert list((tmp_path / "runs").iterdir()) == [first]
-    assert manifest.stat().st_mtime_ns == before
+    assert sorted((tmp_path / "runs").iterdir()) == directories
+    assert [(path / "manifest.json").stat().st_mtime_ns for path in directories] == before
     again, _, _ = load_attn_pattern(tmp_path / "duo")
     np.testing.assert_array_equal(again, scores)
 

@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
-from jobs.head_check import check_heads
+import headcount
+from exports.export_registry import ranked
+from jobs.head_check import HeadTrial, check_heads, verdict
 from schemas.errors import ScanError
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.reference.reference_edits import run_edited
 from tests.reference.weights import read_weights
 from workers.inputs.sequences import Sequences
-from workers.model.model_info import describe, find_model
+from workers.model.model_info import describe
 
 N_CTX = toy.N_CTX
 SINK, RECENT = 2, 5
@@ -104,24 +108,21 @@ def test_a_check_that_would_say_nothing_is_refused(
         check_heads(str(llama), heads, SINK, recent, sequences=2)
 
 
-def induction_heads(name: str) -> list[tuple[int, int]]:
-    """Heads that attend to what followed an earlier copy, measured on other texts."""
-    path = find_model(name)
-    info = describe(path)
-    scan = {"model": name, "n_ctx": 100, "sequences": 8, "seed": 77}
-    scan |= {"input": {"family": "repeated_random"}}
-    tokens = Sequences(parse_scan(scan), info).shard(0).tokens
-    replica = toy.replica(path, n_ctx=100, statistics=["induction_score"])
-    score = replica.measure(tokens).heads["induction_score"].mean(0)
-    return [(int(layer), int(head)) for layer, head in np.argwhere(score > 0.5)]
+def scored_heads(name: str, n_ctx: int, folder: Path) -> list[tuple[int, int]]:
+    """Heads by falling score, as `duo` has them for a cache of 4 first and 16 last keys."""
+    words = ["duo", str(folder / "runs"), "--model", name, "-o", str(folder / "duo")]
+    words += ["--recent", "16", "--set", "sequences=8", "--set", f"n_ctx={n_ctx}"]
+    result = CliRunner().invoke(headcount.app, ["export", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return ranked(np.loadtxt(folder / "duo" / "full_attention_heads.tsv", delimiter="\t"))
 
 
-def test_needle_mini_loses_nothing_with_two_of_its_twelve_heads() -> None:
-    name = "bundled:needle-mini"
-    chosen = induction_heads(name)
-    assert len(chosen) == 2
-    table = check_heads(name, chosen, 4, 16, sequences=16, random_seeds=range(4)).to_pylist()
-    full, with_chosen, *random, nothing = table
+def test_needle_mini_loses_nothing_with_two_of_its_twelve_heads(tmp_path: Path) -> None:
+    heads = scored_heads("bundled:needle-mini", 128, tmp_path)
+    trial = HeadTrial("bundled:needle-mini", 4, 16, n_ctx=128, sequences=16)
+    assert trial.fewest(heads, seed=1) == 2
+    table = trial.table(heads[:2], random_seeds=range(4), seed=3)
+    full, with_chosen, *random, nothing = table.to_pylist()
     assert full["recall"] > 0.95
     assert with_chosen["recall"] >= 0.98 * full["recall"]
     assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
@@ -129,20 +130,57 @@ def test_needle_mini_loses_nothing_with_two_of_its_twelve_heads() -> None:
     assert {row["of_the_chosen"] for row in random} == {0, 1}
     for row in [*random, nothing]:
         without_any = row["of_the_chosen"] == 0
-        assert row["recall"] < (0.2 if without_any else 0.8), row
+        assert row["recall"] < (0.25 if without_any else 0.8), row
         assert row["loss_after_repeats"] > (4 if without_any else 2), row
+    first, second, *_ = verdict(table)
+    assert first.startswith("chosen heads: within 2 % of the full cache (recall 1.000 of 1.000")
+    assert second.endswith(" of the 2 chosen heads among them")
 
 
-def test_gpt2_mini_recalls_needles_with_its_induction_heads_alone() -> None:
-    name = "bundled:gpt2-mini"
-    chosen = induction_heads(name)
-    assert 3 <= len(chosen) <= 8
-    table = check_heads(name, chosen, 4, 16, n_ctx=128, sequences=8, random_seeds=(0, 1))
-    rows = table.to_pylist()
-    full, with_chosen, *random, nothing = rows
+def test_gpt2_mini_loses_nothing_with_its_highest_scores(tmp_path: Path) -> None:
+    """Two of its heads attend to no copy, and are found by what a repeat changes in them."""
+    heads = scored_heads("bundled:gpt2-mini", 128, tmp_path)
+    assert {(2, 1), (2, 6)} < {*heads[:7]}
+    trial = HeadTrial("bundled:gpt2-mini", 4, 16, n_ctx=128, sequences=8)
+    kept = trial.fewest(heads, seed=1)
+    assert 7 <= kept <= 10
+    table = trial.table(heads[:kept], random_seeds=(0, 1), seed=3)
+    full, with_chosen, *random, nothing = table.to_pylist()
     assert full["recall"] > 0.95
     assert with_chosen["recall"] >= 0.98 * full["recall"]
-    assert with_chosen["cache_percent"] < 40
+    assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
+    assert with_chosen["cache_percent"] < 52
     for row in [*random, nothing]:
-        assert row["recall"] < 0.6 * full["recall"], row
+        assert row["recall"] < 0.7 * full["recall"], row
         assert row["loss_after_repeats"] > 10 * full["loss_after_repeats"], row
+
+
+def test_more_than_half_of_the_heads_of_attn_only_are_needed(tmp_path: Path) -> None:
+    heads = scored_heads("bundled:attn-only-2l-mini", 128, tmp_path)
+    trial = HeadTrial("bundled:attn-only-2l-mini", 4, 16, n_ctx=128, sequences=8)
+    assert trial.fewest(heads, seed=1) == 9
+    table = trial.table(heads[:9], random_seeds=(0, 1), seed=3)
+    full, with_chosen, *random, _ = table.to_pylist()
+    assert with_chosen["recall"] >= 0.98 * full["recall"]
+    assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
+    for row in random:
+        assert row["of_the_chosen"] >= 3
+        assert row["loss_after_repeats"] > 2 * full["loss_after_repeats"], row
+    assert "more than half of the heads are chosen" in verdict(table)[-1]
+
+
+def test_a_verdict_says_what_is_lost_and_what_cannot_be_told(llama: Path) -> None:
+    """A model of random weights knows nothing with any cache."""
+    trial = HeadTrial(str(llama), SINK, RECENT, sequences=3)
+    table = trial.table([(0, 0)], random_seeds=(0,))
+    full, *rest = table.to_pylist()
+    worse = {"recall": 0.9, "loss_after_repeats": 9.0}
+    known = [full | {"recall": 1.0, "loss_after_repeats": 0.1}, *(row | worse for row in rest)]
+    lost, random = verdict(pa.Table.from_pylist(known, schema=table.schema))
+    expected = "(recall 0.900 of 1.000, loss 9.000 against 0.100)"
+    assert lost == f"chosen heads: not within 2 % of the full cache {expected}"
+    assert random.startswith("random heads: recall 0.900, loss 9.000, with ")
+    alike = [row | worse for row in [full, *rest]]
+    *_, recall, loss = verdict(pa.Table.from_pylist(alike, schema=table.schema))
+    assert "so recall says nothing" in recall
+    assert "so loss says nothing" in loss
