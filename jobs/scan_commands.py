@@ -329,8 +329,8 @@ def scan(
     merge: Annotated[
         bool,
         typer.Option(
-            help="Merge the shards of a run of at least a million rows when all are done, and "
-            "write roll-ups, so that dashboards need not read its rows.",
+            help="When all shards of a run on a disk are done, merge them if it has at least a "
+            "million rows, and write roll-ups, so that dashboards need not read its rows.",
         ),
     ] = True,
 ) -> None:
