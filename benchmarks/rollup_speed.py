@@ -14,6 +14,7 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -120,12 +121,23 @@ def _tables(seed: int) -> list[tuple[str, tuple[pa.Table, int]]]:
     """The tables of one merged file, each with the rows of its row groups."""
     rng = np.random.default_rng(seed)
     sequence = np.arange(SEQUENCES_OF_FILE) + seed * SEQUENCES_OF_FILE
+    axes = {statistic.name: Axis(*statistic.range) for statistic in statistics()}
+    sequence_rows = _sequence_rows(rng, sequence)
+    head_rows = _head_rows(rng, sequence, axes)
+    rollups = rolled_up(head_rows, sequence_rows, axes)
+    return [
+        (table.name, (with_partitions(rows, RUN_ID, "none"), table.row_group or 65_536))
+        for table, rows in ((HEADS, head_rows), (SEQUENCES, sequence_rows), (ROLLUPS, rollups))
+    ]
+
+
+def _sequence_rows(rng: np.random.Generator, sequence: np.ndarray) -> pa.Table:
+    """Rows of `sequences`, each of a random part of the Pile."""
     # Most of the Pile is in few of its parts.
     shares = np.arange(1, PARTS + 1) ** -1.0
     parts = rng.choice(
         [f"Part {n:02}" for n in range(PARTS)], len(sequence), p=shares / sum(shares)
     )
-    formulas = {KIND.field: statistics()}
     sequences: dict[str, Any] = {
         "input_family": ["pile"] * len(sequence),
         "shard": sequence // SHARD,
@@ -136,7 +148,13 @@ def _tables(seed: int) -> list[tuple[str, tuple[pa.Table, int]]]:
     for statistic in statistics():
         if statistic.chance:
             sequences[chance_column(statistic.name)] = np.full(len(sequence), 0.01, np.float32)
-    sequence_rows = table_of(sequences, table_schema(SEQUENCES, formulas))
+    return table_of(sequences, table_schema(SEQUENCES, {KIND.field: statistics()}))
+
+
+def _head_rows(
+    rng: np.random.Generator, sequence: np.ndarray, axes: Mapping[str, Axis]
+) -> pa.Table:
+    """Rows of `heads` in the order of a merged file: all sequences of a head, then the next."""
     cells = LAYERS * HEADS_OF_LAYER
     head = np.repeat(np.arange(cells), len(sequence))
     of_head: dict[str, Any] = {
@@ -148,16 +166,9 @@ def _tables(seed: int) -> list[tuple[str, tuple[pa.Table, int]]]:
         "layer": head // HEADS_OF_LAYER,
         "head": head % HEADS_OF_LAYER,
     }  # fmt: skip
-    axes = {s.name: Axis(*s.range) for s in statistics()}
     for name, axis in axes.items():
         of_head[name] = _values(rng, axis, head).astype(np.float32)
-    head_rows = table_of(of_head, table_schema(HEADS, formulas))
-    tables = [(HEADS, head_rows), (SEQUENCES, sequence_rows)]
-    tables.append((ROLLUPS, rolled_up(head_rows, sequence_rows, axes)))
-    return [
-        (table.name, (with_partitions(rows, RUN_ID, "none"), table.row_group or 65_536))
-        for table, rows in tables
-    ]
+    return table_of(of_head, table_schema(HEADS, {KIND.field: statistics()}))
 
 
 def _values(rng: np.random.Generator, axis: Axis, head: np.ndarray) -> np.ndarray:
@@ -250,10 +261,12 @@ def main() -> None:
         for name, question in ROLLUP_QUESTIONS.items():
             print(f"{name}: {ask(connection, question, options.rounds)}")
         for view, columns in ROW_QUESTIONS.items() if options.rows else ():
-            asked = ask(connection, f"FROM {view}", options.rounds)
-            scanned = plain_scan(run, columns, options.rounds)
-            ratio = asked.cpu_seconds / scanned.cpu_seconds
-            print(f"{view}: {asked}\n  plain scan: {scanned}\n  ratio of CPU time: {ratio:.2f}")
+            view_time = ask(connection, f"FROM {view}", options.rounds)
+            scan_time = plain_scan(run, columns, options.rounds)
+            ratio = view_time.cpu_seconds / scan_time.cpu_seconds
+            print(
+                f"{view}: {view_time}\n  plain scan: {scan_time}\n  ratio of CPU time: {ratio:.2f}"
+            )
 
 
 if __name__ == "__main__":

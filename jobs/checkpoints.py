@@ -94,7 +94,7 @@ def _directories(scan_file: Path, pattern: str) -> list[str]:
     if not directories:
         raise ScanError(
             f"{scan_file}: model: no directory with a config.json matches {pattern!r} (in "
-            f"{Path.cwd()})"
+            f"{Path.cwd()}); expected directories of models, such as steps/step-*"
         )
     return sorted(directories, key=_by_numbers)
 

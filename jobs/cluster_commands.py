@@ -379,8 +379,10 @@ def resume(
             "--verify-corpus": verify_corpus,
             "--allow-other-code": allow_other_code,
         }
-        given = [flag for flag, is_given in flags.items() if is_given]
-        submission = submit_resume(cluster, directory, resources, env or [], overrides or [], given)
+        flags_set = [flag for flag, is_set in flags.items() if is_set]
+        submission = submit_resume(
+            cluster, directory, resources, env or [], overrides or [], flags_set
+        )
         _await_driver(cluster, submission)
         return
     if env:

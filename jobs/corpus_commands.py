@@ -92,7 +92,8 @@ def prepare(
     sequences = Sequences(scan.for_model(info), info)
     if sequences.corpus is None:
         raise ScanError(
-            f"input.family: {sequences.family.name} reads no corpus, so there is nothing to prepare"
+            f"input.family: {sequences.family.name} reads no corpus, so there is nothing to "
+            "prepare; headcount scan measures it at once"
         )
     console = Console(highlight=False, stderr=True)
     began = time.monotonic()

@@ -123,7 +123,9 @@ class Rehearsal:
         samples: list[InterventionMeasurements] = []
         with PeakMemory(self.measured_on) as memory:
             for intervention in plan.scan.interventions:
-                speed, sample = _timed(self.replica, first_shard, intervention, passes, patience)
+                speed, sample = _measured_speed(
+                    self.replica, first_shard, intervention, passes, patience
+                )
                 # Replicas read and write by themselves, so their speeds add up.
                 speeds.append(speed * max(1, self.replicas))
                 samples.append(sample)
@@ -153,14 +155,18 @@ def measure_cost(plan: Plan, passes: int = 4, patience: float = 20.0) -> Cost:
     return Rehearsal(plan.scan, plan.info).measure(plan, passes, patience)
 
 
-def _timed(
+def _measured_speed(
     replica: Replica,
     first_shard: ShardInput,
     intervention: Intervention,
     passes: int,
     patience: float,
 ) -> tuple[float, InterventionMeasurements]:
-    """Tokens per second under an intervention, and the measurements of the last pass."""
+    """Tokens per second under an intervention, and the measurements of the last pass.
+
+    While the batch size is searched, passes have different sizes. Only passes of the size at which
+    the search ends tell the speed.
+    """
     speeds_by_size: dict[int, list[float]] = {}
     deadline = time.perf_counter() + patience
     while True:

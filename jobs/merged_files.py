@@ -170,6 +170,7 @@ def merge_files(
         if table in (HEADS.name, SEQUENCES.name):
             tables = merged_rows.setdefault(intervention, {})
             tables[table] = rows
+            # Roll-ups need the rows of both tables.
             if len(tables) == 2:
                 rollups = _rollups(run, manifest, intervention, merged_rows.pop(intervention))
                 new_rollups.append(

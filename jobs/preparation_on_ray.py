@@ -83,7 +83,10 @@ class OnRay:
         except ray.exceptions.RayError as error:
             for reference in references:
                 ray.cancel(reference, force=True)
-            raise RunError(f"the corpus cannot be verified ({last_line(str(error))})") from None
+            raise RunError(
+                f"the corpus cannot be verified ({last_line(str(error))}); the same command tries "
+                "again"
+            ) from None
 
     def _fill(self) -> None:
         """Start tasks, as many as the cluster can run soon."""

@@ -46,7 +46,7 @@ class Node:
         if local_code != self.code.fingerprint:
             raise RunError(
                 f"this node runs code {local_code}, the driver {self.code.fingerprint}; remove "
-                "the installed copy"
+                "the copy of headcount that is installed there"
             )
 
 

@@ -8,7 +8,7 @@ from jobs.corpus_preparation import HERE, Preparation
 from jobs.plan import Plan, make_plan
 from jobs.run_identity import check_not_older
 from jobs.run_places import PLACES, placed_fields
-from jobs.scan_runs import ScanCommand, naming_the_alternative
+from jobs.scan_runs import ScanCommand, naming_the_alternative, removal
 from schemas.errors import RunError, ScanError
 from schemas.run_directory import RunDirectory
 from schemas.scan import CHANGES_NO_ROW, parse_scan
@@ -51,7 +51,10 @@ def replan(
     with naming_the_alternative(run, command):
         check_not_older(run, manifest)
     if not isinstance(manifest.identity.get("scan"), dict):
-        raise RunError(f"{run.manifest_file}: not a manifest (no scan in it)")
+        raise RunError(
+            f"{run.manifest_file}: not a manifest (no scan in it); put the run's own file back, or "
+            f"start anew: {removal(run)} deletes the run"
+        )
     # An identity leaves these out, because they change no row.
     remembered = {field: getattr(manifest, field) for field in REMEMBERED}
     fields = placed_fields(run, manifest, remembered, overrides)

@@ -80,7 +80,8 @@ class ReplicaActor:
         local_code = code_fingerprint()
         if local_code != code:
             raise RunError(
-                f"this node runs code {local_code}, the driver {code}; remove the installed copy"
+                f"this node runs code {local_code}, the driver {code}; remove the copy of "
+                "headcount that is installed there"
             )
         # One thread for everything that computes. OpenMP makes a team of threads for each thread
         # that computes. Two teams are more threads than cores, which then sleep between operations:
@@ -92,7 +93,7 @@ class ReplicaActor:
         if local_info.sha256 != info.sha256:
             raise RunError(
                 f"model {scan.model}: this node has weights {local_info.sha256}, "
-                f"the driver {info.sha256}"
+                f"the driver {info.sha256}; copy the driver's files there"
             )
         self.run = run
         # The driver has listed and indexed the corpus's files; no replica does it again.

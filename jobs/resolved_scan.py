@@ -64,9 +64,10 @@ def check_scan(scan: Scan) -> list[BoundIntervention]:
                 f"sequences, and the family {family.name} has none; families with partners: {have}"
             )
         if bound.needs_labels and not family.labels_tokens:
+            have = ", ".join(sorted(other.name for other in INPUTS.values() if other.labels_tokens))
             raise ScanError(
                 f"interventions: '{bound.intervention}' reads which tokens are labelled, and the "
-                f"family {family.name} labels none; choose backcopy"
+                f"family {family.name} labels none; families that label tokens: {have}"
             )
     return interventions
 

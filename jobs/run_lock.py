@@ -33,7 +33,10 @@ def locked(run: RunDirectory) -> Iterator[None]:
             "the same command again"
         ) from None
     except OSError as error:
-        raise RunError(f"{run.path}: cannot be locked ({error.strerror})") from None
+        raise RunError(
+            f"{run.path}: cannot be locked ({error.strerror}); expected a directory that "
+            "this user may write to"
+        ) from None
     # Leaving this block releases what `acquire` took.
     with lock:
         yield

@@ -302,7 +302,10 @@ def stop_at_first_failure(
     """Pass outcomes on until one is a failure, which is raised."""
     for outcome in outcomes:
         if isinstance(outcome, Failure):
-            raise RunError(f"{run_id}: shard {outcome.shard} failed: {outcome.error}")
+            raise RunError(
+                f"{run_id}: shard {outcome.shard} failed: {outcome.error}; mend the cause and run "
+                "the same command again"
+            )
         yield outcome
 
 

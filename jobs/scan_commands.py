@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jobs.cost import Cost
     from jobs.merged_files import MergeGroups
     from jobs.plan import Plan
+    from jobs.scan_runs import ScanCommand
     from schemas.commits import Failure
     from schemas.document_fates import Fates
     from schemas.scan import Scan
@@ -327,8 +329,8 @@ def scan(
     merge: Annotated[
         bool,
         typer.Option(
-            help="Merge the shards of a run of at least a million rows when all are done, and "
-            "write roll-ups, so that dashboards need not read its rows.",
+            help="When all shards of a run on a disk are done, merge them if it has at least a "
+            "million rows, and write roll-ups, so that dashboards need not read its rows.",
         ),
     ] = True,
 ) -> None:
@@ -361,18 +363,13 @@ def scan(
         with phases.taken():
             command = ScanCommand.typed(scan_file, requested.overrides)
             phases.note("loading the model")
-            try:
-                with watch_index(console) as watch:
-                    preparation = Preparation(
-                        resources, watch, verify_corpus, lambda line: say(console, line)
-                    )
-                    scan_plan = make_plan(
-                        requested.scan, scan_file.stem, run, preparation, command, new
-                    )
-            except HeadcountError as error:
-                # Of several scans, say which one it is.
-                name = f"{shlex.join(command.words)}: " if len(scans) > 1 else ""
-                raise type(error)(f"{name}{error}") from None
+            with _naming_the_scan(command, len(scans)), watch_index(console) as watch:
+                preparation = Preparation(
+                    resources, watch, verify_corpus, lambda line: say(console, line)
+                )
+                scan_plan = make_plan(
+                    requested.scan, scan_file.stem, run, preparation, command, new
+                )
             prepare_run(scan_plan, _text_to_keep(scan_file, requested.overrides))
             if new:
                 # The same command would start one more.
@@ -392,6 +389,16 @@ def scan(
             f"{counted(len(failures), 'shard')} failed, all others are committed; mend the cause, "
             f"then {'; '.join(advice)}"
         )
+
+
+@contextmanager
+def _naming_the_scan(command: ScanCommand, scans: int) -> Iterator[None]:
+    """If there are several scans, errors say which one they are about."""
+    try:
+        yield
+    except HeadcountError as error:
+        name = f"{shlex.join(command.words)}: " if scans > 1 else ""
+        raise type(error)(f"{name}{error}") from None
 
 
 def _text_to_keep(scan_file: Path, overrides: Sequence[str]) -> str:

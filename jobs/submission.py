@@ -308,7 +308,7 @@ class JobClient:
             # as a missing key or a wrong type.
             raise RunError(
                 f"{self.url}: what answers there is no Ray cluster, or failed "
-                f"({last_line(str(error))})"
+                f"({last_line(str(error))}); expected the address of a cluster's dashboard"
             ) from None
 
 

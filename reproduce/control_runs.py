@@ -301,18 +301,16 @@ def short_system(
     d_vocab = min(int(sizes["d_vocab"]), LEAST_VOCABULARY if is_small else MOST_VOCABULARY)
     notes: list[str] = []
 
+    # Figures of single heads keep all heads, because any of them may be named.
     if not _names_heads(system):
         published = n_layers, n_heads
-        if n_layers > extent.layers:
-            n_layers, n_heads = extent.layers, min(n_heads, extent.layers)
         entries = sum(_entries(short, entry) for entry in scans.values())
-        n_heads = max(1, min(n_heads, int(extent.entries / (entries * n_layers))))
-        most_layers = max(FEW_LAYERS, int(extent.entries / (entries * n_heads)))
-        n_layers = min(n_layers, most_layers)
+        n_layers, n_heads = _affordable_heads(n_layers, n_heads, entries, extent)
         if (n_layers, n_heads) != published:
             notes.append(
                 f"{n_layers} of {published[0]} layers and {n_heads} of {published[1]} heads"
             )
+    # Logits take the time of a scan that predicts. Ids that figures name must stay ids.
     predictions = max(_predictions(short, entry) for entry in scans.values())
     most_tokens = int(extent.logits / predictions) if predictions else d_vocab
     if most_tokens < d_vocab and not needs_ids:
@@ -325,6 +323,15 @@ def short_system(
         short = short.model_copy(update={"scan": scans})
     n_ctx = min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS)
     return ShortSystem(short, n_layers, n_heads, n_ctx, d_vocab, _steps(system), tuple(notes))
+
+
+def _affordable_heads(n_layers: int, n_heads: int, entries: int, extent: Extent) -> tuple[int, int]:
+    """As many layers and heads as there is time for, if one head has so many pattern entries."""
+    if n_layers > extent.layers:
+        n_layers, n_heads = extent.layers, min(n_heads, extent.layers)
+    n_heads = max(1, min(n_heads, int(extent.entries / (entries * n_layers))))
+    most_layers = max(FEW_LAYERS, int(extent.entries / (entries * n_heads)))
+    return min(n_layers, most_layers), n_heads
 
 
 def _steps(system: System) -> tuple[int, ...]:

@@ -288,17 +288,17 @@ def _null_value(
 
 
 def null_phenomena_of_miniature(
-    name: str, system: System, directory: str, known: KnownModels
+    name: str, system: System, directory: str, models: KnownModels
 ) -> list[Control]:
     """Phenomena that hold on the miniature if edits do nothing; missing runs are measured."""
     if not system.phenomenon or not has_edits(system):
         return []
     model = system.bundled_model
-    plans = plan_system_in(directory, system, model, models=known)
+    plans = plan_system_in(directory, system, model, models=models)
     untouched_system = with_untouched(system, is_miniature=True)
-    untouched = plan_system_in(directory, untouched_system, model, models=known)
+    untouched = plan_system_in(directory, untouched_system, model, models=models)
     for plan in [*plans, *untouched]:
-        measure_run(plan, known)
+        measure_run(plan, models)
     database = open_system_runs(system, directory)
     as_measured(plans).show(database)
     findings = judge(name, system, plans[0].info, model, database)
@@ -391,14 +391,14 @@ def main(words: Sequence[str]) -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as directory:
         runs = ControlRuns(Path(directory), QUICK if options.quick else FULL)
-        known = KnownModels()
+        models = KnownModels()
         for name, system in selection.items():
             began = time.process_time()
             try:
                 controls = SystemControls(name, system, runs)
                 results = [*scatter_problems(name, system), *controls.measure()]
                 miniature = str(Path(directory) / f"miniature-{name}")
-                results += null_phenomena_of_miniature(name, system, miniature, known)
+                results += null_phenomena_of_miniature(name, system, miniature, models)
             except HeadcountError as error:
                 print(f"{name}: no controls: {error}", flush=True)
                 wrong += 1

@@ -20,7 +20,7 @@ from queries.query_commands import tell_user, warn_of_damage
 from schemas.errors import RunError, ScanError, counted
 
 if TYPE_CHECKING:
-    from reproduce.reproduction import PlannedSystem, SkippedSystem
+    from reproduce.reproduction import PlannedSystem, Reproduction, SkippedSystem
     from reproduce.system import System
     from reproduce.verdicts import Finding
 
@@ -131,7 +131,14 @@ def reproduce(
     if model is not None:
         # A model that is not there is one mistake, and not a reason to skip every system.
         reproduction.models.describe(model)
+    findings, skipped = _measure_and_judge(reproduction, selection, file, console)
+    _end(findings, skipped, len(selection), console)
 
+
+def _measure_and_judge(
+    reproduction: Reproduction, selection: Mapping[str, System], file: Path | None, console: Console
+) -> tuple[list[Finding], list[SkippedSystem]]:
+    """Measure the systems one after another, and keep the findings so far in a file."""
     findings: list[Finding] = []
     skipped: list[SkippedSystem] = []
 
@@ -145,7 +152,7 @@ def reproduce(
         write()
 
     def write() -> None:
-        # After every system, so that a command that is stopped leaves what it has found.
+        # After every system, so that a command that is stopped leaves the findings so far.
         if file is not None:
             _write_json([*findings, *(system.finding for system in skipped)], file)
 
@@ -154,7 +161,7 @@ def reproduce(
         skip(system)
     write()
     reproduction.measure(planned_systems, judge, skip)
-    _end(findings, skipped, len(selection), console)
+    return findings, skipped
 
 
 def texts_of_systems(options: Sequence[str], selection: Mapping[str, System]) -> dict[str, str]:

@@ -99,7 +99,11 @@ def _argument(parameter: TyperArgument) -> str:
 def _option(parameter: TyperOption, value_type: object) -> str:
     """An option with all its names and what stands for its value."""
     value_word = parameter.metavar or _word_of_type(value_type)
-    return ", ".join(parameter.opts) + (f" {value_word}" if value_word else "")
+    spelling = ", ".join(parameter.opts)
+    if parameter.secondary_opts:
+        # A switch that is on by default has a second name, which turns it off.
+        spelling += f" / {', '.join(parameter.secondary_opts)}"
+    return spelling + (f" {value_word}" if value_word else "")
 
 
 def _word_of_type(value_type: object) -> str:
@@ -117,8 +121,10 @@ def _word_of_type(value_type: object) -> str:
 
 def _default(parameter: TyperArgument | TyperOption) -> str:
     """The default of an option, if it has one that says something."""
-    says_nothing = parameter.default is None or parameter.default is False
-    return "" if says_nothing else f" Default: {parameter.default}."
+    if parameter.default is None or parameter.default is False:
+        return ""
+    default = parameter.opts[0] if parameter.default is True else parameter.default
+    return f" Default: {default}."
 
 
 def fields_reference() -> str:

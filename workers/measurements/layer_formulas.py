@@ -228,7 +228,7 @@ class _KindValues:
         self.numbers_of[formula.name][:, self.heads.places[layer]] = torch.nan
 
     def by_layer(self) -> dict[str, Tensor]:
-        """Lists `[batch layer …]`, or means `[3 layer …]`, by formula."""
+        """All layers by formula: lists `[batch layer …]`, or count, mean and M2 `[3 layer …]`."""
         for name, layers in self.layers_of.items():
             if not layers:
                 formula = self.kind.registry[name]

@@ -138,8 +138,9 @@ class Model:
         """The bridge, which is booted and checked now if it is not there."""
         if self._booted is None:
             devices = [self.device] if self.device.type == "cuda" else []
-            # Libraries draw first weights for modules that they wrap, from the generators of the
-            # process. A pass that asks for the bridge may allow no gradients, for ever.
+            # Libraries draw random weights for modules that they wrap, and must not move the
+            # generators of the process. If the bridge is first wanted in inference mode, tensors
+            # that are made there could never have gradients.
             with torch.random.fork_rng(devices), torch.inference_mode(False):
                 self._booted = self._boot()
             if self._booted.bridge is not None:
