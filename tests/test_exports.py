@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import product
@@ -474,11 +475,18 @@ def test_what_duo_chose_is_tried_out_on_the_model(home: Path, pair: Path, tmp_pa
     """`tests/test_head_check.py` holds the trial itself against an independent model."""
     words = ("duo", pair, "-o", tmp_path / "duo", "--sink", 1, "--recent", 5)
     output = run(*words, "--sparsity", 0.75, "--check")
-    rows = {line[:12]: line.split() for line in output.splitlines()}
+    rows = {line[:12]: line.split() for line in output.splitlines() if ":" not in line}
     # One of four KV heads keeps 24 keys, three keep six.
     assert rows["chosen heads"][3:5] == ["1", "1"]
     assert float(rows["chosen heads"][-1]) == pytest.approx(100 * (24 + 3 * 6) / 96, abs=0.01)
     assert float(rows["every head  "][-1]) == 100
+    assert "\nchosen heads: " in output
+    assert "\nrandom heads: " in output
+    # A file of scores leaves open how many heads keep everything, so the check looks for it.
+    first, *_ = run(*words, "--replace", "--check").split("number of heads: ")[1].splitlines()
+    assert re.fullmatch(
+        r"with \d of 4 nothing is lost on other sequences; --sparsity [\d.]+ chooses them", first
+    )
     with pytest.raises(QueryError, match="chooses no heads to keep whole; leave out --check"):
         run("budget", home / "runs", "-o", tmp_path / "budget.csv", "--check")
     assert [path.name for path in tmp_path.iterdir()] == ["duo"]
@@ -609,7 +617,7 @@ def test_a_window_of_the_model_hides_keys_that_a_budget_does_not_need(tmp_path: 
     headcount.scan(fields, name="windowed", quiet=True).close()
     database = open_runs(tmp_path / "runs")
     curve = lost_by_window(source_of(database, "budget", Path("budget.csv")))
-    by_head = means_of_heads(database, "distant_mass_1_3").reshape(LAYERS, KV_HEADS, -1)
+    by_head = means_of_heads(database, "distant_mass_1_3", "windowed").reshape(LAYERS, KV_HEADS, -1)
     database.connection.close()
     np.testing.assert_allclose(curve[..., 3], by_head.max(-1), atol=1e-5)
     # No query sees more than the last 6 keys.
