@@ -189,7 +189,7 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
         size = write_export(export, destination, exported.files)
         _show(exported)
         typer.echo(
-            f"{destination}: {name} of {source.model_name}, from run {source.run_id} "
+            f"{output}: {name} of {source.model_name}, from run {source.run_id} "
             f"({size / 1e3:,.1f} kB)"
         )
         if check and exported.cut is not None:
