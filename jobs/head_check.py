@@ -162,7 +162,7 @@ class HeadTrial:
         questions = self._questions(seed)
         full = self._answers(self.kv_heads, questions)
         step = -(-len(ranked_heads) // MOST_STEPS)
-        # Not by halving: more heads may lose more. In gpt2-mini 10 heads lose nothing, 11 to 20 do.
+        # Not by halving: more heads may lose more, as L2H3 of gpt2-mini does beside ten others.
         for kept in range(0, len(ranked_heads), step):
             heads = {KVHead(*head) for head in ranked_heads[:kept]} & {*self.kv_heads}
             answers = self._answers(tuple(sorted(heads)), questions)
