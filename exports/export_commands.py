@@ -224,10 +224,11 @@ def measured_source(
     lies.
     """
     needs = export.needs(options)
-    run = measure(needs, f"export-{export.name}")
     baseline = None
+    # First, as its input takes fewer options: what it refuses is said before anything is measured.
     if needs.baseline is not None:
         baseline = measure(needs.baseline, f"export-{export.name}-baseline")
+    run = measure(needs, f"export-{export.name}")
     return open_source(run, export, options, destination, baseline=baseline)
 
 

@@ -31,7 +31,7 @@ from exports.export_registry import (
 from exports.export_source import ExportSource, choose_run, toml_lines
 from exports.exports_page import exports_page
 from queries.asking import RunDatabase, open_runs
-from schemas.errors import HeadcountError, QueryError
+from schemas.errors import HeadcountError, QueryError, ScanError
 from schemas.scan import parse_scan
 from tests.toy_models import family, save_model
 from tests.toy_runs import Row, read_manifest, write_run
@@ -518,6 +518,10 @@ def test_one_command_goes_from_a_model_to_the_file(
     assert [(path / "manifest.json").stat().st_mtime_ns for path in directories] == before
     again, _, _ = load_attn_pattern(tmp_path / "duo")
     np.testing.assert_array_equal(again, scores)
+    # What does not repeat has no period, and that is said before the other scan runs.
+    with pytest.raises(ScanError, match="unknown option of uniform_random 'period'"):
+        run(*words, *sets, "--set", "input.period=5", "--replace")
+    assert sorted((tmp_path / "runs").iterdir()) == directories
 
 
 # budget
