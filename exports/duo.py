@@ -64,14 +64,14 @@ def duo(
     `config.json` has `sink_size` and `recent_size`; `full_attention_heads.tsv` has a line for each
     layer and a column for each KV head, which the readers cut at a quantile or at a threshold.
 
-    The score is the share of attention that a repeat moves. It is measured on a block of random
-    tokens that is repeated, and on random tokens without a repeat. Some heads attend to the earlier
-    copy of a token and to what follows it. Others attend to the first keys until something repeats,
-    and then to all keys alike, so they never show the copy, but need distant keys as well. So the
-    score is the larger of two numbers, both for queries of the second copy: the attention to copies
-    and to what follows them, and the change of all attention beyond the first `sink` and the last
-    `recent` keys. Attention to distant keys as such says less: a head that always spreads over all
-    keys has most of it, and retrieves nothing.
+    The score is the share of its attention that a head moves when something repeats, as a mean
+    over the queries of the second copy. Two runs are compared: over a random block that is
+    repeated, and over random tokens without a repeat. Most heads that need distant keys attend to
+    the earlier copy of a token and to what follows it. Others rest on the first keys until
+    something repeats, and then look at all keys. So the score is the larger of two numbers: the
+    attention to copies and to what follows them, and the change of all attention beyond the first
+    `sink` and the last `recent` keys. Attention to distant keys as such says less: a head that
+    always spreads over all keys has most of it, and retrieves nothing.
 
     * `score`: retrieval, as said above; or distant, which is all attention beyond the first `sink`
       and the last `recent` keys, on any input, with one run.
@@ -116,11 +116,11 @@ def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> 
     assert source.baseline is not None
     change = source.by_head(distant_mass) - source.baseline.by_head(distant_mass)
     # The means are over all queries that see distant keys. In the first copy both inputs are alike,
-    # so all of the change is in the queries after it.
+    # so all of the change is in the queries after it, and is larger as a mean over these alone.
     queries = source.run["n_ctx"] - sink - recent
     change *= queries / min(queries, queries_after_first_copy(source))
-    # Groups of keys are the copies, the other distant keys and all near ones. The attention that
-    # moves between them is the larger number, because without a repeat there are no copies.
+    # Without a repeat there are hardly any copies, so both numbers are attention that would lie
+    # elsewhere. It may be the same attention, so they do not add up.
     return np.maximum(to_copies, np.abs(change))
 
 

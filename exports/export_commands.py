@@ -189,7 +189,7 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
         size = write_export(export, destination, exported.files)
         _show(exported)
         typer.echo(
-            f"{destination}: {name} of {source.model_name}, from run {source.run_id} "
+            f"{output}: {name} of {source.model_name}, from run {source.run_id} "
             f"({size / 1e3:,.1f} kB)"
         )
         if check and exported.cut is not None:
@@ -224,10 +224,11 @@ def measured_source(
     lies.
     """
     needs = export.needs(options)
-    run = measure(needs, f"export-{export.name}")
     baseline = None
+    # First, as its input takes fewer options: what it refuses is said before anything is measured.
     if needs.baseline is not None:
         baseline = measure(needs.baseline, f"export-{export.name}-baseline")
+    run = measure(needs, f"export-{export.name}")
     return open_source(run, export, options, destination, baseline=baseline)
 
 

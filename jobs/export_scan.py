@@ -90,8 +90,8 @@ def check_exported_heads(
         heads = ranked[:kept]
         sparsity = 1 - kept / len(ranked)
         lines.append(
-            f"number of heads: on other sequences {kept} of {len(ranked)} lose nothing, those with "
-            f"the highest scores; --sparsity {sparsity:.4g} chooses them"
+            f"number of heads: with {kept} of {len(ranked)} nothing is lost on other sequences; "
+            f"--sparsity {sparsity:.4g} chooses them"
         )
     # A layer that does not attend has scores, but no cache.
     heads = [head for head in heads if head in trial.kv_heads]

@@ -36,6 +36,9 @@ MOST_N_CTX = 1024
 TOLERANCE = 0.02
 """The share of recall that a cut may cost, and of loss that it may add, so that nothing is lost."""
 
+SEARCHED_TOLERANCE = TOLERANCE / 2
+"""The same while a number of heads is looked for: on other sequences it may be a little worse."""
+
 MOST_STEPS = 32
 """Numbers of heads that are tried at most."""
 
@@ -89,10 +92,10 @@ class Answers:
     loss: float
     """Mean loss after repeats, in nats."""
 
-    def loses_nothing(self, full: Answers) -> bool:
+    def loses_nothing(self, full: Answers, tolerance: float = TOLERANCE) -> bool:
         """Whether they are as good as those of the full cache, within the tolerance."""
-        recalls = self.recall >= (1 - TOLERANCE) * full.recall
-        return recalls and self.loss <= (1 + TOLERANCE) * full.loss
+        recalls = self.recall >= (1 - tolerance) * full.recall
+        return recalls and self.loss <= (1 + tolerance) * full.loss
 
 
 class HeadTrial:
@@ -159,10 +162,11 @@ class HeadTrial:
         questions = self._questions(seed)
         full = self._answers(self.kv_heads, questions)
         step = -(-len(ranked_heads) // MOST_STEPS)
-        # Not by halving: one more head may make it worse again, if it spoils what the others do.
+        # Not by halving: more heads may lose more, as L2H3 of gpt2-mini does beside ten others.
         for kept in range(0, len(ranked_heads), step):
             heads = {KVHead(*head) for head in ranked_heads[:kept]} & {*self.kv_heads}
-            if self._answers(tuple(sorted(heads)), questions).loses_nothing(full):
+            answers = self._answers(tuple(sorted(heads)), questions)
+            if answers.loses_nothing(full, SEARCHED_TOLERANCE):
                 return kept
         return len(ranked_heads)
 
@@ -250,9 +254,9 @@ def verdict(table: pa.Table) -> list[str]:
     if 2 * rows[1]["kv_heads"] > rows[0]["kv_heads"]:
         lines.append("more than half of the heads are chosen, so any random ones hold many of them")
     if full.recall <= with_none.recall:
-        lines.append("even the full cache does not recall needles, so recall says nothing here")
+        lines.append("every head recalls no more than none does, so recall says nothing here")
     if full.loss >= with_none.loss:
-        lines.append("even the full cache does not continue repeats, so loss says nothing here")
+        lines.append("every head has no lower loss than none has, so the loss says nothing here")
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import product
@@ -30,7 +31,7 @@ from exports.export_registry import (
 from exports.export_source import ExportSource, choose_run, toml_lines
 from exports.exports_page import exports_page
 from queries.asking import RunDatabase, open_runs
-from schemas.errors import HeadcountError, QueryError
+from schemas.errors import HeadcountError, QueryError, ScanError
 from schemas.scan import parse_scan
 from tests.toy_models import family, save_model
 from tests.toy_runs import Row, read_manifest, write_run
@@ -474,11 +475,18 @@ def test_what_duo_chose_is_tried_out_on_the_model(home: Path, pair: Path, tmp_pa
     """`tests/test_head_check.py` holds the trial itself against an independent model."""
     words = ("duo", pair, "-o", tmp_path / "duo", "--sink", 1, "--recent", 5)
     output = run(*words, "--sparsity", 0.75, "--check")
-    rows = {line[:12]: line.split() for line in output.splitlines()}
+    rows = {line[:12]: line.split() for line in output.splitlines() if ":" not in line}
     # One of four KV heads keeps 24 keys, three keep six.
     assert rows["chosen heads"][3:5] == ["1", "1"]
     assert float(rows["chosen heads"][-1]) == pytest.approx(100 * (24 + 3 * 6) / 96, abs=0.01)
     assert float(rows["every head  "][-1]) == 100
+    assert "\nchosen heads: " in output
+    assert "\nrandom heads: " in output
+    # A file of scores leaves open how many heads keep everything, so the check looks for it.
+    first, *_ = run(*words, "--replace", "--check").split("number of heads: ")[1].splitlines()
+    assert re.fullmatch(
+        r"with \d of 4 nothing is lost on other sequences; --sparsity [\d.]+ chooses them", first
+    )
     with pytest.raises(QueryError, match="chooses no heads to keep whole; leave out --check"):
         run("budget", home / "runs", "-o", tmp_path / "budget.csv", "--check")
     assert [path.name for path in tmp_path.iterdir()] == ["duo"]
@@ -510,6 +518,10 @@ def test_one_command_goes_from_a_model_to_the_file(
     assert [(path / "manifest.json").stat().st_mtime_ns for path in directories] == before
     again, _, _ = load_attn_pattern(tmp_path / "duo")
     np.testing.assert_array_equal(again, scores)
+    # What does not repeat has no period, and that is said before the other scan runs.
+    with pytest.raises(ScanError, match="unknown option of uniform_random 'period'"):
+        run(*words, *sets, "--set", "input.period=5", "--replace")
+    assert sorted((tmp_path / "runs").iterdir()) == directories
 
 
 # budget
@@ -609,7 +621,7 @@ def test_a_window_of_the_model_hides_keys_that_a_budget_does_not_need(tmp_path: 
     headcount.scan(fields, name="windowed", quiet=True).close()
     database = open_runs(tmp_path / "runs")
     curve = lost_by_window(source_of(database, "budget", Path("budget.csv")))
-    by_head = means_of_heads(database, "distant_mass_1_3").reshape(LAYERS, KV_HEADS, -1)
+    by_head = means_of_heads(database, "distant_mass_1_3", "windowed").reshape(LAYERS, KV_HEADS, -1)
     database.connection.close()
     np.testing.assert_allclose(curve[..., 3], by_head.max(-1), atol=1e-5)
     # No query sees more than the last 6 keys.

@@ -183,4 +183,4 @@ def test_a_verdict_says_what_is_lost_and_what_cannot_be_told(llama: Path) -> Non
     alike = [row | worse for row in [full, *rest]]
     *_, recall, loss = verdict(pa.Table.from_pylist(alike, schema=table.schema))
     assert "so recall says nothing" in recall
-    assert "so loss says nothing" in loss
+    assert "so the loss says nothing" in loss

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "page_name", ["docs/tutorial.md", "docs/watch-a-training-run.md", "README.md"]
+    "page_name",
+    ["docs/tutorial.md", "docs/shrink-a-kv-cache.md", "docs/watch-a-training-run.md", "README.md"],
 )
 def test_every_command_of_a_page_prints_what_the_page_says(page_name: str, tmp_path: Path) -> None:
     page = (ROOT / page_name).read_text(encoding="utf-8")
