@@ -102,7 +102,8 @@ def made(database: RunDatabase, name: str, run_id: str | None = None, **options:
     """The content of the file that a format makes of its run."""
     export = export_format_named(name)
     all_options = export.defaults | options
-    source = choose_run(database, export, all_options, Path("nowhere"), run_id)
+    run_ids = () if run_id is None else (run_id,)
+    source = choose_run(database, export, all_options, Path("nowhere"), run_ids)
     (content,) = export.make(source, **all_options).files.values()
     return content.decode()
 
