@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -11,6 +12,9 @@ from pathlib import Path
 from exports.export_registry import ExportFormat
 from schemas.errors import QueryError
 from schemas.places import Place, absolute, names, reason, write_whole
+
+RANDOM_PART = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=snap-)\d+")
+"""What differs in the name of one of Iceberg's files whenever it is written."""
 
 
 def check_destination(export: ExportFormat, output: str, replace: bool) -> Place:
@@ -99,9 +103,20 @@ def _refuse_other_files(destination: Path, files: Mapping[str, bytes]) -> None:
     if not destination.is_dir():
         return
     old_files = [path for path in destination.rglob("*") if not path.is_dir()]
-    others = sorted({str(path.relative_to(destination)) for path in old_files} - files.keys())
+    of_export = set(map(_lasting_name, files))
+    old_names = sorted(str(path.relative_to(destination)) for path in old_files)
+    others = [name for name in old_names if _lasting_name(name) not in of_export]
     if others:
         raise QueryError(
             f"{destination}: holds {others[0]}, which is no part of this export; choose another "
             "folder"
         )
+
+
+def _lasting_name(name: str) -> str:
+    """The name of a file without what differs in every export.
+
+    >>> _lasting_name("heads/metadata/snap-241-0-f390002b-7b78-406b-8897-516283d3200b.avro")
+    'heads/metadata/snap-*-0-*.avro'
+    """
+    return RANDOM_PART.sub("*", name)

@@ -45,7 +45,7 @@ def important_heads(
       `last_token`.
     """
     lead = lead_of_gold(source)
-    is_ahead = lead > deviations * spread_of_masses(source, "sd")
+    is_ahead = lead > deviations * spread_of_masses(source)
     chosen = [place for place in heads_in_order(lead) if is_ahead[place]][:heads]
     if not chosen:
         raise QueryError(

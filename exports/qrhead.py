@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 
 from exports.export_registry import Exported, Needs, export_format
-from exports.export_source import ExportSource
+from exports.export_source import ExportSource, column_of
+from queries.sql_text import quoted_name
 from schemas.errors import QueryError
 from schemas.values import Count
 
@@ -39,7 +41,7 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
       standard errors are left out.
     """
     lead = lead_of_gold(source)
-    is_certain = lead > 2 * spread_of_masses(source, "standard_error")
+    is_certain = lead > 2 * spread_of_masses(source) / math.sqrt(source.run["sequences_done"])
     chosen = [place for place in heads_in_order(lead) if is_certain[place]][:heads]
     if not chosen:
         raise QueryError(
@@ -64,20 +66,37 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
 
 def lead_of_gold(source: ExportSource) -> np.ndarray:
     """The mean mass on the gold passage less that on another one, `[layer head]`."""
-    return source.by_head(GOLD) - source.by_head(OTHER) / other_passages(source)
+    return _masses(source, GOLD, "avg") - _masses(source, OTHER, "avg") / other_passages(source)
 
 
-def spread_of_masses(source: ExportSource, measure: str) -> np.ndarray:
-    """The spread of both masses over the sequences, `[layer head]`.
+def spread_of_masses(source: ExportSource) -> np.ndarray:
+    """The standard deviations of both masses over the sequences, `[layer head]`.
 
-    `measure` is a column of `head_summaries`. The spread of the lead is no larger than this sum.
+    That of the lead is no larger than this sum.
     """
     if source.run["sequences_done"] < 2:
         raise QueryError(
             f"run {source.run_id}: has one sequence; {source.format.name} needs 2 or more, to say "
             "how much they differ"
         )
-    return source.by_head(GOLD, measure) + source.by_head(OTHER, measure) / other_passages(source)
+    of_gold = _masses(source, GOLD, "stddev_samp")
+    return of_gold + _masses(source, OTHER, "stddev_samp") / other_passages(source)
+
+
+def _masses(source: ExportSource, statistic: str, aggregate: str) -> np.ndarray:
+    """A mass on passages, aggregated over the sequences, `[layer head]`.
+
+    A layer that does not attend is NaN. Passages beyond a layer's window get nothing from it.
+    """
+    column = quoted_name(column_of(statistic))
+    rows = source.rows(
+        f"SELECT layer, head, {aggregate}(coalesce({column}, 0)) FROM heads "
+        f"WHERE {source.of_this_run()} GROUP BY layer, head"
+    )
+    matrix = np.full(source.shape, np.nan)
+    for layer, head, value in rows:
+        matrix[layer, head] = value
+    return matrix
 
 
 def other_passages(source: ExportSource) -> int:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format
 from exports.export_source import ExportSource
+from schemas.errors import QueryError
 from schemas.values import Count, Index
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -50,8 +51,16 @@ def razor(
     * `recent`: fewest last keys that the other heads keep, S_0 of the paper.
     * `compression`: the other heads keep one in so many keys, C of the paper.
     """
-    echo_heads = highest_heads(source.by_head("duplicate_score"), echo)
-    induction_heads = highest_heads(source.by_head("induction_score"), induction)
+    # A head whose window is too short to see the copy attends to nothing there.
+    echo_scores = source.by_head("duplicate_score", "coalesce(mean, 0)")
+    induction_scores = source.by_head("induction_score", "coalesce(mean, 0)")
+    if not np.nansum(echo_scores + induction_scores):
+        raise QueryError(
+            f"export razor: no head of run {source.run_id} attends to the earlier copy of a token; "
+            "expected sequences whose copies lie within the model's window"
+        )
+    echo_heads = highest_heads(echo_scores, echo)
+    induction_heads = highest_heads(induction_scores, induction)
     chosen = {(layer, head) for layer, head, _ in (*echo_heads, *induction_heads)}
     kv_heads = sorted({(layer, head // source.group_size) for layer, head in chosen})
     whole = np.zeros(source.kv_shape, bool)

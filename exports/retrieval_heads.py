@@ -41,20 +41,19 @@ def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Expor
 def scores_by_head(source: ExportSource, statistic: str) -> dict[str, list[float]]:
     """A statistic in every sequence, by `layer-head`; readers count on the order of the heads.
 
-    A layer that does not attend scores 0.
+    A layer that does not attend scores 0, and so does a head in a sequence whose needle lies beyond
+    its window: it attends to nothing there.
     """
-    # Refuses runs in which a head has no value at all.
-    means = source.by_head(statistic)
     column = quoted_name(column_of(statistic))
     rows = source.rows(
-        f"SELECT layer, head, list({column} ORDER BY sequence) FILTER ({column} IS NOT NULL) "
+        f"SELECT layer, head, list(coalesce({column}, 0) ORDER BY sequence) "
         f"FROM heads WHERE {source.of_this_run()} GROUP BY ALL"
     )
     values = {(layer, head): scores for layer, head, scores in rows}
     return {
         # float32 has no more than nine digits.
         f"{layer}-{head}": [float(f"{score:.9g}") for score in values.get((layer, head), [0.0])]
-        for layer, head in np.ndindex(means.shape)
+        for layer, head in np.ndindex(source.shape)
     }
 
 

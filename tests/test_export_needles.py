@@ -18,7 +18,7 @@ from exports.export_registry import export_format_named
 from exports.export_source import choose_run
 from queries.asking import RunDatabase, open_runs
 from schemas.errors import QueryError
-from tests.toy_runs import write_run
+from tests.toy_runs import Row, write_run
 
 MODEL = "bundled:gpt2-mini"
 SHAPE = (3, 8)
@@ -102,7 +102,8 @@ def made(database: RunDatabase, name: str, run_id: str | None = None, **options:
     """The content of the file that a format makes of its run."""
     export = export_format_named(name)
     all_options = export.defaults | options
-    source = choose_run(database, export, all_options, Path("nowhere"), run_id)
+    run_ids = () if run_id is None else (run_id,)
+    source = choose_run(database, export, all_options, Path("nowhere"), run_ids)
     (content,) = export.make(source, **all_options).files.values()
     return content.decode()
 
@@ -207,6 +208,19 @@ def test_what_no_head_does_makes_no_file(tmp_path: Path, database: RunDatabase) 
     with pytest.raises(QueryError, match="a-1 did not measure labelled_key_mass_gold_answer; "):
         made(opened, "headkv")
     opened.connection.close()
+
+
+def test_a_needle_beyond_the_window_scores_nothing(tmp_path: Path) -> None:
+    # Of four needles, the heads of layer 0 see the last one alone.
+    def mass(row: Row) -> float | None:
+        return None if row.layer == 0 and row.sequence < 3 else 0.5
+
+    write_run(tmp_path, "a-1", {"labelled_key_mass(gold,answer)": mass}, family="needle")
+    opened = open_runs(tmp_path)
+    scores = json.loads(made(opened, "headkv").splitlines()[0])
+    opened.connection.close()
+    assert scores["0-2"] == [0, 0, 0, 0.5]
+    assert scores["1-0"] == [0.5] * 4
 
 
 def test_one_command_goes_from_a_model_to_the_file(tmp_path: Path) -> None:
