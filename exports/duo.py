@@ -89,6 +89,11 @@ def duo(
     joined = groups.max(-1) if group == "max" else groups.mean(-1)
     # A layer that does not attend has no cache that could be cut.
     scores = np.clip(np.nan_to_num(joined, nan=0.0), 0, 1)
+    if not scores.any():
+        raise QueryError(
+            f"run {source.run_id}: no head attends to distant keys, so none can be chosen; expected "
+            "sequences that are longer than the windows of the model, or a smaller --recent"
+        )
     cut = CacheCut(whole=np.ones(scores.shape, bool), sink=sink, recent=recent, scores=scores)
     if sparsity is not None or threshold is not None:
         whole = whole_heads(scores, sparsity, threshold)
@@ -109,12 +114,15 @@ def duo(
 def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> np.ndarray:
     """How much each query head needs distant keys, `[layer head]`."""
     distant_mass = f"distant_mass({sink},{recent})"
+    # Where a window hides all copies or all distant keys, a head attends to none of them.
+    value = "coalesce(mean, 0)"
     if score == "distant":
-        return source.by_head(distant_mass)
+        return source.by_head(distant_mass, value)
     # The copy and its successor are two keys, so their attention adds up.
-    to_copies = source.by_head("duplicate_score") + source.by_head("induction_score")
+    to_copies = source.by_head("duplicate_score", value) + source.by_head("induction_score", value)
     assert source.baseline is not None
-    change = source.by_head(distant_mass) - source.baseline.by_head(distant_mass)
+    distant_without_repeat = source.baseline.by_head(distant_mass, value)
+    change = source.by_head(distant_mass, value) - distant_without_repeat
     # The means are over all queries that see distant keys. In the first copy both inputs are alike,
     # so all of the change is in the queries after it, and is larger as a mean over these alone.
     queries = source.run["n_ctx"] - sink - recent

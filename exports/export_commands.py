@@ -264,6 +264,11 @@ def read_options(export: ExportFormat, words: list[str]) -> dict[str, str]:
     rest = list(words)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
+        if not flag.startswith("-"):
+            raise QueryError(
+                f"export {export.name}: unexpected {flag!r}; after RUNS come options: say where to "
+                f"with -o {flag}"
+            )
         if flag not in known:
             flags = ", ".join(known) or "none"
             raise QueryError(f"export {export.name}: unexpected {flag!r}; its options: {flags}")

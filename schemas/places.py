@@ -254,7 +254,7 @@ def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
             _write_to_disk(where, content)
     except OSError as error:
         if isinstance(where, Path):
-            advice = "free space or choose another out"
+            advice = "free space or choose another place"
         else:
             advice = "mend the access or the store"
         raise RunError(

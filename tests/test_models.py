@@ -655,7 +655,7 @@ NO_MODEL = "/config.json: not a causal language model that can be scanned ("
         (config_with(n_layer=0), "/config.json: n_layers is 0, expected a positive integer"),
         (
             config_is(b'{"model_type": "mamba"}'),
-            "/config.json: a mamba model names no num_attention_heads and no max_position_",
+            "/config.json: a mamba model names no num_attention_heads: it has no attention heads",
         ),
         (
             config_with(model_type="own", auto_map={"AutoConfig": "own.Config"}),

@@ -334,7 +334,7 @@ def test_a_place_that_is_a_file_is_one_line(
 ) -> None:
     portion = write_texts(tmp_path / "texts.jsonl")
     (tmp_path / "corpora" / store.key / portion.key).write_text("")
-    with pytest.raises(RunError, match=r"cannot be written .*choose another out") as caught:
+    with pytest.raises(RunError, match=r"cannot be written .*choose another place") as caught:
         prepare_portion(store, portion, tokenizer)
     assert "\n" not in str(caught.value)
 

@@ -144,7 +144,7 @@ def _token_ids(tokens: Any, info: ModelInfo) -> np.ndarray:  # noqa: ANN401 - ch
         token_ids = token_ids[None]
     if token_ids.ndim != 2 or not token_ids.size or token_ids.dtype.kind not in "iu":
         raise ScanError(
-            f"tokens: expected integers [sequence pos], got {token_ids.dtype} of shape "
+            f"tokens: expected integers of one sequence or more [sequence pos], got {token_ids.dtype} of shape "
             f"{list(token_ids.shape)}"
         )
     smallest, largest = int(token_ids.min()), int(token_ids.max())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Protocol, Self, cast
 
-from schemas.pattern import Index, Pattern, Tensor
+from schemas.pattern import TIE, Index, Pattern, Tensor
 from schemas.profiles.profile_registry import profile
 
 MINFERENCE = "Jiang et al. 2024, MInference, arXiv 2407.02490"
@@ -70,7 +70,7 @@ def column_diagonal_attention_by_candidate(pattern: Pattern) -> Tensor:
     C are the columns with the largest Σ_{q≥T-n} A[q,k], and D the lags with the largest Σ_{q≥T-n}
     A[q,q-d]. The numbers are those of MInference's search, times n_ctx / 30,000 and at least 1. The
     first 30 columns and the nearest 100 diagonals, scaled too, are always among them. Where columns
-    weigh the same as the last one, all of them count, and so with diagonals.
+    weigh the same as the last one, up to a share of 1e-5, all of them count, and so with diagonals.
 
     >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.5, 0.25, 0], [0.25, 0.25, 0.25, 0.25]]
     >>> column_diagonal_attention_by_candidate(pattern(rows))[0, 0, 0].item()
@@ -130,4 +130,5 @@ def _heaviest(masses: Matrix, count: int, always: int) -> Matrix:
     weights[..., :first] = math.inf
     heaviest = weights.topk(max(first, scaled(count, n_ctx))).values
     smallest = cast(Matrix, heaviest)[..., -1:]
-    return (weights >= smallest).float()
+    # Equal sums differ by their rounding.
+    return (weights >= smallest * (1 - TIE)).float()

@@ -733,7 +733,7 @@ def column_diagonal_attention_by_candidate(h: Head) -> list[float]:
         if size <= first:
             return {*range(first)}
         # Those that weigh the same as the last one that is chosen are chosen, too.
-        least = sorted(masses[first:], reverse=True)[size - first - 1] - 1e-9
+        least = sorted(masses[first:], reverse=True)[size - first - 1] * (1 - 1e-5)
         return {*range(first), *(k for k in range(first, h.T) if masses[k] >= least)}
 
     shares: list[float] = []

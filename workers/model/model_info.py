@@ -238,6 +238,11 @@ def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
     }
     # A model that is not a transformer, for example Mamba, lacks some of them.
     absent = [HUGGING_FACE_SHAPE[name][-1] for name, value in shape.items() if value is None]
+    if shape["n_heads"] is None:
+        raise ModelError(
+            f"{where}: a {config.model_type} model names no {HUGGING_FACE_SHAPE['n_heads'][-1]}: "
+            "it has no attention heads to measure; choose another model"
+        )
     if absent:
         raise ModelError(
             f"{where}: a {config.model_type} model names no {' and no '.join(absent)}, "
