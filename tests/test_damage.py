@@ -7,10 +7,8 @@ import os
 import random
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +43,6 @@ TABLES = ("heads", "sequences", "profiles", "weights")
 
 def write_toy_run(out: Path, name: str, weights: int) -> RunDirectory:
     """A run whose numbers depend on `weights`; the files have about the same size."""
-    run = RunDirectory.of(str(out), name)
-    for path, content in files_of_toy_run(name, weights).items():
-        file = local(run.path) / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-    return run
-
-
-@cache
-def files_of_toy_run(name: str, weights: int) -> dict[Path, bytes]:
-    """The files of such a run. To make them takes forty times as long as to write them again."""
     generator = np.random.default_rng(weights)
     values = generator.random((2, SHARDS * PER_SHARD, LAYERS, HEADS), np.float32)
 
@@ -68,24 +55,18 @@ def files_of_toy_run(name: str, weights: int) -> dict[Path, bytes]:
         entry = {"layer": 1, "head": 1, "profile": "attention_by_lag", "count": PER_SHARD}
         return [entry | {"lag": lag, "mean": weights / (lag + 1), "m2": 0.5} for lag in range(2)]
 
-    with tempfile.TemporaryDirectory() as out:
-        written = write_run(
-            Path(out),
-            name,
-            {"sink_mass": value, "entropy": lambda row: 1 + value(row)},
-            layers=LAYERS,
-            heads=HEADS,
-            sequences=SHARDS * PER_SHARD,
-            per_shard=PER_SHARD,
-            interventions=INTERVENTIONS,
-            profiles=profiles,
-            weights=[
-                {"weight": "position_norm", "position": i, "value": weights} for i in range(3)
-            ],
-        )
-        home = local(written.path)
-        files = [path for path in home.rglob("*") if path.is_file()]
-        return {path.relative_to(home): path.read_bytes() for path in files}
+    return write_run(
+        out,
+        name,
+        {"sink_mass": value, "entropy": lambda row: 1 + value(row)},
+        layers=LAYERS,
+        heads=HEADS,
+        sequences=SHARDS * PER_SHARD,
+        per_shard=PER_SHARD,
+        interventions=INTERVENTIONS,
+        profiles=profiles,
+        weights=[{"weight": "position_norm", "position": i, "value": weights} for i in range(3)],
+    )
 
 
 def leave_loose(run: RunDirectory) -> None:
