@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from transformers import GPT2LMHeadModel
 
 from jobs.plan import make_plan
 from jobs.ray_cluster import Resources
-from queries.connection import connect
+from queries.answers import run_query
+from queries.connection import connect as connect_eagerly
 from reproduce.system_runs import measure_runs
 from schemas.scan import parse_scan
 from tests import toy_models as toy
@@ -26,6 +28,9 @@ from tests.toy_corpora import make_index
 from tests.toy_runs import Entry, write_run
 from workers.inputs.sequences import Sequences
 from workers.model.model_info import describe, find_model
+
+# All questions here go through `run_query`, which makes the views that they name.
+connect = partial(connect_eagerly, lazily=True)
 
 COLUMNS = [
     "sink_alpha",
@@ -61,7 +66,7 @@ def connect_to_new_run(out: Path, model: Path, **changes: Any) -> duckdb.DuckDBP
 
 
 def ask(connection: duckdb.DuckDBPyConnection, question: str) -> list[tuple[Any, ...]]:
-    return connection.execute(question).fetchall()
+    return list(run_query(connection, question).rows())
 
 
 def library_attention(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

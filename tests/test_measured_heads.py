@@ -290,7 +290,7 @@ def finish(plan: Plan) -> Plan:
 
 
 def ask(path: Any, question: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connect(path), question).rows())
+    return list(run_query(connect(path, lazily=True), question).rows())
 
 
 def test_one_choice_is_one_run_however_it_is_named(tmp_path: Path, gpt2: Path) -> None:

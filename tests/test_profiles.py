@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jobs.cost import measure_cost
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.run_loop import missing_shards
 from queries.answers import run_query
-from queries.connection import connect
+from queries.connection import connect as connect_eagerly
 from schemas.errors import MeasureError, ModelError, QueryError, RunError
 from schemas.kinds import schema_of_rows
 from schemas.measured_heads import MeasuredHeads
@@ -42,6 +43,9 @@ from workers.model.attention_facts import AttentionFacts
 from workers.model.rotations import Rotation
 from workers.replica import InterventionMeasurements, Replica
 from workers.shard import run_shard
+
+# All questions here go through `run_query`, which makes the views that they name.
+connect = partial(connect_eagerly, lazily=True)
 
 T, SHARDS, PER_SHARD = 7, 3, 5
 D_MODEL, D_HEAD = 32, 8
@@ -471,7 +475,7 @@ def test_every_column_of_both_views_is_described(plan: Plan) -> None:
         "WHERE table_name = '{}' AND schema_name = 'main'"
     )
     for view in ("profiles", "profile_means"):
-        described = dict(connect(plan.run.path).execute(sql.format(view)).fetchall())
+        described = dict(ask(connect(plan.run.path), sql.format(view)))
         assert [name for name, comment in described.items() if not comment] == []
         assert described["head"].endswith("NULL if all heads of a layer share the values.")
 
