@@ -138,8 +138,10 @@ class ExportSource:
             f"{self.of_this_run(intervention)} AND profile = {text_literal(profile)}"
         )
         if not rows:
-            raise QueryError(f"run {self.run_id}: its profile {profile} has no values; scan again "
-                f"with sequences in which it is defined")
+            raise QueryError(
+                f"run {self.run_id}: its profile {profile} has no values; scan again "
+                f"with sequences in which it is defined"
+            )
         values = np.full((*self.shape, self.run["n_ctx"]), np.nan)
         values[np.unique([layer for layer, *_ in rows])] = 0
         for layer, head, place, mean in rows:
