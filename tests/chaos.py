@@ -35,7 +35,7 @@ from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.processes import MARK, Command, kill, marked
 from tests.s3_server import Action, Rule, S3Server
-from tests.workers import FORKED, forked_workers
+from tests.workers import FORKED, NODE_OPTIONS, forked_workers
 from workers.process import prepare_process
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -56,11 +56,6 @@ PATIENCE_SECONDS = 240.0
 """Longer than any driver lives, and any fault is waited for."""
 
 POLL_SECONDS = 0.05
-NODE_OPTIONS: dict[str, Any] = {
-    "include_dashboard": False,
-    "no_monitor": True,  # It would start machines that are missing. Here there are none to start.
-    "object_store_memory": 80 << 20,
-}
 KEYS = ["sequence", "layer", "head"]
 
 
