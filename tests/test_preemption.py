@@ -133,6 +133,8 @@ def drain(node_id: str, address: str) -> None:
 
 @pytest.mark.usefixtures("_signals_heard")
 def test_a_node_a_replica_and_the_driver_are_taken_away(cluster: Cluster, plan: Plan) -> None:
+    # Ray has taken SIGTERM for itself, again for the second node.
+    listen_to_signals()
     # A replica costs seconds to start. So there is one, which begins on the node because the head
     # is taken, and moves to the head when the node is drained.
     head_taken = placement_group([{"CPU": 1, "head": 1}])
