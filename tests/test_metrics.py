@@ -23,7 +23,6 @@ from jobs.run_loop import run_to_end
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.toy_replica import ToyReplica
-from tests.workers import joined_cluster
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "deploy" / "grafana" / "headcount.json"
@@ -74,10 +73,10 @@ def plan(tmp_path: Path) -> Plan:
 
 @pytest.fixture
 def _ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cluster that collects metrics often."""
+    """A Ray on this machine that collects metrics often."""
     monkeypatch.setenv("RAY_metrics_report_interval_ms", "200")
-    with joined_cluster(num_cpus=1):
-        yield
+    yield
+    ray.shutdown()
 
 
 def scraped() -> tuple[str, Samples]:
