@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import MappingProxyType
@@ -160,7 +161,7 @@ class _Command(NamedTuple):
 
 def _run_command(command: _Command, output: Path) -> None:
     """Become `headcount …`."""
-    end_with_parent()
+    end_with_the_tests()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         with (output / name).open("w") as file:
             os.dup2(file.fileno(), descriptor)
@@ -178,6 +179,17 @@ def _run_command(command: _Command, output: Path) -> None:
         setattr(module, name, seconds)
     module_name, _, name = command.main.rpartition(".")
     getattr(import_module(module_name), name)()
+
+
+def end_with_the_tests() -> None:
+    """Let the kernel kill this process, which `fork_server` has forked, when the tests have ended.
+
+    The process that it is forked from ends when nobody holds the other end of a pipe any more. It
+    hands that end to its children, too, so that a child would keep it alive.
+    """
+    alive = forkserver._forkserver._forkserver_alive_fd  # pyright: ignore[reportAttributeAccessIssue]
+    os.close(alive)
+    end_with_parent()
 
 
 def end_with_parent() -> None:

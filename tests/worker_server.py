@@ -17,12 +17,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.processes import end_with_parent
+from tests.processes import end_with_parent, end_with_the_tests
 
 
 def serve(listener: socket.socket) -> None:
     """Fork a worker for every request of `forked_worker.py`."""
-    end_with_parent()
+    end_with_the_tests()
     assert "ray" not in sys.modules
     # Modules of tests import it.
     import_module("pytest")
