@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.processes import MARK, Command, kill, marked
 from tests.s3_server import Action, Rule, S3Server
+from tests.workers import FORKED, NODE_OPTIONS, forked_workers
 from workers.process import prepare_process
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -55,11 +56,6 @@ PATIENCE_SECONDS = 240.0
 """Longer than any driver lives, and any fault is waited for."""
 
 POLL_SECONDS = 0.05
-NODE_OPTIONS: dict[str, Any] = {
-    "include_dashboard": False,
-    "no_monitor": True,  # It would start machines that are missing. Here there are none to start.
-    "object_store_memory": 80 << 20,
-}
 KEYS = ["sequence", "layer", "head"]
 
 
@@ -81,6 +77,8 @@ class World:
     folder: Path
     rng: random.Random
     store: S3Server
+    node_options: Mapping[str, Any]
+    """Options of each node of the cluster."""
     cluster: Cluster | None = None
     out: str = ""
     n_replicas: int = 2
@@ -135,12 +133,16 @@ class World:
         """A head and two nodes of one core each. Nodes that are gone are replaced."""
         if self.cluster is None:
             self.cluster = Cluster(
-                initialize_head=True, head_node_args=NODE_OPTIONS | {"num_cpus": 0}
+                initialize_head=True, head_node_args={**self.node_options, "num_cpus": 0}
             )
         while len(self.cluster.worker_nodes) < 2:
-            self.cluster.add_node(**NODE_OPTIONS | {"num_cpus": 1}, wait=False)
+            self.add_node(self.cluster)
         self.cluster.wait_for_nodes()
         return self.cluster
+
+    def add_node(self, cluster: Cluster) -> None:
+        """Add a node of one core, and do not wait for it."""
+        cluster.add_node(**self.node_options, num_cpus=1, wait=False)
 
     def start_driver(self) -> Command:
         """Give the user's command: a new driver of the run."""
@@ -260,7 +262,7 @@ def node_lost(world: World) -> None:
         if node.all_processes["raylet"][0].process.pid not in idle_raylets
     ]
     cluster.remove_node(world.rng.choice(nodes), allow_graceful=False)
-    cluster.add_node(**NODE_OPTIONS | {"num_cpus": 1}, wait=False)
+    world.add_node(cluster)
 
 
 @fault
@@ -450,11 +452,15 @@ def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica
 
 @contextmanager
 def open_world(
-    seed: int, replica_class: type[Replica] = Replica, main: str = "headcount.main"
+    seed: int,
+    replica_class: type[Replica] = Replica,
+    main: str = "headcount.main",
+    *,
+    with_forked_workers: bool = False,
 ) -> Iterator[tuple[World, pa.Table]]:
     """Everything that schedules need, and the rows of an undisturbed run.
 
-    `main` is headcount with replicas of this class.
+    `main` is headcount with replicas of this class. Forked workers start at once.
     Changes the environment of this process.
     """
     with ExitStack() as stack:
@@ -467,7 +473,11 @@ def open_world(
             "FAULTS": str(folder / "orders"),
             MARK: str(folder),
         }
-        world = World(folder, random.Random(seed), store, main=main)
+        node_options = NODE_OPTIONS
+        if with_forked_workers:
+            stack.enter_context(forked_workers())
+            node_options = NODE_OPTIONS | FORKED
+        world = World(folder, random.Random(seed), store, node_options, main=main)
         world.orders.mkdir()
         world.scan_file.write_text(SCAN)
         expected = reference(world.scan_file, folder / "undisturbed", replica_class)

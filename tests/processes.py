@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import MappingProxyType
@@ -94,7 +95,7 @@ class Command:
         """
         self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
         command = _Command([*map(str, words)], dict(environment), directory, dict(constants), main)
-        self._process = _fork_server().Process(target=_run_command, args=(command, self._output))
+        self._process = fork_server().Process(target=_run_command, args=(command, self._output))
         with warnings.catch_warnings():
             # A helper process of Python's that was killed beside a test is started again.
             warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
@@ -124,8 +125,8 @@ class Command:
 
 
 @cache
-def _fork_server() -> ForkServerContext:
-    """The process that commands are forked from. It ends when this process has ended."""
+def fork_server() -> ForkServerContext:
+    """What commands and workers are forked from: a process that ends when this one has ended."""
     context = multiprocessing.get_context("forkserver")
     # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
     context.set_forkserver_preload(
@@ -160,9 +161,7 @@ class _Command(NamedTuple):
 
 def _run_command(command: _Command, output: Path) -> None:
     """Become `headcount …`."""
-    if sys.platform.startswith("linux"):
-        death_signal_option = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(death_signal_option, signal.SIGKILL)
+    end_with_the_tests()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         with (output / name).open("w") as file:
             os.dup2(file.fileno(), descriptor)
@@ -180,3 +179,21 @@ def _run_command(command: _Command, output: Path) -> None:
         setattr(module, name, seconds)
     module_name, _, name = command.main.rpartition(".")
     getattr(import_module(module_name), name)()
+
+
+def end_with_the_tests() -> None:
+    """Let the kernel kill this process, which `fork_server` has forked, when the tests have ended.
+
+    The process that it is forked from ends when nobody holds the other end of a pipe any more. It
+    hands that end to its children, too, so that a child would keep it alive.
+    """
+    alive = forkserver._forkserver._forkserver_alive_fd  # pyright: ignore[reportAttributeAccessIssue]
+    os.close(alive)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it has ended."""
+    if sys.platform.startswith("linux"):
+        death_signal_option = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal_option, signal.SIGKILL)

@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
 import torch
 from rich.console import Console
 
@@ -37,6 +36,7 @@ from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.processes import Command
 from tests.toy_replica import ToyReplica
+from tests.workers import joined_cluster
 from workers.model.model_info import ModelInfo
 
 SILENT = Console(quiet=True)
@@ -115,8 +115,9 @@ class SlowlyRestartedReplica(OnceFailingReplica):
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    yield
-    ray.shutdown()
+    """Room for two replicas, whose processes are forks: the tests below kill a dozen."""
+    with joined_cluster(num_cpus=2):
+        yield
 
 
 @pytest.fixture

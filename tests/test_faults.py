@@ -81,7 +81,8 @@ SCHEDULES = {
 def chaos() -> Iterator[tuple[World, pa.Table]]:
     """A cluster of a head and two nodes that all of these tests maltreat."""
     environment = dict(os.environ)
-    with open_world(4, SteadyReplica, "tests.toy_replica.main") as (world, expected):
+    main = "tests.toy_replica.main"
+    with open_world(4, SteadyReplica, main, with_forked_workers=True) as (world, expected):
         # Clients of a store wait longer after every refusal: a few are enough here.
         world.bad_requests = 4
         yield world, expected

@@ -62,6 +62,8 @@ def plan_of(name: str, out: str, files: str = "s3://bucket/pile/*.jsonl.zst") ->
         "sequences": 6,
         "sequences_per_shard": 2,
         "out": out,
+        # As many as the tests ask for: a report asks the store for each question that it shows.
+        "statistics": ["sink_mass", "entropy", "resid_post_norm"],
         "input": {"family": "pile", "files": files},
     }
     plan = make_plan(parse_scan(fields), name)
