@@ -24,7 +24,7 @@ from queries.asking import RunDatabase, open_runs
 from queries.explore.server import HEADERS, MOST_BYTES, Guard
 from tests.browser import chromium
 from tests.processes import DIES_WITH_ITS_PARENT
-from tests.test_explore_questions import SEQUENCES, unpacked, write
+from tests.test_explore_questions import CURVES, SEQUENCES, unpacked, write
 
 ROOT = Path(__file__).parent.parent
 HOSTILE_RUN = "a-b_0.1"
@@ -75,7 +75,8 @@ def stop(explorer: Explorer, number: signal.Signals) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explorer]:
-    runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=[HOSTILE_PART, "ArXiv"])
+    sets = [HOSTILE_PART, "ArXiv"]
+    runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=sets, **CURVES)
     # Something in a run's own directory that is not a row.
     (runs / "secret.txt").write_text("secret")
     running = start(runs, "--memory", "300MB")
@@ -402,6 +403,26 @@ def test_a_click_shows_the_card_of_a_head(page: Page, database: RunDatabase) -> 
     assert "L1H2 has the highest sink_mass" in page.text("#extremes-name")
     assert page.text("[data-text]").startswith("01234")
     assert page.text("[data-text] mark") == "0"
+
+
+def test_a_head_has_its_profiles(page: Page, database: RunDatabase) -> None:
+    rows = database.rows(
+        "SELECT lag, mean FROM profile_means WHERE intervention = 'none' AND layer = 1 "
+        "AND head = 2 AND profile = 'attention_by_lag' ORDER BY lag"
+    )
+    points = page.browser.find_elements(
+        By.CSS_SELECTOR, "#curves [data-series=attention_by_lag] circle title"
+    )
+    drawn = [str(point.get_attribute("textContent")) for point in points]
+    assert len(drawn) == len(rows) == 5
+    for words, (_, mean) in zip(drawn, rows, strict=True):
+        assert f"{mean:.4g}" in words
+    assert page.browser.find_elements(By.CSS_SELECTOR, "[data-series=attention_received_by_key]")
+    # The SQL of the figures answers.
+    page.find("#curves-sql").click()
+    page.find("#run-sql").click()
+    page.wait()
+    assert page.text("#sql-note").startswith("10 rows")
 
 
 def test_hostile_text_is_text(page: Page) -> None:
