@@ -66,6 +66,9 @@ class OpenedRuns:
             "FROM statistics ORDER BY name"
         )
         self._parts = self._parts_by_run()
+        # Asked once and not for each of many runs: it binds the view.
+        self._sequence_columns = database.columns("sequences")
+        self._run_by_id = {run.directory.run_id: run for run in self._runs}
         self._facts = {record["run_id"]: self._facts_of(record) for record in self._records}
         if any(facts.has_rollups for facts in self._facts.values()):
             # Questions are asked on cursors of the connection, which make no views.
@@ -168,9 +171,8 @@ class OpenedRuns:
         return parts
 
     def _facts_of(self, record: Record) -> RunFacts:
-        chance_columns = self.database.columns("sequences")
         rows = record["rows"] // max(1, len(record["interventions"]))
-        (run,) = (run for run in self._runs if run.directory.run_id == record["run_id"])
+        run = self._run_by_id[record["run_id"]]
         profiles = _profiles(run, "profiles")
         kept_curves = _profiles(run, "curves")
         return RunFacts(
@@ -180,7 +182,7 @@ class OpenedRuns:
             interventions=tuple(record["interventions"]),
             statistics=tuple(record["statistics"]),
             chance=frozenset(
-                name for name in record["statistics"] if f"chance_{name}" in chance_columns
+                name for name in record["statistics"] if f"chance_{name}" in self._sequence_columns
             ),
             every=-(-rows // SAMPLE_ROWS) if rows > LARGE_RUN_ROWS else 1,
             has_rollups=_has_rollups(run),
