@@ -195,22 +195,15 @@ def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
         sources = _sources_read(connection, sql)
         if not sources:
             return
+        verified = [_with_verified_sources(run, sources, opened.tell) for run in opened.runs]
+        if all(new is old for new, old in zip(verified, opened.runs, strict=True)):
+            return
         known_lines = set(damage_lines(opened))
-        # Rows that stand in for a damaged roll-up are compared too.
-        while _verify_sources(opened, sources):
-            _point_at_files(connection.cursor(), opened)
+        opened.runs = verified
+        _point_at_files(connection.cursor(), opened)
     for line in damage_lines(opened):
         if line not in known_lines:
             opened.tell(f"warning: {line}")
-
-
-def _verify_sources(opened: OpenedRuns, sources: list[str]) -> bool:
-    """Take out what is damaged of some sources. Returns whether anything new was."""
-    verified = [_verified(run, _tables_of(run, sources), opened.tell) for run in opened.runs]
-    if all(new is old for new, old in zip(verified, opened.runs, strict=True)):
-        return False
-    opened.runs = verified
-    return True
 
 
 def damage_lines(opened: OpenedRuns) -> list[str]:
@@ -269,6 +262,15 @@ def _tables_of(run: Run, sources: Iterable[str]) -> list[str]:
         if not SOURCES[name].unrolled or run.files(SOURCES[name].table.name, unrolled=True)
     }
     return sorted(tables)
+
+
+def _with_verified_sources(run: Run, sources: list[str], tell: Tell) -> Run:
+    """The run without what is damaged of some sources. The same object if nothing is."""
+    tables = _tables_of(run, sources)
+    run = _verified(run, tables, tell)
+    # Rows that now stand in for a damaged roll-up are compared too.
+    rows_instead = sorted(set(_tables_of(run, sources)) - set(tables))
+    return _verified(run, rows_instead, tell) if rows_instead else run
 
 
 def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
