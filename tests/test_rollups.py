@@ -204,9 +204,7 @@ def test_merged_shards_are_answered_without_their_rows(run: RunDirectory) -> Non
 
 
 @pytest.mark.parametrize("is_shortened", [False, True])
-def test_damaged_roll_ups_are_answered_from_rows(
-    run: RunDirectory, is_shortened: bool
-) -> None:
+def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory, is_shortened: bool) -> None:
     compact(run, 2 * 8 * 6 + 1)
     file = min(local(run.path).glob("rollups/intervention=none/*.parquet"))
     content = file.read_bytes()
