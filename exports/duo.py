@@ -91,8 +91,8 @@ def duo(
     scores = np.clip(np.nan_to_num(joined, nan=0.0), 0, 1)
     if not scores.any():
         raise QueryError(
-            f"run {source.run_id}: no head attends to distant keys, so none can be chosen; expected "
-            "sequences that are longer than the windows of the model, or a smaller --recent"
+            f"run {source.run_id}: no head attends to distant keys, so none can be chosen; "
+            "expected sequences longer than the windows of the model, or a smaller --recent"
         )
     cut = CacheCut(whole=np.ones(scores.shape, bool), sink=sink, recent=recent, scores=scores)
     if sparsity is not None or threshold is not None:

@@ -36,6 +36,7 @@ from queries.table_sql import (
     source_sql,
 )
 from queries.verified_files import Tell, damage_in
+from schemas.damage import Damage
 from schemas.errors import QueryError
 from schemas.kinds import TABLES
 from schemas.places import Place, place
@@ -194,7 +195,7 @@ def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
         sources = _sources_read(connection, sql)
         if not sources:
             return
-        verified = [_verified(run, _tables_of(run, sources), opened.tell) for run in opened.runs]
+        verified = [_with_verified_sources(run, sources, opened.tell) for run in opened.runs]
         if all(new is old for new, old in zip(verified, opened.runs, strict=True)):
             return
         known_lines = set(damage_lines(opened))
@@ -209,11 +210,17 @@ def damage_lines(opened: OpenedRuns) -> list[str]:
     """One line for each run that cannot be read, or has files that are not as committed."""
     lines = [f"{why}; the run is left out of every view" for why in opened.left_out]
     for run in opened.runs:
-        if run.damaged:
-            first, *others = run.damaged
+        consequences = {
+            "is left out of every view": run.damaged_data,
+            "its shards are answered from rows": run.damaged_rollups,
+        }
+        for consequence, damaged in consequences.items():
+            if not damaged:
+                continue
+            first, *others = damaged
             more = f"; so are {len(others):,} more files" if others else ""
             lines.append(
-                f"run {run.directory.run_id}: {first} and is left out of every view{more}. "
+                f"run {run.directory.run_id}: {first} and {consequence}{more}. "
                 f"headcount resume {run.directory.path} --verify measures it anew"
             )
     return lines
@@ -257,9 +264,18 @@ def _tables_of(run: Run, sources: Iterable[str]) -> list[str]:
     return sorted(tables)
 
 
+def _with_verified_sources(run: Run, sources: list[str], tell: Tell) -> Run:
+    """The run without what is damaged of some sources. The same object if nothing is."""
+    tables = _tables_of(run, sources)
+    run = _verified(run, tables, tell)
+    # Rows that now stand in for a damaged roll-up are compared too.
+    rows_instead = sorted(set(_tables_of(run, sources)) - set(tables))
+    return _verified(run, rows_instead, tell) if rows_instead else run
+
+
 def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
     """The run without what is damaged of some tables. The same object if nothing is."""
-    damage = damage_in(run, tables, tell)
+    damage = _new_damage(run, tables, tell)
     if not damage:
         return run
     # The run may have changed since it was opened: files that were measured again, extended or
@@ -267,8 +283,14 @@ def _verified(run: Run, tables: list[str], tell: Tell) -> Run:
     run_now = read_run(run.directory, run.code)
     if not run_now.ledger.equals(run.ledger):
         run = run_now
-        damage = damage_in(run, tables, tell)
+        damage = _new_damage(run, tables, tell)
     return replace(run, damaged=[*run.damaged, *damage]) if damage else run
+
+
+def _new_damage(run: Run, tables: list[str], tell: Tell) -> list[Damage]:
+    """Damaged files of some tables that are not known yet. A run keeps shards of roll-ups."""
+    known_paths = {damage.path for damage in run.damaged}
+    return [damage for damage in damage_in(run, tables, tell) if damage.path not in known_paths]
 
 
 def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from queries.asking import Record, RunDatabase
 from queries.examples import Examples, Excerpt, example_statistics, read_examples
+from queries.head_curves import HeadCurve
 from queries.html_page import CARD, html_text, json_value
 from queries.run_models import RunModels
 from queries.section import (
@@ -68,21 +69,6 @@ class CardPart:
 
 
 @dataclass(frozen=True)
-class CardCurve:
-    """The mean of a profile by lag, key or query."""
-
-    profile: str
-    axis: str
-    meaning: str
-    unit: str
-    profiled: bool
-    """Whether the run averaged it. Else it kept it for every sequence."""
-    indices: list[int]
-    values: list[float | None]
-    standard_errors: list[float | None]
-
-
-@dataclass(frozen=True)
 class HeadCard:
     """What one run says of one head under one intervention."""
 
@@ -103,7 +89,7 @@ class HeadCard:
     """By statistic."""
     parts: dict[str, list[CardPart]]
     """By statistic. Empty if the input has no parts of the Pile."""
-    curves: list[CardCurve]
+    curves: list[HeadCurve]
     most: dict[str, list[Excerpt]]
     """By statistic, the sequences in which the head is most active."""
     least: dict[str, list[Excerpt]]
@@ -201,7 +187,10 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
             if values.histograms is not None
         },
         parts={name: _card_parts(values, head) for name, values in statistics.items()},
-        curves=_card_curves(section, head, facts),
+        curves=[
+            curve.of_head(*head, facts[curve.profile]["meaning"], facts[curve.profile]["unit"])
+            for curve in section.curves
+        ],
         most={name: excerpts for (name, *_), excerpts in examples.most.items()},
         least={name: excerpts for (name, *_), excerpts in examples.least.items()},
         note=examples.note,
@@ -247,20 +236,4 @@ def _card_parts(values: HeadValues, head: Head) -> list[CardPart]:
             int(means.count[head]),
         )
         for part, means in values.parts.items()
-    ]
-
-
-def _card_curves(section: Section, head: Head, facts: dict[str, Record]) -> list[CardCurve]:
-    return [
-        CardCurve(
-            profile=curve.profile,
-            axis=curve.axis,
-            meaning=facts[curve.profile]["meaning"],
-            unit=facts[curve.profile]["unit"],
-            profiled=curve.is_profile,
-            indices=curve.indices,
-            values=[_defined(value) for value in curve.values[:, *head]],
-            standard_errors=[_defined(error) for error in curve.standard_errors[:, *head]],
-        )
-        for curve in section.curves
     ]

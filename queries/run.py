@@ -30,19 +30,26 @@ class Run:
     code: str | None
     """Only shards that this code measured are read. None reads all."""
     damaged: list[Damage]
-    """Committed files that are not as committed. No view shows their shards. The caller decides
-    whether to tell the user.
-    """
+    """Committed files that are not as committed. The caller decides whether to tell the user."""
+
+    @property
+    def damaged_rollups(self) -> list[Damage]:
+        """Damaged roll-ups. Their shards are answered from rows."""
+        return [damage for damage in self.damaged if _is_rollup(damage)]
+
+    @property
+    def damaged_data(self) -> list[Damage]:
+        """The other damaged files. No view shows their shards."""
+        return [damage for damage in self.damaged if not _is_rollup(damage)]
 
     @cached_property
     def is_whole(self) -> np.ndarray:
-        """For each commit, whether all of its files are as committed."""
-        damaged_shards = [shard for damage in self.damaged for shard in damage.shards]
-        return ~np.isin(self.ledger["shard"].to_numpy(), damaged_shards)
+        """For each commit, whether all of its files but roll-ups are as committed."""
+        return ~np.isin(self.ledger["shard"].to_numpy(), _shards_of(self.damaged_data))
 
     @cached_property
     def done(self) -> pa.Table:
-        """The commits whose files are as committed."""
+        """The commits whose files are as committed. Roll-ups may be damaged."""
         return self.ledger.filter(pa.array(self.is_whole))
 
     def files(self, table: str, unrolled: bool = False) -> list[str]:
@@ -65,7 +72,11 @@ class Run:
 
     @cached_property
     def _whole_rollups(self) -> pa.Array:
-        """Paths of the roll-ups all of whose shards count. Of others nothing can be taken out."""
+        """Paths of the roll-ups all of whose shards count. Of others nothing can be taken out.
+
+        If the roll-up of one intervention is damaged, those of the others do not count either:
+        rows are read for all interventions of a shard, or for none.
+        """
         files = pc.list_flatten(self.done["files"])
         is_rollup = pc.equal(pc.struct_field(files, "table"), ROLLUPS.name)
         references = pa.table(
@@ -73,6 +84,13 @@ class Run:
         )
         counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
         is_whole = pc.equal(counts["shards_count"], counts["shards_max"])
+        if self.damaged_rollups:
+            shards = self.done["shard"].take(pc.list_parent_indices(self.done["files"]))
+            is_beside = pc.is_in(
+                shards.filter(is_rollup), pa.array(_shards_of(self.damaged_rollups), shards.type)
+            )
+            beside_damage = pc.unique(references["path"].filter(is_beside))
+            is_whole = pc.and_not(is_whole, pc.is_in(counts["path"], beside_damage))
         return counts["path"].filter(is_whole).combine_chunks()
 
     @cached_property
@@ -86,7 +104,7 @@ class Run:
     def damaged_shards_inside(self, table: str) -> list[int]:
         """Damaged shards that have rows in a merged file of a table which is read for others."""
         # Nearly every run: the rest walks over all commits. Roll-ups are read whole or not at all.
-        if not self.damaged or table == ROLLUPS.name:
+        if not self.damaged_data or table == ROLLUPS.name:
             return []
         # One entry per commit and file: which shard, which path, and whether the commit is whole.
         files = pc.list_flatten(self.ledger["files"])
@@ -119,6 +137,14 @@ class Run:
     def scan(self) -> dict[str, Any]:
         """The resolved scan."""
         return self.manifest.identity.get("scan", {})
+
+
+def _is_rollup(damage: Damage) -> bool:
+    return damage.path.partition("/")[0] == ROLLUPS.name
+
+
+def _shards_of(damaged: list[Damage]) -> list[int]:
+    return [shard for damage in damaged for shard in damage.shards]
 
 
 def _named_codes(codes: pa.ChunkedArray, manifest: Manifest) -> list[str]:

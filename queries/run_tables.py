@@ -359,10 +359,10 @@ def _committed_shards(run: Run) -> pa.Table:
 
 def _damage_column(run: Run) -> pa.Array:
     """For each commit, the first thing that is wrong with its files. NULL if nothing is."""
-    if not run.damaged:
+    if not run.damaged_data:
         return pa.nulls(len(run.ledger), pa.string())
     problems: dict[int, str] = {}
-    for damage in run.damaged:
+    for damage in run.damaged_data:
         for shard in damage.shards:
             problems.setdefault(shard, f"{damage.path} {damage.why}")
     shards = run.ledger["shard"].to_pylist()

@@ -16,23 +16,24 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from queries.asking import Record, RunDatabase
-from queries.sql_text import quoted_name, text_literal
+from queries.head_curves import (
+    AXES,
+    Curve,
+    Floats,
+    curve_of,
+    curves_of_profiles,
+    kept_curve_sql,
+    places,
+    profile_curves_sql,
+)
+from queries.sql_text import text_literal
 from schemas.errors import QueryError
 from schemas.run_directory import pc
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-"""Numbers by layer and head. NaN where nothing was measured, or it is undefined."""
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 
 MOST_BINS = 40
 """Bins of a histogram in a page. Finer ones are added up."""
-
-MOST_POINTS = 48
-"""Points of a curve in a page."""
-
-AXES = ("lag", "key", "query")
-"""Axes of the curves that a page draws. Pairs and dimensions are not lines."""
 
 
 class Head(NamedTuple):
@@ -115,20 +116,6 @@ class HeadValues:
         # The head itself is among those that are equal to it.
         shares = 100 * (smaller + (not_larger - smaller - 1) / 2) / others
         return np.where(np.isnan(means), np.nan, shares)
-
-
-@dataclass
-class Curve:
-    """The mean of a profile by index, for all heads of a section."""
-
-    profile: str
-    axis: str
-    is_profile: bool
-    """Whether the run averaged it. Else it kept it for every sequence."""
-    indices: list[int]
-    values: Floats
-    """By index, layer and head."""
-    standard_errors: Floats
 
 
 @dataclass
@@ -247,22 +234,16 @@ def _by_statistic(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
         yield name, table.filter(pc.equal(table["statistic"], name))
 
 
-def _places(rows: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Layers and heads of rows, as indices of an array."""
-    layers = rows["layer"].to_numpy().astype(np.int64)
-    return layers, rows["head"].to_numpy().astype(np.int64)
-
-
 def _by_head(rows: pa.Table, column: str, shape: tuple[int, int]) -> Floats:
     values = np.full(shape, np.nan)
     # NULL becomes NaN.
-    values[_places(rows)] = rows[column].cast(pa.float64()).to_numpy()
+    values[places(rows)] = rows[column].cast(pa.float64()).to_numpy()
     return values
 
 
 def _counts(rows: pa.Table, column: str, shape: tuple[int, int]) -> Counts:
     counts = np.zeros(shape, np.int64)
-    counts[_places(rows)] = rows[column].to_numpy()
+    counts[places(rows)] = rows[column].to_numpy()
     return counts
 
 
@@ -297,7 +278,7 @@ def _histograms(rows: pa.Table, shape: tuple[int, int]) -> Histograms:
     highs = rows["high"].to_numpy().astype(float)[first_rows]
     edges, is_even, place_of_bin = _edges(lows, highs)
     counts = np.zeros((len(edges) - 1, *shape), np.int64)
-    np.add.at(counts, (place_of_bin[bin_of_row], *_places(rows)), rows["count"].to_numpy())
+    np.add.at(counts, (place_of_bin[bin_of_row], *places(rows)), rows["count"].to_numpy())
     return Histograms(edges, is_even, counts)
 
 
@@ -354,91 +335,26 @@ def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[C
     """Means by lag, key or query: of what was profiled, and of curves that were not."""
     if not database.columns("profile_means") >= {"profile", *AXES}:
         return
-    # A pair has a query and a key, a dimension none of the three.
-    axes_of_row = " + ".join(f"({axis} IS NOT NULL)::INT" for axis in AXES)
-    sql = f"""
-        SELECT profile, layer, head, {", ".join(AXES)}, mean, standard_error
-        FROM profile_means {section.condition}{of_head}
-            AND head IS NOT NULL AND {axes_of_row} = 1
-        ORDER BY profile, lag, key, query
-    """
-    table = _table(database, "profile_means", sql)
-    profiles = table["profile"].unique().to_pylist()
-    for profile in profiles:
-        rows = table.filter(pc.equal(table["profile"], profile))
-        axis = next(axis for axis in AXES if rows[axis].null_count < len(rows))
-        yield _curve(profile, axis, True, rows, section.shape)
-    for profile, axis in _curve_profiles(database, section):
-        if profile not in profiles:
-            yield from _mean_of_curves(database, section, profile, axis, of_head)
+    condition = section.condition + of_head
+    table = _table(database, "profile_means", profile_curves_sql(condition))
+    profiles = list(curves_of_profiles(table, section.shape))
+    yield from profiles
+    names = {curve.profile for curve in profiles}
+    for profile, axis in _curve_profiles(database):
+        if profile in names:
+            continue
+        rows = _table(database, f"curves of {profile}", kept_curve_sql(profile, axis, condition))
+        if len(rows):
+            yield curve_of(profile, axis, False, rows, section.shape)
 
 
-def _curve_profiles(database: RunDatabase, section: Section) -> Iterator[tuple[str, str]]:
+def _curve_profiles(database: RunDatabase) -> Iterator[tuple[str, str]]:
     """The curves that some run measured, each with its axis."""
     for row in records(
         database, "formulas", "SELECT name, axis FROM formulas WHERE field = 'curves'"
     ):
         if row["axis"] in AXES:
             yield row["name"], row["axis"]
-
-
-def _mean_of_curves(
-    database: RunDatabase, section: Section, profile: str, axis: str, of_head: str
-) -> Iterator[Curve]:
-    """The mean over sequences of what `curves` has for each of them."""
-    values = quoted_name(profile)
-    sql = f"""
-        SELECT
-            layer, head, {axis}, avg(value) AS mean,
-            stddev_samp(value) / sqrt(count(value)) AS standard_error
-        FROM (
-            SELECT
-                layer, head,
-                generate_subscripts({values}, 1) - 1 AS {axis}, unnest({values})::DOUBLE AS value
-            FROM curves {section.condition}{of_head}
-        )
-        GROUP BY ALL
-        ORDER BY {axis}
-    """
-    rows = _table(database, f"curves of {profile}", sql)
-    if len(rows):
-        yield _curve(profile, axis, False, rows, section.shape)
-
-
-def _curve(
-    profile: str, axis: str, is_profile: bool, rows: pa.Table, shape: tuple[int, int]
-) -> Curve:
-    """A curve by head, at the indices that are drawn."""
-    positions = rows[axis].to_numpy()
-    indices = drawn_indices(int(positions.max()) + 1)
-    place_of_index = np.full(int(positions.max()) + 1, -1)
-    place_of_index[indices] = np.arange(len(indices))
-    places = place_of_index[positions]
-    is_drawn = places >= 0
-    layers, heads = _places(rows)
-    where = (places[is_drawn], layers[is_drawn], heads[is_drawn])
-
-    def drawn(column: str) -> Floats:
-        values = np.full((len(indices), *shape), np.nan)
-        values[where] = rows[column].cast(pa.float64()).to_numpy()[is_drawn]
-        return values
-
-    return Curve(profile, axis, is_profile, indices, drawn("mean"), drawn("standard_error"))
-
-
-def drawn_indices(length: int, most: int = MOST_POINTS) -> list[int]:
-    """The places of an axis that a page draws: all, or the first ones densely and then fewer.
-
-    >>> drawn_indices(4)
-    [0, 1, 2, 3]
-    >>> drawn_indices(1000, 12)
-    [0, 1, 2, 3, 4, 5, 12, 29, 71, 171, 413, 999]
-    """
-    if length <= most:
-        return list(range(length))
-    dense = most // 2
-    sparse = np.geomspace(dense - 1, length - 1, most - dense + 1)
-    return sorted({*range(dense), *(round(place) for place in sparse.tolist())})
 
 
 def runs_by_id(database: RunDatabase) -> dict[str, Record]:

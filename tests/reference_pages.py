@@ -38,6 +38,12 @@ PAGES_OF_FIELDS = {
 
 LINE_LENGTH = 138
 
+ANSWER = re.compile(r"^```bash\n.*?^```\n\n^```text\n.*?^```\n", re.DOTALL | re.MULTILINE)
+"""A question of docs/queries.md with its answer. It is written by hand, and kept.
+
+`python -m tests.page_commands docs/queries.md` writes today's answers.
+"""
+
 WORDS_OF_TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "Path": "FILE"}
 
 
@@ -155,11 +161,24 @@ def _more(name: str) -> str:
 
 def queries_reference() -> str:
     """Every named query with its parameters and an example, from its file."""
-    return "\n".join(map(_query_section, read_queries(QUERIES).values()))
+    answers = answers_by_query()
+    return "\n".join(
+        _query_section(query, answers.get(name)) for name, query in read_queries(QUERIES).items()
+    )
 
 
-def _query_section(query: NamedQuery) -> str:
-    """One query: what its rows are, what it takes, and how it is asked."""
+def answers_by_query() -> dict[str, str]:
+    """The blocks of docs/queries.md that show the answer of a query, by its name."""
+    page = (DOCS / "queries.md").read_text(encoding="utf-8")
+    answers: dict[str, str] = {}
+    for section in page.split("\n### ")[1:]:
+        if match := ANSWER.search(section):
+            answers[section.split(maxsplit=1)[0]] = match[0]
+    return answers
+
+
+def _query_section(query: NamedQuery, answer: str | None) -> str:
+    """One query: what its rows are, what it takes, how it is asked, and an answer."""
     parameter_items: list[str] = []
     for parameter in query.parameters:
         is_required = parameter.default is None
@@ -170,7 +189,10 @@ def _query_section(query: NamedQuery) -> str:
     parts = [f"### {query.name}\n", _wrapped(query.description)]
     if parameter_items:
         parts.append("".join(parameter_items))
-    return "\n".join([*parts, f"```\n{example}\n```\n"])
+    parts.append(f"```\n{example}\n```\n")
+    if answer:
+        parts.append(answer)
+    return "\n".join(parts)
 
 
 PAGES: dict[str, Callable[[], str]] = {

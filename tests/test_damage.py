@@ -220,8 +220,12 @@ def test_no_damage_is_returned_as_data(
         for path, content in damages.items():
             replace_file(path, content, hide=generator.random() < 0.5)
         changed_paths = {path for path, content in damages.items() if content != state.files[path]}
+        # Shards of a damaged roll-up are answered from their rows.
         damaged_shards = {
-            (state.shards[p][0], shard) for p in changed_paths for shard in state.shards[p][1]
+            (state.shards[path][0], shard)
+            for path in changed_paths
+            if "rollups" not in path.parts
+            for shard in state.shards[path][1]
         }
         rows, warnings = query_everything(state.home)
         for table in TABLES:
@@ -233,7 +237,7 @@ def test_no_damage_is_returned_as_data(
             lines = [line for line in warnings if line.startswith(f"warning: run {name}: shard")]
             assert lines
             assert all("--verify measures" in line for line in lines)
-        assert damaged_shards or not warnings
+        assert changed_paths or not warnings
         for path in damages:
             path.write_bytes(state.files[path])
     for state in prepared:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +26,7 @@ from queries.asking import RunDatabase, open_runs
 from queries.explore.server import HEADERS, MOST_BYTES, Guard
 from tests.browser import chromium
 from tests.processes import DIES_WITH_ITS_PARENT
-from tests.test_explore_questions import SEQUENCES, unpacked, write
+from tests.test_explore_questions import CURVES, SEQUENCES, unpacked, write
 
 ROOT = Path(__file__).parent.parent
 HOSTILE_RUN = "a-b_0.1"
@@ -75,7 +77,8 @@ def stop(explorer: Explorer, number: signal.Signals) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explorer]:
-    runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=[HOSTILE_PART, "ArXiv"])
+    sets = [HOSTILE_PART, "ArXiv"]
+    runs = write(tmp_path_factory.mktemp("runs"), HOSTILE_RUN, pile_sets=sets, **CURVES)
     # Something in a run's own directory that is not a row.
     (runs / "secret.txt").write_text("secret")
     running = start(runs, "--memory", "300MB")
@@ -404,6 +407,26 @@ def test_a_click_shows_the_card_of_a_head(page: Page, database: RunDatabase) -> 
     assert page.text("[data-text] mark") == "0"
 
 
+def test_a_head_has_its_profiles(page: Page, database: RunDatabase) -> None:
+    rows = database.rows(
+        "SELECT lag, mean FROM profile_means WHERE intervention = 'none' AND layer = 1 "
+        "AND head = 2 AND profile = 'attention_by_lag' ORDER BY lag"
+    )
+    points = page.browser.find_elements(
+        By.CSS_SELECTOR, "#curves [data-series=attention_by_lag] circle title"
+    )
+    drawn = [str(point.get_attribute("textContent")) for point in points]
+    assert len(drawn) == len(rows) == 5
+    for words, (_, mean) in zip(drawn, rows, strict=True):
+        assert f"{mean:.4g}" in words
+    assert page.browser.find_elements(By.CSS_SELECTOR, "[data-series=attention_received_by_key]")
+    # The SQL of the figures answers.
+    page.find("#curves-sql").click()
+    page.find("#run-sql").click()
+    page.wait()
+    assert page.text("#sql-note").startswith("10 rows")
+
+
 def test_hostile_text_is_text(page: Page) -> None:
     # A long name is cut where it is drawn, and whole in the title.
     assert HOSTILE_PART in str(page.find("#parts").get_attribute("textContent"))
@@ -564,3 +587,59 @@ def test_the_page_asked_its_own_host_alone_and_its_console_is_empty(
         if "400 (Bad Request)" not in entry["message"]
     ]
     assert refusals == []
+
+
+def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
+    page: Page, tmp_path: Path
+) -> None:
+    scan = write(tmp_path / "scan", "live", per_shard=5)
+    run = write(tmp_path / "runs", "live", per_shard=5, commit=[0])
+    live = start(run)
+    page.browser.switch_to.new_window("tab")
+    page.browser.get(live.address)
+    page.wait()
+    assert page.text("#progress").startswith(f"5 of {SEQUENCES} sequences are in")
+
+    has_shown_more = threading.Event()
+
+    def commit_the_others() -> None:
+        # Data files first and the commit last, as a replica writes them.
+        for shard in range(1, SEQUENCES // 5):
+            if shard == 4:
+                # The page must show some of them before all are there.
+                has_shown_more.wait(30)
+            for kind in ("parquet", "json"):
+                for source in sorted((scan / "run_id=live").rglob(f"*{shard:05d}*.{kind}")):
+                    target = run / source.relative_to(scan)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    temporary = target.with_name(f".{target.name}.tmp")
+                    shutil.copy(source, temporary)
+                    temporary.rename(target)
+            time.sleep(0.1)
+
+    writer = threading.Thread(target=commit_the_others, daemon=True)
+    writer.start()
+    shown_sequences: list[int] = []
+    # The page asks for the runs at most every two seconds.
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        page.find("#refresh").click()
+        page.wait()
+        assert not page.find("#trouble").is_displayed()
+        assert page.text("#damage") == ""
+        shown_sequences.append(int(page.text("#progress").split()[0]))
+        if shown_sequences[-1] > 5:
+            has_shown_more.set()
+        if shown_sequences[-1] == SEQUENCES:
+            break
+        time.sleep(0.3)
+    writer.join()
+    assert shown_sequences == sorted(shown_sequences)
+    assert any(5 < count < SEQUENCES for count in shown_sequences)
+    assert shown_sequences[-1] == SEQUENCES == page.count("sink_mass")
+    assert page.browser.get_log("browser") == []
+    page.browser.close()
+    page.browser.switch_to.window(page.browser.window_handles[0])
+    code, said = stop(live, signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM
+    assert "Traceback" not in said

@@ -23,9 +23,9 @@ from queries.explore.opened import AXIS_ROWS
 from queries.explore.question_engine import MOST_ROWS, Engine
 from schemas.errors import HeadcountError, QueryError
 from schemas.run_directory import RunDirectory
-from tests.toy_runs import Row, write_run
+from tests.toy_runs import Entry, Row, write_run
 
-LAYERS, HEADS, SEQUENCES = 2, 3, 35
+LAYERS, HEADS, SEQUENCES, PER_SHARD, N_CTX = 2, 3, 35, 10, 5
 PARTS = ["<b>Books</b>", "ArXiv"]
 STATISTICS = ["sink_mass", "entropy", "value_norm"]
 
@@ -50,8 +50,30 @@ CELLS: dict[str, Callable[[Row], float | None]] = {
 }
 
 
+def by_index(row: Row) -> list[float]:
+    """A profile of a head in one sequence."""
+    return [index + row.layer + sink_mass(row) for index in range(N_CTX)]
+
+
+def profile_rows(shard: int) -> list[Entry]:
+    """What a shard has of `attention_by_lag`, which is averaged over its sequences."""
+    sequences = range(SEQUENCES)[shard * PER_SHARD : (shard + 1) * PER_SHARD]
+    entries: list[Entry] = []
+    for layer, head in np.ndindex(LAYERS, HEADS):
+        lists = np.array([by_index(Row("none", one, layer, head)) for one in sequences])
+        for lag, numbers in enumerate(lists.T):
+            place = {"profile": "attention_by_lag", "layer": layer, "head": head, "lag": lag}
+            m2 = ((numbers - numbers.mean()) ** 2).sum()
+            entries.append({**place, "count": len(numbers), "mean": numbers.mean(), "m2": m2})
+    return entries
+
+
+CURVES = {"profiles": profile_rows, "curves": {"attention_received_by_key": by_index}}
+"""Options of a run with a profile and with a curve."""
+
+
 def write(out: Path, name: str, **options: Any) -> Path:
-    options = {"sequences": SEQUENCES, "per_shard": 10, "family": "pile"} | options
+    options = {"sequences": SEQUENCES, "per_shard": PER_SHARD, "family": "pile"} | options
     interventions = ("none", "zero_key_bias")
     options = {"pile_sets": PARTS, "interventions": interventions} | options
     write_run(out, name, CELLS, **options)
@@ -111,7 +133,7 @@ def unpacked(answer: bytes) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
-    asker = Asker(write(tmp_path_factory.mktemp("runs"), "toy"))
+    asker = Asker(write(tmp_path_factory.mktemp("runs"), "toy", **CURVES))
     yield asker
     asker.engine.close()
 
@@ -271,6 +293,40 @@ def test_parts_have_a_mean_each(ask: Asker) -> None:
     own = values("value_norm", 1, 2)
     assert rows["ArXiv"]["mean"] == pytest.approx(own[IS_ARXIV].mean())
     assert rows["<b>Books</b>"]["count"] == (~IS_ARXIV).sum()
+
+
+def test_curves_are_means_over_sequences_by_place(ask: Asker) -> None:
+    lists = np.array([by_index(Row("none", one, 1, 2)) for one in range(SEQUENCES)])
+    # A profile is of all sequences, whatever part of the Pile is chosen.
+    answer = ask("curves", head=HEAD, scope={"part": "ArXiv"})
+    averaged, kept = answer["rows"]
+    for curve, axis in ((averaged, "lag"), (kept, "key")):
+        assert (curve["axis"], curve["profiled"]) == (axis, axis == "lag")
+        assert curve["profile"].endswith(f"by_{axis}")
+        assert curve["meaning"]
+        assert curve["indices"] == list(range(N_CTX))
+        assert curve["values"] == pytest.approx(lists.mean(axis=0))
+        errors = lists.std(axis=0, ddof=1) / SEQUENCES**0.5
+        assert curve["standard_errors"] == pytest.approx(errors, rel=1e-4)
+    for sql, curve in zip(answer["sql"], answer["rows"], strict=True):
+        table = ask("sql", text=f"SELECT {curve['axis']}, mean FROM ({sql})")
+        places, means = zip(*table["rows"], strict=True)
+        assert list(places) == curve["indices"]
+        assert means == pytest.approx(curve["values"])
+
+
+def test_a_damaged_profile_leaves_the_curve(tmp_path: Path) -> None:
+    write(tmp_path, "toy", **CURVES)
+    file = next(tmp_path.glob("*/profiles/intervention=none/*00003.parquet"))
+    file.write_bytes(file.read_bytes()[:100])
+    asker = Asker(tmp_path)
+    lists = np.array([by_index(Row("none", one, 1, 2)) for one in range(3 * PER_SHARD)])
+    averaged, kept = asker("curves", head=HEAD)["rows"]
+    assert averaged["values"] == pytest.approx(lists.mean(axis=0))
+    assert kept["values"] == pytest.approx(lists.mean(axis=0))
+    (line,) = asker("overview")["damage"]
+    assert "profiles/intervention=none" in line
+    asker.engine.close()
 
 
 @pytest.mark.parametrize("lowest", [False, True])

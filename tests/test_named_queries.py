@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,11 @@ from headcount import app
 from queries.answers import run_query
 from queries.asking import RunDatabase, open_runs
 from queries.mistakes import SqlMistake
+from queries.named_queries import QUERIES, read_queries
+from queries.text_tables import write_table
 from schemas.errors import QueryError
+from tests import reference_pages
+from tests.page_commands import FileToSave, follow, same_output, steps_of
 from tests.toy_runs import Cell, Row, write_run
 
 LAYERS, HEADS, SEQUENCES = 2, 6, 9
@@ -313,3 +319,21 @@ def test_a_mistake_points_at_its_place(database: RunDatabase, path: Path) -> Non
         assert mistake.value.pointer == pointer
     with pytest.raises(SqlMistake):
         CliRunner().invoke(app, ["query", str(path), "FROM headz"], catch_exceptions=False)
+
+
+def test_the_page_has_an_answer_of_every_query_and_it_is_right(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "queries.md").read_text(encoding="utf-8")
+    assert reference_pages.answers_by_query().keys() == read_queries(QUERIES).keys()
+    database: RunDatabase | None = None
+    for step in steps_of(page):
+        if isinstance(step, FileToSave) or step.output is None:
+            follow(step, tmp_path)
+            continue
+        # The runs are opened once. As a command, every question would open them anew.
+        database = database or open_runs(tmp_path / "runs")
+        (command,) = step.commands
+        *_, question = shlex.split(command)
+        printed = io.StringIO()
+        write_table(run_query(database.connection, question), printed)
+        advice = "if this is right: python -m tests.page_commands docs/queries.md"
+        assert same_output(step.output, printed.getvalue()), f"{printed.getvalue()}\n{advice}"

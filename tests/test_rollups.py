@@ -204,16 +204,19 @@ def test_merged_shards_are_answered_without_their_rows(run: RunDirectory) -> Non
 
 
 @pytest.mark.parametrize("is_shortened", [False, True])
-def test_damaged_roll_ups_are_found_like_other_files(run: RunDirectory, is_shortened: bool) -> None:
+def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory, is_shortened: bool) -> None:
     compact(run, 2 * 8 * 6 + 1)
     file = min(local(run.path).glob("rollups/intervention=none/*.parquet"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] if is_shortened else content[:4] + bytes(9) + content[13:])
     database = open_runs(run.path)
     assert database.rows("SELECT sum(count + undefined) FROM head_summaries WHERE head = 0") == [
-        (2 * 24 * 3 * 2,)
+        (2 * 40 * 3 * 2,)
     ]
+    assert database.rows("SELECT count(*) FROM heads") == [(2 * 40 * 6,)]
+    assert database.rows("SELECT DISTINCT status FROM shards") == [("done",)]
     (line,) = database.damage()
+    assert "its shards are answered from rows" in line
     assert "shards 0 to 1: rollups/intervention=none/merged-000000-000001-" in line
     check_all(database)
 

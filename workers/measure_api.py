@@ -144,8 +144,8 @@ def _token_ids(tokens: Any, info: ModelInfo) -> np.ndarray:  # noqa: ANN401 - ch
         token_ids = token_ids[None]
     if token_ids.ndim != 2 or not token_ids.size or token_ids.dtype.kind not in "iu":
         raise ScanError(
-            f"tokens: expected integers of one sequence or more [sequence pos], got {token_ids.dtype} of shape "
-            f"{list(token_ids.shape)}"
+            "tokens: expected integers of one sequence or more [sequence pos], "
+            f"got {token_ids.dtype} of shape {list(token_ids.shape)}"
         )
     smallest, largest = int(token_ids.min()), int(token_ids.max())
     if smallest < 0 or largest >= info.d_vocab:

@@ -10,12 +10,20 @@ import duckdb
 from queries.asking import Record, RunDatabase
 from queries.connection import OPENED, hold_to_commits, make_views
 from queries.explore.axes import Axis, axis_of
-from queries.explore.page_questions import Header, Heatmap, RunFacts, Scope, where
+from queries.explore.page_questions import (
+    Header,
+    Heatmap,
+    ProfileFacts,
+    RunFacts,
+    Scope,
+    where,
+)
+from queries.head_curves import AXES
 from queries.run import Run, read_runs
 from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError, unknown
 from schemas.places import place
-from schemas.tables import HEADS, ROLLUPS
+from schemas.tables import CURVES, HEADS, PROFILES, ROLLUPS
 
 LARGE_RUN_ROWS = 20_000_000
 """Above so many rows of one intervention, brushes and histograms read a sample of sequences."""
@@ -58,10 +66,17 @@ class OpenedRuns:
             "FROM statistics ORDER BY name"
         )
         self._parts = self._parts_by_run()
+        # Asked once and not for each of many runs: it binds the view.
+        self._sequence_columns = database.columns("sequences")
+        self._run_by_id = {run.directory.run_id: run for run in self._runs}
         self._facts = {record["run_id"]: self._facts_of(record) for record in self._records}
         if any(facts.has_rollups for facts in self._facts.values()):
             # Questions are asked on cursors of the connection, which make no views.
             make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
+        self._has_profiles = any(facts.profiles for facts in self._facts.values())
+        self._has_kept_curves = any(facts.kept_curves for facts in self._facts.values())
+        if self._has_profiles:
+            make_views(database.connection, "profile_means")
         self._axes: dict[tuple[str, str], Axis] = {}
         self.has_verified_rows = False
         """Whether the rows of heads were compared with their commits."""
@@ -84,9 +99,13 @@ class OpenedRuns:
         """
         rows = rows or self.has_verified_rows
         tables = [HEADS.name] if rows else []
+        if rows and self._has_kept_curves:
+            tables.append(CURVES.name)
         tables.append("sequences")
         if any(facts.has_rollups for facts in self._facts.values()):
             tables.append(ROLLUPS.name)
+        if self._has_profiles:
+            tables.append(PROFILES.name)
         for table in tables:
             hold_to_commits(self.database.connection, f"FROM {table}")
         # Not before: meanwhile another question may ask.
@@ -131,6 +150,7 @@ class OpenedRuns:
                     "first_statistics": _first_statistics(facts),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
+                    "has_curves": bool(facts.profiles or facts.kept_curves),
                 }
             )
         return {
@@ -151,8 +171,10 @@ class OpenedRuns:
         return parts
 
     def _facts_of(self, record: Record) -> RunFacts:
-        chance_columns = self.database.columns("sequences")
         rows = record["rows"] // max(1, len(record["interventions"]))
+        run = self._run_by_id[record["run_id"]]
+        profiles = _profiles(run, "profiles")
+        kept_curves = _profiles(run, "curves")
         return RunFacts(
             run_id=record["run_id"],
             layers=record["n_layers"],
@@ -160,10 +182,14 @@ class OpenedRuns:
             interventions=tuple(record["interventions"]),
             statistics=tuple(record["statistics"]),
             chance=frozenset(
-                name for name in record["statistics"] if f"chance_{name}" in chance_columns
+                name for name in record["statistics"] if f"chance_{name}" in self._sequence_columns
             ),
             every=-(-rows // SAMPLE_ROWS) if rows > LARGE_RUN_ROWS else 1,
-            has_rollups=_has_rollups(self._runs, record["run_id"]),
+            has_rollups=_has_rollups(run),
+            profiles=profiles,
+            kept_curves={
+                name: about for name, about in kept_curves.items() if name not in profiles
+            },
         )
 
     def _find_axes(
@@ -278,9 +304,17 @@ def _runs_of(database: RunDatabase) -> list[Run]:
     return OPENED[database.connection].runs
 
 
-def _has_rollups(runs: list[Run], run_id: str) -> bool:
+def _profiles(run: Run, field: str) -> dict[str, ProfileFacts]:
+    """The profiles in a field of a run's scan that a page can draw as lines."""
+    return {
+        name: ProfileFacts(about["axis"], about["meaning"], about["unit"])
+        for name, about in run.manifest.kinds.get(field, {}).items()
+        if about["axis"] in AXES
+    }
+
+
+def _has_rollups(run: Run) -> bool:
     """Whether all rows of a run are in roll-ups. Otherwise means are as quick from the rows."""
-    (run,) = (run for run in runs if run.directory.run_id == run_id)
     return bool(run.files(ROLLUPS.name)) and not run.files(HEADS.name, unrolled=True)
 
 

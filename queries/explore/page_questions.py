@@ -6,8 +6,8 @@ The page never sends SQL, except in `queries.explore.question_engine` as a quest
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -17,6 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from queries.examples import marked_keys
 from queries.explore.axes import BINS, DRAWN_BINS, Axis
+from queries.head_curves import (
+    Curve,
+    curve_of,
+    curves_of_profiles,
+    kept_curve_sql,
+    profile_curves_sql,
+)
 from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError, unknown
 
@@ -36,6 +43,15 @@ BinNumber = Annotated[int, Field(ge=0, lt=BINS)]
 
 
 @dataclass(frozen=True)
+class ProfileFacts:
+    """What a manifest says of a profile by lag, key or query."""
+
+    axis: str
+    meaning: str
+    unit: str
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What questions need to know of a run."""
 
@@ -52,6 +68,10 @@ class RunFacts:
     """In a large run, brushes and histograms read one of so many sequences."""
     has_rollups: bool = False
     """Whether means come from roll-ups and not from rows."""
+    profiles: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
+    """Profiles by lag, key or query that the run averaged over sequences."""
+    kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
+    """Those that it kept for every sequence and did not average."""
 
     def check_statistic(self, name: str) -> None:
         """Refuse a statistic that the run did not measure."""
@@ -509,6 +529,44 @@ class Parts(HeadQuestion):
         return Answer({"rows": tables[0].to_pylist()})
 
 
+class Curves(HeadQuestion):
+    """The profiles of a head by lag, key or query, means over all sequences. One object each."""
+
+    kind: Literal["curves"]
+
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Curves that were kept for every sequence are as large as the rows."""
+        return bool(facts.kept_curves)
+
+    def statements(self, facts: RunFacts) -> list[Statement]:
+        """One statement for all profiles, and one for each curve that was not averaged."""
+        condition = where([*self.scope.conditions_on_run, *self.head.conditions])
+        statements = [Statement(profile_curves_sql(condition))] if facts.profiles else []
+        for profile, about in facts.kept_curves.items():
+            statements.append(Statement(kept_curve_sql(profile, about.axis, condition)))
+        return statements
+
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """One object for each profile that has a value for the head."""
+        about_profile = {**facts.profiles, **facts.kept_curves}
+        rows: list[Header] = []
+        for curve in self._curves(facts, tables):
+            about = about_profile[curve.profile]
+            own = curve.of_head(self.head.layer, self.head.head, about.meaning, about.unit)
+            if any(value is not None for value in own.values):
+                rows.append(asdict(own))
+        return Answer({"rows": rows})
+
+    def _curves(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Iterator[Curve]:
+        shape = facts.layers, facts.heads
+        if facts.profiles:
+            yield from curves_of_profiles(tables[0], shape)
+            tables = tables[1:]
+        for (profile, about), table in zip(facts.kept_curves.items(), tables, strict=True):
+            if len(table):
+                yield curve_of(profile, about.axis, False, table, shape)
+
+
 class Extremes(HeadQuestion):
     """The sequences in which a statistic of a head is highest or lowest. One object each."""
 
@@ -591,7 +649,7 @@ class Texts(Question):
 
 
 PageQuestion: TypeAlias = Annotated[
-    Heatmap | Histograms | Background | Cube | Card | Parts | Extremes | Texts,
+    Heatmap | Histograms | Background | Cube | Card | Parts | Curves | Extremes | Texts,
     Field(discriminator="kind"),
 ]
 

@@ -1,7 +1,7 @@
 // The card of one head: every statistic, and one of them in detail.
 //
 // `card` is what `queries/head_card.py` describes as HeadCard. Undefined numbers are null.
-import { bars, histogram, html, lines, number, tokens } from "./draw.js";
+import { bars, headCurve, histogram, html, number, tokens } from "./draw.js";
 import { behind, literal } from "./answers.js";
 
 // A value and its standard error, of which two digits say all that it knows, and one if it is tiny.
@@ -147,28 +147,13 @@ WHERE ${conditions(card)}
 }
 
 function curvePart(card, curve) {
-  const isThinned = curve.indices.at(-1) + 1 > curve.indices.length;
-  const figure = lines({
-    x: curve.indices,
-    series: [{ name: curve.profile, y: curve.values, errors: curve.standard_errors }],
-    xName: curve.axis,
-    yName: curve.unit,
-    title: `${curve.profile} of ${card.label}`,
-    height: 170,
-  });
   const sql = `SELECT ${curve.axis}, mean, standard_error
 FROM profile_means
 WHERE ${conditions(card)}
   AND profile = ${literal(curve.profile)}
 ORDER BY ${curve.axis}`;
   return [
-    html("h4", {}, curve.profile),
-    html(
-      "p",
-      { class: "note" },
-      `${curve.meaning}${isThinned ? ` ${curve.indices.length} of ${curve.indices.at(-1) + 1} places are drawn.` : ""}`,
-    ),
-    html("div", { class: "plot" }, figure),
+    ...headCurve(curve, card.label),
     behind({
       sql: curve.profiled ? sql : curveSql(card, curve),
       name: `${card.label}-${curve.profile}`,

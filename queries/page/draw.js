@@ -700,3 +700,23 @@ export function tokens(strings, { marked = [], weights = null, names = null } = 
   });
   return html("span", { class: "tokens" }, ...pieces);
 }
+
+// The mean of a profile of one head, which `queries/head_curves.py` describes as HeadCurve.
+export function headCurve(curve, label) {
+  const length = curve.indices.at(-1) + 1;
+  const isThinned = length > curve.indices.length;
+  const thinned = isThinned ? ` ${curve.indices.length} of ${length} places are drawn.` : "";
+  const figure = lines({
+    x: curve.indices,
+    series: [{ name: curve.profile, y: curve.values, errors: curve.standard_errors }],
+    xName: curve.axis,
+    yName: curve.unit,
+    title: `${curve.profile} of ${label}`,
+    height: 170,
+  });
+  return [
+    html("h4", {}, curve.profile),
+    html("p", { class: "note" }, `${curve.meaning}${thinned}`),
+    html("div", { class: "plot" }, figure),
+  ];
+}

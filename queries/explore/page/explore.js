@@ -2,7 +2,7 @@
 import { ask, isWaiting, readToken } from "./ask.js";
 import { BINS, brushHistogram } from "./brush.js";
 import { Cube } from "./cube.js";
-import { colourOf, heatmap, html, number } from "./draw.js";
+import { colourOf, headCurve, heatmap, html, number } from "./draw.js";
 import { cardTable, extremesTable, partBars, sqlTable, text } from "./panels.js";
 
 const MOST_HISTOGRAMS = 12;
@@ -24,7 +24,7 @@ let histograms = new Map();
 let cube = null; // The cube of one brush: its key, its promise, and the cube once it is there.
 let card = null;
 const means = new Map(); // Means of all heads by scope and statistic, for percentiles.
-const sql = { heat: "", hist: "", extremes: "" };
+const sql = { heat: "", hist: "", extremes: "", curves: "" };
 
 // What belongs to an older choice is not drawn.
 const turns = { heat: 0, head: 0, brush: 0, extremes: 0 };
@@ -73,6 +73,7 @@ function fillMenus() {
   if (!run.interventions.includes(chosen.intervention)) chosen.intervention = run.interventions[0];
   fill(by("intervention"), run.interventions.map((name) => [name, name]), chosen.intervention);
   by("part-menu").hidden = by("parts-card").hidden = run.parts.length === 0;
+  by("curves-card").hidden = !run.has_curves;
   if (!run.parts.includes(chosen.part)) chosen.part = null;
   fill(by("part"), [["", "all"], ...run.parts.map((name) => [name, name])], chosen.part ?? "");
   const layers = [...Array(run.n_layers).keys()].map((layer) => [layer, String(layer)]);
@@ -335,6 +336,7 @@ async function showHead() {
   showExtremes();
   showCard(turn);
   if (run.parts.length) showParts(turn);
+  if (run.has_curves) showCurves(turn);
   const brushedAnswer = await under;
   if (!brushedAnswer || turn !== turns.head) return;
   statistics.forEach((name, i) => histograms.get(name).drawOwn(bins(brushedAnswer, i)));
@@ -393,6 +395,14 @@ async function showParts(turn) {
   if (!answer || turn !== turns.head) return;
   by("parts-note").textContent = `Mean ${chosen.statistic} of ${label(chosen.head)}, ± standard error`;
   by("parts").replaceChildren(partBars(answer.rows, chosen.statistic));
+}
+
+async function showCurves(turn) {
+  const answer = await tryToAsk({ kind: "curves", scope: scope(), head: head() });
+  if (!answer || turn !== turns.head) return;
+  sql.curves = answer.sql.map((query) => `FROM (${query})`).join("\nUNION ALL BY NAME\n");
+  const figures = answer.rows.flatMap((curve) => headCurve(curve, label(chosen.head)));
+  by("curves").replaceChildren(...(figures.length ? figures : [html("p", { class: "note" }, "This head has no profiles.")]));
 }
 
 async function showExtremes() {
@@ -525,6 +535,7 @@ function listen() {
   for (const input of document.getElementsByName("end")) input.onchange = () => { chosen.lowest = input.value === "lowest"; showExtremes(); };
   by("heat-sql").onclick = () => offerSql(sql.heat);
   by("hist-sql").onclick = () => offerSql(sql.hist);
+  by("curves-sql").onclick = () => offerSql(sql.curves);
   by("extremes-sql").onclick = () => offerSql(sql.extremes);
   by("run-sql").onclick = askSql;
   by("sql").onkeydown = (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) askSql(); };
