@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import duckdb
+from fsspec.core import has_magic
 from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow.fs import FileSystem
 
@@ -36,6 +37,14 @@ class _Store(ArrowFSWrapper):
         if ".." in str(path).split("/"):
             raise PermissionError(f"{path} has a `..`")
         return super()._strip_protocol(path)
+
+    def glob(self, path: str, maxdepth: int | None = None, **options: object) -> object:
+        """The files of a pattern. A path without one stands for itself: commits name files in full,
+        and DuckDB would look each of them up twice for every view.
+        """
+        if has_magic(path):
+            return super().glob(path, maxdepth, **options)
+        return [self._strip_protocol(path)]
 
     def _open(
         self,
