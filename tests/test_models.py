@@ -28,11 +28,9 @@ from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, edited_weights, intervention
 from workers.measurements.batch import measure_batch
 from workers.model.attention_facts import AttentionFacts
-from workers.model.attention_layers import score_problem
 from workers.model.loading import load_model
 from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
-from workers.model.whole_attention import whole_pattern
 from workers.replica import InterventionMeasurements
 
 GQA = {"num_key_value_heads": 2}
@@ -407,23 +405,6 @@ def test_facts_that_are_not_the_model_s_own_are_refused(
     expected = "its attention has a mask" if name == "mistral-window-20" else "the stream after"
     assert problem is not None
     assert problem.startswith(expected)
-
-
-@pytest.mark.parametrize("position", [0, 3])
-def test_a_hidden_rotation_leaves_scores_at_the_same_position_alone(position: int) -> None:
-    made = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(0))
-    # Something else is added in each sequence, but nothing where query and key are at one position.
-    added = torch.arange(2 * 5 * 5.0).view(2, 1, 5, 5).tril(-1)
-    shown = made + added
-    facts = AttentionFacts(1.0)
-    is_shown = score_problem(made, shown, whole_pattern(shown, facts), facts, rotations_hidden=True)
-    assert is_shown == (True, None)
-
-    shown[:, :, position, position] += 1
-    _, problem = score_problem(
-        made, shown, whole_pattern(shown, facts), facts, rotations_hidden=True
-    )
-    assert problem is not None
 
 
 # Attention that the fused engine does not know
