@@ -45,9 +45,6 @@ class Formula:
     """Rule that says where the formula has a value; without a rule it always has one."""
     of_directions: bool = False
     """Whether it reads only directions, as a cosine does. A vector of zeros has no direction."""
-    of_rotated: bool = False
-    """Whether it reads queries or keys as their rotation leaves them, and not only their lengths.
-    """
     missing: str = ""
     """What a layer may lack so that it has no value there: the end of the sentence "NULL if …"."""
 
@@ -64,8 +61,6 @@ class Formula:
             rules.append(f"{self.undefined} unless {rule.rstrip('.')}")
         if self.of_directions:
             rules.append("NULL if one of its vectors is zero")
-        if self.of_rotated:
-            rules.append("NULL if TransformerLens shows the vectors only before their rotation")
         if self.missing:
             rules.append(f"NULL if {self.missing}")
         return "; ".join(rules)

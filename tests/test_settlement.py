@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,25 @@ def test_a_scan_holds_interventions_and_writes_their_canonical_text() -> None:
         toy.toy_scan(interventions=["scale_query_bias(0.5)", "scale_query_bias(0.50)"])
     with pytest.raises(ScanError, match=r"interventions\.1: expected NAME.* got 'none\+'"):
         toy.toy_scan(interventions=["none", "none+"])
+
+
+@pytest.mark.parametrize(
+    ("fact", "words"),
+    [
+        ({"soft_cap": 30.0}, "a soft cap"),
+        ({"window": 5}, "a window"),
+        ({"sink": torch.zeros(4)}, "learned sinks"),
+    ],
+    ids=str,
+)
+def test_a_mean_of_the_query_bias_is_refused_where_scores_are_not_all(
+    gpt2: Model, fact: dict[str, Any], words: str
+) -> None:
+    settled(gpt2, "cpu", interventions=["mean_query_bias"])
+    # Facts that a layer of GPT-2 does not have, although it has a query bias.
+    gpt2._attention.facts[2] = replace(gpt2._attention.facts[2], **fact)
+    with pytest.raises(ModelError) as caught:
+        settled(gpt2, "cpu", interventions=["mean_query_bias"])
+    assert f"mean_query_bias: layer 2 has {words}, and this edit is defined for" in str(
+        caught.value
+    )

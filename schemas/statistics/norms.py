@@ -137,7 +137,7 @@ def sink_resid_post_norm(resid_post: Tensor) -> Tensor:
     return resid_post[:, 0].norm(dim=-1)
 
 
-@statistic(unit="absolute value", source=CACHED, of_rotated=True, standard=False)
+@statistic(unit="absolute value", source=CACHED, standard=False)
 def query_absmax(q: Tensor) -> Tensor:
     """Largest absolute value of a component of the queries, after any rotation.
 
@@ -149,7 +149,7 @@ def query_absmax(q: Tensor) -> Tensor:
     return largest_size(q)
 
 
-@statistic(unit="absolute value", source=CACHED, of_rotated=True, standard=False)
+@statistic(unit="absolute value", source=CACHED, standard=False)
 def key_absmax(k: Tensor) -> Tensor:
     """Largest absolute value of a component of the keys as a cache stores them, after any rotation.
 

@@ -66,7 +66,6 @@ def statistic(
     chance: bool = False,
     defined: Callable[..., Tensor | bool] | None = None,
     of_directions: bool = False,
-    of_rotated: bool = False,
     missing: str = "",
     standard: bool = True,
 ) -> Callable[[Callable[P, Tensor]], Callable[P, Any]]:
@@ -79,8 +78,6 @@ def statistic(
     value. Elsewhere the column is NULL.
     of_directions: it reads only directions, as a mean of cosines does. Then it is NULL too if one
     of its vectors is zero.
-    of_rotated: it reads components of queries or keys, which a rotation changes. An engine that
-    shows them only before the rotation gives it no value.
     missing: what a layer may lack, so that the column is NULL there: the end of "NULL if …".
     standard: measured by scans that do not name statistics.
 
@@ -98,7 +95,7 @@ def statistic(
             may_have_options=True,
         )
         fields |= {"unit": unit, "range": range, "source": source, "defined": defined}
-        fields |= {"of_directions": of_directions, "of_rotated": of_rotated, "missing": missing}
+        fields |= {"of_directions": of_directions, "missing": missing}
         STATISTICS[fields["name"]] = Statistic(**fields, chance=chance, standard=standard)
         return function
 

@@ -304,8 +304,12 @@ class _DensePass:
         for name in {"k", "v"} & tensors.keys():
             kv_heads = tensors[name].shape[2]
             tensors[name] = tensors[name].repeat_interleave(n_heads // kv_heads, 2)
-        if "q" in tensors and "unrotated_q" not in tensors:
-            self._rotate(layer, tensors)
+        has_rotated = "unrotated_q" in tensors or not self.model.can_undo_rotation(layer)
+        if "q" in tensors and not has_rotated:
+            # The bridge shows queries and keys before their rotation alone.
+            tensors["unrotated_q"] = tensors["q"]
+            for name in {"q", "k"} & tensors.keys():
+                tensors[name] = self.model.rotated(layer, tensors[name])
         activations: dict[str, Any] = {
             name: tensor for name, tensor in tensors.items() if name in LAYER_VALUES
         }
@@ -321,17 +325,6 @@ class _DensePass:
                 early_pattern.pattern = tensors["pattern"]
             activations["pattern"] = early_pattern
         return cast(Activations, activations)
-
-    def _rotate(self, layer: int, tensors: Tensors) -> None:
-        """Rotate the queries and keys of a layer if the bridge shows them before that alone."""
-        if not self.model.rotary:
-            tensors["unrotated_q"] = tensors["q"]
-        elif self.model.can_undo_rotation(layer):
-            tensors["unrotated_q"] = tensors["q"]
-            rotation = self.model.rotations(self.tokens.shape[1]).get(layer)
-            if rotation is not None:
-                for name in {"q", "k"} & tensors.keys():
-                    tensors[name] = rotation.apply(tensors[name])
 
 
 def _queries_and_keys(tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ Further positional parameters name what the edit reads:
 
 * `circuit`: what the unedited weights say of positions;
 * `b_Q` and `scale`: the query bias of the layer as it is under the edits of weights, and the factor
-  of its scores, only for an edit of `attn_scores` in a model without rotations;
+  of its scores, only for an edit of `attn_scores` in a model without rotations, soft caps, windows
+  and learned sinks;
 * `layer`: the number of the layer;
 * `tokens`, and activations that come before the edited one (`workers.engine.edits.readable`), only
   for an edit of an activation;
@@ -54,6 +55,7 @@ from workers.engine.edits import (
     Streaming,
     readable,
 )
+from workers.model.attention_facts import AttentionFacts
 from workers.model.model import Model
 from workers.model.model_info import ModelInfo
 
@@ -173,6 +175,22 @@ class BoundPart:
             raise ModelError(f"{name}: queries are rotated, and their bias with them")
         if model.editable_weight("b_Q", 0) is None:
             raise ModelError(f"{name}: the model has no b_Q")
+        for layer in model.info.attention_layers_or_all:
+            facts = model.facts(layer)
+            if facts is not None and (feature := _more_than_a_softmax(facts)) is not None:
+                raise ModelError(
+                    f"{name}: layer {layer} has {feature}, and this edit is defined for a softmax "
+                    "of q·k over all keys before a query; use zero_query_bias"
+                )
+
+
+def _more_than_a_softmax(facts: AttentionFacts) -> str | None:
+    """What stands between the scores of all keys and a softmax over them; None if nothing does."""
+    if facts.soft_cap is not None:
+        return "a soft cap"
+    if facts.sink is not None:
+        return "learned sinks"
+    return None if facts.window is None else "a window"
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ def random_query_bias(b_Q: Tensor, *, draw: Seed = 0, alpha: Factor = 0.0) -> Te
 def mean_query_bias(attn_scores: Tensor, k: Tensor, b_Q: Tensor, scale: float) -> Tensor:
     """The query bias' part of a score, scale·b_Q·k, becomes its mean over the keys that the query
     sees. A softmax does not change by what all keys share, so the pattern is that of
-    zero_query_bias; queries keep their bias, and the scores another level.
+    zero_query_bias; queries keep their bias, and the scores another level. Layers with
+    soft caps, windows or learned sinks are refused.
     """
     bias_part = torch.einsum("bkhd,hd->bhk", k, b_Q.to(k.dtype)) * scale
     visible_keys = torch.arange(1, bias_part.shape[-1] + 1, device=k.device)

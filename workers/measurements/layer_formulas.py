@@ -19,7 +19,6 @@ from schemas.formulas import Along, Formula, evaluate
 from schemas.kind import Kind
 from schemas.measured_heads import MeasuredHeads
 from schemas.statistics import Statistic
-from workers.engine.dense_pattern import DensePattern
 from workers.engine.engine import Activations
 from workers.measurements.profile_means import count_mean_m2, entries_of
 from workers.measurements.requested import Requested
@@ -68,7 +67,6 @@ class LayerFormulas:
         """`shared_values` are what formulas read that is the same in every layer."""
         self.model = model
         self.heads = requested.heads
-        self.rotations_hidden = requested.rotations_hidden
         self.shared_values = shared_values
         self.by_field: dict[str, _KindValues] = {}
         # A profile can be requested as a curve as well. It is evaluated once and stored twice.
@@ -106,16 +104,10 @@ class LayerFormulas:
         available = ChainMap(*cast(list[dict[str, LayerValue]], sources))
         if "pattern" in available:
             self.windows.add(available["pattern"].window)
-        # The bridge shows nothing but matrices. The fused engine makes one for some edits, from
-        # rotated vectors, but nothing tells the two apart here.
-        shows_before_rotation = self.rotations_hidden and isinstance(
-            available.get("pattern"), DensePattern
-        )
         for number, (formula, reads, stored_in) in enumerate(self.evaluations):
             if (layer, number) in self._evaluated:
                 continue
-            is_hidden = formula.of_rotated and shows_before_rotation
-            if reads & unknown_weights or is_hidden:
+            if reads & unknown_weights:
                 for values in stored_in:
                     values.store_undefined(layer, formula)
                 self._evaluated.add((layer, number))
@@ -221,9 +213,9 @@ class _KindValues:
             self.numbers_of[formula.name][:, place] = self._for_each_head(value, 2, layer)
 
     def store_undefined(self, layer: int, formula: Formula) -> None:
-        """Note that a formula has no value in a layer, because what it reads is not known.
+        """Note that a formula has no value in a layer, because a weight that it reads is not known.
 
-        Only formulas whose value is one number read weights or rotated vectors.
+        Only formulas whose value is one number read weights.
         """
         self.numbers_of[formula.name][:, self.heads.places[layer]] = torch.nan
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from workers.model.attention_facts import Attend, AttentionFacts
-from workers.model.rotations import Rotation, note_rotations
+from workers.model.rotations import Rotation, note_rotations, rotation_of_queries
 from workers.model.whole_attention import whole_pattern
 
 IMPLEMENTATION = "headcount"
@@ -41,8 +41,8 @@ class AttentionPass:
     """Those of the layer that asks now, with its window even where all tokens fit into it."""
     checks_rotations: bool = False
     """Whether each rotation is held against the queries before it."""
-    rotation: Rotation | None = None
-    """What the layer that runs now did to its queries, until its attention asks."""
+    rotations: list[Rotation] = field(default_factory=list)
+    """What the layer that runs now did to its queries and keys, until its attention asks."""
 
 
 _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
@@ -72,11 +72,11 @@ def take_over_attention(model: nn.Module) -> None:
 
 
 def _note_rotation(rotation: Rotation) -> None:
-    """Keep what a layer does to its queries, until its attention asks."""
+    """Keep what a layer does to its queries or keys, until its attention asks."""
     running = _running.get()
     if running is not None:
-        # The queries before the rotation would take memory that only a check needs.
-        running.rotation = rotation if running.checks_rotations else rotation.without_queries()
+        # What was given to the rotation would take memory that only a check needs.
+        running.rotations.append(rotation if running.checks_rotations else rotation.without_given())
 
 
 @contextmanager
@@ -106,9 +106,9 @@ def attend_to(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts) 
     n_queries, n_keys = query.shape[2], key.shape[2]
     if n_queries != n_keys:
         refuse(f"{n_keys} keys for {n_queries} tokens")
-    rotation, running.rotation = running.rotation, None
-    if rotation is not None:
-        facts = replace(facts, rotation=rotation.checked(query))
+    rotations, running.rotations = running.rotations, []
+    if rotations:
+        facts = replace(facts, rotation=rotation_of_queries(rotations, query))
     running.facts = facts
     if facts.window is not None and facts.window >= n_queries:
         facts = replace(facts, window=None)
@@ -279,7 +279,7 @@ def _scale_of(attention: nn.Module, d_head: int) -> float:
 
 
 def score_problem(
-    made: Tensor, shown: Tensor, pattern: Tensor, facts: AttentionFacts, *, rotations_hidden: bool
+    made: Tensor, shown: Tensor, pattern: Tensor, facts: AttentionFacts
 ) -> tuple[bool, str | None]:
     """Check the scores of an unedited run against its pattern.
 
@@ -296,7 +296,7 @@ def score_problem(
     pattern_difference = _largest_difference(whole_pattern(made, facts), pattern)
     if pattern_difference < TOLERANCE:
         return shows_scores, None
-    if shows_scores and _adds_something_harmless(made, shown, facts, rotations_hidden):
+    if shows_scores and _adds_a_bias(made, shown, facts):
         return True, None
     return shows_scores, (
         f"their softmax differs by {pattern_difference:.2g} from the pattern (allowed "
@@ -304,19 +304,15 @@ def score_problem(
     )
 
 
-def _adds_something_harmless(
-    made: Tensor, shown: Tensor, facts: AttentionFacts, rotations_hidden: bool
-) -> bool:
-    """Whether shown scores are the made ones and something that q and k do not hold."""
+def _adds_a_bias(made: Tensor, shown: Tensor, facts: AttentionFacts) -> bool:
+    """Whether shown scores are the made ones and a bias of positions, such as ALiBi's.
+
+    It is the same for both sequences.
+    """
     seen = whole_pattern(torch.zeros_like(made), facts) > 0
     added = (shown - made).masked_fill(~seen, 0)
     score_tolerance = TOLERANCE * max(1.0, _largest_size(made.tril()))
-    # A bias of positions, such as ALiBi's, is the same for both sequences.
-    if _largest_difference(added[:1], added[1:]) < score_tolerance:
-        return True
-    # A rotation keeps the product of a query and a key at the same position.
-    added_at_same_position = added.diagonal(dim1=-2, dim2=-1)
-    return rotations_hidden and _largest_size(added_at_same_position) < score_tolerance
+    return _largest_difference(added[:1], added[1:]) < score_tolerance
 
 
 def _largest_difference(first: Tensor, second: Tensor) -> float:

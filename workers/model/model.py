@@ -304,22 +304,35 @@ class Model:
     def rotations(self, n_ctx: int) -> dict[int, Rotation]:
         """How the layers rotate their queries and keys in sequences of this length, by layer."""
         if n_ctx not in self._rotations:
+            layers = self.info.attention_layers_or_all
             of_layers: list[Rotation | None] = []
 
             def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
                 of_layers.append(facts.rotation)
+                if len(of_layers) == len(layers):
+                    raise _SeenEnough
                 # Angles depend on positions alone, so the attention may be anything.
                 return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
-            with torch.inference_mode():
+            with torch.inference_mode(), suppress(_SeenEnough):
                 self.run_bare(torch.zeros(1, n_ctx, dtype=torch.long, device=self.device), attend)
-            layers = self.info.attention_layers_or_all
             self._rotations[n_ctx] = {
                 layer: rotation
                 for layer, rotation in zip(layers, of_layers, strict=True)
                 if rotation is not None
             }
         return self._rotations[n_ctx]
+
+    def rotated(self, layer: int, vectors: Tensor) -> Tensor:
+        """Queries or keys `[batch pos head d_head]` of a layer as it rotates them.
+
+        They are left as they are if it does not, or if nobody knows how.
+        """
+        rotation = self._rotation(layer)
+        is_known = rotation is not None and rotation.rotate is not None
+        if not is_known or self.attention_problem is not None:
+            return vectors
+        return self.rotations(vectors.shape[1])[layer].apply(vectors)
 
     def _rotation(self, layer: int) -> Rotation | None:
         facts = self.facts(layer)
@@ -380,6 +393,8 @@ class Model:
         if facts is None or self.attention_problem is not None:
             # Nothing has confirmed the facts of the bare modules.
             facts = facts_of_module(attention.original_component, self.info.d_head)
+        if "rot_q" not in activations:
+            q, k = (self.rotated(layer, vectors) for vectors in (q, k))
         if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2]:
             problem = f"TransformerLens does not show q and k of layer {layer} by head"
             return ShownAttention(facts, False, problem)
@@ -388,7 +403,6 @@ class Model:
             activations.get("attn_scores", pattern),
             pattern,
             facts,
-            rotations_hidden=self.rotary and "rot_q" not in activations,
         )
         if difference is None:
             return ShownAttention(facts, shows_scores, None)

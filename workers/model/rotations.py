@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -20,8 +20,17 @@ from torch import Tensor, nn
 PREFIX = "apply_rotary"
 """How the names of these functions begin."""
 
-KNOWN_ARGUMENTS = ("q", "k", "cos", "sin")
-"""The first arguments of a rotation that can be undone."""
+BOTH = ("q", "k", "cos", "sin")
+"""The first arguments of a function that rotates queries and keys at once."""
+
+ONE = ("x", "cos", "sin")
+"""The first arguments of one that rotates either, as in Gemma 4."""
+
+ONE_WITHOUT_AXIS = ("tensor", "sin", "cos")
+"""The arguments of one that rotates either, with heads behind positions: GPT-J and CodeGen."""
+
+HEAD_AXIS = "unsqueeze_dim"
+"""The argument that says where the axis of heads is."""
 
 LARGEST_ERROR = 1e-4
 """Largest difference, relative to the queries, between those that were given to a rotation and
@@ -40,14 +49,14 @@ class Rotation:
     """The rotation of a layer's queries."""
 
     rotate: Rotate | None
-    """None if the function has other arguments than `KNOWN_ARGUMENTS`."""
+    """None if the function has arguments that are not known, or the layer does more than that."""
     cos: Tensor
     """`[batch pos angle]`."""
     sin: Tensor
     width: int
     """How many of a query's components are rotated: the first ones."""
     given: Tensor | None = None
-    """The queries before it, in the layout of the model; kept only for a check."""
+    """The queries or keys before it, `[batch head pos width]`; kept only for a check."""
 
     def apply(self, q: Tensor) -> Tensor:
         """Queries or keys `[batch pos head d_head]`, rotated."""
@@ -69,8 +78,8 @@ class Rotation:
             return turned
         return torch.cat([turned, q[..., self.width :]], dim=-1)
 
-    def without_queries(self) -> Rotation:
-        """The same without its copy of the queries."""
+    def without_given(self) -> Rotation:
+        """The same without its copy of what it was given."""
         return replace(self, given=None)
 
     def checked(self, q: Tensor) -> Rotation:
@@ -80,13 +89,22 @@ class Rotation:
         """
         if self.rotate is None or self.given is None:
             return self
-        given = self.given if self.given.shape[1] == q.shape[1] else self.given.transpose(1, 2)
+        given = self.given
         back = self.undo(q.transpose(1, 2)).transpose(1, 2)[..., : self.width]
         is_undone = (
             given.shape == back.shape
             and ((back - given).norm() <= LARGEST_ERROR * given.norm()).item()
         )
         return replace(self, given=None, rotate=self.rotate if is_undone else None)
+
+
+def rotation_of_queries(rotations: Sequence[Rotation], q: Tensor) -> Rotation:
+    """Of what a layer rotated, its queries, which are `q [batch head pos d_head]` afterwards.
+
+    Queries and keys turn by the same angles, so any of them does if nothing is to be checked.
+    """
+    checked = [rotation.checked(q) for rotation in reversed(rotations)]
+    return next((rotation for rotation in checked if rotation.rotate is not None), checked[0])
 
 
 def note_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> None:
@@ -107,21 +125,54 @@ def _rotating_functions(file: ModuleType) -> Iterator[tuple[str, Rotate]]:
             yield name, function
 
 
-def _noted(function: Rotate, note: Callable[[Rotation], None]) -> Rotate:
+def _noted(function: Callable[..., Any], note: Callable[[Rotation], None]) -> Callable[..., Any]:
     """The function, which tells `note` what it does."""
-    parameters = tuple(inspect.signature(function).parameters)
-    is_known = parameters[:4] == KNOWN_ARGUMENTS and "unsqueeze_dim" in parameters
+    signature = inspect.signature(function)
+    rotate = _of_both(function, tuple(signature.parameters))
 
     @functools.wraps(function)
-    def rotate(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as the library has it)
-        if is_known:
-            known = inspect.signature(function).bind(*args, **kwargs).arguments
-            q, cos, sin = known["q"], known["cos"], known["sin"]
-            has_positions = cos.dim() == 3
-            note(Rotation(function if has_positions else None, cos, sin, q.shape[-1], q))
-        else:
+    def noting(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as the library has it)
+        if rotate is None:
             note(Rotation(None, args[0], args[0], 0))
+            return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = next(iter(bound.arguments.values()))
+        cos, sin = bound.arguments["cos"], bound.arguments["sin"]
+        heads_first = bound.arguments.get(HEAD_AXIS, 2) == 1
+        has_positions = cos.dim() == 3
+        note(
+            Rotation(
+                rotate if has_positions else None,
+                cos,
+                sin,
+                given.shape[-1],
+                given if heads_first else given.transpose(1, 2),
+            )
+        )
         return function(*args, **kwargs)
 
-    setattr(rotate, IS_NOTED, True)
-    return rotate
+    setattr(noting, IS_NOTED, True)
+    return noting
+
+
+def _of_both(function: Callable[..., Any], parameters: tuple[str, ...]) -> Rotate | None:
+    """A rotating function in the form of `Rotate`; None if its arguments are not known."""
+    if parameters == ONE_WITHOUT_AXIS:
+
+        def one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor:
+            assert unsqueeze_dim == 2
+            return function(x, sin, cos)
+
+    elif parameters[:3] == ONE and HEAD_AXIS in parameters:
+        one = function
+    else:
+        return function if parameters[:4] == BOTH and HEAD_AXIS in parameters else None
+
+    def both(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        rotated = [one(x, cos, sin, unsqueeze_dim=unsqueeze_dim) for x in (q, k)]
+        return rotated[0], rotated[1]
+
+    return both
