@@ -470,7 +470,11 @@ def test_a_bridge_is_measured_as_it_is(toy: Path) -> None:
     ("tokens", "options", "problem"),
     [
         ([[1, 2], [1]], {}, "tokens: expected sequences of one length"),
-        ([[0.5, 1.0]], {}, r"tokens: expected integers of one sequence or more \[sequence pos\], got float64"),
+        (
+            [[0.5, 1.0]],
+            {},
+            r"tokens: expected integers of one sequence or more \[sequence pos\], got float64",
+        ),
         ([[1, D_VOCAB]], {}, f"tokens: expected ids from 0 to {D_VOCAB - 1}.*got {D_VOCAB}"),
         ([[-1, 1]], {}, "got -1"),
         ([[1] * 41], {}, "tokens: 41 in a sequence are beyond the 40 positions"),
