@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import torch
 
 from schemas.errors import ModelError, counted
 from schemas.formulas import Formula
 from schemas.scan import Scan, parse_scan
-from schemas.statistics import KIND, Statistic
-from workers.engine.dense_pattern import DensePattern
-from workers.measurements.layer_formulas import where_defined
-from workers.measurements.undefined import defined_or_nan
+from schemas.statistics import KIND
+from workers.measurements.behind_windows import undefined_behind
 from workers.model.attention_facts import AttentionFacts
 from workers.model.known_models import KnownModels
 from workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
@@ -24,9 +20,6 @@ from workers.replica import Replica
 
 TRIAL_TOKENS = 16
 """Tokens of the sequences that are measured as a trial."""
-
-LARGEST_TRIAL_WINDOW = 128
-"""A longer window leaves no other statistics without a value than this one."""
 
 
 def report_model(name: str) -> Iterator[tuple[str, str]]:
@@ -159,45 +152,12 @@ def _undefined_by_windows(model: Model) -> Iterator[tuple[str, str]]:
         window = None if facts is None else facts.window
         layers_by_window.setdefault(window, []).append(layer)
     for window, layers in layers_by_window.items():
-        names = ", ".join(_undefined_behind(window)) if window is not None else ""
+        names = ", ".join(undefined_behind(window)) if window is not None else ""
         if window is not None and names:
-            reason = (
-                f"from n_ctx = {2 * window + 2:,} on; no query sees what they are about in its "
-                f"window of {counted(window, 'token')}"
-            )
-            yield "NULL", f"{names}: {_listed_layers(layers)}, {reason}"
+            place = f"{_listed_layers(layers)}, from n_ctx = {2 * window + 2:,} on"
+            cause = f"no query sees what they are about in its window of {counted(window, 'token')}"
+            yield "NULL", f"{names}: {place}; {cause}"
     windows = [window for window in layers_by_window if window is not None]
     if len(layers_by_window) > 1 and windows:
-        reason = "the layers differ in their window, so measure layers of one window for them"
-        yield "NULL", f"chance levels: from n_ctx = {min(windows) + 1:,} on; {reason}"
-
-
-def _undefined_behind(window: int) -> list[str]:
-    """The statistics of attention that have no value because of a window, in long sequences.
-
-    They are evaluated on random queries and keys, with the window and without it.
-    """
-    window = min(window, LARGEST_TRIAL_WINDOW)
-    n_ctx = 4 * LARGEST_TRIAL_WINDOW
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, n_ctx, 4, generator=generator)
-    seen, windowed = (
-        {
-            "pattern": DensePattern.of(q, k, AttentionFacts(1.0, window=size)),
-            "q": q.transpose(1, 2),
-            "k": k.transpose(1, 2),
-        }
-        for size in (None, window)
-    )
-
-    def has_value(statistic: Statistic, activations: dict[str, Any]) -> bool:
-        value = defined_or_nan(statistic, activations)
-        return bool((value.isfinite() & where_defined(statistic, activations, value)).all())
-
-    return [
-        statistic.name
-        for statistic in KIND.select("all")
-        if {*statistic.parameters, *statistic.conditions} <= seen.keys()
-        and has_value(statistic, seen)
-        and not has_value(statistic, windowed)
-    ]
+        cause = "the layers differ in their window, so measure layers of one window for them"
+        yield "NULL", f"chance levels: from n_ctx = {min(windows) + 1:,} on; {cause}"
