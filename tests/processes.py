@@ -11,11 +11,11 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -95,11 +95,7 @@ class Command:
         """
         self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
         command = _Command([*map(str, words)], dict(environment), directory, dict(constants), main)
-        self._process = fork_server().Process(target=_run_command, args=(command, self._output))
-        with warnings.catch_warnings():
-            # A helper process of Python's that was killed beside a test is started again.
-            warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
-            self._process.start()
+        self._process = start_fork(_run_command, command, self._output)
 
     def poll(self) -> int | None:
         """The exit code, or minus the number of the signal that ended it; None while it runs."""
@@ -122,6 +118,16 @@ class Command:
         stdout, stderr = ((self._output / name).read_text() for name in ("stdout", "stderr"))
         shutil.rmtree(self._output)
         return Ended(code, stdout, stderr)
+
+
+def start_fork(function: Callable[..., None], *arguments: object) -> ForkServerProcess:
+    """A process that runs a function, forked from one that has imported everything."""
+    process = fork_server().Process(target=function, args=arguments)
+    with warnings.catch_warnings():
+        # A helper process of Python's that was killed beside a test is started again.
+        warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
+        process.start()
+    return process
 
 
 @cache

@@ -28,7 +28,7 @@ from jobs.ray_cluster import Resources
 from jobs.replan import replan
 from jobs.run_loop import missing_shards, run_to_end
 from jobs.status import as_lines, read_status
-from queries.connection import connect
+from queries.connection import connect, describe
 from schemas import places
 from schemas.commits import fold
 from schemas.errors import RunError, ScanError
@@ -684,6 +684,7 @@ def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path) ->
         "SELECT comment FROM duckdb_columns() WHERE column_name = 'doc_meta_year' AND "
         "table_name = 'sequences' AND schema_name = 'main'"
     )
+    describe(connection)
     assert connection.execute(comment_sql).fetchall() == [
         ("meta.year of the document that holds the first token of the text, as text; NULL where it "
          "has none.",)

@@ -645,11 +645,11 @@ def test_moments_are_those_of_the_queries_that_the_model_rotates(
 
 
 def test_queries_that_a_module_rotates_in_its_own_way_are_an_error(tmp_path: Path) -> None:
-    path = toy.save_model(tmp_path / "gptj", toy.family("GPTJConfig", rotary_dim=4))
+    path = toy.save_model(tmp_path / "nanochat", toy.family("NanoChatConfig"))
     tokens = toy.repeating_tokens(T, batch=2)
     rotated = measure(path, tokens, profiles=["rotated_query_mean"]).means["profiles"]
     assert np.isfinite(rotated["rotated_query_mean"].mean).all()
-    message = "gptj: the queries of layer 0 before their rotation are not known, because "
+    message = "nanochat: the queries of layer 0 before their rotation are not known, because "
     with pytest.raises(ModelError, match=message):
         measure(path, tokens, profiles=["query_mean"])
 

@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 
 from jobs.endings import listen_to_signals
 from tests.forked_worker import SERVER
-from tests.processes import fork_server
+from tests.processes import start_fork
 from tests.worker_server import serve
 
 FORKED = {"setup_worker_path": str(Path(__file__).with_name("forked_worker.py"))}
@@ -59,8 +59,7 @@ def forked_workers() -> Iterator[None]:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            server = fork_server().Process(target=serve, args=(listener,))
-            server.start()
+            server = start_fork(serve, listener)
         os.environ[SERVER] = path
         try:
             yield
