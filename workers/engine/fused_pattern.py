@@ -35,7 +35,7 @@ from workers.engine.attention_scores import (
     window_of,
     without_bias,
 )
-from workers.engine.number_formats import HALVES, products_by_head, rounded
+from workers.engine.number_formats import HALVES, rounded
 from workers.engine.sweep_kernel import PairLabels, Sweep
 from workers.engine.token_pairs import TokenPairs, count_seen
 from workers.model.attention_facts import AttentionFacts
@@ -552,8 +552,7 @@ class _TileSweep:
         self.cap = None if facts.soft_cap is None else facts.soft_cap / LN2
         self.slopes = _of_heads(facts.slopes, self.q)
         self.sink = _of_heads(facts.sink, self.q)
-        # Without gaps, as `products_by_head` wants it.
-        self.k = pattern.k.contiguous()  # [batch kv_head key d_qk]
+        self.k_transposed = pattern.k.mT  # [batch kv_head d_qk key]
         # Two more value columns carry Σ_k weight and Σ_k weight · k through the product that makes
         # z, so the tile of weights is read once for all three.
         ones_and_positions = torch.stack([torch.ones_like(self.positions), self.positions], dim=-1)
@@ -681,8 +680,8 @@ class _TileSweep:
         queries, keys = part.queries, part.keys
         scaled = self.q[part.sequences, part.heads, queries] * self.scale
         batch, heads, count, _ = scaled.shape
-        k = self.k[part.sequences, part.kv_heads, keys]
-        products = products_by_head(by_shared_head(scaled, k.shape[1]), k)
+        k_transposed = self.k_transposed[part.sequences, part.kv_heads, :, keys]
+        products = by_shared_head(scaled, k_transposed.shape[1]) @ k_transposed
         scores = products.view(batch, heads, count, keys.stop - keys.start)
         if self.cap is not None:
             scores.tanh_().mul_(self.cap)
@@ -696,14 +695,12 @@ class _TileSweep:
         """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
         values = self.values[part.sequences, part.kv_heads, part.keys]
         shape = (*weights.shape[:3], self.d_v + 2)
-        sums = products_by_head(by_shared_head(weights, values.shape[1]), values.mT).view(shape)
+        sums = (by_shared_head(weights, values.shape[1]) @ values).view(shape)
         # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
         # sums stay float32. `rounded` returns the same tensor if there is nothing to round.
         rounded_weights = rounded(weights, self.number_format)
         if rounded_weights is not weights:
-            rounded_sums = products_by_head(
-                by_shared_head(rounded_weights, values.shape[1]), values.mT
-            )
+            rounded_sums = by_shared_head(rounded_weights, values.shape[1]) @ values
             sums[..., : self.d_v] = rounded_sums.view(shape)[..., : self.d_v]
         return sums
 

@@ -206,28 +206,6 @@ def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-LEAST_ONEDNN_MULTIPLICATIONS = 1 << 23
-"""Of a product of two matrices. A call for each head takes 20 µs more than one for all of them,
-which is what oneDNN gains in a product of 64 × 64 × 1,024.
-"""
-
-
-def products_by_head(x: Tensor, y: Tensor) -> Tensor:
-    """`x[b, h] @ y[b, h].T` in float32: `[batch head m n]`, of x `[batch head m d]` and y
-    `[batch head n d]`.
-
-    If y has gaps in a matrix, or between its rows, the product can be a thousand times slower.
-    """
-    is_large = x.shape[2] * y.shape[2] * y.shape[3] >= LEAST_ONEDNN_MULTIPLICATIONS
-    is_float32_on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
-    if not (is_large and is_float32_on_cpu and _has_onednn()):
-        return x @ y.mT
-    # oneDNN has no product of many heads that PyTorch shows, but it is faster one by one.
-    matrices = zip(x.flatten(0, 1), y.flatten(0, 1), strict=True)
-    products = [_onednn_product(one_x, one_y, None) for one_x, one_y in matrices]
-    return torch.stack(products).unflatten(0, x.shape[:2])
-
-
 def _has_onednn() -> bool:
     """Whether PyTorch can be asked for oneDNN's float32 product.
 
