@@ -17,7 +17,7 @@ from exports.export_registry import (
     export_format,
     ranked,
 )
-from exports.export_source import ExportSource
+from exports.export_source import MEAN_OR_NOTHING, ExportSource
 from schemas.errors import QueryError
 from schemas.values import Count, Index
 
@@ -114,15 +114,14 @@ def duo(
 def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> np.ndarray:
     """How much each query head needs distant keys, `[layer head]`."""
     distant_mass = f"distant_mass({sink},{recent})"
-    # Where a window hides all copies or all distant keys, a head attends to none of them.
-    value = "coalesce(mean, 0)"
     if score == "distant":
-        return source.by_head(distant_mass, value)
+        return source.by_head(distant_mass, MEAN_OR_NOTHING)
     # The copy and its successor are two keys, so their attention adds up.
-    to_copies = source.by_head("duplicate_score", value) + source.by_head("induction_score", value)
+    to_copy = source.by_head("duplicate_score", MEAN_OR_NOTHING)
+    to_copies = to_copy + source.by_head("induction_score", MEAN_OR_NOTHING)
     assert source.baseline is not None
-    distant_without_repeat = source.baseline.by_head(distant_mass, value)
-    change = source.by_head(distant_mass, value) - distant_without_repeat
+    without_repeat = source.baseline.by_head(distant_mass, MEAN_OR_NOTHING)
+    change = source.by_head(distant_mass, MEAN_OR_NOTHING) - without_repeat
     # The means are over all queries that see distant keys. In the first copy both inputs are alike,
     # so all of the change is in the queries after it, and is larger as a mean over these alone.
     queries = source.run["n_ctx"] - sink - recent

@@ -28,6 +28,10 @@ RUN_FACTS = """
 """
 
 
+MEAN_OR_NOTHING = "coalesce(mean, 0)"
+"""The mean of a share of attention, 0 where a window hides all keys that it is about."""
+
+
 @dataclass(frozen=True)
 class ExportSource:
     """One run, and the options with which a format is made of it."""
@@ -106,7 +110,8 @@ class ExportSource:
     def by_head(
         self, statistic: str, value: str = "mean", intervention: str = "none"
     ) -> np.ndarray:
-        """A statistic of every query head, `[layer head]`: a column of `head_summaries`.
+        """A statistic of every query head, `[layer head]`: a column of `head_summaries`, or
+        `MEAN_OR_NOTHING`.
 
         `statistic` is written as in a scan. A layer that does not attend is NaN.
         """
@@ -140,7 +145,7 @@ class ExportSource:
         if not rows:
             raise QueryError(
                 f"run {self.run_id}: its profile {profile} has no values; scan again "
-                f"with sequences in which it is defined"
+                "with sequences in which it is defined"
             )
         values = np.full((*self.shape, self.run["n_ctx"]), np.nan)
         values[np.unique([layer for layer, *_ in rows])] = 0

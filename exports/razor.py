@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format
-from exports.export_source import ExportSource
+from exports.export_source import MEAN_OR_NOTHING, ExportSource
 from schemas.errors import QueryError
 from schemas.values import Count, Index
 
@@ -51,9 +51,8 @@ def razor(
     * `recent`: fewest last keys that the other heads keep, S_0 of the paper.
     * `compression`: the other heads keep one in so many keys, C of the paper.
     """
-    # A head whose window is too short to see the copy attends to nothing there.
-    echo_scores = source.by_head("duplicate_score", "coalesce(mean, 0)")
-    induction_scores = source.by_head("induction_score", "coalesce(mean, 0)")
+    echo_scores = source.by_head("duplicate_score", MEAN_OR_NOTHING)
+    induction_scores = source.by_head("induction_score", MEAN_OR_NOTHING)
     if not np.nansum(echo_scores + induction_scores):
         raise QueryError(
             f"export razor: no head of run {source.run_id} attends to the earlier copy of a token; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,14 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     # Published models, where there are any, stay where they are.
     os.environ.setdefault("HF_HOME", str(Path(caches) / "huggingface"))
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute on one thread, and afterwards on as many as before."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -5,7 +5,7 @@ recomputation from the files, against transformers' eager attention and against 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,8 @@ from workers.model.loading import load_model
 from workers.model.model_info import describe
 from workers.replica import InterventionMeasurements, Replica
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 N_CTX = 21
 WINDOW, CAP = 6, 0.5
 
@@ -44,14 +46,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "gpt-oss": lambda: model_families.tiny_config("gpt_oss"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Shelf:

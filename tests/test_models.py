@@ -33,6 +33,8 @@ from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
 from workers.replica import InterventionMeasurements
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GQA = {"num_key_value_heads": 2}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -107,14 +109,6 @@ class Shelf:
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     return Shelf(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def differences(

@@ -5,7 +5,7 @@ recomputation from files and formulas in `tests/reference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -41,6 +41,8 @@ from workers.interventions import INTERVENTIONS
 from workers.model.attention_facts import AttentionFacts
 from workers.model.model_info import describe, find_model
 from workers.replica import InterventionMeasurements, Replica
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 N_CTX = 21
 
@@ -231,14 +233,6 @@ class Shelf:
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     return Shelf(tmp_path_factory.mktemp("reference"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequences_of(d_vocab: int, n_ctx: int) -> tuple[np.ndarray, np.ndarray, list[list[str]]]:
