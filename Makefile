@@ -1,4 +1,5 @@
-# make demo: a first look.  make test: what a pull request must pass.  make bench: how fast, on this machine.
+# make demo: a first look.  make test: what to run before a pull request.  make bench: how fast, on this machine.
+# make long: schedules of many faults and sweeps over everything, which take as long again; a pull request passes them too.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
 # make controls: which figures pass for random weights, or for edits that do nothing.
 # make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
@@ -9,7 +10,7 @@ RUNS ?= runs/demo
 SCHEDULES ?= 20
 SEED ?= 0
 
-.PHONY: demo test check tests bench precision scale chaos controls docs clean
+.PHONY: demo test check tests long bench precision scale chaos controls docs clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -42,6 +43,9 @@ test: .venv/.installed
 # them would compile the project again.
 tests: .venv/.installed
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+long: .venv/.installed
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m long
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.bench

@@ -182,6 +182,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> ControlRuns:
     return ControlRuns(tmp_path_factory.mktemp("controls"), QUICK)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_no_figure_passes_that_must_not(name: str, runs: ControlRuns) -> None:
     # Phenomena under edits that do nothing are tried on the miniatures: test_reproduce.

@@ -31,7 +31,7 @@ from schemas.parquet import parquet_bytes, read_parquet
 from schemas.run_directory import RunDirectory
 from tests.toy_runs import Entry, Row, local, write_run
 
-DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "150"))
+DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "50"))
 """How many damages are drawn; `make chaos` draws a thousand."""
 
 FILES_AT_ONCE = 12

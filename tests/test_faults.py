@@ -24,6 +24,7 @@ class Schedule(NamedTuple):
     in_store: bool
     n_replicas: int
     lives: list[Life]
+    is_long: bool
 
 
 def life(**faults: int) -> Life:
@@ -50,6 +51,7 @@ SCHEDULES = {
             ),
             life(driver_terminated=18),
         ],
+        is_long=True,
     ),
     # The second driver is refused, because the first one holds the lock. The node that is lost has
     # the only replica that still moves, so the run cannot end before it is lost.
@@ -57,6 +59,7 @@ SCHEDULES = {
         in_store=False,
         n_replicas=2,
         lives=[life(second_driver=1, replica_slow=3, node_lost=4)],
+        is_long=False,
     ),
     # A store has no locks, so here two drivers measure the same run.
     "replicas, two drivers and the head, in a store": Schedule(
@@ -73,6 +76,7 @@ SCHEDULES = {
                 head_lost=16,
             )
         ],
+        is_long=True,
     ),
 }
 
@@ -90,7 +94,13 @@ def chaos() -> Iterator[tuple[World, pa.Table]]:
     os.environ |= environment
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if schedule.is_long else [])
+        for name, schedule in SCHEDULES.items()
+    ],
+)
 def test_a_run_comes_to_its_end(chaos: tuple[World, pa.Table], name: str) -> None:
     world, expected = chaos
     world.in_store, world.n_replicas, lives = SCHEDULES[name]

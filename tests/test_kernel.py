@@ -504,6 +504,7 @@ class TestSweep:
         )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="they have run in this process")
 def test_all_of_the_above_in_the_interpreter() -> None:
     command = [
