@@ -76,8 +76,8 @@ def lost_by_window(source: ExportSource) -> np.ndarray:
     beyond the last w keys and behind the first one. Layers that do not attend are NaN.
     """
     n_ctx = source.run["n_ctx"]
-    by_lag = _nothing_unseen(source.profile("attention_by_lag", "lag"))
-    first_key = _nothing_unseen(source.profile("sink_attention_by_query", "query"))
+    by_lag = source.profile("attention_by_lag", "lag")
+    first_key = source.profile("sink_attention_by_query", "query")
     # Of T-d queries that see a key d positions back, query d sees the first key there.
     mass = by_lag * (n_ctx - np.arange(n_ctx)) - first_key
     beyond = np.cumsum(mass[..., ::-1], axis=-1)[..., ::-1]
@@ -86,15 +86,6 @@ def lost_by_window(source: ExportSource) -> np.ndarray:
     lost = np.clip(beyond / queries, 0, 1)
     layers, n_kv_heads = source.kv_shape
     return lost.reshape(layers, n_kv_heads, source.group_size, n_ctx).max(axis=2)
-
-
-def _nothing_unseen(profile: np.ndarray) -> np.ndarray:
-    """A profile `[layer head n_ctx]` that is 0 where it is NaN because a window hides the keys.
-
-    Layers that do not attend have no value at all, and stay NaN.
-    """
-    attends = ~np.isnan(profile).all(-1, keepdims=True)
-    return np.where(attends, np.nan_to_num(profile, nan=0.0), np.nan)
 
 
 def windows(lost: np.ndarray, share: float) -> np.ndarray:

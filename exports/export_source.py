@@ -134,12 +134,12 @@ class ExportSource:
         return self._matrix(statistic, rows, self.kv_shape)
 
     def profile(self, profile: str, axis: str, intervention: str = "none") -> np.ndarray:
-        """A profile of every query head along an axis, `[layer head n_ctx]`.
+        """A profile of attention along an axis, of every query head: `[layer head n_ctx]`.
 
-        It is 0 where it has no value: no query sees such a key. Layers that do not attend are NaN.
+        It is 0 where a window hides the keys. Layers that do not attend are NaN.
         """
         rows = self.rows(
-            f"SELECT layer, head, {axis}, mean FROM profile_means WHERE "
+            f"SELECT layer, head, {axis}, {MEAN_OR_NOTHING} FROM profile_means WHERE "
             f"{self.of_this_run(intervention)} AND profile = {text_literal(profile)}"
         )
         if not rows:
