@@ -97,6 +97,7 @@ def _quantiles(source: ExportSource, statistic: str, quantile: float) -> np.ndar
     quantiles = maximum.copy()
     for place, of_head in bins.items():
         counts = np.cumsum([count for _, count in of_head])
+        # The first bin with which at least this share of the sequences is counted.
         bin_of_quantile = int(np.searchsorted(counts, quantile * counts[-1]))
         quantiles[place] = min(of_head[bin_of_quantile][0], maximum[place])
     return quantiles

@@ -50,6 +50,7 @@ def iceberg(source: ExportSource) -> Exported:
         ) from None
     from exports.in_memory.held_files import HELD
 
+    # An export that was cut off may have left something.
     HELD.clear()
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
@@ -157,5 +158,6 @@ def _metadata_files(source: ExportSource, table: Table, name: str) -> dict[str, 
     manifests = [manifest.manifest_path for manifest in snapshot.manifests(table.io)]
     files = {path.removeprefix(root): HELD[path] for path in (*manifests, *lists)}
     files[f"{name}/metadata/v1.metadata.json"] = HELD[table.metadata_location]
+    # Readers without a catalog find the number of the last version here.
     files[f"{name}/metadata/version-hint.text"] = b"1"
     return files

@@ -296,6 +296,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         misplaced = cast("dict[str, Any]", below_input) if isinstance(below_input, dict) else {}
         lines = [_explain(key, problems, misplaced) for key, problems in by_key(error).items()]
         raise ScanError("\n".join(lines)) from None
+    # Fields are right by themselves. What follows is about several of them, or about names.
     for kind in KINDS:
         kind.selected(scan.names(kind), scan)
     check_named(scan.layers, scan.heads)
