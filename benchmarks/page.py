@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks.targets import PEAK_FLOPS
 from benchmarks.ways import WAYS, bare_format
+from schemas.errors import counted
 
 Json = dict[str, Any]
 
@@ -107,7 +108,8 @@ def _other_measurements() -> Iterator[list[str]]:
                 name,
                 measured.get("time") or NOT_RECORDED,
                 machine["commit"] or NOT_RECORDED,
-                f"{machine['cpu']}, {machine['cores']} threads; {machine['gpu'] or 'no GPU'}",
+                f"{machine['cpu']}, {counted(machine['cores'], 'thread')}; "
+                f"{machine['gpu'] or 'no GPU'}",
             ]
 
 

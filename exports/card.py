@@ -14,12 +14,10 @@ from schemas.errors import QueryError
 from schemas.kinds import TABLES
 from schemas.places import Place, names
 from schemas.scan import safe_name
-from schemas.tables import PARTITIONS
+from schemas.tables import PARTITION_NAMES
 
 Configurations: TypeAlias = Mapping[str, Sequence[str]]
 """Patterns of files by the name of a configuration: a table, and an edit if it has one."""
-
-PARTITION_NAMES = [column.name for column in PARTITIONS]
 
 
 @export_format(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from exports.export_registry import (
     REPEATED,
@@ -19,9 +18,7 @@ from exports.export_registry import (
 )
 from exports.export_source import MEAN_OR_NOTHING, ExportSource
 from schemas.errors import QueryError
-from schemas.values import Count, Index
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from schemas.values import Count, Index, Share
 
 
 def needs_of_duo(score: str, sink: int, recent: int) -> Needs:

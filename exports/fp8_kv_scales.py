@@ -14,7 +14,7 @@ from exports.safetensors_file import safetensors_bytes
 from queries.sql_text import text_literal
 from schemas.errors import QueryError
 
-Share = Annotated[float, Field(gt=0, lt=1)]
+Quantile = Annotated[float, Field(gt=0, lt=1)]
 
 LARGEST_E4M3 = 448.0
 """The largest number of the format float8_e4m3fn."""
@@ -34,7 +34,7 @@ STATISTICS = {"q": "query_absmax", "k": "key_absmax", "v": "value_absmax"}
 def fp8_kv_scales(
     source: ExportSource,
     *,
-    quantile: Share | None = None,
+    quantile: Quantile | None = None,
     prefix: str = "model.layers.{layer}.self_attn",
 ) -> Exported:
     """Safetensors with `k_scale`, `v_scale` and `q_scale` of every layer, one number a head.

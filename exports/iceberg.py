@@ -14,16 +14,13 @@ from exports.export_source import ExportSource
 from queries.column_facts import column_facts
 from queries.sql_text import quoted_name
 from schemas.errors import QueryError
-from schemas.tables import HEADS, PARTITIONS, SEQUENCES
+from schemas.tables import HEADS, PARTITION_NAMES, SEQUENCES
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
     from pyiceberg.table import Table
 
 EXPORTED_TABLES = (HEADS.name, SEQUENCES.name)
-
-PARTITION_NAMES = [column.name for column in PARTITIONS]
-"""Columns that are no part of the files: directories have their values, as `run_id=…`."""
 
 
 @export_format(

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format, ranked
 from exports.export_source import MEAN_OR_NOTHING, ExportSource
 from schemas.errors import QueryError
-from schemas.values import Count, Index
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from schemas.values import Count, Index, Share
 
 
 @export_format(
