@@ -71,6 +71,7 @@ docs: .venv/.installed
 	$(BIN)/python -m reproduce.coverage
 	$(BIN)/python -m exports.exports_page
 	$(BIN)/python -m tests.reference_pages
+	$(BIN)/python -m benchmarks.page
 
 clean:
 	rm -rf .venv build runs report.html

@@ -27,9 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 UNSCALED = AttentionFacts(1.0)
 
-# Set before anything imports huggingface_hub, which reads it once: no test reaches for the network.
+# No test reaches for the network. Libraries read this once, when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
-
+os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 # If two tests run at a time, each has a core. With more threads they would wait for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -20,14 +20,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from benchmarks.measured_on import machine
+from benchmarks.measured_on import measured_now
 from benchmarks.scale import Idler, begin_run
 from jobs.dispatch import dispatch
 from jobs.plan import Plan
@@ -161,11 +160,13 @@ def spread(values: Sequence[float]) -> str:
 
 def report(results: Mapping[str, Any], console: Console) -> None:
     """Print every figure with its spread beside its target."""
-    console.print(f"load average {results['load_average'][0]:.1f} on {os.cpu_count()} cores")
     for way, rounds in results["waiting"].items():
         idle = spread([100 * figures["idle_share"] for figures in rounds])
         speed = spread([figures["tokens_per_second"] / 1e6 for figures in rounds])
-        console.print(f"{way}: waits {idle} % of its time ({TARGETS['idle']}), {speed} Mtokens/s")
+        console.print(
+            f"{way}: waits {idle} % of its time ({TARGETS['idle']}), {speed} Mtokens/s, "
+            f"at a load of {results['measured'][way]['load_average']} on {os.cpu_count()} cores"
+        )
     for clock in ("by_processor", "by_clock") if "written" in results else ():
         speed = spread([figures[clock] for figures in results["written"]])
         console.print(f"one thread writes, {clock}: {speed} Mtokens/s ({TARGETS['written']})")
@@ -184,8 +185,9 @@ def main() -> None:
     fields: dict[str, object] = {}
     if options.corpus:
         fields["input"] = {"family": "pile", "files": [options.corpus], "packing": "concat"}
-    # With --only the other figures stay as they were measured before.
+    # With --only the other figures stay as they were measured before, each with its own record.
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    measured: dict[str, Any] = results.setdefault("measured", {})
     source = "corpus" if options.corpus else "random tokens"
     waiting: dict[str, Any] = results.setdefault("waiting", {})
     with tempfile.TemporaryDirectory(prefix="headcount-fast-") as directory, S3Server() as server:
@@ -201,12 +203,12 @@ def main() -> None:
             for number in range(options.rounds):
                 plan = fast_run(out, model, f"{place}{number}", options.shards, fields)
                 rounds.append(share_of_waiting(plan))
+            # Waiting is measured by the clock: it counts what other programs take of the cores.
+            measured[f"{place}, {source}"] = measured_now()
         if options.only in (None, "written"):
             plan = fast_run(directory, model, "written", options.shards, {})
             results["written"] = written_by_a_thread(plan)
-    # Waiting is measured by the clock, so it counts what other programs take of the cores.
-    results["load_average"] = os.getloadavg()
-    results |= {"machine": machine(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            measured["written"] = measured_now()
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     report(results, Console())
 

@@ -1,9 +1,11 @@
-"""What a measurement was made on."""
+"""What a measurement was made on, and when."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,15 @@ from typing import Any
 import torch
 
 LIBRARIES = ("torch", "transformers", "transformer_lens", "ray", "pyarrow")
+
+
+def measured_now() -> dict[str, Any]:
+    """What a figure is kept with: the time, how busy the machine was, and the machine."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average": round(os.getloadavg()[0], 1),
+        "machine": machine(),
+    }
 
 
 def machine() -> dict[str, Any]:

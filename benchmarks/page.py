@@ -1,10 +1,13 @@
 """What a run of the benchmark looks like: a table for the terminal, a page with every detail, and
 plots, all made from its record.
+
+`python -m benchmarks.page` writes the page again from the last record, without measuring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,10 +19,14 @@ from rich.table import Table
 
 from benchmarks.targets import PEAK_FLOPS
 from benchmarks.ways import WAYS, bare_format
+from schemas.errors import counted
 
 Json = dict[str, Any]
 
 COLUMNS = ("row", "baseline", "reach", "measured", "verdict")
+OTHER_COLUMNS = ("figures", "of them", "time", "commit", "machine")
+NOT_RECORDED = "not recorded"
+HERE = Path(__file__).parent
 VERDICT_COLOURS = {"met": "green", "missed": "red"}
 WAY_COLOURS = {"fused": "#d95f02", "bare": "#1b6ca8", "run_with_cache": "#777777"}
 """The ways that plots show, with their colours."""
@@ -67,6 +74,7 @@ def page(record: Json, plots: Iterable[str]) -> str:
     sections = [
         "# How fast headcount is",
         "`make bench` writes this page, its plots and a line of `history.jsonl`.",
+        f"Every figure down to the last section is of one run of it, and of no later code: "
         f"{hardware(record)}; {record['time']}, {record['rounds']} rounds in "
         f"{record['seconds'] / 60:.0f} minutes.",
         grid(COLUMNS, ([row[column] for column in COLUMNS] for row in record["rows"])),
@@ -80,8 +88,29 @@ def page(record: Json, plots: Iterable[str]) -> str:
             sections.append(f"## {model}: {MODELS[model]}")
             sections.append(f"{sizes_text}.")
             sections.append(grid(cells[0], (cell.values() for cell in cells)))
-    sections.append("\n".join(f"* **{name}**: {way.__doc__}" for name, way in WAYS.items()))
+    measured_ways = {cell["way"] for cell in record["cells"]}
+    ways = [f"* **{name}**: {way.__doc__}" for name, way in WAYS.items() if name in measured_ways]
+    sections.append("\n".join(ways))
+    sections.append("## Other measurements")
+    sections.append(grid(OTHER_COLUMNS, _other_measurements()))
     return "\n\n".join(sections) + "\n"
+
+
+def _other_measurements() -> Iterator[list[str]]:
+    """What the figures of each file of `results/` were measured on, and when."""
+    for file in sorted((HERE / "results").glob("*.json")):
+        record: Json = json.loads(file.read_text(encoding="utf-8"))
+        # The figures of some files are measured one by one.
+        for name, measured in record.get("measured", {"all": record}).items():
+            machine = measured["machine"]
+            yield [
+                f"[{file.name}](results/{file.name})",
+                name,
+                measured.get("time") or NOT_RECORDED,
+                machine["commit"] or NOT_RECORDED,
+                f"{machine['cpu']}, {counted(machine['cores'], 'thread')}; "
+                f"{machine['gpu'] or 'no GPU'}",
+            ]
 
 
 def draw(record: Json, directory: Path) -> list[Path]:
@@ -181,3 +210,14 @@ def grid(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     header = list(names)
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    """Write RESULTS.md once more, from the last whole run of the benchmark."""
+    lines = (HERE / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    plots = [f"plots/{plot.name}" for plot in sorted((HERE / "plots").glob("*.svg"))]
+    (HERE / "RESULTS.md").write_text(page(json.loads(lines[-1]), plots), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

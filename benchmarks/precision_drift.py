@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.measured_on import machine
+from benchmarks.measured_on import measured_now
 from benchmarks.page import Json, grid, hardware
 from jobs.corpus_preparation import prepare
 from schemas.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
@@ -236,7 +236,7 @@ def write(cases: Sequence[Case]) -> None:
         {"model": c.model, "input": c.input, "sequences": c.sequences, "n_ctx": c.n_ctx}
         for c in cases
     ]
-    record = {"machine": machine(), "cases": sizes}
+    record = measured_now() | {"cases": sizes}
     MEASURED_ON.parent.mkdir(exist_ok=True)
     MEASURED_ON.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     write_figures(cases, FIGURES)

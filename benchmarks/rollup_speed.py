@@ -75,8 +75,6 @@ class Timed:
 
     seconds: float
     cpu_seconds: float
-    first_seconds: float
-    """The first time, with the comparison of files and commits."""
 
 
 def statistics() -> list[Statistic]:
@@ -219,7 +217,7 @@ def ask(connection: duckdb.DuckDBPyConnection, question: str, rounds: int) -> Ti
             pass
         times.append((time.perf_counter() - began, time.process_time() - cpu_began))
     seconds, cpu_seconds = (min(column) for column in zip(*times, strict=True))
-    return Timed(seconds, cpu_seconds, times[0][0])
+    return Timed(seconds, cpu_seconds)
 
 
 def plain_scan(run: RunDirectory, columns: list[str], rounds: int) -> Timed:
@@ -233,7 +231,7 @@ def plain_scan(run: RunDirectory, columns: list[str], rounds: int) -> Timed:
         connection.execute(sql).fetchall()
         times.append((time.perf_counter() - began, time.process_time() - cpu_began))
     seconds, cpu_seconds = (min(column) for column in zip(*times, strict=True))
-    return Timed(seconds, cpu_seconds, times[0][0])
+    return Timed(seconds, cpu_seconds)
 
 
 def main() -> None:

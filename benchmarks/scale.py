@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from benchmarks.measured_on import machine
+from benchmarks.measured_on import measured_now
 from jobs.dispatch import dispatch
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources, connect
@@ -415,24 +415,29 @@ def main() -> None:
         question, run = options.ask
         print_answer(question, Path(run))
         return
-    # With --only the other figures stay as they were measured before.
+    # With --only the other figures stay as they were measured before, each with its own record.
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+    def keep(name: str, figures: object) -> None:
+        results[name] = figures
+        results.setdefault("measured", {})[name] = measured_now()
+
     with tempfile.TemporaryDirectory(prefix="headcount-scale-") as directory:
         out = Path(directory)
         if options.only in (None, "no_work"):
-            results["no_work"] = no_work(out)
+            keep("no_work", no_work(out))
         if options.only in (None, "overhead"):
-            results["overhead"] = overhead(out, options.rounds)
+            keep("overhead", overhead(out, options.rounds))
         if options.only in (None, "million"):
             run_directory = write_million(out)
-            results["million"] = {question: ask(question, run_directory) for question in QUESTIONS}
+            keep("million", {question: ask(question, run_directory) for question in QUESTIONS})
         if options.only in (None, "uncompacted"):
             run_directory = write_uncompacted(out)
-            results["uncompacted"] = {
+            costs = {
                 "open": open_for_questions(run_directory),
                 "compact": compact_by_command(run_directory),
             }
-    results |= {"machine": machine(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            keep("uncompacted", costs)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     report(results, Console())
 

@@ -76,10 +76,12 @@ def lost_by_window(source: ExportSource) -> np.ndarray:
     beyond the last w keys and behind the first one. Layers that do not attend are NaN.
     """
     n_ctx = source.run["n_ctx"]
-    by_lag = _nothing_unseen(source.profile("attention_by_lag", "lag"))
-    first_key = _nothing_unseen(source.profile("sink_attention_by_query", "query"))
-    # Of T-d queries that see a key d positions back, query d sees the first key there.
+    by_lag = source.profile("attention_by_lag", "lag")
+    first_key = source.profile("sink_attention_by_query", "query")
+    # A mean over the T-d queries that have a key d positions back, times their number, is the sum.
+    # For query d that key is the first one, which is kept in any case.
     mass = by_lag * (n_ctx - np.arange(n_ctx)) - first_key
+    # Lags 0 .. w-1 lie in a window of w keys. So entry w adds up the lags from w on.
     beyond = np.cumsum(mass[..., ::-1], axis=-1)[..., ::-1]
     queries = np.maximum(n_ctx - 1 - np.arange(n_ctx), 1)
     # Rounding may leave a little less than nothing.
@@ -88,25 +90,18 @@ def lost_by_window(source: ExportSource) -> np.ndarray:
     return lost.reshape(layers, n_kv_heads, source.group_size, n_ctx).max(axis=2)
 
 
-def _nothing_unseen(profile: np.ndarray) -> np.ndarray:
-    """A profile `[layer head n_ctx]` that is 0 where it is NaN because a window hides the keys.
-
-    Layers that do not attend have no value at all, and stay NaN.
-    """
-    attends = ~np.isnan(profile).all(-1, keepdims=True)
-    return np.where(attends, np.nan_to_num(profile, nan=0.0), np.nan)
-
-
 def windows(lost: np.ndarray, share: float) -> np.ndarray:
     """The shortest window of each KV head that leaves a share of the attention."""
     n_ctx = lost.shape[-1]
     is_enough = lost <= 1 - share
+    # argmax gives the first place that is enough. Without one, the head needs every key.
     return np.where(is_enough.any(-1), is_enough.argmax(-1), n_ctx)
 
 
 def window_table(source: ExportSource, lost: np.ndarray, sink: int) -> pa.Table:
     """A row for each KV head: its windows, and what of its cache they keep, in percent."""
     n_ctx = source.run["n_ctx"]
+    # A layer that does not attend has no cache, and no row.
     layers, kv_heads = np.nonzero(~np.isnan(lost[..., 0]))
     columns: dict[str, Any] = {
         "label": [f"L{layer}KV{head}" for layer, head in zip(layers, kv_heads, strict=True)],
@@ -116,6 +111,7 @@ def window_table(source: ExportSource, lost: np.ndarray, sink: int) -> pa.Table:
     for share in SHARES:
         columns[f"window_{share}"] = windows(lost, share / 100)[layers, kv_heads]
     for share in SHARES:
+        # Window and sink overlap in a short sequence: no head keeps more keys than there are.
         kept = np.minimum(columns[f"window_{share}"] + sink, n_ctx)
         columns[f"cache_{share}"] = np.round(100 * kept / n_ctx, 2)
     columns["needs_all"] = columns["window_95"] >= RETRIEVES_FROM * n_ctx

@@ -14,12 +14,10 @@ from schemas.errors import QueryError
 from schemas.kinds import TABLES
 from schemas.places import Place, names
 from schemas.scan import safe_name
-from schemas.tables import PARTITIONS
+from schemas.tables import PARTITION_NAMES
 
 Configurations: TypeAlias = Mapping[str, Sequence[str]]
 """Patterns of files by the name of a configuration: a table, and an edit if it has one."""
-
-PARTITION_NAMES = [column.name for column in PARTITIONS]
 
 
 @export_format(
@@ -64,6 +62,7 @@ def _configurations(source: ExportSource) -> Iterator[tuple[str, list[str]]]:
             by_folder.setdefault(folder, []).append(name)
         for folder, committed in by_folder.items():
             edit = folder.partition("intervention=")[2]
+            # The text of an edit may hold parentheses and commas, which are not for names.
             name = table if edit == "none" else f"{table}-{safe_name(edit)}"
             yield name, _patterns(run, root, folder, committed)
 
@@ -71,6 +70,7 @@ def _configurations(source: ExportSource) -> Iterator[tuple[str, list[str]]]:
 def _patterns(run: Place, root: str, folder: str, committed: Sequence[str]) -> list[str]:
     """One pattern if all files of a folder count, else the names of those that do."""
     place = run / folder
+    # An attempt that died leaves files without a commit, and a reader of the Hub must not see them.
     present = {name for name in names(place) if name.endswith(".parquet")}
     matching = ["*.parquet"] if present == {*committed} else sorted(committed)
     return [f"{root}{folder}/{name}" for name in matching]
@@ -79,6 +79,7 @@ def _patterns(run: Place, root: str, folder: str, committed: Sequence[str]) -> l
 def _directories(source: ExportSource) -> tuple[Place, str]:
     """The run's directory, and its path seen from where the card lies."""
     run = source.directory
+    # The Hub reads patterns from the folder of the card.
     above = source.destination.parent
     if run == above:
         return run, ""
@@ -100,6 +101,7 @@ def _front_matter(
     yield "configs:"
     for name, patterns in configurations.items():
         yield f"- config_name: {json.dumps(name)}"
+        # Without a default a reader has to name one of the configurations.
         if name == "heads":
             yield "  default: true"
         yield "  data_files:"

@@ -37,6 +37,7 @@ def check_destination(export: ExportFormat, output: str, replace: bool) -> Place
 
 def _check_parent(destination: Path) -> None:
     """Refuse a place below a file, or one that must not be written: a scan may come first."""
+    # The nearest folder that is there. Those between are made when the export is written.
     parent = next(place for place in destination.parents if place.exists())
     if not parent.is_dir():
         raise QueryError(f"{destination}: {parent} is a file; expected a directory, or a free name")
@@ -56,6 +57,7 @@ def _check_file(destination: Place, replace: bool) -> None:
 def _check_folder(destination: Place, replace: bool) -> None:
     if destination.is_file():
         raise QueryError(f"{destination}: is a file; expected a folder, or a name that is free")
+    # A store has no empty folders: one is there if it holds something.
     if any(True for _ in names(destination)) and not replace:
         raise QueryError(f"{destination}: is there already; choose another name, or say --replace")
 
@@ -81,6 +83,7 @@ def _write_folder(destination: Path, files: Mapping[str, bytes]) -> None:
     """Write files beside the destination, then give their folder its name in one step."""
     _refuse_other_files(destination, files)
     destination.parent.mkdir(parents=True, exist_ok=True)
+    # Two exports to one place at a time write into different folders.
     mark = secrets.token_hex(4)
     partial = destination.with_name(f".{destination.name}.{mark}.part")
     older = destination.with_name(f".{destination.name}.{mark}.old")
@@ -92,10 +95,16 @@ def _write_folder(destination: Path, files: Mapping[str, bytes]) -> None:
         # A name that holds a folder cannot be taken, so an older export steps aside first.
         if destination.exists():
             destination.rename(older)
-        partial.rename(destination)
+        try:
+            partial.rename(destination)
+        except OSError:
+            # Rather the older export than none.
+            if older.exists():
+                older.rename(destination)
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(older, ignore_errors=True)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def _refuse_other_files(destination: Path, files: Mapping[str, bytes]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from exports.export_registry import (
     REPEATED,
@@ -19,9 +18,7 @@ from exports.export_registry import (
 )
 from exports.export_source import MEAN_OR_NOTHING, ExportSource
 from schemas.errors import QueryError
-from schemas.values import Count, Index
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from schemas.values import Count, Index, Share
 
 
 def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
@@ -85,6 +82,7 @@ def duo(
     if sparsity is not None and threshold is not None:
         raise QueryError("export duo: --sparsity and --threshold both choose heads; leave out one")
     by_head = scores_by_head(source, score, sink, recent)
+    # The query heads that share keys are neighbours.
     groups = by_head.reshape(*source.kv_shape, source.group_size)
     joined = groups.max(-1) if group == "max" else groups.mean(-1)
     # A layer that does not attend has no cache that could be cut.
@@ -94,6 +92,7 @@ def duo(
             f"run {source.run_id}: no head attends to distant keys, so none can be chosen; "
             "expected sequences longer than the windows of the model, or a smaller --recent"
         )
+    # A file of scores leaves the number of heads to its reader, and `--check` looks for it.
     cut = CacheCut(whole=np.ones(scores.shape, bool), sink=sink, recent=recent, scores=scores)
     if sparsity is not None or threshold is not None:
         whole = whole_heads(scores, sparsity, threshold)
@@ -101,6 +100,7 @@ def duo(
         scores = whole.astype(float)
     config = {"sink_size": sink, "recent_size": recent, "headcount": source.provenance}
     text = io.StringIO()
+    # float32 has no more than nine digits.
     np.savetxt(text, scores, fmt="%.9g", delimiter="\t")
     return Exported(
         files={
@@ -134,6 +134,7 @@ def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> 
 def queries_after_first_copy(source: ExportSource) -> int:
     """How many queries of a sequence see an earlier copy of their token."""
     length = source.run["n_ctx"] - source.run["bos"]
+    # The default of the family `repeated_random`.
     period = source.input_options.get("period") or (length + 1) // 2
     return length - period
 

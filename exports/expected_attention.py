@@ -43,6 +43,7 @@ def expected_attention(source: ExportSource) -> Exported:
     mean = profile_of_heads(source, "query_mean", "component")
     second_moment = second_moment_of_heads(source, "query_second_moment")
     queries = run["sequences_done"] * queries_of_sequence
+    # Cov(x, y) = E[xy] - E[x] E[y]. kvpress divides by the number of queries less 1.
     covariance = second_moment - mean[..., :, None] * mean[..., None, :]
     covariance *= queries / max(queries - 1, 1)
     tensors = {"query_mean": mean.astype(np.float32), "query_cov": covariance.astype(np.float32)}

@@ -172,6 +172,7 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
             raise QueryError(
                 f"export {name}: say where to with -o PATH, for instance -o {export.example}"
             )
+        # Before any scan: it would be paid for in vain.
         destination = check_destination(export, output, replace)
         if runs is None and model is None:
             raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")

@@ -43,6 +43,7 @@ Options = Mapping[str, Any]
 """Values of options by name: numbers, texts and truth values."""
 
 OPTION_MEANING = re.compile(r"^\* `(\w+)`: (.+?)(?=^\* `|\Z)", re.MULTILINE | re.DOTALL)
+"""The item of an option in a docstring, up to the next item or the end."""
 
 REPEATED: Mapping[str, object] = {"family": "repeated_random"}
 """A random block twice: it needs no corpus and fits every model. In the second copy, a head that
@@ -116,10 +117,14 @@ class CacheCut:
 def ranked(scores: np.ndarray) -> list[tuple[int, int]]:
     """Layer and head by falling score. Of equal scores, the earlier layer's comes first.
 
-    >>> ranked(np.array([[0.1, 0.2], [0.3, 0.1]]))
-    [(1, 0), (0, 1), (0, 0), (1, 1)]
+    Heads without a score (NaN) are left out.
+
+    >>> ranked(np.array([[0.1, 0.2], [0.3, 0.1], [np.nan, 0.4]]))
+    [(2, 1), (1, 0), (0, 1), (0, 0), (1, 1)]
     """
     places = np.argsort(-scores, axis=None, kind="stable")
+    # NaN is sorted to the end.
+    places = places[: np.count_nonzero(~np.isnan(scores))]
     layers, heads = np.unravel_index(places, scores.shape)
     return list(zip(layers.tolist(), heads.tolist(), strict=True))
 
@@ -193,6 +198,7 @@ class ExportFormat:
 
     def needs(self, options: Options) -> Needs:
         """What a run must have measured, for these options."""
+        # The rule of a format takes only the options that its needs depend on.
         wanted = inspect.signature(self.needs_of).parameters
         return self.needs_of(**{name: options[name] for name in wanted})
 

@@ -18,6 +18,7 @@ from queries.run import Run
 from queries.sql_text import text_literal
 from schemas.errors import QueryError, counted, unknown
 from schemas.places import Place
+from schemas.statistics import KIND
 
 RUN_FACTS = """
     SELECT run_id, model, model_fingerprint, tokenizer, weight_processing, precision, n_ctx, bos,
@@ -134,12 +135,12 @@ class ExportSource:
         return self._matrix(statistic, rows, self.kv_shape)
 
     def profile(self, profile: str, axis: str, intervention: str = "none") -> np.ndarray:
-        """A profile of every query head along an axis, `[layer head n_ctx]`.
+        """A profile of attention along an axis, of every query head: `[layer head n_ctx]`.
 
-        It is 0 where it has no value: no query sees such a key. Layers that do not attend are NaN.
+        It is 0 where a window hides the keys. Layers that do not attend are NaN.
         """
         rows = self.rows(
-            f"SELECT layer, head, {axis}, mean FROM profile_means WHERE "
+            f"SELECT layer, head, {axis}, {MEAN_OR_NOTHING} FROM profile_means WHERE "
             f"{self.of_this_run(intervention)} AND profile = {text_literal(profile)}"
         )
         if not rows:
@@ -148,7 +149,6 @@ class ExportSource:
                 "with sequences in which it is defined"
             )
         values = np.full((*self.shape, self.run["n_ctx"]), np.nan)
-        values[np.unique([layer for layer, *_ in rows])] = 0
         for layer, head, place, mean in rows:
             values[layer, head, place] = mean
         return values
@@ -160,6 +160,7 @@ class ExportSource:
         matrix = np.full(shape, np.nan)
         for layer, head, value in rows:
             matrix[layer, head] = np.nan if value is None else value
+        # A layer that does not attend has no rows. In the others every head must have a value.
         attends = np.isin(np.arange(shape[0]), [layer for layer, _, _ in rows])
         undefined = np.argwhere(np.isnan(matrix) & attends[:, None])
         if not len(rows) or len(undefined):
@@ -212,9 +213,7 @@ def column_of(statistic: str) -> str:
     >>> column_of("distant_mass(4, 64)"), column_of("entropy")
     ('distant_mass_4_64', 'entropy')
     """
-    name, _, arguments = statistic.partition("(")
-    values = [part.strip() for part in arguments.rstrip(")").split(",") if part.strip()]
-    return "_".join([name.strip(), *values])
+    return KIND.find(statistic).name
 
 
 def choose_run(
@@ -258,6 +257,7 @@ def _fitting_run(
     needs: Needs,
 ) -> Mapping[str, Any]:
     """The only run that has measured what is needed."""
+    # `runs` says nothing of profiles, and asking for them reads their files.
     profiles = _profiles_by_run(database) if needs.profiles else {}
     problems = {
         run["run_id"]: _problem_of(run, needs, profiles.get(run["run_id"], frozenset()))
@@ -316,6 +316,7 @@ def _is_baseline(candidate: ExportSource, source: ExportSource, needs: Needs) ->
     """Whether a run measured what is needed, and differs from another only in its input."""
     same = ("model_fingerprint", *SAME_IN_BASELINE)
     return (
+        # No format needs profiles of its baseline.
         _problem_of(candidate.run, needs, frozenset()) is None
         and all(candidate.run[fact] == source.run[fact] for fact in same)
         and _options_beside_period(candidate) == _options_beside_period(source)

@@ -14,7 +14,7 @@ from exports.safetensors_file import safetensors_bytes
 from queries.sql_text import text_literal
 from schemas.errors import QueryError
 
-Share = Annotated[float, Field(gt=0, lt=1)]
+Quantile = Annotated[float, Field(gt=0, lt=1)]
 
 LARGEST_E4M3 = 448.0
 """The largest number of the format float8_e4m3fn."""
@@ -34,7 +34,7 @@ STATISTICS = {"q": "query_absmax", "k": "key_absmax", "v": "value_absmax"}
 def fp8_kv_scales(
     source: ExportSource,
     *,
-    quantile: Share | None = None,
+    quantile: Quantile | None = None,
     prefix: str = "model.layers.{layer}.self_attn",
 ) -> Exported:
     """Safetensors with `k_scale`, `v_scale` and `q_scale` of every layer, one number a head.
@@ -97,6 +97,7 @@ def _quantiles(source: ExportSource, statistic: str, quantile: float) -> np.ndar
     quantiles = maximum.copy()
     for place, of_head in bins.items():
         counts = np.cumsum([count for _, count in of_head])
+        # The first bin with which at least this share of the sequences is counted.
         bin_of_quantile = int(np.searchsorted(counts, quantile * counts[-1]))
         quantiles[place] = min(of_head[bin_of_quantile][0], maximum[place])
     return quantiles

@@ -23,6 +23,7 @@ def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.nda
             f"{source.format.name} describes every head; scan without layers and heads"
         )
     entry = ", ".join(places)
+    # The last shard may be shorter than the others, so means are weighted by their sequences.
     rows = source.table(
         f"""
         SELECT layer, head, sum(count * mean) / sum(count) AS mean
@@ -34,6 +35,7 @@ def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.nda
     )
     layers = np.unique(rows["layer"].to_numpy())
     n_layers, n_heads = source.shape
+    # Every head and entry of these layers has a row, so the order alone says whose a number is.
     means = np.asarray(rows["mean"].to_numpy(), np.float64).reshape(len(layers), n_heads, -1)
     of_all_layers = np.zeros((n_layers, *means.shape[1:]))
     of_all_layers[layers] = means
@@ -43,6 +45,7 @@ def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.nda
 def second_moment_of_heads(source: ExportSource, profile: str) -> np.ndarray:
     """A second moment as whole matrices, `[layer head component component]`."""
     triangle = profile_of_heads(source, profile, "component", "other_component")
+    # The pairs i ≤ j are stored, row by row.
     rows, columns = np.triu_indices(source.run["d_head"])
     matrix = np.empty((*triangle.shape[:2], source.run["d_head"], source.run["d_head"]))
     matrix[..., rows, columns] = triangle

@@ -12,6 +12,7 @@ from schemas.errors import QueryError
 Choice = Literal["mass", "copy"]
 
 STATISTIC = {"mass": "labelled_key_mass(gold,answer)", "copy": "retrieval_score"}
+"""What each way to score heads asks a scan for."""
 
 
 def needs_of_headkv(score: Choice) -> Needs:

@@ -14,16 +14,13 @@ from exports.export_source import ExportSource
 from queries.column_facts import column_facts
 from queries.sql_text import quoted_name
 from schemas.errors import QueryError
-from schemas.tables import HEADS, PARTITIONS, SEQUENCES
+from schemas.tables import HEADS, PARTITION_NAMES, SEQUENCES
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
     from pyiceberg.table import Table
 
 EXPORTED_TABLES = (HEADS.name, SEQUENCES.name)
-
-PARTITION_NAMES = [column.name for column in PARTITIONS]
-"""Columns that are no part of the files: directories have their values, as `run_id=…`."""
 
 
 @export_format(
@@ -50,6 +47,7 @@ def iceberg(source: ExportSource) -> Exported:
         ) from None
     from exports.in_memory.held_files import HELD
 
+    # An export that was cut off may have left something.
     HELD.clear()
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
@@ -157,5 +155,6 @@ def _metadata_files(source: ExportSource, table: Table, name: str) -> dict[str, 
     manifests = [manifest.manifest_path for manifest in snapshot.manifests(table.io)]
     files = {path.removeprefix(root): HELD[path] for path in (*manifests, *lists)}
     files[f"{name}/metadata/v1.metadata.json"] = HELD[table.metadata_location]
+    # Readers without a catalog find the number of the last version here.
     files[f"{name}/metadata/version-hint.text"] = b"1"
     return files

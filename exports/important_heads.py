@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from exports.export_registry import Exported, export_format
+from exports.export_registry import Exported, export_format, ranked
 from exports.export_source import ExportSource
-from exports.qrhead import PASSAGES, heads_in_order, lead_of_gold, spread_of_masses
+from exports.qrhead import PASSAGES, lead_of_gold, spread_of_masses
 from schemas.errors import QueryError
 from schemas.values import Count
 
@@ -46,7 +46,7 @@ def important_heads(
     """
     lead = lead_of_gold(source)
     is_ahead = lead > deviations * spread_of_masses(source)
-    chosen = [place for place in heads_in_order(lead) if is_ahead[place]][:heads]
+    chosen = [place for place in ranked(lead) if is_ahead[place]][:heads]
     if not chosen:
         raise QueryError(
             f"export important-heads: no head of run {source.run_id} leads by {deviations} "

@@ -56,6 +56,7 @@ def filters_of(mean: np.ndarray, second_moment: np.ndarray, group_size: int) -> 
     # Eigenvectors are columns, in ascending order of their eigenvalues.
     directions = np.linalg.eigh(second_moment).eigenvectors[..., -1]
     projection = (directions * mean).sum(-1, keepdims=True)
+    # An eigenvector may as well point the other way.
     away_from_queries = np.where(projection > 0, -directions, directions)
     n_layers, n_heads, d_head = directions.shape
     by_group = away_from_queries.reshape(n_layers, n_heads // group_size, group_size, d_head)

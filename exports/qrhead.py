@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from exports.export_registry import Exported, Needs, export_format
+from exports.export_registry import Exported, Needs, export_format, ranked
 from exports.export_source import ExportSource, column_of
 from queries.sql_text import quoted_name
 from schemas.errors import QueryError
@@ -42,7 +42,7 @@ def qrhead(source: ExportSource, *, heads: Count = 16) -> Exported:
     """
     lead = lead_of_gold(source)
     is_certain = lead > 2 * spread_of_masses(source) / math.sqrt(source.run["sequences_done"])
-    chosen = [place for place in heads_in_order(lead) if is_certain[place]][:heads]
+    chosen = [place for place in ranked(lead) if is_certain[place]][:heads]
     if not chosen:
         raise QueryError(
             f"export qrhead: no head of run {source.run_id} attends to the gold passage more than "
@@ -102,10 +102,3 @@ def _masses(source: ExportSource, statistic: str, aggregate: str) -> np.ndarray:
 def other_passages(source: ExportSource) -> int:
     """How many passages of a sequence are not the gold one."""
     return json.loads(source.run["input_options"])["passages"] - 1
-
-
-def heads_in_order(scores: np.ndarray) -> list[tuple[int, int]]:
-    """Layer and head of the heads that have a score, the highest first."""
-    layers, heads = np.nonzero(~np.isnan(scores))
-    order = np.argsort(-scores[layers, heads], kind="stable")
-    return list(zip(layers[order].tolist(), heads[order].tolist(), strict=True))

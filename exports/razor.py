@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
-from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format
+from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format, ranked
 from exports.export_source import MEAN_OR_NOTHING, ExportSource
 from schemas.errors import QueryError
-from schemas.values import Count, Index
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from schemas.values import Count, Index, Share
 
 
 @export_format(
@@ -53,6 +49,7 @@ def razor(
     """
     echo_scores = source.by_head("duplicate_score", MEAN_OR_NOTHING)
     induction_scores = source.by_head("induction_score", MEAN_OR_NOTHING)
+    # If all scores are 0, the highest ones say nothing.
     if not np.nansum(echo_scores + induction_scores):
         raise QueryError(
             f"export razor: no head of run {source.run_id} attends to the earlier copy of a token; "
@@ -61,6 +58,7 @@ def razor(
     echo_heads = highest_heads(echo_scores, echo)
     induction_heads = highest_heads(induction_scores, induction)
     chosen = {(layer, head) for layer, head, _ in (*echo_heads, *induction_heads)}
+    # A cache keeps or drops the keys of a KV head for all of its query heads.
     kv_heads = sorted({(layer, head // source.group_size) for layer, head in chosen})
     whole = np.zeros(source.kv_shape, bool)
     for place in kv_heads:
@@ -88,8 +86,6 @@ def highest_heads(scores: np.ndarray, share: float) -> list[tuple[int, int, floa
 
     At least one, unless the share is 0. Layers that do not attend have no heads.
     """
-    layers, heads = np.nonzero(~np.isnan(scores))
-    values = scores[layers, heads]
-    count = max(1, round(len(values) * share)) if share else 0
-    highest = np.argsort(-values, kind="stable")[:count]
-    return [(int(layers[place]), int(heads[place]), float(values[place])) for place in highest]
+    heads = ranked(scores)
+    count = max(1, round(len(heads) * share)) if share else 0
+    return [(layer, head, float(scores[layer, head])) for layer, head in heads[:count]]

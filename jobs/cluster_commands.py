@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from jobs.console import say
+from jobs.console import print_table, say
 from jobs.scan_commands import (
     AllowOtherCode,
     Cores,
@@ -289,7 +289,7 @@ def _list_directory(runs: str, address: str | None) -> None:
         headings = (*HEADINGS, "job")
         states = {job.run_id: job.state for job in jobs.values() if _lies_in(out, job)}
         rows = [(*row, states.get(row[0], "none")) for row in rows]
-    _print_table([headings, *rows])
+    print_table([headings, *rows])
     # Said below the table, so that one broken run does not hide the others.
     for problem in problems:
         _tell(problem)
@@ -489,15 +489,7 @@ def _list_jobs(address: str) -> None:
         started = datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds")
         phase = "-" if job.ended else phase_of(cluster, job)
         rows.append((job.job_id, job.state, started, phase, job.run))
-    _print_table(rows)
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows in columns that are never cut, not even on a narrow terminal."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
+    print_table(rows)
 
 
 def _tell(line: str) -> None:

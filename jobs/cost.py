@@ -55,6 +55,7 @@ class Cost:
     """The precision of the sample."""
     replicas: int
     batch_size: int
+    """Sequences in one forward pass; no more than a shard has."""
     interventions: list[InterventionCost]
     tables: list[TableCost]
     peak_memory: int
@@ -142,7 +143,7 @@ class Rehearsal:
             measured_on=self.measured_on,
             measured_in=self.replica.precision,
             replicas=self.replicas,
-            batch_size=self.replica.batch.size,
+            batch_size=min(self.replica.batch.size, len(first_shard.tokens)),
             interventions=costs,
             tables=_table_costs(plan, self.replica, first_shard, samples),
             peak_memory=max(memory.main, self.loading.main),

@@ -134,7 +134,14 @@ class HeadTrial:
         random_seeds: Sequence[int] = (0, 1, 2),
         seed: int = 0,
     ) -> pa.Table:
-        """What `check_heads` returns."""
+        """What is lost if only some KV heads `(layer, kv_head)` keep their whole cache.
+
+        One row for the full cache, one for the chosen heads, one for as many random heads by each
+        of `random_seeds`, and one for no head. `recall` is the share of the tokens of needles that
+        are predicted first (family `needle`). `loss_after_repeats` is the mean loss in the second
+        copy of a random block, from its second token on (family `repeated_random`).
+        `cache_percent` is what is kept of a full cache of `n_ctx` tokens.
+        """
         questions = self._questions(seed)
         cuts = list(_cuts(self.info, heads, random_seeds))
         rows: list[dict[str, object]] = []
@@ -208,32 +215,8 @@ class HeadTrial:
         return 100 * kept / full
 
 
-def check_heads(
-    model: str,
-    heads: Collection[tuple[int, int]],
-    sink: int,
-    recent: int,
-    *,
-    n_ctx: int | None = None,
-    sequences: int = 64,
-    random_seeds: Sequence[int] = (0, 1, 2),
-    seed: int = 0,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-) -> pa.Table:
-    """What is lost if only some KV heads `(layer, kv_head)` keep their whole cache.
-
-    One row for the full cache, one for the chosen heads, one for as many random heads by each of
-    `random_seeds`, and one for no head. `recall` is the share of the tokens of needles that are
-    predicted first (family `needle`). `loss_after_repeats` is the mean loss in the second copy of a
-    random block, from its second token on (family `repeated_random`). `cache_percent` is what is
-    kept of a full cache of `n_ctx` tokens.
-    """
-    trial = HeadTrial(model, sink, recent, n_ctx=n_ctx, sequences=sequences, device=device)
-    return trial.table(heads, random_seeds, seed)
-
-
 def verdict(table: pa.Table) -> list[str]:
-    """What a table of `check_heads` says, in lines."""
+    """What the table of a trial says, in lines."""
     rows = table.to_pylist()
     answers = [Answers(row["recall"], row["loss_after_repeats"]) for row in rows]
     full, with_chosen, *with_random, with_none = answers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -103,22 +102,6 @@ class HeadCard:
         return self.statistics[names.index(name)]
 
 
-def parse_label(label: str) -> tuple[int, int]:
-    """Layer and head of a label.
-
-    >>> parse_label("L5H1"), parse_label(" l10h0 ")
-    ((5, 1), (10, 0))
-    >>> parse_label("5.1")
-    Traceback (most recent call last):
-    ...
-    schemas.errors.QueryError: head '5.1': expected a layer and a head, such as L5H1
-    """
-    match = re.fullmatch(r"\s*[Ll](\d{1,4})[Hh](\d{1,4})\s*", label)
-    if match is None:
-        raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")
-    return int(match[1]), int(match[2])
-
-
 def head_card(
     database: RunDatabase,
     label: str,
@@ -130,7 +113,9 @@ def head_card(
 
     `models` turns tokens into text. Without it they are numbers.
     """
-    head = Head(*parse_label(label))
+    head = Head.labelled(label)
+    if head is None:
+        raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")
     run = _chosen_run(database, run_id)
     checked_choice(f"run {run['run_id']}: intervention", intervention, run["interventions"])
     section = read_section(database, run, intervention, head=head)

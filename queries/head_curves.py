@@ -48,7 +48,7 @@ class Curve:
 
     profile: str
     axis: str
-    is_profile: bool
+    profiled: bool
     """Whether the run averaged it. Else it kept it for every sequence."""
     indices: list[int]
     values: Floats
@@ -62,7 +62,7 @@ class Curve:
             axis=self.axis,
             meaning=meaning,
             unit=unit,
-            profiled=self.is_profile,
+            profiled=self.profiled,
             indices=self.indices,
             values=_numbers(self.values[:, layer, head]),
             standard_errors=_numbers(self.standard_errors[:, layer, head]),
@@ -108,7 +108,7 @@ def curves_of_profiles(table: pa.Table, shape: tuple[int, int]) -> Iterator[Curv
 
 
 def curve_of(
-    profile: str, axis: str, is_profile: bool, rows: pa.Table, shape: tuple[int, int]
+    profile: str, axis: str, profiled: bool, rows: pa.Table, shape: tuple[int, int]
 ) -> Curve:
     """A curve by head, at the indices that are drawn."""
     positions = rows[axis].to_numpy()
@@ -125,7 +125,7 @@ def curve_of(
         values[where] = rows[column].cast(pa.float64()).to_numpy()[is_drawn]
         return values
 
-    return Curve(profile, axis, is_profile, indices, drawn("mean"), drawn("standard_error"))
+    return Curve(profile, axis, profiled, indices, drawn("mean"), drawn("standard_error"))
 
 
 def drawn_indices(length: int, most: int = MOST_POINTS) -> list[int]:

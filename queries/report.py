@@ -269,7 +269,7 @@ def _head_facts(section: Section) -> Record:
             {
                 "profile": curve.profile,
                 "axis": curve.axis,
-                "profiled": curve.is_profile,
+                "profiled": curve.profiled,
                 "indices": curve.indices,
                 # By head first, because a card shows one head.
                 "values": _rounded(np.moveaxis(curve.values, 0, -1), 4),

@@ -26,6 +26,7 @@ from queries.head_curves import (
     places,
     profile_curves_sql,
 )
+from queries.head_label import Head
 from queries.sql_text import text_literal
 from schemas.errors import QueryError
 from schemas.run_directory import pc
@@ -34,16 +35,6 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 
 MOST_BINS = 40
 """Bins of a histogram in a page. Finer ones are added up."""
-
-
-class Head(NamedTuple):
-    """One head of a model."""
-
-    layer: int
-    head: int
-
-    def __str__(self) -> str:
-        return f"L{self.layer}H{self.head}"
 
 
 class Means(NamedTuple):

@@ -10,7 +10,7 @@ from queries.run_tables import measured_columns
 from queries.sql_text import quoted_name, text_literal
 from schemas.kinds import TABLES
 from schemas.scan import SAFE_NAME
-from schemas.tables import HEADS, PARTITIONS, SEQUENCES, Table
+from schemas.tables import HEADS, PARTITION_NAMES, SEQUENCES, Table
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,11 @@ def source_sql(source: Source, runs: list[Run]) -> str:
         if _has_safe_name(run):
             columns = _measured_names(run, table)
             files_by_columns.setdefault(columns, []).extend(_files(run, source))
-    partitions = [column.name for column in PARTITIONS]
     for columns, files in sorted(files_by_columns.items()):
         if files:
             # Without hive_types, DuckDB would read a run named like a number or a date as one.
             selects.append(
-                f"SELECT {_name_list([*partitions, *table.own, *columns])} FROM "
+                f"SELECT {_name_list([*PARTITION_NAMES, *table.own, *columns])} FROM "
                 f"read_parquet({_path_list(files)}, "
                 "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'intervention': "
                 "VARCHAR})" + _without_damaged_shards(table, runs)

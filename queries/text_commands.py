@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
+from queries.head_label import Head
 from queries.run_models import LookLike, OpenModel, RunModelLike, RunModels
 from queries.sql_text import text_literal
 from schemas.errors import ModelError, QueryError, printable
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Characters of a line by default."""
-
-
-class Head(NamedTuple):
-    """One head of a model."""
-
-    layer: int
-    head: int
-
-    def __str__(self) -> str:
-        return f"L{self.layer}H{self.head}"
 
 
 def mount(app: typer.Typer, open_model: OpenModel) -> None:
@@ -84,15 +74,11 @@ def mount(app: typer.Typer, open_model: OpenModel) -> None:
 
 
 def _parse_head(label: str) -> Head:
-    """Layer and head, from their label.
-
-    >>> _parse_head("L5H1")
-    Head(layer=5, head=1)
-    """
-    match = re.fullmatch(r"[Ll](\d+)[Hh](\d+)", label.strip())
-    if match is None:
+    """The head that `--head` names."""
+    head = Head.labelled(label)
+    if head is None:
         raise QueryError(f"--head: expected a layer and a head such as L5H1, got {label!r}")
-    return Head(int(match[1]), int(match[2]))
+    return head
 
 
 def _check_head(head: Head, run: Record) -> None:

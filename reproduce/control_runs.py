@@ -177,6 +177,7 @@ class RunsShown:
 
 
 def _columns(database: RunDatabase, schema: str, view: str) -> set[str]:
+    """Names of the columns of a table or view."""
     sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = ? AND table_name = ?"
     rows = database.connection.execute(sql, [schema, view]).fetchall()
     return {name for (name,) in rows}

@@ -20,11 +20,8 @@ from schemas.places import reason
 from workers.model.model_info import find_model
 from workers.model.text_tokenizer import TextTokenizer
 
-GPT2 = "openai-community/gpt2"
-"""The model whose tokenizer cut the published texts."""
-
 GPT2_TOKENS = 50257
-"""Size of its vocabulary."""
+"""Size of GPT-2's vocabulary, whose tokenizer cut the published texts."""
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 """What is fetched of a model of the Hub, without its weights."""

@@ -281,6 +281,7 @@ def read_parts(
     Commits that are files of their own come last. Raises FileNotFoundError if somebody else folds
     meanwhile.
     """
+    # Which rows count is decided by their shards, so these are read in any case.
     wanted_columns = list(
         dict.fromkeys(["shard", *(COMMITS.names if columns is None else columns)])
     )
@@ -313,6 +314,7 @@ def read_parts(
 
 def _read_fold(file: Place, wanted_columns: list[str], mask: np.ndarray) -> pa.Table:
     """Some columns of the rows of a fold that `mask` selects; older code may have written it."""
+    # Whether older code wrote the fold is seen only once it is read, so both kinds are asked for.
     translated = [name for name in wanted_columns if name in TRANSLATED_COLUMNS]
     columns = [*wanted_columns, *(OLDER_COLUMNS if translated else [])]
     # Parquet calls the items of a list `list.element`. Columns that a file lacks are not read.
@@ -439,6 +441,7 @@ def read_commit(file: Place, run_id: str) -> Commit | None:
         commit = Commit.model_validate_json(file.read_bytes())
     except ValidationError:
         return None
+    # A copy under another name would count the shard twice.
     return commit if commit.run_id == run_id and file.name == commit_name(commit.shard) else None
 
 
@@ -457,6 +460,7 @@ def fold(directory: Place, commits: Sequence[Commit], dropped: Sequence[int] = (
     rows = [commit.model_dump() for commit in commits]
     if dropped:
         rows += _dropped_rows(commits[0].run_id, dropped)
+    # In this order: a shard that is in the fold and in a file counts once, one in neither is lost.
     write_fold(directory, pa.Table.from_pylist(rows, schema=COMMITS), len(dropped))
     delete(directory / commit_name(commit.shard) for commit in commits)
 
@@ -477,6 +481,7 @@ def write_fold(directory: Place, table: pa.Table, dropped: int = 0) -> None:
 
     The last `dropped` rows take their shards back.
     """
+    # Names begin with `fold-` and six digits, with a digest behind them or not.
     numbers = [int(name[5:11]) for name in names(directory) if name.startswith("fold-")]
     is_dropped = np.arange(len(table)) >= len(table) - dropped
     content = parquet_bytes(table.append_column(DROPPED, pa.array(is_dropped, pa.bool_())))

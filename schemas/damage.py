@@ -35,6 +35,7 @@ from schemas.places import OpenFile, Place, open_whole, reason, sizes
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
+"""Names of the folders and files of data. A commit that names another path is damaged."""
 
 BY_SIZE = ["files.path", "files.bytes"]
 """Columns of a ledger that `files_damaged_by_size` reads."""
@@ -323,6 +324,7 @@ def problem(
     value that has bounds.
     """
     folder, _, name = file.path.rpartition("/")
+    # Nothing outside of the run is opened, whatever a damaged commit names.
     if not (re.fullmatch(DATA_FOLDER, folder) and re.fullmatch(DATA_FILE, name)):
         return _size_problem(NOT_OURS, file.bytes)
     try:

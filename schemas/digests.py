@@ -30,4 +30,5 @@ def digest_of(content: bytes | pa.Buffer) -> str:
 def digest_of_file(file: BufferedReader) -> str:
     """The digest of an open file, from its beginning; the content is not held in memory."""
     file.seek(0)
+    # A function, because `file_digest` makes the hash itself and cannot pass a length.
     return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()

@@ -47,6 +47,7 @@ def _strip_prose(tree: ast.AST, with_errors: bool) -> None:
             statements = cast("list[ast.stmt]", body)
             # In place, because the list belongs to the tree.
             statements[:] = [statement for statement in statements if not _is_prose(statement)]
+        # The words of an error may be mended, and no number is another one for it.
         if not with_errors and isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             node.exc.args = []
             node.exc.keywords = []
@@ -95,7 +96,8 @@ def _code_of_function(
         for helper in map(_unwrapped, global_values)
         if _is_ours(helper) and helper not in callers
     ]
-    # So every class that the function names counts, with its methods that have such a name.
+    # The tree does not say whose method `x.rows()` is. So of every class that the function names,
+    # all methods count that have the name of one of its attributes.
     classes = [
         value
         for value in global_values
@@ -107,6 +109,7 @@ def _code_of_function(
             for method in _methods_named(cls, source.attributes)
             if _is_ours(method) and method not in callers
         ]
+    # A constant of a module decides numbers as much as code does.
     constants = [repr(value) for value in global_values if isinstance(value, int | float | str)]
     closed_over = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
     return "\n".join([source.text, *closed_over, *constants, *helpers])
@@ -168,4 +171,5 @@ def _unwrapped(value: object) -> object:
 
 
 def _is_ours(value: object) -> bool:
+    # The libraries of a run are recorded by their versions.
     return isinstance(value, FunctionType) and value.__module__.startswith(("schemas.", "workers."))

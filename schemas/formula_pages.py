@@ -29,6 +29,7 @@ def page(name: str) -> str:
     """A page, as Markdown; if its registry has several files, each file is a section."""
     kind = PAGES[name]
     formulas: Iterable[Formula] = kind.registry.values()
+    # A registry is filled file by file, so the formulas of a file are neighbours.
     files = [
         (module, list(formulas_of_file))
         for module, formulas_of_file in groupby(formulas, lambda f: f.compute.__module__)

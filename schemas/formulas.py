@@ -68,6 +68,7 @@ class Formula:
     @property
     def function(self) -> str:
         """Name of the function, as a scan writes it: the name without the options behind it."""
+        # The column of a function without a name is what the options put behind it, `_4_64`.
         return self.name.removesuffix(column_name("", self.options))
 
     @property
@@ -192,6 +193,7 @@ def read_definition(
     if options and not may_have_options:
         raise ValueError(f"{what}: a {kind} has no options, got {', '.join(dict(options))}")
     name = column_name(function.__name__, options)
+    # With options, the column has another name than the function, and neither may be taken.
     if name in registry or any(f.function == function.__name__ for f in registry.values()):
         raise ValueError(f"{what} is defined twice")
     parameters = parameters_of(function)
@@ -238,6 +240,7 @@ def find_formula(text: str, registry: Mapping[str, F], field: str, kind: str) ->
     """
     if text in registry:
         return registry[text]
+    # The bare name of a function with options means its defaults, which the registry holds.
     by_function = {formula.function: formula for formula in registry.values()}
     if text in by_function:
         return by_function[text]

@@ -18,6 +18,8 @@ Argument = int | float | str
 """A number, or a name."""
 
 PART = re.compile(r"(\w+)(?:\(([^()]*)\))?")
+"""An edit: its name, and its arguments if it has some."""
+
 WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 LARGEST_WHOLE = 2**53

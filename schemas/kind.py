@@ -112,6 +112,7 @@ class Kind(Generic[F]):
                 selected |= {formula.name: formula for formula in self._in_set(name)}
                 continue
             formula = self.find(name)
+            # An option may hold an underscore, so two choices of options can make one name.
             other = selected.setdefault(formula.name, formula)
             if other.options != formula.options:
                 raise ScanError(
@@ -147,6 +148,7 @@ class Kind(Generic[F]):
                 texts.append(name)
             elif formula.name not in in_words:
                 texts.append(formula.text)
+        # ["standard"] is "standard".
         return words[0] if texts == words[:1] and words else tuple(texts)
 
     def selected(self, names: str | tuple[str, ...], scan: ScanFacts) -> tuple[F, ...]:

@@ -14,6 +14,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from schemas.errors import ScanError
 
 NUMBER = "(0|[1-9][0-9]{0,5})"
+"""Without zeros in front, so that a head has one name."""
+
 NAME = re.compile(f"L{NUMBER}H{NUMBER}")
 
 ABSENT = -1

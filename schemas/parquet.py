@@ -54,7 +54,9 @@ def parquet_bytes(table: pa.Table, row_group_size: int | None = None) -> pa.Buff
         row_group_size=row_group_size,
         compression="zstd",
         use_dictionary=dictionary_columns,
+        # Parquet itself would forget which columns are dictionaries.
         store_schema=True,
+        # Readers that know no commit can tell a damaged page, too.
         write_page_checksum=True,
     )
     return sink.getvalue()

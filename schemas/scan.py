@@ -22,7 +22,16 @@ from schemas.kinds import KINDS
 from schemas.measured_heads import Head, MeasuredHeads, ModelSize, check_named, find_heads
 from schemas.places import place
 from schemas.precision import BRIDGE_PRECISIONS, PRECISIONS
-from schemas.values import LARGEST_INTEGER, Count, Problem, Seed, by_key, shortened, wrong_value
+from schemas.values import (
+    LARGEST_INTEGER,
+    Count,
+    Problem,
+    Seed,
+    Share,
+    by_key,
+    shortened,
+    wrong_value,
+)
 
 # Layers and heads are sorted, so that one choice is one run in whatever order a scan names it.
 LayerNumber = Annotated[int, Field(ge=0)]
@@ -145,7 +154,7 @@ class Scan(Measured):
     """Sequences in one forward pass. auto: the scan finds the fastest while it runs."""
     seed: Seed = 0
     """Seed of synthetic input. Sequence i depends only on the seed and i."""
-    bad_rows: Annotated[float, Field(ge=0, le=1)] = 0.01
+    bad_rows: Share = 0.01
     """Largest share of a corpus's documents that may be bad. Bad documents are left out."""
     bad_rows_in_a_row: Count = 100
     """Largest number of bad documents in a row; a damaged file has many."""
@@ -296,6 +305,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         misplaced = cast("dict[str, Any]", below_input) if isinstance(below_input, dict) else {}
         lines = [_explain(key, problems, misplaced) for key, problems in by_key(error).items()]
         raise ScanError("\n".join(lines)) from None
+    # Fields are right by themselves. What follows is about several of them, or about names.
     for kind in KINDS:
         kind.selected(scan.names(kind), scan)
     check_named(scan.layers, scan.heads)

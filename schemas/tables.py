@@ -206,6 +206,8 @@ Some readers of a glob ignore directories. Without the columns in the file they 
 interventions and runs, and no column would tell the rows apart.
 """
 
+PARTITION_NAMES = [column.name for column in PARTITIONS]
+
 
 def with_partitions(rows: pa.Table, run_id: str, intervention: str) -> pa.Table:
     """Rows with the columns `run_id` and `intervention` before the others."""

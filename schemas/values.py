@@ -29,6 +29,7 @@ Index = Annotated[int, Field(ge=0, le=LARGEST_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT32)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 Factor = Annotated[float, Field(ge=-LARGEST_FACTOR, le=LARGEST_FACTOR)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Zipf = Annotated[float, Field(ge=0, le=10)]
 """Exponent of Zipf's law. 0 is uniform; at 10 nearly all tokens are the most frequent one."""
 

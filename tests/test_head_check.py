@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import headcount
 from exports.export_registry import ranked
-from jobs.head_check import HeadTrial, check_heads, verdict
+from jobs.head_check import HeadTrial, verdict
 from schemas.errors import ScanError
 from schemas.scan import parse_scan
 from tests import toy_models as toy
@@ -43,9 +43,8 @@ def sequences(path: Path, family: str) -> tuple[np.ndarray, list[list[str]] | No
 
 
 def test_the_table_says_what_an_independent_model_says(llama: Path) -> None:
-    table = check_heads(
-        str(llama), [(1, 0)], SINK, RECENT, sequences=3, random_seeds=(0,), seed=4
-    ).to_pylist()
+    trial = HeadTrial(str(llama), SINK, RECENT, sequences=3)
+    table = trial.table([(1, 0)], random_seeds=(0,), seed=4).to_pylist()
     weights = read_weights(llama)
     needles, labels = sequences(llama, "needle")
     assert labels is not None
@@ -77,9 +76,8 @@ def test_the_table_says_what_an_independent_model_says(llama: Path) -> None:
 
 
 def test_the_table_counts_heads_and_what_is_kept_of_the_cache(llama: Path) -> None:
-    table = check_heads(
-        str(llama), [(1, 0), (0, 1), (1, 0)], SINK, RECENT, sequences=2, random_seeds=range(6)
-    )
+    trial = HeadTrial(str(llama), SINK, RECENT, sequences=2)
+    table = trial.table([(1, 0), (0, 1), (1, 0)], random_seeds=range(6))
     kept_whole = ["every head", "chosen heads", *["random heads"] * 6, "no head"]
     assert table["kept_whole"].to_pylist() == kept_whole
     assert table["seed"].to_pylist() == [None, None, 0, 1, 2, 3, 4, 5, None]
@@ -105,7 +103,7 @@ def test_a_check_that_would_say_nothing_is_refused(
     llama: Path, heads: list[tuple[int, int]], recent: int, message: str
 ) -> None:
     with pytest.raises(ScanError, match=message):
-        check_heads(str(llama), heads, SINK, recent, sequences=2)
+        HeadTrial(str(llama), SINK, recent, sequences=2).table(heads)
 
 
 def scored_heads(name: str, n_ctx: int, folder: Path) -> list[tuple[int, int]]:

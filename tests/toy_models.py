@@ -5,7 +5,6 @@ sensible scale.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,9 +20,6 @@ from workers.model.loading import load_model
 from workers.model.model import Model
 from workers.model.model_info import ModelInfo, describe
 from workers.replica import InterventionMeasurements, Replica
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 D_VOCAB, N_CTX, BOS, EOS = 61, 40, 0, 1
 BYTE_BOS = 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product, starmap
 from pathlib import Path
@@ -54,113 +55,153 @@ Entry = dict[str, Any]
 """A row of `profiles`, but for its shard, or a row of `weights`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToyRun:
+    """What a toy run is of. Shards that are not committed are not written at all."""
+
+    name: str
+    columns: Mapping[str, Cell]
+    """The value of each statistic for each row."""
+    layers: int = 2
+    heads: int = 3
+    n_ctx: int = 5
+    family: str = "uniform_random"
+    sequences: int = 4
+    per_shard: int = 2
+    commit: Iterable[int] | None = None
+    """The shards to write. Default: all."""
+    interventions: Sequence[str] = ("none",)
+    chance: float = 0.25
+    pile_sets: Sequence[str | None] = (None,)
+    """Parts of the Pile, which the sequences take in turn."""
+    model: str = "toy"
+    fingerprints: Mapping[str, str] | None = None
+    """Fingerprints of statistics that differ from their own."""
+    profiles: Callable[[int], list[Entry]] | None = None
+    """The rows of `profiles` of a shard."""
+    curves: Mapping[str, Callable[[Row], list[float]]] | None = None
+    """The lists of each row of `curves`."""
+    weights: Sequence[Entry] = ()
+    """The rows of `weights`, which are written with shard 0."""
+
+    @property
+    def shards(self) -> int:
+        return -(-self.sequences // self.per_shard)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return KIND.select(list(self.columns))
+
+    @property
+    def cells(self) -> dict[str, Cell]:
+        """The values by column: a statistic with options has these in its name."""
+        return {KIND.find(text).name: cell for text, cell in self.columns.items()}
+
+    @property
+    def kinds(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """What the manifest says of every formula."""
+        every_row = _rows(self.interventions, range(self.sequences), self.layers, self.heads)
+        kinds = {
+            "statistics": {
+                statistic.name: statistic.record
+                | _range(statistic, map(self.cells[statistic.name], every_row))
+                | _fingerprint(statistic.name, self.fingerprints)
+                for statistic in self.statistics
+            }
+        }
+        if self.profiles:
+            names = {entry["profile"] for entry in self.profiles(0)}
+            kinds["profiles"] = {name: PROFILES[name].record for name in names}
+        if self.curves:
+            kinds["curves"] = {name: PROFILES[name].record for name in self.curves}
+        if self.weights:
+            names = {entry["weight"] for entry in self.weights}
+            kinds["weight_statistics"] = {name: WEIGHT_STATISTICS[name].record for name in names}
+        return kinds
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest(
+            run_id=self.name,
+            created="2026-01-02T03:04:05Z",
+            identity={
+                "scan": {
+                    "model": self.model,
+                    "weight_processing": "raw",
+                    "precision": "float32",
+                    "engine": "fused",
+                    "n_ctx": self.n_ctx,
+                    "bos": True,
+                    "input": {"family": self.family, "period": 2},
+                    "interventions": list(self.interventions),
+                    "sequences_per_shard": self.per_shard,
+                    "seed": 7,
+                },
+                "model": {"fingerprint": f"weights of {self.model}"},
+                "statistics": {
+                    statistic.name: statistic.fingerprint for statistic in self.statistics
+                },
+            },
+            shards=self.shards,
+            sequences=self.sequences,
+            kinds=self.kinds,
+            model={
+                "name": self.model,
+                "n_layers": self.layers,
+                "n_heads": self.heads,
+                "d_model": 12,
+                "d_head": 4,
+                "n_ctx": 64,
+                "d_vocab": 9,
+            },
+            code="c0de",
+            versions={},
+        )
+
+    def span(self, shard: int) -> range:
+        """The sequences of a shard."""
+        return range(shard * self.per_shard, min((shard + 1) * self.per_shard, self.sequences))
+
+    def tables(self, shard: int, intervention: str) -> dict[str, pa.Table]:
+        """The rows of a shard under an intervention, by table."""
+        span = self.span(shard)
+        rows = _rows([intervention], span, self.layers, self.heads)
+        origins = [self.pile_sets[sequence % len(self.pile_sets)] for sequence in span]
+        tables = {
+            "heads": _heads(rows, self.cells, self.statistics, self.family, shard),
+            "sequences": _sequences(
+                span, self.statistics, self.family, shard, self.n_ctx, origins, self.chance
+            ),
+        }
+        if self.profiles:
+            entries = [{**entry, "shard": shard} for entry in self.profiles(shard)]
+            tables["profiles"] = pa.Table.from_pylist(entries, schema=PROFILES_TABLE.schema())
+        if self.curves:
+            tables["curves"] = _curves(rows, self.curves, self.family, shard)
+        return tables
+
+
 def write_run(
     out: Path,
     name: str,
     columns: Mapping[str, Cell],
-    *,
-    layers: int = 2,
-    heads: int = 3,
-    n_ctx: int = 5,
-    family: str = "uniform_random",
-    sequences: int = 4,
-    per_shard: int = 2,
-    commit: Iterable[int] | None = None,
-    interventions: Sequence[str] = ("none",),
-    chance: float = 0.25,
-    pile_sets: Sequence[str | None] = (None,),
-    model: str = "toy",
-    fingerprints: Mapping[str, str] | None = None,
-    profiles: Callable[[int], list[Entry]] | None = None,
-    curves: Mapping[str, Callable[[Row], list[float]]] | None = None,
-    weights: Sequence[Entry] = (),
+    **facts: Any,
 ) -> RunDirectory:
-    """Write a run.
-
-    `columns` gives the value of each statistic for each row. `commit` names the shards to write,
-    by default all of them. `profiles` gives the rows of `profiles` of a shard, `curves` the lists
-    of each row of `curves`, `weights` the rows of `weights`, which are written with shard 0.
-    """
-    statistics = KIND.select(list(columns))
-    columns = {KIND.find(text).name: cell for text, cell in columns.items()}
+    """Write a toy run. `facts` are the fields of `ToyRun` that differ from the default."""
+    toy = ToyRun(name=name, columns=columns, **facts)
     run = RunDirectory.of(out, name)
     local(run.path).mkdir(parents=True)
-    shards = -(-sequences // per_shard)
-    every_row = _rows(interventions, range(sequences), layers, heads)
-    kinds = {
-        "statistics": {
-            statistic.name: statistic.record
-            | _range(statistic, map(columns[statistic.name], every_row))
-            | _fingerprint(statistic.name, fingerprints)
-            for statistic in statistics
-        }
-    }
-    if profiles:
-        profile_names = {entry["profile"] for entry in profiles(0)}
-        kinds["profiles"] = {profile: PROFILES[profile].record for profile in profile_names}
-    if curves:
-        kinds["curves"] = {name: PROFILES[name].record for name in curves}
-    if weights:
-        weight_names = {entry["weight"] for entry in weights}
-        kinds["weight_statistics"] = {
-            weight: WEIGHT_STATISTICS[weight].record for weight in weight_names
-        }
-    manifest = Manifest(
-        run_id=name,
-        created="2026-01-02T03:04:05Z",
-        identity={
-            "scan": {
-                "model": model,
-                "weight_processing": "raw",
-                "precision": "float32",
-                "engine": "fused",
-                "n_ctx": n_ctx,
-                "bos": True,
-                "input": {"family": family, "period": 2},
-                "interventions": list(interventions),
-                "sequences_per_shard": per_shard,
-                "seed": 7,
-            },
-            "model": {"fingerprint": f"weights of {model}"},
-            "statistics": {statistic.name: statistic.fingerprint for statistic in statistics},
-        },
-        shards=shards,
-        sequences=sequences,
-        kinds=kinds,
-        model={
-            "name": model,
-            "n_layers": layers,
-            "n_heads": heads,
-            "d_model": 12,
-            "d_head": 4,
-            "n_ctx": 64,
-            "d_vocab": 9,
-        },
-        code="c0de",
-        versions={},
-    )
-    local(run.manifest_file).write_text(manifest.model_dump_json())
-    for shard in range(shards) if commit is None else commit:
-        span = range(shard * per_shard, min((shard + 1) * per_shard, sequences))
-        files: list[DataFile] = []
-        for intervention in interventions:
-            rows = _rows([intervention], span, layers, heads)
-            tables = {"heads": _heads(rows, columns, statistics, family, shard)}
-            origins = [pile_sets[sequence % len(pile_sets)] for sequence in span]
-            tables["sequences"] = _sequences(
-                span, statistics, family, shard, n_ctx, origins, chance
-            )
-            if profiles:
-                entries = [{**entry, "shard": shard} for entry in profiles(shard)]
-                tables["profiles"] = pa.Table.from_pylist(entries, schema=PROFILES_TABLE.schema())
-            if curves:
-                tables["curves"] = _curves(rows, curves, family, shard)
-            for table, content in tables.items():
-                files.append(_write(run, table, intervention, shard, content))
-        if weights and shard == 0:
-            content = pa.Table.from_pylist(list(weights), schema=WEIGHTS.schema())
+    local(run.manifest_file).write_text(toy.manifest.model_dump_json())
+    for shard in range(toy.shards) if toy.commit is None else toy.commit:
+        files = [
+            _write(run, table, intervention, shard, content)
+            for intervention in toy.interventions
+            for table, content in toy.tables(shard, intervention).items()
+        ]
+        if toy.weights and shard == 0:
+            content = pa.Table.from_pylist(list(toy.weights), schema=WEIGHTS.schema())
             files.append(_write(run, "weights", "none", shard, content))
-        write_commit(run, shard, span, files, n_ctx * len(interventions))
+        write_commit(run, shard, toy.span(shard), files, toy.n_ctx * len(toy.interventions))
     return run
 
 

@@ -42,9 +42,9 @@ class PeakMemory:
     def __init__(self, device: str) -> None:
         self.device = device
         self.main = 0
-        """Of main memory."""
+        """Peak of main memory."""
         self.gpu = 0
-        """Of the GPU's, by tensors; 0 on a CPU."""
+        """Peak of the GPU's memory, by tensors; 0 on a CPU."""
         self._process = psutil.Process()
         self._has_ended = threading.Event()
         # A daemon, so that an error in the block never keeps the process alive.

@@ -98,6 +98,7 @@ def scaled(count: int, n_ctx: int) -> int:
     >>> scaled(2048, 30_000), scaled(2048, 1024), scaled(30, 1024)
     (2048, 70, 1)
     """
+    # Halves go up. `round` would take them to the even number.
     return min(n_ctx, max(1, math.floor(count * n_ctx / SEARCH_LENGTH + 0.5)))
 
 
@@ -126,6 +127,7 @@ def _heaviest(masses: Matrix, count: int, always: int) -> Matrix:
     """
     n_ctx = masses.shape[-1]
     first = scaled(always, n_ctx)
+    # A copy, to write into.
     weights = masses + 0.0
     weights[..., :first] = math.inf
     heaviest = weights.topk(max(first, scaled(count, n_ctx))).values

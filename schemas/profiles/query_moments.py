@@ -79,4 +79,5 @@ def _by_head(q: Tensor) -> Tensor:
 
 def _second_moment(q: Tensor) -> Tensor:
     """Mean outer product over the queries `[batch head pos d_head]`: `[batch head i j]`."""
+    # One product for all queries: (QᵀQ)[i,j] = Σ_q q[q,i] q[q,j].
     return q.mT @ q / q.shape[-2]

@@ -132,6 +132,7 @@ def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     # Σ_{k≤q} q·k[k] = q·Σ_{k≤q} k[k]: cumulative sums of keys replace the matrix of scores.
     half, stop = pattern.n_ctx // 2, pattern.window
     q, k = q.transpose(1, 2)[:, :, half:stop], k.transpose(1, 2)
+    # Late queries have all keys of the first half before them: these are added up once.
     sums = k[:, :, half:stop].cumsum(2) + k[:, :, :half].sum(2, keepdim=True)
     mean = sums / (pattern.positions()[half:stop, None] + 1)
     return (q * (k[:, :, :1] - mean)).sum(-1).mean(-1)

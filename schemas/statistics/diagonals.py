@@ -18,6 +18,7 @@ def has_repeated_half(tokens: Tensor) -> Tensor:
 
 def after_copy(pattern: Pattern) -> Tensor:
     """A[q,q-N+1], N = ⌊T/2⌋, for the queries `q >= N-1`."""
+    # A sequence of one token has no such lag. Its value is not stored (`has_repeated_half`).
     return pattern.lag(max(pattern.n_ctx // 2 - 1, 0))
 
 

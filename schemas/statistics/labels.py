@@ -33,6 +33,7 @@ def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tens
     if "trigger" not in labels:
         # Undefined, but of the right shape.
         return mass.sum(-1) * math.nan
+    # With a window, `mass` ends at the last query that sees the key.
     triggers = labels["trigger"][:, None, 1 : 1 + mass.shape[-1]]
     selected = ~triggers if others else triggers
     return (mass * selected).sum(-1) / selected.sum(-1)
@@ -138,6 +139,7 @@ def labelled_key_mass(
         return undefined_value(pattern)
     matched = labels[queries] & (pattern.labelled_seen(labels[keys]) > 0)
     mass = pattern.labelled_mass(labels[keys], matched)
+    # Without such a query this is 0/0: NaN, which is stored as NULL.
     return mass.sum(-1) / matched.sum(-1)[:, None]
 
 

@@ -18,6 +18,7 @@ def has_copies(copies: Pairs) -> Tensor:
 def mean_over_matched(pattern: Pattern, pairs: Pairs) -> Tensor:
     """Mean attention to the keys of pairs over the queries that see at least one of them."""
     matched = pattern.seen(pairs) > 0
+    # Without such a query this is 0/0: NaN, which is stored as NULL.
     return (pattern.mass(pairs) * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
 
 

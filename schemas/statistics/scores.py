@@ -26,6 +26,7 @@ def sink_logit_margin(pattern: Pattern) -> Tensor:
     >>> sink_logit_margin(scores([[0, 0, 0], [0, 0, 0], [5, 3, 9]])).item()
     2.0
     """
+    # Queries 0 and 1 have no other earlier key.
     return (pattern.score(0) - pattern.earlier_score())[..., 2 : pattern.window].mean(-1)
 
 
@@ -113,7 +114,8 @@ def earlier_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     >>> earlier_key_cosine(pattern([[1, 0, 0]] * 3), q, k).item()
     -1.0
     """
-    # The sum of cosines with many keys is the product with the sum of their directions.
+    # The sum of cosines with many keys is the product with the sum of their directions. Query q has
+    # q-1 such keys, which is the number of the position before it.
     stop = pattern.window
     late_q, earlier_k = q.transpose(1, 2)[:, :, 2:stop], k.transpose(1, 2)[:, :, 1 : stop - 1]
     sums = directions(earlier_k).cumsum(2)

@@ -68,6 +68,7 @@ def entropy_normalised_late(pattern: Pattern) -> Tensor:
     >>> entropy_normalised_late(pattern([[1, 0], [0.5, 0.5]])).item()
     1.0
     """
+    # Two tokens are enough: query 0, whose largest entropy is 0, is in the first half then.
     late = slice(pattern.n_ctx // 2, None)
     return (pattern.entropy() / largest_entropy(pattern))[..., late].mean(-1)
 

@@ -73,6 +73,7 @@ def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     """Mean attention to the keys `first .. last` together, over the queries of the second half that
     see the first of them, and so all.
     """
+    # Query q sees key k while q < k + window. So the first of the keys leaves the window first.
     queries = slice(pattern.n_ctx // 2, first + pattern.window)
     # Zeros of the right shape: the sequence may have no token in that range.
     total = 0 * pattern.distance()[..., queries]
@@ -166,6 +167,7 @@ FEW_QUERIES = 16
 
 def received_by_candidates(pattern: Pattern) -> Tensor:
     """Mean attention that keys receive, of the keys that enough queries see: `[batch head key]`."""
+    # In a short sequence half of the queries are enough. min(T-k, window) queries see key k.
     half = (pattern.n_ctx + 1) // 2
     enough = min(FEW_QUERIES, half, pattern.window)
     return pattern.received()[..., : pattern.n_ctx - enough + 1]

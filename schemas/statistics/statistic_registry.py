@@ -75,7 +75,7 @@ def statistic(
 
     chance: also record what uniform attention would score, as column `chance_NAME` of `sequences`.
     defined: a rule that takes activations too and says, per sequence, where the statistic has a
-    value. Elsewhere the column is NULL.
+    value. Elsewhere the column is NULL. The rule's docstring is the end of "NULL unless …".
     of_directions: it reads only directions, as a mean of cosines does. Then it is NULL too if one
     of its vectors is zero.
     missing: what a layer may lack, so that the column is NULL there: the end of "NULL if …".

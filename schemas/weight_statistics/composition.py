@@ -107,6 +107,8 @@ def composition(
     `inner` is `earlier_W_O reads` `[head earlier_head d_head d_head]`. A product of three matrices
     of d_model × d_head has the length of one of d_head × d_head.
     """
+    # With A = earlier_read_V, B = inner and C = rest: ‖A B Cᵀ‖² = tr(AᵀA B CᵀC Bᵀ), which is the
+    # sum of the entries of (AᵀA B) ∘ (B CᵀC).
     written = columns_squared(earlier_read_V)
     rest_squared = columns_squared(rest)
     squared_length = ((written @ inner) * (inner @ rest_squared[:, None])).sum(-1).sum(-1)

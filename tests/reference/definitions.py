@@ -22,7 +22,7 @@ Columns = dict[str, Array]
 Matrix = list[list[float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Head:
     """What one head did on one sequence, in the symbols of the formulas."""
 
@@ -910,27 +910,27 @@ def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
         heads.append(
             [
                 Head(
-                    run.tokens,
-                    list(labels),
-                    seen.pattern[head].tolist(),
-                    scores[head].tolist(),
-                    seen.q[head],
-                    seen.k[head],
-                    seen.q_rotated[head],
-                    seen.k_rotated[head],
-                    seen.v[head],
-                    seen.z[head],
-                    seen.resid_pre,
-                    seen.resid_post,
-                    b_Q[head],
-                    b_K[head],
-                    W_K[head],
-                    layer.W_O[head],
-                    layer.scale,
-                    weights.rotary,
-                    EPE,
-                    min(len(run.tokens), layer.window or len(run.tokens)),
-                    layer.sink is not None,
+                    t=run.tokens,
+                    labels=list(labels),
+                    A=seen.pattern[head].tolist(),
+                    S=scores[head].tolist(),
+                    q=seen.q[head],
+                    k=seen.k[head],
+                    q_rotated=seen.q_rotated[head],
+                    k_rotated=seen.k_rotated[head],
+                    v=seen.v[head],
+                    z=seen.z[head],
+                    resid_pre=seen.resid_pre,
+                    resid_post=seen.resid_post,
+                    b_Q=b_Q[head],
+                    b_K=b_K[head],
+                    W_K=W_K[head],
+                    W_O=layer.W_O[head],
+                    s=layer.scale,
+                    rotary=weights.rotary,
+                    EPE=EPE,
+                    window=min(len(run.tokens), layer.window or len(run.tokens)),
+                    has_sink=layer.sink is not None,
                 )
                 for head in range(weights.n_heads)
             ]

@@ -380,8 +380,9 @@ class _FusedPass:
             name: activation
             for name, activation in self.activations.items()
             if name in self.read_late
-            or name in self.edits.reads
+            # Queries before their rotation are made of these when they are asked for.
             or (name == "q" and "unrotated_q" in self.read_late)
+            or name in self.edits.reads
         }
 
     def _end_layer(

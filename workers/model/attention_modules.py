@@ -179,9 +179,7 @@ BETWEEN_PROJECTIONS: Mapping[str, TakenOver] = {
     "gptj.GPTJAttention": _scaled_by(_divided),
     "codegen.CodeGenAttention": _scaled_by(_divided),
     "gpt_neo.GPTNeoSelfAttention": _scaled_by(_one),
-    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _scaled_by(
-        lambda module: 1 / float(module.norm_factor)
-    ),
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _scaled_by(_normed),
     "openai.Attention": _scaled_by(_by_width, keys_last=True),
 }
 """Modules whose `_attn` is replaced, by family and name of their class."""
