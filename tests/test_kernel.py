@@ -587,7 +587,7 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = F
 @pytest.mark.parametrize(
     ("dtype", "split", "d_head"),
     [
-        # Of 64, the kernel with every fact is compiled below: it needs more registers.
+        # Of 64, the kernel with every fact is compiled below.
         *(("fp32", True, d_head) for d_head in (128, 256)),
         *(("bf16", False, d_head) for d_head in (128, 256)),
         ("fp32", False, 128),

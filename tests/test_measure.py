@@ -17,6 +17,7 @@ from schemas.statistics import STATISTICS
 from schemas.tables import chance_column
 from tests.reference.definitions import recompute
 from tests.reference.weights import read_weights
+from workers.engine.number_formats import LinearProducts
 from workers.inputs.sequences import Sequences
 from workers.model.model import bridge_of
 from workers.model.model_info import describe, find_model
@@ -107,6 +108,26 @@ def both_engines() -> tuple[InterventionMeasurements, InterventionMeasurements]:
     return replica("fused").measure(tokens, labels=labels), replica("dense").measure(
         tokens, labels=labels
     )
+
+
+def test_formulas_make_no_call_through_the_mode_that_directs_linear_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+    direct = LinearProducts.__torch_function__
+
+    def counted(self: LinearProducts, func: Any, *others: Any) -> object:
+        calls.append(func)
+        return direct(self, func, *others)
+
+    monkeypatch.setattr(LinearProducts, "__torch_function__", counted)
+    counts: list[int] = []
+    for statistics in (["sink_mass", "resid_post_norm"], ["all"]):
+        calls.clear()
+        scan = scan_of(9, precision="tf32", statistics=statistics)
+        Replica(describe(find_model("bundled:gpt2-mini")), scan, "cpu").measure(tokens_of(9))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
 
 
 def test_values_lie_in_the_registered_range() -> None:

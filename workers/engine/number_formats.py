@@ -152,8 +152,8 @@ def linears_in(
 def outside_linears() -> AbstractContextManager[None]:
     """Within it, no call passes through `LinearProducts`.
 
-    Patterns and formulas make thousands of small calls and no product of a linear layer. To pass
-    through Python would take as long as the calls themselves.
+    Patterns and formulas make thousands of small calls and no product of a linear layer. That each
+    passes through Python took a third of the time of a small batch.
     """
     return torch._C.DisableTorchFunction()
 
