@@ -10,7 +10,6 @@ import json
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 from jobs import phases
@@ -18,7 +17,12 @@ from jobs.corpus_estimate import CorpusEstimate, estimate_corpus
 from jobs.corpus_preparation import HERE, Preparation, corpora_of
 from jobs.resolved_scan import ResolvedScan, resolve
 from jobs.run_corpus import RunCorpus, index_continued_run, index_new_run, write_corpus
-from jobs.run_identity import LIBRARIES, changed_versions, check_same_identity
+from jobs.run_identity import (
+    LIBRARIES,
+    changed_versions,
+    check_same_identity,
+    installed_version,
+)
 from jobs.run_places import any_relative, places_of
 from jobs.scan_runs import (
     UNKNOWN,
@@ -292,7 +296,7 @@ def _new_manifest(
         batch_size=scan.batch_size,
         model=resolved.info.record,
         code=resolved.code,
-        versions={library: version(library) for library in LIBRARIES},
+        versions={library: installed_version(library) for library in LIBRARIES},
         kinds=resolved.kinds,
         inputs=resolved.inputs,
         interventions=resolved.interventions,

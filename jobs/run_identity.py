@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -117,9 +118,15 @@ def changed_versions(manifest: Manifest) -> list[str]:
     run_versions = {
         library: release for library, release in manifest.versions.items() if library in LIBRARIES
     }
-    versions = {library: version(library) for library in run_versions}
+    versions = {library: installed_version(library) for library in run_versions}
     differences = differing_keys(run_versions, versions)
     return [f"begun with other libraries: {', '.join(differences)}"] if differences else []
+
+
+@cache
+def installed_version(library: str) -> str:
+    """The version of a library; to look it up reads files, and systems plan many runs."""
+    return version(library)
 
 
 def _without_places(identity: Mapping[str, Any], records: Records) -> dict[str, Any]:

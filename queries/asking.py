@@ -68,9 +68,12 @@ class RunDatabase:
         )
         return frozenset(name for (name,) in self.connection.execute(sql, [view]).fetchall())
 
-    def unmeasured_views(self) -> dict[str, str]:
-        """Views that cannot be answered, each with the column that it needs and no run measured."""
-        make_views(self.connection)
+    def unmeasured_views(self, question: str | None = None) -> dict[str, str]:
+        """Views that cannot be answered, each with the column that it needs and no run measured.
+
+        Those that a question may stand on are among them. Without a question, all are.
+        """
+        make_views(self.connection, question)
         return dict(OPENED[self.connection].shipped.unmeasured)
 
     def damage(self) -> list[str]:

@@ -171,7 +171,7 @@ def _defining_file(name: str) -> str:
 def _view_records(database: RunDatabase, view: str, clauses: str = "") -> list[Record]:
     """The rows of a view. None if these runs did not measure a column that it needs."""
     # Any other error is raised: an empty place on the page means that nothing was measured.
-    if view in database.unmeasured_views():
+    if view in database.unmeasured_views(view):
         return []
     return records(database, view, f"FROM {view} {clauses}")
 

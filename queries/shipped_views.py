@@ -17,9 +17,13 @@ from schemas.kinds import KINDS
 __all__ = ["BLIND", "QUERIES", "ShippedViews", "base_names", "way_to"]
 
 BLIND = re.compile(
-    r"\b(?:query|query_table|duckdb_\w+|information_schema|pg_\w+|sqlite_\w+|show)\b"
+    r'\bquery(?:_table)?"?\s*(?:\(|/\*|--)'
+    r"|\b(?:duckdb_\w+|information_schema|pg_\w+|sqlite_\w+|show)\b"
 )
-"""Words of questions that may name any view without its name standing in them."""
+"""Words of questions that may name any view without its name standing in them.
+
+Profiles have a column `query`, so only a function of this name counts.
+"""
 
 
 @dataclass

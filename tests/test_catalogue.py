@@ -51,7 +51,7 @@ def test_columns_equal_their_definitions(gpt2: Path, engine: str, period: int, f
 
 def test_columns_of_a_trained_model_equal_their_definitions() -> None:
     path = find_model("bundled:gpt2-mini")
-    tokens = repeated(100, True, d_vocab=256)
+    tokens = repeated(100, True, batch=1, d_vocab=256)
     check_columns(toy.measure(path, tokens), definitions(path, tokens))
 
 

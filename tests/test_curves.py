@@ -99,7 +99,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Plan:
 
 
 def ask(plan: Plan, question: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connect(plan.run.path), question).rows())
+    return list(run_query(connect(plan.run.path, lazily=True), question).rows())
 
 
 def test_a_file_has_the_rows_of_heads_and_says_what_its_lists_are(plan: Plan) -> None:

@@ -17,6 +17,7 @@ from schemas.statistics import STATISTICS
 from schemas.tables import chance_column
 from tests.reference.definitions import recompute
 from tests.reference.weights import read_weights
+from workers.engine.number_formats import LinearProducts
 from workers.inputs.sequences import Sequences
 from workers.model.model import bridge_of
 from workers.model.model_info import describe, find_model
@@ -45,9 +46,9 @@ def replica(engine: str = "fused") -> Replica:
     return Replica(describe(find_model("bundled:gpt2-mini")), scan_of(256, engine=engine))
 
 
-def tokens_of(n_ctx: int) -> np.ndarray:
+def tokens_of(n_ctx: int, starts: tuple[int, ...] = (0, 40, 97)) -> np.ndarray:
     text = (TEXT * 2).encode()
-    return np.array([[256, *text[start : start + n_ctx - 1]] for start in (0, 40, 97)], np.int32)
+    return np.array([[256, *text[start : start + n_ctx - 1]] for start in starts], np.int32)
 
 
 def is_trigger(token: int) -> bool:
@@ -61,9 +62,14 @@ def labels_of(tokens: np.ndarray) -> list[list[str]]:
 @cache
 def reference(n_ctx: int) -> dict[str, np.ndarray]:
     """The statistics `[sequence layer head]` by their formulas, one query at a time, in float64."""
-    tokens = tokens_of(n_ctx)
+    tokens = tokens_to_define(n_ctx)
     weights = read_weights(find_model("bundled:gpt2-mini"))
     return recompute(weights, tokens, labels=labels_of(tokens)).heads
+
+
+def tokens_to_define(n_ctx: int) -> np.ndarray:
+    """Three sequences; one if it is long, because definitions are slow."""
+    return tokens_of(n_ctx, (0, 40, 97) if n_ctx < 200 else (40,))
 
 
 def assert_equal(
@@ -78,7 +84,7 @@ def assert_equal(
 @pytest.mark.parametrize("engine", ["fused", "dense"])
 @pytest.mark.parametrize("n_ctx", [1, 2, 3, 97, 256])
 def test_every_column_equals_its_definition_in_float64(engine: str, n_ctx: int) -> None:
-    tokens = tokens_of(n_ctx)
+    tokens = tokens_to_define(n_ctx)
     expected = reference(n_ctx)
     measured = replica(engine).measure(tokens, labels=labels_of(tokens)).heads
     assert set(measured) == set(expected) == set(STATISTICS)
@@ -102,6 +108,26 @@ def both_engines() -> tuple[InterventionMeasurements, InterventionMeasurements]:
     return replica("fused").measure(tokens, labels=labels), replica("dense").measure(
         tokens, labels=labels
     )
+
+
+def test_formulas_make_no_call_through_the_mode_that_directs_linear_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+    direct = LinearProducts.__torch_function__
+
+    def counted(self: LinearProducts, func: Any, *others: Any) -> object:
+        calls.append(func)
+        return direct(self, func, *others)
+
+    monkeypatch.setattr(LinearProducts, "__torch_function__", counted)
+    counts: list[int] = []
+    for statistics in (["sink_mass", "resid_post_norm"], ["all"]):
+        calls.clear()
+        scan = scan_of(9, precision="tf32", statistics=statistics)
+        Replica(describe(find_model("bundled:gpt2-mini")), scan, "cpu").measure(tokens_of(9))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
 
 
 def test_values_lie_in_the_registered_range() -> None:

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from jobs.run_model import RunModel
 from queries.answers import run_query
 from queries.asking import open_runs
+from queries.connection import OPENED, view_descriptions
 from queries.connection import connect as connect_eagerly
-from queries.connection import view_descriptions
 from queries.descriptions import VIEWS
 from queries.formats import Format, rows_to_read, write, write_csv, write_json, write_parquet
 from queries.query_commands import mount
@@ -475,6 +475,33 @@ def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
         QueryError, match=r"'a_first' .* needs column 'sink_value_norm', which none"
     ):
         database.records("a_first")
+
+
+@pytest.mark.parametrize(
+    ("question", "makes_all"),
+    [
+        ("SELECT max(query) FROM profiles", False),
+        ("SELECT ln(query + 1) FROM profiles", False),
+        ("FROM query('FROM heads')", True),
+        ("FROM \"query\" ('FROM heads')", True),
+        ("FROM query/* of text */('FROM heads')", True),
+        ("FROM query_table('heads')", True),
+    ],
+)
+def test_only_a_function_called_query_has_every_view_made(
+    small: Path, question: str, makes_all: bool
+) -> None:
+    """Profiles have a column of this name. The text of the function may name any view."""
+    database = open_runs(small)
+    database.rows(question)
+    assert ("by_head" in OPENED[database.connection].shipped.created) == makes_all
+
+
+def test_a_view_is_unmeasured_whether_or_not_all_are_asked_for(small: Path) -> None:
+    database = open_runs(small)
+    assert database.unmeasured_views("sink_values") == {"sink_values": "sink_value_norm"}
+    assert database.unmeasured_views("by_head").keys() == {"sink_values"}
+    assert database.unmeasured_views().keys() > {"sink_values"}
 
 
 def test_runs_can_be_opened_with_more_views(tmp_path: Path) -> None:

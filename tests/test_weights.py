@@ -20,6 +20,7 @@ from jobs.cost import measure_cost
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.run_loop import missing_shards
 from queries.answers import run_query
+from queries.asking import open_runs
 from queries.connection import connect
 from schemas.errors import MeasureError, QueryError, RunError, ScanError
 from schemas.kinds import schema_of_rows
@@ -322,7 +323,7 @@ def plan(tmp_path: Path, gpt2: Path) -> Plan:
 
 
 def ask(path: Path, question: str) -> list[tuple[Any, ...]]:
-    return list(run_query(connect(path), question).rows())
+    return list(run_query(connect(path, lazily=True), question).rows())
 
 
 def files_of(plan: Plan) -> list[str]:
@@ -403,15 +404,16 @@ def test_a_query_reads_them_and_every_column_is_described(plan: Plan, gpt2: Path
         "SELECT intervention, value FROM weights WHERE weight = '{}' "
         "ORDER BY layer, head, position, dimension"
     )
+    runs = open_runs(plan.run.path)
     for name, values in expected.items():
-        rows = ask(local(plan.run.path), question.format(name))
+        rows = runs.rows(question.format(name))
         assert {row[0] for row in rows} == {"none"}
         np.testing.assert_allclose([row[1] for row in rows], values.ravel(), rtol=1e-11, atol=1e-13)
     sql = (
         "SELECT column_name, comment FROM duckdb_columns() "
         "WHERE table_name = 'weights' AND schema_name = 'main'"
     )
-    described = dict(connect(plan.run.path).execute(sql).fetchall())
+    described = dict(runs.rows(sql))
     assert [name for name, comment in described.items() if not comment] == []
     assert described["layer"].endswith("NULL for values that a model has only once.")
 

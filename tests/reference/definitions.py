@@ -89,9 +89,14 @@ class Head:
         """Whether a query sees a key."""
         return k <= q < k + self.window
 
-    def queries_of(self, k: int) -> list[int]:
+    def queries_of(self, k: int) -> range:
         """The queries that see a key."""
-        return [q for q in range(self.T) if self.sees(q, k)]
+        return range(k, min(self.T, k + self.window))
+
+    @cached_property
+    def mean_received(self) -> list[float]:
+        """What each key receives of the queries that see it, on average."""
+        return [mean(self.A[q][k] for q in self.queries_of(k)) for k in range(self.T)]
 
     @cached_property
     def late_0(self) -> list[int]:
@@ -113,7 +118,8 @@ def mean(values: Iterable[float]) -> float:
 
 def first_largest(values: Sequence[float]) -> int:
     """The place of the largest value; of values that tie up to a share of 1e-5, the first."""
-    return next(i for i, value in enumerate(values) if value >= max(values) * (1 - 1e-5))
+    least = max(values) * (1 - 1e-5)
+    return next(i for i, value in enumerate(values) if value >= least)
 
 
 def length(x: Array) -> float:
@@ -205,9 +211,8 @@ def sink_gate(h: Head) -> float:
 
 def received(h: Head) -> list[float]:
     """What a key receives of a query on average, of the keys that enough queries see."""
-    seen_by = [h.queries_of(k) for k in range(h.T)]
     enough = min(16, math.ceil(h.T / 2), h.window)
-    return [mean(h.A[q][k] for q in qs) for k, qs in enumerate(seen_by) if len(qs) >= enough]
+    return [m for k, m in enumerate(h.mean_received) if len(h.queries_of(k)) >= enough]
 
 
 @statistic
@@ -223,23 +228,24 @@ def sink_position_mass(h: Head) -> float:
 # Reach
 
 
-def distant_masses(h: Head, sink: int, recent: int) -> list[float]:
+def distant_masses(h: Head, queries: Iterable[int], sink: int, recent: int) -> list[float]:
     """The mass on distant keys, of the queries that see such keys."""
     masses: list[float] = []
-    for q in range(h.T):
-        keys = [k for k in range(sink, q - recent + 1) if h.sees(q, k)]
+    for q in queries:
+        first_key_seen = max(0, q - h.window + 1)
+        keys = range(max(sink, first_key_seen), q - recent + 1)
         if keys:
-            masses.append(sum(h.A[q][k] for k in keys))
+            masses.append(sum(h.A[q][keys.start : keys.stop]))
     return masses
 
 
 def distant_mass_of(sink: int, recent: int) -> Statistic:
-    return lambda h: mean(distant_masses(h, sink, recent))
+    return lambda h: mean(distant_masses(h, range(h.T), sink, recent))
 
 
 def distant_mass_last_of(sink: int, recent: int) -> Statistic:
     # Where one query sees a distant key, the last query does.
-    return lambda h: mean(distant_masses(h, sink, recent)[-1:])
+    return lambda h: mean(distant_masses(h, [h.T - 1], sink, recent))
 
 
 STATISTIC_DEFINITIONS["distant_mass_4_64"] = distant_mass_of(4, 64)
@@ -634,7 +640,7 @@ def attention_by_lag(h: Head) -> list[float]:
 
 @profile
 def attention_received_by_key(h: Head) -> list[float]:
-    return [mean(h.A[q][k] for q in h.queries_of(k)) for k in range(h.T)]
+    return h.mean_received
 
 
 @profile
@@ -749,8 +755,9 @@ def later(queries: Array) -> Array:
 
 
 def second_moment(queries: Array) -> list[float]:
-    d = queries.shape[1]
-    return [mean(float(u[i] * u[j]) for u in queries) for i in range(d) for j in range(i, d)]
+    n, d = queries.shape
+    components = queries.T
+    return [float(components[i] @ components[j]) / n for i in range(d) for j in range(i, d)]
 
 
 @profile
@@ -813,13 +820,13 @@ def loss(run: Run) -> float:
 @prediction
 def loss_early(run: Run) -> float:
     half = (len(run.tokens) - 1) // 2
-    return mean(token_losses(run)[i] for i in range(1, half + 1))
+    return mean(token_losses(run)[1 : half + 1])
 
 
 @prediction
 def loss_late(run: Run) -> float:
     half = (len(run.tokens) - 1) // 2
-    return mean(token_losses(run)[i] for i in range(half + 1, len(run.tokens)))
+    return mean(token_losses(run)[half + 1 :])
 
 
 @prediction

@@ -27,7 +27,7 @@ from workers.engine.dense_pattern import DensePattern
 from workers.engine.edits import Edits, hidden_keys
 from workers.engine.engine import Activations, OnFinal, OnLayer, StopPass
 from workers.engine.fused_pattern import FusedPattern
-from workers.engine.number_formats import WeightHalves, linears_in
+from workers.engine.number_formats import WeightHalves, linears_in, outside_linears
 from workers.engine.streamed_attention import streamed_attention
 from workers.engine.sweep_kernel import Sweep
 from workers.engine.token_pairs import TokenPairs
@@ -245,6 +245,10 @@ class _FusedPass:
         The model's attention calls this in the place of its own softmax. It remembers the layer's
         activations and shows them.
         """
+        with outside_linears():
+            return self._attend(q, k, v, facts)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         dtype = v.dtype  # What is measured is float32 at least; the model gets its own format back.
         self.n_heads = q.shape[1]
         self.rotation = facts.rotation
@@ -360,7 +364,8 @@ class _FusedPass:
         if self.layer in self.shown_layers:
             activations = {**self.activations, **self.matches}
             shown = _OfEveryHead(activations, self.n_heads, self._rotated_back)
-            self.on_layer(self.layer, cast(Activations, shown))
+            with outside_linears():
+                self.on_layer(self.layer, cast(Activations, shown))
 
     def _rotated_back(self, q: Tensor) -> Tensor:
         """The layer's queries as they were before their rotation."""

@@ -149,6 +149,15 @@ def linears_in(
     return nullcontext()
 
 
+def outside_linears() -> AbstractContextManager[None]:
+    """Within it, no call passes through `LinearProducts`.
+
+    Patterns and formulas make thousands of small calls and no product of a linear layer. That each
+    passes through Python took a third of the time of a small batch.
+    """
+    return torch._C.DisableTorchFunction()
+
+
 def _has_format(number_format: str, device: str) -> bool:
     """Whether the device multiplies in that format at speed."""
     if device == "cuda":

@@ -85,7 +85,8 @@ class LayerFormulas:
         ]
         self.read_late = _everything_read(late_evaluations)
         """What must be kept until the end of a layer, because it is read with `resid_post`."""
-        self.weight_names = _everything_read(self.evaluations) & {*READABLE_WEIGHTS}
+        self.read = _everything_read(self.evaluations)
+        self.weight_names = self.read & {*READABLE_WEIGHTS}
         self.windows = set[int]()
         """How many keys the last query of a measured layer sees, of all layers."""
         self._weights: dict[int, Mapping[str, LayerValue]] = {}
@@ -102,6 +103,7 @@ class LayerFormulas:
         unknown_weights = self.weight_names - weights.keys()
         sources = [weights, self.shared_values, _of_heads(activations, heads)]
         available = ChainMap(*cast(list[dict[str, LayerValue]], sources))
+        available_names = {name for name in self.read if name in available}
         if "pattern" in available:
             self.windows.add(available["pattern"].window)
         for number, (formula, reads, stored_in) in enumerate(self.evaluations):
@@ -112,7 +114,7 @@ class LayerFormulas:
                     values.store_undefined(layer, formula)
                 self._evaluated.add((layer, number))
                 continue
-            if not reads <= available.keys():
+            if not reads <= available_names:
                 continue
             value = defined_or_nan(formula, available)
             for values in stored_in:
