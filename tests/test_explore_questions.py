@@ -665,7 +665,7 @@ def test_histograms_come_from_roll_ups_until_the_sample_is_in_memory(large: Aske
     assert (before["source"], before["every"]) == ("rollups", 3)
     assert ("source" in after, after["every"]) == (False, 3)
     for index, statistic in enumerate(STATISTICS):
-        numbers = values(statistic, **HEAD)
+        numbers = values(statistic, HEAD["layer"], HEAD["head"])
         # Every value counts, and the mean of the picture is within a bin of theirs.
         low, high = before["axes"][statistic]
         counts = before["arrays"][0][index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -11,7 +12,9 @@ import duckdb
 from queries.asking import Record, RunDatabase
 from queries.connection import OPENED, hold_to_commits, make_views
 from queries.explore.axes import Axis, axis_of
+from queries.explore.bins import BinsInMemory
 from queries.explore.page_questions import (
+    BINS_IN_MEMORY,
     Header,
     Heatmap,
     ProfileFacts,
@@ -80,6 +83,9 @@ class OpenedRuns:
         if any(facts.has_rollups for facts in self._facts.values()):
             # Questions are asked on cursors of the connection, which make no views.
             make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
+        self._bins: BinsInMemory | None = None
+        if any(facts.keeps_sample for facts in self._facts.values()):
+            self._bins = BinsInMemory(database.connection)
         self._has_profiles = any(facts.profiles for facts in self._facts.values())
         self._has_kept_curves = any(facts.kept_curves for facts in self._facts.values())
         if self._has_profiles:
@@ -163,6 +169,17 @@ class OpenedRuns:
             self._axes |= self._find_axes(facts, missing, cursor)
         axes = {name: self._axes[facts.run_id, name] for name in statistics}
         return replace(facts, axes=axes)
+
+    def hold_bins(
+        self,
+        facts: RunFacts,
+        intervention: str,
+        statistics: Iterable[str],
+        cursor: duckdb.DuckDBPyConnection,
+    ) -> None:
+        """Have the histograms of a large run's roll-ups in memory."""
+        if self._bins is not None and facts.keeps_sample:
+            self._bins.hold(facts.run_id, intervention, statistics, cursor)
 
     def first_question(self) -> Heatmap:
         """The heatmap that a page shows first."""
@@ -261,6 +278,8 @@ class OpenedRuns:
         self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
     ) -> dict[str, Ends]:
         """Ends from the histograms of all values: rows would mean the footers of all files."""
+        self.hold_bins(facts, facts.interventions[0], statistics, cursor)
+        bins = BINS_IN_MEMORY if facts.keeps_sample else "ledger.head_bins"
         conditions = [
             f"run_id = {text_literal(facts.run_id)}",
             f"intervention = {text_literal(facts.interventions[0])}",
@@ -275,7 +294,7 @@ class OpenedRuns:
                     greatest(low, min(minimum)) AS low,
                     least(high, max(maximum)) AS high,
                     sum(count) AS count
-                FROM ledger.head_bins
+                FROM {bins}
                 {where(conditions)}
                 GROUP BY statistic, bin, low, high
             ),

@@ -33,6 +33,9 @@ MOST_STATISTICS = 12
 MOST_SEQUENCES = 20
 """Sequences that one question names at most."""
 
+BINS_IN_MEMORY = "ledger.bins_in_memory"
+"""The table of the histograms of roll-ups that were asked for, by head."""
+
 Array: TypeAlias = "np.ndarray[Any, Any]"
 """An array of some shape and type. The answer's header says which."""
 
@@ -776,14 +779,14 @@ def _rolled_up_bins(scope: Scope, statistics: Sequence[str], conditions: list[st
     """The bins of roll-ups with how many values they hold, in the order of the values."""
     names = ", ".join(map(text_literal, statistics))
     conditions = [*scope.conditions_on_run, *conditions, f"statistic IN ({names})"]
-    view = "head_bins"
+    bins = BINS_IN_MEMORY
     if scope.part is not None:
-        view = "part_bins"
+        bins = "ledger.part_bins"
         conditions.append(f"pile_set_name = {text_literal(scope.part)}")
     return Statement(
         # The outermost bins of an open axis have no end, but their values do.
         "SELECT statistic, greatest(low, min(minimum)) AS low, least(high, max(maximum)) AS high, "
-        f"sum(count)::BIGINT AS count FROM ledger.{view}{where(conditions)} "
+        f"sum(count)::BIGINT AS count FROM {bins}{where(conditions)} "
         "GROUP BY statistic, bin, low, high ORDER BY statistic, bin"
     )
 

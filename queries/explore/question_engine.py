@@ -226,11 +226,13 @@ class Engine:
 
         await self._in_thread(self.sample_thread, runs, work, has_deadline=False)
 
-    def stop_reading(self) -> None:
+    async def stop_reading(self) -> None:
         """Read no more samples."""
         self._wanted_samples.clear()
         if self._sampling is not None:
             self._sampling.cancel()
+            # Until it has told its thread to stop.
+            await asyncio.wait([self._sampling])
 
     def close(self) -> None:
         """Take no more questions, and stop those that are being answered."""
@@ -285,6 +287,9 @@ class Engine:
             facts = runs.facts_for(question)
             question.check(facts)
             facts = runs.with_axes(facts, question.binned_statistics, cursor)
+            if facts.waits_for_sample:
+                intervention = question.scope.intervention
+                runs.hold_bins(facts, intervention, question.binned_statistics, cursor)
             tables = _tables(cursor, question, facts)
             return _header(question, facts), question.answer(facts, tables)
 
