@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import struct
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -780,3 +781,23 @@ def test_a_sample_is_read_again_after_damage(large: Asker, monkeypatch: pytest.M
         return [before, await sampled_counts()]
 
     assert asyncio.run(before_and_after()) == [len(IN_SAMPLE), 0]
+
+
+def test_a_file_that_changes_while_the_sample_is_read_leaves_it(large: Asker) -> None:
+    question = {"head": HEAD, "statistics": ["sink_mass"]}
+    may_read = threading.Event()
+
+    async def counts() -> int:
+        await large.engine.look_again(rows=True)
+        large.engine.sample_thread.submit(may_read.wait)
+        await large.ask("histograms", **question)
+        # Compared with its commit already: only reading it shows that it has changed.
+        file = next(Path(large.engine.path).glob("*/heads/intervention=none/*.parquet"))
+        file.write_bytes(file.read_bytes()[:100])
+        may_read.set()
+        await until_sample_is_read(large)
+        return int((await large.ask("histograms", **question))["arrays"][0].sum())
+
+    before = large.engine.runs
+    assert asyncio.run(counts()) == 0
+    assert large.engine.runs is not before

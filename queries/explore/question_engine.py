@@ -182,21 +182,24 @@ class Engine:
         """Read the samples that are wanted, one after the other."""
         while self._wanted_samples:
             key = self._wanted_samples[-1]
+            runs = self.runs
             try:
                 # What was compared with its commits once is not read again.
                 await self.look_again(rows=True)
-                runs = self.runs
                 await self._read_sample(runs, key)
             except (HeadcountError, duckdb.Error):
-                # Questions read rows instead, and say what is wrong with them.
-                runs = self.runs
-                runs.give_up_sample(key)
+                # A file may have gone or changed under the page. Whole ones are still read.
+                with contextlib.suppress(HeadcountError):
+                    await self.look_again()
+                # Otherwise questions read rows, and say what is wrong with them.
+                if self.runs is runs:
+                    runs.give_up_sample(key)
             if self.runs is runs:
                 self._wanted_samples = [other for other in self._wanted_samples if other != key]
 
     async def _read_sample(self, runs: OpenedRuns, key: SampleKey) -> None:
-        """Read a sample into memory, unless it is there or the runs have changed."""
-        if not runs.lacks_sample(key):
+        """Read a sample into memory, unless it is there. It is left if the runs change."""
+        if self.runs is not runs or not runs.lacks_sample(key):
             return
         sample = runs.new_sample(key)
         try:

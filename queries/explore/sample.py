@@ -23,8 +23,11 @@ MOST_SAMPLES = 2
 MEMORY_SHARE = 1 / 8
 """Share of the memory for questions that a sample may take."""
 
-BYTES_OF_KEYS = 16
-"""Bytes of a row's layer, head and sequence. Each statistic has four more."""
+BYTES_OF_KEYS = 27
+"""Bytes of a row's layer, head and sequence, with what DuckDB notes about a row (measured).
+
+Each statistic has four more.
+"""
 
 
 def rows_in_memory(connection: duckdb.DuckDBPyConnection, statistics: int) -> int:
