@@ -4,7 +4,8 @@
 the rows of 10^9 tokens. The page is opened in Chromium, with a new server each time.
 
 * How long after its address is opened is the heatmap there?
-* How long after a click on a head are its histograms drawn?
+* How long after a click on a head are its histograms drawn? At once after the heatmap, and once the
+  sample of a large run is in memory.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ from selenium import webdriver
 
 from tests.browser import chromium
 
+FIRST_HEADS = ("7.2", "3.8")
+"""Layer and head of the cells that are clicked as soon as the heatmap is there."""
+
 HEADS = ("5.3", "2.7", "9.1", "0.4", "11.11")
-"""Layer and head of the cells that are clicked, one after another."""
+"""Cells that are clicked one after another when the page has come to rest."""
+
+SAMPLE_SECONDS = 300
+"""The sample of a large run is in memory by then."""
 
 SETTLED_SECONDS = 6
 """What the page draws by itself after the heatmap is over by then."""
+
+IS_COARSE = "return document.getElementById('brush-note').textContent.startsWith('Coarse')"
 
 HEATMAP_IS_THERE = "return document.querySelectorAll('[data-cell]').length > 0"
 
@@ -72,6 +81,15 @@ def seconds_to_heatmap(driver: webdriver.Chrome, address: str) -> float:
     return time.perf_counter() - began
 
 
+def wait_for_sample(driver: webdriver.Chrome) -> None:
+    """Wait until histograms do not come from roll-ups any more."""
+    give_up = time.monotonic() + SAMPLE_SECONDS
+    while driver.execute_script(IS_COARSE):
+        if time.monotonic() > give_up:
+            raise SystemExit(f"the sample is not in memory after {SAMPLE_SECONDS} s")
+        time.sleep(0.1)
+
+
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -79,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     to_heatmap: list[float] = []
+    to_first_histograms: list[float] = []
     to_histograms: list[float] = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as profile, explorer(options.runs) as address:
@@ -87,10 +106,19 @@ def main() -> None:
                 # The server answers what a page asks first before it is asked.
                 time.sleep(1)
                 to_heatmap.append(1000 * seconds_to_heatmap(driver, address))
+                to_first_histograms += [
+                    driver.execute_async_script(CLICK, head) for head in FIRST_HEADS
+                ]
+                wait_for_sample(driver)
                 time.sleep(SETTLED_SECONDS)
                 to_histograms += [driver.execute_async_script(CLICK, head) for head in HEADS]
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    for name, times in (("heatmap", to_heatmap), ("click", to_histograms)):
+    measured = {
+        "heatmap": to_heatmap,
+        "first clicks": to_first_histograms,
+        "click": to_histograms,
+    }
+    for name, times in measured.items():
         each = ", ".join(f"{milliseconds:.0f}" for milliseconds in times)
         print(f"{name}: {statistics.median(times):.0f} ms ({each})")
 

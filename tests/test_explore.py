@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import queue
 import shutil
 import signal
 import socket
@@ -12,21 +14,26 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
 from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
 from headcount import main
+from jobs.compaction import compact
 from queries.asking import RunDatabase, open_runs
-from queries.explore.server import HEADERS, MOST_BYTES, Guard
+from queries.explore.question_engine import Engine
+from queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
+from schemas.run_directory import RunDirectory
 from tests.browser import chromium
 from tests.processes import DIES_WITH_ITS_PARENT
-from tests.test_explore_questions import CURVES, SEQUENCES, unpacked, write
+from tests.test_explore_questions import CURVES, SEQUENCES, no_model, unpacked, write
 
 ROOT = Path(__file__).parent.parent
 HOSTILE_RUN = "a-b_0.1"
@@ -643,3 +650,72 @@ def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
     code, said = stop(live, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
     assert "Traceback" not in said
+
+
+@pytest.fixture
+def large_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine over a merged run of which one sequence of three is the sample."""
+    rows = SEQUENCES * 6
+    monkeypatch.setattr("queries.explore.opened.LARGE_RUN_ROWS", rows - 1)
+    monkeypatch.setattr("queries.explore.sample.SAMPLE_ROWS", rows // 3)
+    write(tmp_path, "large")
+    compact(RunDirectory.of(tmp_path, "large"))
+    engine = Engine(str(tmp_path), no_model)
+    yield engine
+    engine.close()
+
+
+@contextmanager
+def served(engine: Engine) -> Iterator[str]:
+    """The address of an engine's page, served by a thread."""
+    guard = Guard("t" * 24, "127.0.0.1")
+    addresses: queue.Queue[str] = queue.Queue()
+    has_ended = threading.Event()
+
+    async def serve() -> None:
+        runner = web.AppRunner(make_app(engine, guard), handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, guard.host, 0).start()
+        addresses.put(f"http://{guard.host}:{runner.addresses[0][1]}/#{guard.token}")
+        await asyncio.to_thread(has_ended.wait)
+        await engine.stop_reading()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()], daemon=True)
+    thread.start()
+    yield addresses.get(timeout=10)
+    has_ended.set()
+    thread.join()
+
+
+def test_a_page_is_coarse_until_the_sample_is_in_memory_and_says_so(
+    page: Page, large_engine: Engine
+) -> None:
+    may_read = threading.Event()
+    # The thread that reads samples is busy until the page was looked at.
+    large_engine.sample_thread.submit(may_read.wait)
+    page.browser.switch_to.new_window("tab")
+    try:
+        with served(large_engine) as address:
+            page.browser.get(address)
+            page.wait()
+            assert page.text("#brush-note").startswith("Coarse histograms of all rows")
+            assert page.count("sink_mass") == SEQUENCES
+            questions = page.questions
+            # No brush is drawn over counts of other rows.
+            page.run("document.querySelector('[data-hist] .handle').focus()")
+            page.wait()
+            assert page.questions == questions
+            may_read.set()
+            # The page looks every five seconds.
+            until = time.monotonic() + 20
+            while page.text("#brush-note").startswith("Coarse"):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            page.wait()
+            assert page.text("#brush-note").endswith("1 of 3 sequences is read.")
+            assert page.count("sink_mass") == len(range(0, SEQUENCES, 3))
+    finally:
+        may_read.set()
+        page.browser.close()
+        page.browser.switch_to.window(page.browser.window_handles[0])

@@ -8,16 +8,18 @@ import json
 import math
 import shutil
 import struct
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pytest
 
 from jobs.compaction import compact
-from queries.explore import opened
+from queries.explore import opened, sample
 from queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
 from queries.explore.opened import AXIS_ROWS
 from queries.explore.question_engine import MOST_ROWS, Engine
@@ -627,3 +629,175 @@ def test_a_large_run_is_sampled_and_says_so(ask: Asker, monkeypatch: pytest.Monk
     assert [row["sequence"] for row in extremes["rows"]] == list(range(34, 14, -1))
     assert rows < AXIS_ROWS
     asker.engine.close()
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asker]:
+    """A merged run that counts as large: one of three sequences is a sample."""
+    rows = SEQUENCES * LAYERS * HEADS
+    monkeypatch.setattr(opened, "LARGE_RUN_ROWS", rows - 1)
+    monkeypatch.setattr(sample, "SAMPLE_ROWS", rows // 3)
+    write(tmp_path, "toy")
+    compact(RunDirectory.of(tmp_path, "toy"))
+    asker = Asker(tmp_path)
+    yield asker
+    asker.engine.close()
+
+
+async def until_sample_is_read(asker: Asker, intervention: str = "none") -> None:
+    until = time.monotonic() + 20
+    while asker.engine.runs.lacks_sample((asker.run_id, intervention)):
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+
+
+IN_SAMPLE = np.arange(0, SEQUENCES, 3)
+
+
+def test_histograms_come_from_roll_ups_until_the_sample_is_in_memory(large: Asker) -> None:
+    question = {"head": HEAD, "statistics": STATISTICS}
+
+    async def ask_before_and_after() -> list[dict[str, Any]]:
+        before = await large.ask("histograms", **question)
+        await until_sample_is_read(large)
+        return [before, await large.ask("histograms", **question)]
+
+    before, after = asyncio.run(ask_before_and_after())
+    assert (before["source"], before["every"]) == ("rollups", 3)
+    assert ("source" in after, after["every"]) == (False, 3)
+    for index, statistic in enumerate(STATISTICS):
+        numbers = values(statistic, HEAD["layer"], HEAD["head"])
+        # Every value counts, and the mean of the picture is within a bin of theirs.
+        low, high = before["axes"][statistic]
+        counts = before["arrays"][0][index]
+        assert counts.sum() == (~np.isnan(numbers)).sum()
+        width = (high - low) / DRAWN_BINS
+        middles = low + width * (np.arange(DRAWN_BINS) + 0.5)
+        tolerance = width + 0.05 * np.nanmax(numbers)
+        assert (counts * middles).sum() / counts.sum() == pytest.approx(
+            np.nanmean(numbers), abs=tolerance
+        )
+        bins = bins_of(numbers[IN_SAMPLE], after["axes"][statistic], DRAWN_BINS)
+        exact = np.bincount(bins[bins >= 0], minlength=DRAWN_BINS)
+        assert after["arrays"][0][index].tolist() == exact.tolist()
+
+
+@pytest.mark.parametrize("scope", [{}, {"part": "ArXiv"}, {"layers": [1, 1]}], ids=str)
+def test_a_sample_in_memory_answers_as_its_rows_do(large: Asker, scope: dict[str, Any]) -> None:
+    brush = {"statistic": "value_norm", "first": 10, "last": 90}
+    cube = {
+        "head": HEAD,
+        "active": "entropy",
+        "statistic": "sink_mass",
+        "statistics": ["sink_mass", "value_norm"],
+        "brushes": [brush],
+    }
+    questions: list[tuple[str, dict[str, Any]]] = [
+        ("histograms", {"head": HEAD, "statistics": STATISTICS, "brushes": [brush]}),
+        ("cube", cube | {"meaning": "sequences"}),
+        ("cube", cube | {"meaning": "rows"}),
+        ("background", {"statistic": "entropy"}),
+    ]
+
+    async def answers() -> list[dict[str, Any]]:
+        return [await large.ask(kind, scope=scope, **fields) for kind, fields in questions]
+
+    async def answers_from_memory() -> list[dict[str, Any]]:
+        await large.ask("background", statistic="sink_mass")
+        await until_sample_is_read(large)
+        return await answers()
+
+    from_memory = asyncio.run(answers_from_memory())
+    # The same rows, read from files.
+    large.engine.runs.give_up_sample((large.run_id, "none"))
+    large.engine.cache.clear()
+    from_rows = asyncio.run(answers())
+    assert large.engine.interrupted == 0
+    for in_memory, in_files in zip(from_memory, from_rows, strict=True):
+        assert in_memory["sql"] == in_files["sql"]
+        for ours, theirs in zip(in_memory["arrays"], in_files["arrays"], strict=True):
+            assert theirs.any()
+            assert ours == pytest.approx(theirs)
+
+
+def test_a_coarse_picture_of_a_part_is_of_that_part(large: Asker) -> None:
+    question = {"head": HEAD, "statistics": ["sink_mass"], "scope": {"part": "ArXiv"}}
+    answer = large("histograms", **question)
+    assert answer["source"] == "rollups"
+    assert answer["arrays"][0].sum() == IS_ARXIV.sum()
+    background = large("background", statistic="sink_mass", scope={"layers": [1, 1]})
+    assert background["arrays"][0].sum() == SEQUENCES * HEADS
+
+
+def test_samples_make_room_for_those_that_are_asked_for(
+    large: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened, "MOST_SAMPLES", 1)
+
+    async def counts(intervention: str) -> np.ndarray:
+        scope = {"intervention": intervention}
+        question = {"head": HEAD, "statistics": ["value_norm"], "scope": scope}
+        await large.ask("histograms", **question)
+        await until_sample_is_read(large, intervention)
+        return (await large.ask("histograms", **question))["arrays"][0]
+
+    async def both() -> list[np.ndarray]:
+        return [await counts("none"), await counts("zero_key_bias"), await counts("none")]
+
+    first, edited, again = asyncio.run(both())
+    assert first.sum() == edited.sum() == len(IN_SAMPLE)
+    assert first.tolist() == again.tolist() != edited.tolist()
+    (run,) = large("overview")["runs"]
+    assert run["waits_for_sample"] == ["zero_key_bias"]
+    sql = "SELECT count(*) FROM duckdb_tables() WHERE table_name LIKE 'sample_%'"
+    assert large.engine.runs.database.rows(sql) == [(1,)]
+
+
+def test_a_sample_is_as_small_as_the_memory_for_questions(tmp_path: Path) -> None:
+    sizes = {}
+    for memory in ("100MB", "200MB", "100GB"):
+        connection = duckdb.connect(config={"memory_limit": memory})
+        sizes[memory] = sample.rows_in_memory(connection, statistics=24)
+    assert sizes["200MB"] == pytest.approx(2 * sizes["100MB"], rel=1e-3)
+    assert sizes["100MB"] * (24 * 4) < 100e6 / 4
+    assert sizes["100GB"] == sample.SAMPLE_ROWS
+
+
+def test_a_sample_is_read_again_after_damage(large: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("queries.explore.question_engine.FRESH_SECONDS", 0)
+    question = {"head": HEAD, "statistics": ["sink_mass"]}
+
+    async def sampled_counts() -> int:
+        await large.ask("histograms", **question)
+        await until_sample_is_read(large)
+        return int((await large.ask("histograms", **question))["arrays"][0].sum())
+
+    async def before_and_after() -> list[int]:
+        before = await sampled_counts()
+        root = Path(large.engine.path)
+        file = next(root.glob("*/heads/intervention=none/*.parquet"))
+        file.write_bytes(file.read_bytes()[:100])
+        await large.ask("overview")
+        return [before, await sampled_counts()]
+
+    assert asyncio.run(before_and_after()) == [len(IN_SAMPLE), 0]
+
+
+def test_a_file_that_changes_while_the_sample_is_read_leaves_it(large: Asker) -> None:
+    question = {"head": HEAD, "statistics": ["sink_mass"]}
+    may_read = threading.Event()
+
+    async def counts() -> int:
+        await large.engine.look_again(rows=True)
+        large.engine.sample_thread.submit(may_read.wait)
+        await large.ask("histograms", **question)
+        # Compared with its commit already: only reading it shows that it has changed.
+        file = next(Path(large.engine.path).glob("*/heads/intervention=none/*.parquet"))
+        file.write_bytes(file.read_bytes()[:100])
+        may_read.set()
+        await until_sample_is_read(large)
+        return int((await large.ask("histograms", **question))["arrays"][0].sum())
+
+    before = large.engine.runs
+    assert asyncio.run(counts()) == 0
+    assert large.engine.runs is not before

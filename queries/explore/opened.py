@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import count
 from typing import Any, TypeAlias
 
 import duckdb
@@ -10,14 +12,18 @@ import duckdb
 from queries.asking import Record, RunDatabase
 from queries.connection import OPENED, hold_to_commits, make_views
 from queries.explore.axes import Axis, axis_of
+from queries.explore.bins import BinsInMemory
 from queries.explore.page_questions import (
+    BINS_IN_MEMORY,
     Header,
     Heatmap,
     ProfileFacts,
+    Question,
     RunFacts,
     Scope,
     where,
 )
+from queries.explore.sample import MOST_SAMPLES, SAMPLE_ROWS, Sample, rows_in_memory
 from queries.head_curves import AXES
 from queries.run import Run, read_runs
 from queries.sql_text import quoted_name, text_literal
@@ -27,9 +33,6 @@ from schemas.tables import CURVES, HEADS, PROFILES, ROLLUPS
 
 LARGE_RUN_ROWS = 20_000_000
 """Above so many rows of one intervention, brushes and histograms read a sample of sequences."""
-
-SAMPLE_ROWS = 10_000_000
-"""Rows of such a sample, about."""
 
 AXIS_ROWS = 50_000
 """Rows of the first sequences from which the ends of an axis are taken, about."""
@@ -47,6 +50,9 @@ FIRST_STATISTICS = (
 )
 """Statistics that a page shows first, if a run has them. It shows as many of others if not."""
 
+
+SampleKey: TypeAlias = tuple[str, str]
+"""The run and the intervention of a sample."""
 
 Ends: TypeAlias = tuple[float | None, float | None]
 """The smallest and the largest value of an axis. None if no value is defined."""
@@ -70,9 +76,16 @@ class OpenedRuns:
         self._sequence_columns = database.columns("sequences")
         self._run_by_id = {run.directory.run_id: run for run in self._runs}
         self._facts = {record["run_id"]: self._facts_of(record) for record in self._records}
+        self._samples: dict[SampleKey, Sample] = {}
+        """Samples that are in memory, the oldest first."""
+        self._unreadable_samples: set[SampleKey] = set()
+        self._sample_numbers = count(1)
         if any(facts.has_rollups for facts in self._facts.values()):
             # Questions are asked on cursors of the connection, which make no views.
             make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
+        self._bins: BinsInMemory | None = None
+        if any(facts.keeps_sample for facts in self._facts.values()):
+            self._bins = BinsInMemory(database.connection)
         self._has_profiles = any(facts.profiles for facts in self._facts.values())
         self._has_kept_curves = any(facts.kept_curves for facts in self._facts.values())
         if self._has_profiles:
@@ -117,6 +130,36 @@ class OpenedRuns:
             raise QueryError(unknown("run", run_id, self._facts))
         return self._facts[run_id]
 
+    def facts_for(self, question: Question) -> RunFacts:
+        """What a question needs to know of its run, without axes."""
+        facts = self.facts(question.scope.run_id)
+        key = facts.run_id, question.scope.intervention
+        if not question.reads_sample or key in self._unreadable_samples:
+            return replace(facts, keeps_sample=False)
+        sample = self._samples.get(key)
+        return replace(facts, sample=sample.table if sample else None)
+
+    def lacks_sample(self, key: SampleKey) -> bool:
+        """Whether a sample is to be read."""
+        run_id, intervention = key
+        return intervention in self._missing_samples(self.facts(run_id))
+
+    def new_sample(self, key: SampleKey) -> Sample:
+        """A sample that is to be read."""
+        run_id, intervention = key
+        table = f"ledger.sample_{next(self._sample_numbers)}"
+        return Sample(table, self.facts(run_id), Scope(run_id=run_id, intervention=intervention))
+
+    def keep_sample(self, key: SampleKey, sample: Sample) -> list[Sample]:
+        """Answer questions from a sample that was read. Returns those that are not kept longer."""
+        self._samples[key] = sample
+        oldest = list(self._samples)[:-MOST_SAMPLES]
+        return [self._samples.pop(key) for key in oldest]
+
+    def give_up_sample(self, key: SampleKey) -> None:
+        """Answer questions from rows: their sample cannot be read."""
+        self._unreadable_samples.add(key)
+
     def with_axes(
         self, facts: RunFacts, statistics: set[str], cursor: duckdb.DuckDBPyConnection
     ) -> RunFacts:
@@ -126,6 +169,17 @@ class OpenedRuns:
             self._axes |= self._find_axes(facts, missing, cursor)
         axes = {name: self._axes[facts.run_id, name] for name in statistics}
         return replace(facts, axes=axes)
+
+    def hold_bins(
+        self,
+        facts: RunFacts,
+        intervention: str,
+        statistics: Iterable[str],
+        cursor: duckdb.DuckDBPyConnection,
+    ) -> None:
+        """Have the histograms of a large run's roll-ups in memory."""
+        if self._bins is not None and facts.keeps_sample:
+            self._bins.hold(facts.run_id, intervention, statistics, cursor)
 
     def first_question(self) -> Heatmap:
         """The heatmap that a page shows first."""
@@ -150,6 +204,7 @@ class OpenedRuns:
                     "first_statistics": _first_statistics(facts),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
+                    "waits_for_sample": self._missing_samples(facts),
                     "has_curves": bool(facts.profiles or facts.kept_curves),
                 }
             )
@@ -158,6 +213,13 @@ class OpenedRuns:
             "statistics": self._statistics,
             "damage": self.database.damage(),
         }
+
+    def _missing_samples(self, facts: RunFacts) -> list[str]:
+        """The interventions whose sample is not in memory yet."""
+        if not facts.keeps_sample:
+            return []
+        keys = {*self._samples, *self._unreadable_samples}
+        return [name for name in facts.interventions if (facts.run_id, name) not in keys]
 
     def _parts_by_run(self) -> dict[str, list[str]]:
         """The parts of the Pile that each run has sequences of."""
@@ -175,6 +237,11 @@ class OpenedRuns:
         run = self._run_by_id[record["run_id"]]
         profiles = _profiles(run, "profiles")
         kept_curves = _profiles(run, "curves")
+        has_rollups = _has_rollups(run)
+        is_large = rows > LARGE_RUN_ROWS
+        sample_rows = SAMPLE_ROWS
+        if has_rollups and is_large:
+            sample_rows = rows_in_memory(self.database.connection, len(record["statistics"]))
         return RunFacts(
             run_id=record["run_id"],
             layers=record["n_layers"],
@@ -184,8 +251,10 @@ class OpenedRuns:
             chance=frozenset(
                 name for name in record["statistics"] if f"chance_{name}" in self._sequence_columns
             ),
-            every=-(-rows // SAMPLE_ROWS) if rows > LARGE_RUN_ROWS else 1,
-            has_rollups=_has_rollups(run),
+            every=-(-rows // sample_rows) if is_large else 1,
+            has_rollups=has_rollups,
+            # A run that grows has rows without roll-ups: its sample would be old at once.
+            keeps_sample=has_rollups and is_large,
             profiles=profiles,
             kept_curves={
                 name: about for name, about in kept_curves.items() if name not in profiles
@@ -209,6 +278,8 @@ class OpenedRuns:
         self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
     ) -> dict[str, Ends]:
         """Ends from the histograms of all values: rows would mean the footers of all files."""
+        self.hold_bins(facts, facts.interventions[0], statistics, cursor)
+        bins = BINS_IN_MEMORY if facts.keeps_sample else "ledger.head_bins"
         conditions = [
             f"run_id = {text_literal(facts.run_id)}",
             f"intervention = {text_literal(facts.interventions[0])}",
@@ -223,7 +294,7 @@ class OpenedRuns:
                     greatest(low, min(minimum)) AS low,
                     least(high, max(maximum)) AS high,
                     sum(count) AS count
-                FROM ledger.head_bins
+                FROM {bins}
                 {where(conditions)}
                 GROUP BY statistic, bin, low, high
             ),

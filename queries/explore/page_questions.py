@@ -33,6 +33,9 @@ MOST_STATISTICS = 12
 MOST_SEQUENCES = 20
 """Sequences that one question names at most."""
 
+BINS_IN_MEMORY = "ledger.bins_in_memory"
+"""The table of the histograms of roll-ups that were asked for, by head."""
+
 Array: TypeAlias = "np.ndarray[Any, Any]"
 """An array of some shape and type. The answer's header says which."""
 
@@ -68,10 +71,23 @@ class RunFacts:
     """In a large run, brushes and histograms read one of so many sequences."""
     has_rollups: bool = False
     """Whether means come from roll-ups and not from rows."""
+    keeps_sample: bool = False
+    """Whether these sequences are read once, into a table in memory."""
+    sample: str | None = None
+    """That table, for the intervention of a question. None before it is there."""
     profiles: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Profiles by lag, key or query that the run averaged over sequences."""
     kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Those that it kept for every sequence and did not average."""
+
+    @property
+    def waits_for_sample(self) -> bool:
+        """Whether a sample is to come. Until then, roll-ups answer what they can."""
+        return self.keeps_sample and self.sample is None
+
+    def rows(self, *, sampled: bool) -> str:
+        """The table that has the rows of heads."""
+        return self.sample if sampled and self.sample else "heads"
 
     def check_statistic(self, name: str) -> None:
         """Refuse a statistic that the run did not measure."""
@@ -113,17 +129,17 @@ class Scope(_Closed):
     """First and last layer. None is all of them."""
 
     def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
-        """Conditions on rows of `heads`. `sampled` reads only some sequences of a large run."""
-        conditions = self.conditions_on_run
-        if self.layers is not None:
-            first, last = self.layers
-            conditions.append(f"layer BETWEEN {first} AND {last}")
+        """Conditions on `facts.rows`. `sampled` reads only some sequences of a large run."""
+        # A sample in memory is of one run and one intervention.
+        is_in_memory = sampled and facts.sample is not None
+        conditions = [] if is_in_memory else self.conditions_on_run
+        conditions += self.conditions_on_layers
         if self.part is not None:
             # Only a chosen part needs the table of sequences. A join would always read it.
             of_part = [*self.conditions_on_run, f"pile_set_name = {text_literal(self.part)}"]
             conditions.append(f"sequence IN (SELECT sequence FROM sequences{where(of_part)})")
-        if sampled and facts.every > 1:
-            conditions.append(f"sequence % {facts.every} = 0")
+        if sampled and facts.every > 1 and not is_in_memory:
+            conditions.append(sample_condition(facts.every))
         return conditions
 
     def summaries(self, conditions: list[str]) -> str:
@@ -132,6 +148,14 @@ class Scope(_Closed):
         if self.part is None:
             return f"head_summaries{where(conditions)}"
         return f"part_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
+
+    @property
+    def conditions_on_layers(self) -> list[str]:
+        """Conditions on rows that have a layer."""
+        if self.layers is None:
+            return []
+        first, last = self.layers
+        return [f"layer BETWEEN {first} AND {last}"]
 
     @property
     def conditions_on_run(self) -> list[str]:
@@ -188,6 +212,11 @@ class Question(_Closed):
     def binned_statistics(self) -> set[str]:
         """The statistics whose axes the question needs."""
         return set()
+
+    @property
+    def reads_sample(self) -> bool:
+        """Whether the question is about the sample of a large run."""
+        return False
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Whether the question reads `heads`, also of a run with roll-ups."""
@@ -259,8 +288,7 @@ class Heatmap(Question):
 
     def _from_rollups(self) -> str:
         conditions = [f"statistic = {text_literal(self.statistic)}"]
-        if self.scope.layers is not None:
-            conditions.append(f"layer BETWEEN {self.scope.layers[0]} AND {self.scope.layers[1]}")
+        conditions += self.scope.conditions_on_layers
         return f"SELECT layer, head, mean, count FROM {self.scope.summaries(conditions)}"
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
@@ -287,16 +315,34 @@ class Histograms(HeadQuestion):
         """The statistics whose axes the question needs."""
         return {*self.statistics, *(brush.statistic for brush in self.brushes)}
 
+    @property
+    def reads_sample(self) -> bool:
+        """Whether the question is about the sample of a large run."""
+        return True
+
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Not while roll-ups answer."""
+        return not self._is_from_rollups(facts)
+
+    def _is_from_rollups(self, facts: RunFacts) -> bool:
+        # Roll-ups do not know which rows are in a brush.
+        return facts.waits_for_sample and not self.brushes
+
     def statements(self, facts: RunFacts) -> list[Statement]:
         """All statistics in one pass over the rows of the head."""
+        if self._is_from_rollups(facts):
+            return [_rolled_up_bins(self.scope, self.statistics, self.head.conditions)]
         bins = _bins_under_brushes(self.statistics, self.brushes, facts)
         conditions = where(self.conditions(facts, sampled=True))
-        rows = f"SELECT {bins} FROM heads{conditions}"
+        rows = f"SELECT {bins} FROM {facts.rows(sampled=True)}{conditions}"
         return [Statement(_counts_of_bins(rows, len(self.statistics)))]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """A row of counts for each statistic."""
         (table,) = tables
+        if self._is_from_rollups(facts):
+            drawn = [_drawn_from_rollups(table, name, facts) for name in self.statistics]
+            return Answer({"source": "rollups"}, (np.array(drawn),))
         counts = np.zeros((len(self.statistics), DRAWN_BINS), np.uint32)
         for index, rows in enumerate(_of_each_statistic(table, len(self.statistics))):
             counts[index, rows["bin"]] = rows["count"]
@@ -314,19 +360,34 @@ class Background(Question):
         """The statistics whose axes the question needs."""
         return {self.statistic}
 
+    @property
+    def reads_sample(self) -> bool:
+        """Whether the question is about the sample of a large run."""
+        return True
+
+    def reads_rows(self, facts: RunFacts) -> bool:
+        """Not while roll-ups answer."""
+        return not facts.waits_for_sample
+
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One count a bin."""
+        if facts.waits_for_sample:
+            return [_rolled_up_bins(self.scope, [self.statistic], self.scope.conditions_on_layers)]
         bin_sql = facts.axes[self.statistic].bin_sql(self.statistic, DRAWN_BINS)
         conditions = where(self.scope.conditions(facts, sampled=True))
         return [
             Statement(
-                f"SELECT {bin_sql} AS bin, count(*) AS count FROM heads{conditions} GROUP BY bin"
+                f"SELECT {bin_sql} AS bin, count(*) AS count "
+                f"FROM {facts.rows(sampled=True)}{conditions} GROUP BY bin"
             )
         ]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """A row of counts, and how many values are undefined."""
         (table,) = tables
+        if facts.waits_for_sample:
+            drawn = _drawn_from_rollups(table, self.statistic, facts)
+            return Answer({"source": "rollups"}, (drawn,))
         defined = table.filter(table["bin"].is_valid())
         counts = np.zeros(DRAWN_BINS, np.uint32)
         counts[column(defined, "bin").astype(int)] = column(defined, "count")
@@ -369,6 +430,11 @@ class Cube(HeadQuestion):
         """The statistics whose axes the question needs."""
         return {self.active, *self.statistics, *(brush.statistic for brush in self.brushes)}
 
+    @property
+    def reads_sample(self) -> bool:
+        """Whether the question is about the sample of a large run."""
+        return True
+
     @cached_property
     def _other_brushes(self) -> tuple[Brush, ...]:
         return tuple(brush for brush in self.brushes if brush.statistic != self.active)
@@ -378,7 +444,8 @@ class Cube(HeadQuestion):
         active = facts.axes[self.active].bin_sql(self.active)
         bins = _bins_under_brushes(self.statistics, self._other_brushes, facts)
         of_head = self.conditions(facts, sampled=True)
-        rows = f"SELECT {active} AS active, {bins} FROM heads{where(of_head)}"
+        table = facts.rows(sampled=True)
+        rows = f"SELECT {active} AS active, {bins} FROM {table}{where(of_head)}"
         histograms = Statement(_counts_of_bins(rows, len(self.statistics), by_active=True))
         in_brushes = [brush.condition(facts) for brush in self._other_brushes]
         of_scope = self.scope.conditions(facts, sampled=True)
@@ -386,15 +453,16 @@ class Cube(HeadQuestion):
         sums = f"layer, head, sum({value}::DOUBLE) AS sum, count({value}) AS count"
         if self.meaning == "rows":
             heatmap = Statement(
-                f"SELECT {active} AS active, {sums} FROM heads{where(of_scope + in_brushes)} "
+                f"SELECT {active} AS active, {sums} FROM {table}{where(of_scope + in_brushes)} "
                 "GROUP BY ALL"
             )
         else:
             # As a subquery instead of a table, the same join may take ten times as long.
-            picked = f"SELECT sequence, {active} AS active FROM heads{where(of_head + in_brushes)}"
+            conditions = where(of_head + in_brushes)
+            picked = f"SELECT sequence, {active} AS active FROM {table}{conditions}"
             heatmap = Statement(
-                f"SELECT active, {sums} FROM heads JOIN picked USING (sequence){where(of_scope)} "
-                "GROUP BY ALL",
+                f"SELECT active, {sums} FROM {table} JOIN picked USING (sequence)"
+                f"{where(of_scope)} GROUP BY ALL",
                 {"picked": picked},
             )
         return [histograms, heatmap]
@@ -662,6 +730,11 @@ def where(conditions: Sequence[str]) -> str:
     return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
 
+def sample_condition(every: int) -> str:
+    """The condition on the sequences of a sample."""
+    return f"sequence % {every} = 0"
+
+
 def column(table: pa.Table, name: str) -> Array:
     """The values of a column as numpy has them."""
     return table[name].to_numpy()
@@ -700,6 +773,40 @@ def _counts_of_bins(rows: str, statistics: int, *, by_active: bool = False) -> s
         f"SELECT {before}{all_names}, GROUPING_ID({all_names}) AS others, count(*) AS count "
         f"FROM ({rows}){defined} GROUP BY GROUPING SETS ({sets})"
     )
+
+
+def _rolled_up_bins(scope: Scope, statistics: Sequence[str], conditions: list[str]) -> Statement:
+    """The bins of roll-ups with how many values they hold, in the order of the values."""
+    names = ", ".join(map(text_literal, statistics))
+    conditions = [*scope.conditions_on_run, *conditions, f"statistic IN ({names})"]
+    bins = BINS_IN_MEMORY
+    if scope.part is not None:
+        bins = "ledger.part_bins"
+        conditions.append(f"pile_set_name = {text_literal(scope.part)}")
+    return Statement(
+        # The outermost bins of an open axis have no end, but their values do.
+        "SELECT statistic, greatest(low, min(minimum)) AS low, least(high, max(maximum)) AS high, "
+        f"sum(count)::BIGINT AS count FROM {bins}{where(conditions)} "
+        "GROUP BY statistic, bin, low, high ORDER BY statistic, bin"
+    )
+
+
+def _drawn_from_rollups(table: pa.Table, statistic: str, facts: RunFacts) -> Array:
+    """Counts by drawn bin, as if the values of a roll-up's bin were spread evenly over it."""
+    is_of_statistic = pa.array([name == statistic for name in table["statistic"].to_pylist()])
+    bins = table.filter(is_of_statistic)
+    if not len(bins):
+        return np.zeros(DRAWN_BINS, np.uint32)
+    # How many values lie below a place: known at the ends of the bins, straight lines between.
+    up_to = np.cumsum(column(bins, "count"))
+    places = np.stack([column(bins, "low"), column(bins, "high")], axis=1).ravel()
+    below = np.stack([np.append(0, up_to[:-1]), up_to], axis=1).ravel()
+    axis = facts.axes[statistic]
+    edges = np.linspace(axis.low, axis.high, DRAWN_BINS + 1)
+    below_edges = np.rint(np.interp(edges, places, below))
+    # The bins at the ends have no outer end.
+    below_edges[[0, -1]] = 0, up_to[-1]
+    return np.diff(below_edges).astype(np.uint32)
 
 
 def _of_each_statistic(table: pa.Table, statistics: int) -> list[dict[str, Array]]:

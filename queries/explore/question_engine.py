@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import duckdb
@@ -22,8 +23,9 @@ from queries.asking import open_runs
 from queries.connection import MEMORY
 from queries.explore.cache import AnswerCache
 from queries.explore.interruptible import Interruptible
-from queries.explore.opened import OpenedRuns
+from queries.explore.opened import OpenedRuns, SampleKey
 from queries.explore.page_questions import Answer, Header, PageQuestion, Question, RunFacts, Texts
+from queries.explore.sample import MOST_SAMPLES
 from queries.run_models import OpenModel, RunModels
 from schemas.errors import HeadcountError, QueryError
 
@@ -32,6 +34,9 @@ DEADLINE = 20.0
 
 FRESH_SECONDS = 2.0
 """A page that asks for the runs within this time gets them as they were looked at last."""
+
+YIELDING_SECONDS = 2.0
+"""Time that the reading of a sample waits for questions of the page before it goes on."""
 
 INTERRUPT_SECONDS = 0.02
 """Time between two interrupts. One that comes before a statement has begun is lost."""
@@ -98,11 +103,15 @@ class Engine:
         self.sql_threads = ThreadPoolExecutor(THREADS, "sql")
         # A tokenizer is opened once, and by one thread.
         self.text_thread = ThreadPoolExecutor(1, "text")
+        self.sample_thread = ThreadPoolExecutor(1, "sample")
         self.interrupted = 0
         """Questions that were stopped: too long, or nobody waited for them any more."""
         self._running: dict[Future[Any], Interruptible] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
+        self._wanted_samples: list[SampleKey] = []
+        """Samples that are to be read, the one that was asked for last at the end."""
+        self._sampling: asyncio.Task[None] | None = None
         self.runs = self._open()
         self._looked = time.monotonic()
 
@@ -120,7 +129,10 @@ class Engine:
             return _packed_of(self.runs, Answer(self.runs.overview()))
         if isinstance(question, Sql):
             return await self._ask_sql(question.text)
-        key = f"{self.runs.revision} {question.model_dump_json()}"
+        facts = self.runs.facts_for(question)
+        if facts.waits_for_sample:
+            self._want_sample((facts.run_id, question.scope.intervention))
+        key = f"{self.runs.revision} {facts.sample} {question.model_dump_json()}"
         return await self.cache.get(key, lambda: self._answer(question))
 
     async def prepare(self) -> None:
@@ -130,9 +142,12 @@ class Engine:
             await self.look_again()
             question = self.runs.first_question()
             await self.ask(question.model_dump_json().encode())
-            # A first click needs whole rows, and the axes of the histograms that are shown first.
-            await self.look_again(rows=True)
+            # A first click needs the axes of the histograms that are shown first, and whole rows.
             await self._find_first_axes()
+            await self.look_again(rows=True)
+            facts = self.runs.facts(question.scope.run_id)
+            if facts.keeps_sample:
+                self._want_sample((facts.run_id, question.scope.intervention))
 
     async def look_again(self, rows: bool = False) -> None:
         """Open the runs anew if something was committed, or damaged, since they were opened.
@@ -155,9 +170,76 @@ class Engine:
         with contextlib.suppress(duckdb.Error):
             await self._in_thread(self.threads, runs, find)
 
+    def _want_sample(self, key: SampleKey) -> None:
+        """Read a sample soon, before others that were wanted earlier."""
+        others = [other for other in self._wanted_samples if other != key]
+        # Who looks through many interventions waits for the last ones alone.
+        self._wanted_samples = [*others, key][-MOST_SAMPLES:]
+        if self._sampling is None or self._sampling.done():
+            self._sampling = asyncio.create_task(self._read_samples())
+
+    async def _read_samples(self) -> None:
+        """Read the samples that are wanted, one after the other."""
+        while self._wanted_samples:
+            key = self._wanted_samples[-1]
+            runs = self.runs
+            try:
+                # What was compared with its commits once is not read again.
+                await self.look_again(rows=True)
+                await self._read_sample(runs, key)
+            except (HeadcountError, duckdb.Error):
+                # A file may have gone or changed under the page. Whole ones are still read.
+                with contextlib.suppress(HeadcountError):
+                    await self.look_again()
+                # Otherwise questions read rows, and say what is wrong with them.
+                if self.runs is runs:
+                    runs.give_up_sample(key)
+            if self.runs is runs:
+                self._wanted_samples = [other for other in self._wanted_samples if other != key]
+
+    async def _read_sample(self, runs: OpenedRuns, key: SampleKey) -> None:
+        """Read a sample into memory, unless it is there. It is left if the runs change."""
+        if self.runs is not runs or not runs.lacks_sample(key):
+            return
+        sample = runs.new_sample(key)
+        try:
+            await self._execute(runs, sample.create)
+            for part in sample.parts():
+                await self._wait_for_page()
+                if self.runs is not runs:
+                    return
+                await self._execute(runs, part)
+        except duckdb.Error:
+            await self._execute(runs, sample.drop)
+            raise
+        for oldest in runs.keep_sample(key, sample):
+            await self._execute(runs, oldest.drop)
+
+    async def _wait_for_page(self) -> None:
+        """Let questions that wait for an answer go first."""
+        give_up = time.monotonic() + YIELDING_SECONDS
+        while self._running and time.monotonic() < give_up:
+            await asyncio.sleep(INTERRUPT_SECONDS)
+
+    async def _execute(self, runs: OpenedRuns, sql: str) -> None:
+        """Run a statement of a sample, however long it takes."""
+
+        def work(connection: Interruptible) -> None:
+            connection.cursor().execute(sql)
+
+        await self._in_thread(self.sample_thread, runs, work, has_deadline=False)
+
+    async def stop_reading(self) -> None:
+        """Read no more samples."""
+        self._wanted_samples.clear()
+        if self._sampling is not None:
+            self._sampling.cancel()
+            # Until it has told its thread to stop.
+            await asyncio.wait([self._sampling])
+
     def close(self) -> None:
         """Take no more questions, and stop those that are being answered."""
-        for threads in (self.threads, self.sql_threads, self.text_thread):
+        for threads in (self.threads, self.sql_threads, self.text_thread, self.sample_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         give_up = time.monotonic() + CLOSING_SECONDS
         while self._running and time.monotonic() < give_up:
@@ -180,7 +262,7 @@ class Engine:
         return runs
 
     async def _answer(self, question: Question) -> bytes:
-        facts = self.runs.facts(question.scope.run_id)
+        facts = self.runs.facts_for(question)
         if question.reads_rows(facts) and not self.runs.has_verified_rows:
             await self.look_again(rows=True)
         runs = self.runs
@@ -191,7 +273,8 @@ class Engine:
                 raise query_error(error) from None
             # A file may have gone or changed under the page. Whole ones are still read.
             await self.look_again()
-            if self.runs is runs:
+            # Or a sample has made room for another.
+            if self.runs is runs and not isinstance(error, duckdb.CatalogException):
                 raise query_error(error) from None
             runs = self.runs
             header, answer = await self._compute(runs, question)
@@ -204,16 +287,24 @@ class Engine:
 
         def work(connection: Interruptible) -> tuple[Header, Answer]:
             cursor = connection.cursor()
-            facts = runs.facts(question.scope.run_id)
+            facts = runs.facts_for(question)
             question.check(facts)
             facts = runs.with_axes(facts, question.binned_statistics, cursor)
+            if facts.waits_for_sample:
+                intervention = question.scope.intervention
+                runs.hold_bins(facts, intervention, question.binned_statistics, cursor)
             tables = _tables(cursor, question, facts)
             return _header(question, facts), question.answer(facts, tables)
 
         return await self._in_thread(self.threads, runs, work)
 
     async def _in_thread(
-        self, threads: ThreadPoolExecutor, runs: OpenedRuns, work: Callable[[Interruptible], T]
+        self,
+        threads: ThreadPoolExecutor,
+        runs: OpenedRuns,
+        work: Callable[[Interruptible], T],
+        *,
+        has_deadline: bool = True,
     ) -> T:
         """Do some work on a thread, until the deadline or until nobody waits for it."""
         connection = Interruptible(runs.database.connection)
@@ -224,7 +315,8 @@ class Engine:
         result.add_done_callback(_take_error)
         try:
             # Shielded: to cancel what waits for a thread would not stop the thread.
-            return await asyncio.wait_for(asyncio.shield(result), self.deadline)
+            deadline = self.deadline if has_deadline else None
+            return await asyncio.wait_for(asyncio.shield(result), deadline)
         except TimeoutError:
             self._stop(job)
             raise QueryError(
@@ -324,7 +416,8 @@ def _tables(
 
 def _header(question: Question, facts: RunFacts) -> Header:
     """What every answer says: the axes it uses, its SQL, and whether it is of a sample."""
-    statements = question.statements(facts)
+    # The user reads the same rows from the files: a table in memory is not theirs.
+    statements = question.statements(replace(facts, keeps_sample=False, sample=None))
     axes = {name: [axis.low, axis.high] for name, axis in facts.axes.items()}
     sql = [statement.sql for statement in statements if not statement.temporary_tables]
     return {"axes": axes, "sql": sql, "every": facts.every}

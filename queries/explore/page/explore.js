@@ -23,6 +23,7 @@ let map = null; // The drawn heatmap, its means and its colours.
 let histograms = new Map();
 let cube = null; // The cube of one brush: its key, its promise, and the cube once it is there.
 let card = null;
+let isCoarse = false; // Whether histograms come from roll-ups, until a sample is in memory.
 const means = new Map(); // Means of all heads by scope and statistic, for percentiles.
 const sql = { heat: "", hist: "", extremes: "", curves: "" };
 
@@ -162,6 +163,13 @@ async function showHeatmap() {
 }
 
 const sampled = (every) => (every > 1 ? `A large run: 1 of ${every} sequences is read.` : "");
+const waitsForSample = () => run.waits_for_sample.includes(chosen.intervention);
+
+function sayBrushNote(every) {
+  const hint = "Drag over a histogram, or move its two handles with the arrow keys.";
+  const waiting = `Coarse histograms of all rows, from roll-ups. Brushes wait until 1 of ${every} sequences is in memory.`;
+  by("brush-note").textContent = isCoarse ? waiting : [hint, sampled(every)].filter(Boolean).join(" ");
+}
 
 // The page begins with a head, so that no panel is empty.
 function chooseStrongest(values) {
@@ -173,7 +181,7 @@ function chooseStrongest(values) {
 
 function says(row, col) {
   const value = map.shown[row * run.n_heads + col];
-  return `${label([row, col])}: ${chosen.statistic} ${number(value)}${chosen.brushes.size ? " under the brush" : ""}`;
+  return `${label([row, col])}: ${chosen.statistic} ${number(value)}${chosen.brushes.size && !isCoarse ? " under the brush" : ""}`;
 }
 
 // Other colours for the same cells, which is faster than another drawing.
@@ -231,7 +239,7 @@ async function showBackgrounds() {
 
 // The cube of a brush is asked for when a pointer or the focus comes near: moves then ask nothing.
 function warm(name) {
-  if (!chosen.head) return null;
+  if (!chosen.head || isCoarse) return null;
   const others = brushList().filter((brush) => brush.statistic !== name);
   const statistics = chosen.shown.filter((one) => one !== name);
   if (!statistics.length) statistics.push(name);
@@ -245,7 +253,6 @@ function warm(name) {
     asked.done = tryToAsk(question, asked.abort.signal).then((answer) => {
       if (answer) asked.whole = new Cube(answer, statistics, run.n_layers * run.n_heads);
       else if (cube === asked) cube = null;
-      if (answer) by("brush-note").textContent = ["Drag over a histogram, or move its two handles with the arrow keys.", sampled(answer.every)].join(" ");
       return asked.whole;
     });
     cube = asked;
@@ -322,17 +329,20 @@ async function showHead() {
   const began = performance.now();
   by("head-name").textContent = `Head ${label(chosen.head)}`;
   const statistics = chosen.shown;
-  const plain = tryToAsk({ kind: "histograms", scope: scope(), head: head(), statistics });
-  const under = chosen.brushes.size ? tryToAsk({ kind: "histograms", scope: scope(), head: head(), statistics, brushes: brushList() }) : null;
-  const answer = await plain;
+  const question = { kind: "histograms", scope: scope(), head: head(), statistics };
+  const answer = await tryToAsk(question);
   if (!answer || turn !== turns.head) return;
   sql.hist = answer.sql.join("\n");
+  isCoarse = answer.source === "rollups";
+  sayBrushNote(answer.every);
   statistics.forEach((name, i) => {
     const histogram = histograms.get(name);
     histogram.setAxis(answer.axes[name]);
     histogram.drawBefore(bins(answer, i));
   });
   performance.measure("head", { start: began });
+  // Counts of a sample are not drawn over counts of all rows.
+  const under = chosen.brushes.size && !isCoarse ? tryToAsk({ ...question, brushes: brushList() }) : null;
   showExtremes();
   showCard(turn);
   if (run.parts.length) showParts(turn);
@@ -490,13 +500,18 @@ async function lookAgain() {
   const isNew = answer.revision !== overview?.revision;
   overview = answer;
   fillMenus();
-  if (!isNew) return;
-  means.clear();
-  await showEverything();
+  if (isNew) {
+    means.clear();
+    await showEverything();
+  } else if (isCoarse && !waitsForSample()) {
+    await showHead();
+    await showBackgrounds();
+  }
 }
 
 function pollLater() {
-  const pause = run && !run.complete ? LIVE_MILLISECONDS : FINISHED_MILLISECONDS;
+  const isChanging = run && (!run.complete || isCoarse);
+  const pause = isChanging ? LIVE_MILLISECONDS : FINISHED_MILLISECONDS;
   setTimeout(async () => {
     if (!document.hidden && !isDragging() && !isWaiting()) await lookAgain();
     pollLater();
