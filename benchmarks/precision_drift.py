@@ -98,13 +98,16 @@ class Case:
 # The models
 
 
-def gpt2_small_sharp(path: Path, largest: float = 16.0) -> Path:
+def gpt2_small_sharp(path: Path, largest: float = 16.0, n_layers: int = 12) -> Path:
     """GPT-2 small's shape with random weights whose pre-softmax scores have GPT-2's size.
+
+    It has the tokens and the tokenizer of gpt2-mini.
 
     Head h of each layer draws W_Q and W_K so that S has the standard deviation `largest^(h/11)`: 1
     to 16, with single scores beyond ±100.
     """
-    config = GPT2Config()
+    tokenizer_model = find_model("bundled:gpt2-mini")
+    config = GPT2Config(vocab_size=describe(tokenizer_model).d_vocab, n_layer=n_layers)
     d_model, n_heads = config.n_embd, config.n_head
     torch.manual_seed(0)
     model: Any = GPT2LMHeadModel(config)
@@ -119,7 +122,7 @@ def gpt2_small_sharp(path: Path, largest: float = 16.0) -> Path:
             query_key.copy_(torch.randn_like(query_key) * weight_std.repeat(2))
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_bytes((find_model("bundled:gpt2-mini") / name).read_bytes())
+        (path / name).write_bytes((tokenizer_model / name).read_bytes())
     return path
 
 
