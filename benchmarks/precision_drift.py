@@ -99,15 +99,19 @@ class Case:
 
 
 def gpt2_small_sharp(path: Path, largest: float = 16.0, n_layers: int = 12) -> Path:
-    """GPT-2 small's shape with random weights whose pre-softmax scores have GPT-2's size.
-
-    It has the tokens and the tokenizer of gpt2-mini.
+    """GPT-2 small's shape with random weights whose pre-softmax scores have GPT-2's size,
+    and gpt2-mini's tokens.
 
     Head h of each layer draws W_Q and W_K so that S has the standard deviation `largest^(h/11)`: 1
     to 16, with single scores beyond ±100.
     """
-    tokenizer_model = find_model("bundled:gpt2-mini")
-    config = GPT2Config(vocab_size=describe(tokenizer_model).d_vocab, n_layer=n_layers)
+    token_info = describe(find_model("bundled:gpt2-mini"))
+    config = GPT2Config(
+        vocab_size=token_info.d_vocab,
+        bos_token_id=token_info.bos_token_id,
+        eos_token_id=token_info.eos_token_id,
+        n_layer=n_layers,
+    )
     d_model, n_heads = config.n_embd, config.n_head
     torch.manual_seed(0)
     model: Any = GPT2LMHeadModel(config)
@@ -122,7 +126,7 @@ def gpt2_small_sharp(path: Path, largest: float = 16.0, n_layers: int = 12) -> P
             query_key.copy_(torch.randn_like(query_key) * weight_std.repeat(2))
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_bytes((tokenizer_model / name).read_bytes())
+        (path / name).write_bytes((Path(token_info.path) / name).read_bytes())
     return path
 
 
