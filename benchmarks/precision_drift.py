@@ -88,6 +88,8 @@ class Case:
     n_ctx: int
     drift: Mapping[str, DriftByStatistic]
     """By precision."""
+    commit: str = ""
+    """The commit at which it was measured."""
 
     @property
     def title(self) -> str:
@@ -212,7 +214,12 @@ def measure_case(fields: dict[str, Any], sequences: int, precisions: Sequence[st
             name: drift_of(name, measured[name], values) for name, values in exact.items()
         }
     return Case(
-        model_name(fields), fields["input"]["family"], len(shard.tokens), fields["n_ctx"], drift
+        model_name(fields),
+        fields["input"]["family"],
+        len(shard.tokens),
+        fields["n_ctx"],
+        drift,
+        machine()["commit"],
     )
 
 
@@ -287,8 +294,14 @@ def read_cases() -> tuple[Json, list[Case]]:
 def write(cases: Sequence[Case]) -> None:
     """Write the figures, what they were measured on, and the page."""
     sizes = [
-        {"model": c.model, "input": c.input, "sequences": c.sequences, "n_ctx": c.n_ctx}
-        for c in cases
+        {
+            "model": case.model,
+            "input": case.input,
+            "sequences": case.sequences,
+            "n_ctx": case.n_ctx,
+            "commit": case.commit,
+        }
+        for case in cases
     ]
     record = {"machine": machine(), "cases": sizes}
     MEASURED_ON.parent.mkdir(exist_ok=True)
@@ -315,7 +328,7 @@ def page(record: Json, cases: Sequence[Case]) -> str:
         *(case.title for case in cases),
         "acceptable",
     ]
-    sizes = [f"{case.title}: {case.sequences} sequences of {case.n_ctx} tokens" for case in cases]
+    sizes = [_size(case, record["machine"]["commit"]) for case in cases]
     sections = [
         "# Precision",
         _paragraph(
@@ -408,6 +421,12 @@ def _list(items: Sequence[str]) -> str:
     return "\n".join(_paragraph(f"* {item}", "  ") for item in items)
 
 
+def _size(case: Case, commit: str) -> str:
+    """How much of a case was measured, and at which commit if it is another than the page's."""
+    size = f"{case.title}: {case.sequences} sequences of {case.n_ctx} tokens"
+    return size if case.commit == commit else f"{size}, at commit {case.commit}"
+
+
 def _verdict_row(precision: str, cases: Sequence[Case]) -> list[str]:
     """A precision's row: its formats, what drifts most in each case, and the verdict."""
     formats = PRECISIONS[precision]
@@ -456,14 +475,17 @@ def main() -> None:
     prepare_process()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=200)
+    all_precisions = [name for name in PRECISIONS if name != "float64"]
     parser.add_argument(
-        "--precisions", nargs="*", default=[name for name in PRECISIONS if name != "float64"]
+        "--precisions", nargs="*", default=all_precisions, help="write nothing if some are left out"
     )
     parser.add_argument(
-        "--only", default="", help="measure only models whose name begins so, and write nothing"
+        "--only", default="", help="measure only models whose name begins so; others stay"
     )
     options = parser.parse_args()
-    cases: list[Case] = []
+    cases: dict[tuple[str, str], Case] = {}
+    if options.only:
+        cases = {(case.model, case.input): case for case in read_cases()[1]}
     with tempfile.TemporaryDirectory() as directory:
         sharp = gpt2_small_sharp(Path(directory) / SHARP)
         sinks = granite_swa_sharp(Path(directory) / SINKS)
@@ -471,11 +493,11 @@ def main() -> None:
             if not model_name(fields).startswith(options.only):
                 continue
             case = measure_case(fields, options.sequences, options.precisions)
-            cases.append(case)
+            cases[case.model, case.input] = case
             for precision, drift in case.drift.items():
                 print(f"{case.title}: {precision}: {_largest_drift(drift)}", flush=True)
-    if not options.only:
-        write(cases)
+    if set(options.precisions) == set(all_precisions):
+        write(list(cases.values()))
 
 
 if __name__ == "__main__":
