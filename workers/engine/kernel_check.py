@@ -162,7 +162,10 @@ def proven_sweep(model: Model, n_ctx: int, precision: str, device: str) -> Sweep
     torch_device = torch.device(device)
     if factors == "float64" or not sweep_kernel.available(torch_device):
         return None
-    for shape, facts in layers_of(model, n_ctx):
+    layers = layers_of(model, n_ctx)
+    if not layers:  # The fused engine cannot run this model, so nothing can be proved.
+        return None
+    for shape, facts in layers:
         comparison = compare(sweep_kernel.sweep, shape, factors, torch_device, facts)
         if not comparison.agrees:
             log.warning(
