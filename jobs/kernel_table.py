@@ -11,7 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from workers.engine import sweep_kernel
-from workers.engine.kernel_check import ALLOWED, Comparison, Shape, compare, every_shape
+from workers.engine.kernel_check import (
+    ALLOWED,
+    Comparison,
+    FactNames,
+    Shape,
+    compare,
+    every_layer,
+)
 from workers.engine.sweep_kernel import Sweep
 
 
@@ -31,12 +38,12 @@ def kernel_obstacle() -> str:
 def compare_kernel(
     device: str = "cuda",
     sweep: Sweep = sweep_kernel.sweep,
-    shapes: Sequence[Shape] | None = None,
+    layers: Sequence[tuple[Shape, FactNames]] | None = None,
 ) -> Iterator[Comparison]:
-    """Compare the GPU's kernel with the tiles in every shape and format of factors."""
-    for shape in every_shape() if shapes is None else shapes:
+    """Compare the GPU's kernel with the tiles with every shape, fact and format of factors."""
+    for shape, facts in every_layer() if layers is None else layers:
         for factors in ALLOWED:
-            yield compare(sweep, shape, factors, torch.device(device))
+            yield compare(sweep, shape, factors, torch.device(device), facts)
 
 
 def comparison_line(comparison: Comparison) -> str:
@@ -46,7 +53,7 @@ def comparison_line(comparison: Comparison) -> str:
     difference = "" if comparison.error else f"{comparison.difference:.1e}"
     verdict = "ok" if comparison.agrees else f"FAIL {comparison.error}".rstrip()
     return COMPARISON_ROW.format(
-        str(comparison.shape),
+        comparison.layer,
         comparison.factors,
         compiled,
         difference,
@@ -55,7 +62,7 @@ def comparison_line(comparison: Comparison) -> str:
     )
 
 
-COMPARISON_ROW = "{:<38} {:<9} {:<9} {:<11} {:<8} {}"
+COMPARISON_ROW = "{:<62} {:<9} {:<9} {:<11} {:<8} {}"
 COMPARISON_HEAD = COMPARISON_ROW.format(
-    "shape", "precision", "compiled", "difference", "allowed", "verdict"
+    "layer", "precision", "compiled", "difference", "allowed", "verdict"
 )

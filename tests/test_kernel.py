@@ -23,8 +23,9 @@ from torch import Tensor
 from schemas.errors import ModelError
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
+from tests.reference.attention_answers import defined_answers
 from workers.engine import sweep_kernel as kernel
-from workers.engine.kernel_check import ALLOWED, Shape, compare
+from workers.engine.kernel_check import ALLOWED, DRAWN_FACTS, Shape, compare
 from workers.engine.sweep_kernel import PairLabels, Swept, available, sweep
 from workers.model.attention_facts import AttentionFacts
 from workers.model.model_info import describe
@@ -41,51 +42,6 @@ UNSCALED = AttentionFacts(1.0)
 
 def of_scale(facts: AttentionFacts | float) -> AttentionFacts:
     return AttentionFacts(facts) if isinstance(facts, int | float) else facts
-
-
-def defined_answers(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    facts: AttentionFacts | float,
-    labels: Sequence[PairLabels],
-) -> dict[str, Tensor]:
-    """Every answer from its definition, in float64."""
-    facts = of_scale(facts)
-    n_ctx, group = q.shape[2], q.shape[1] // k.shape[1]
-    q, k, v = (
-        q.double(),
-        k.double().repeat_interleave(group, 1),
-        v.double().repeat_interleave(group, 1),
-    )
-    position = torch.arange(n_ctx, device=q.device)
-    behind = position[:, None] - position
-    scores = facts.scale * q @ k.mT
-    if facts.soft_cap is not None:
-        scores = facts.soft_cap * (scores / facts.soft_cap).tanh()
-    if facts.slopes is not None:
-        scores = scores - facts.slopes.double()[:, None, None] * behind
-    window = n_ctx if facts.window is None else facts.window
-    scores = torch.where((behind >= 0) & (behind < window), scores, -torch.inf)
-    row = scores
-    if facts.sink is not None:
-        sink = facts.sink.double()[:, None, None].expand(len(q), -1, n_ctx, 1)
-        row = torch.cat([scores, sink], -1)
-    pattern = row.softmax(-1)[..., :n_ctx]
-    answers = {
-        "z": pattern @ v,
-        "lse": row.logsumexp(-1),
-        "distance": (pattern * behind).sum(-1),
-        "entropy": -torch.xlogy(pattern, pattern).sum(-1),
-    }
-    for i, (query_label, key_label, lag) in enumerate(labels):
-        member = (
-            (query_label[:, :, None] == key_label[:, None, :])
-            & (key_label >= 0)[:, None]
-            & (behind >= lag)
-        )
-        answers[f"mass {i}"] = (pattern * member[:, None]).sum(-1)
-    return answers
 
 
 def answers_of(swept: Swept) -> dict[str, Tensor]:
@@ -107,7 +63,7 @@ def check(
     atol for some answers.
     """
     swept = sweep(q, k, v, of_scale(facts), labels, entropy=True, number_format="float32")
-    answers, definitions = answers_of(swept), defined_answers(q, k, v, facts, labels)
+    answers, definitions = answers_of(swept), defined_answers(q, k, v, of_scale(facts), labels)
     assert list(answers) == list(definitions)
     for name, answer in answers.items():
         assert answer.dtype == torch.float32
@@ -362,7 +318,7 @@ class TestSweep:
         k, v = k * outliers, v * outliers
         q = q / outliers
         swept = sweep(q, k, v, of_scale(0.125), [], entropy=True, number_format="float32")
-        exact = defined_answers(q, k, v, 0.125, [])
+        exact = defined_answers(q, k, v, of_scale(0.125), [])
         in_float32 = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=0.125
         )
@@ -403,7 +359,7 @@ class TestSweep:
             entropy=True,
             number_format="float32",
         ).distance
-        definitions = defined_answers(torch.ones_like(k), k, k, math.log(2), [])["distance"]
+        definitions = defined_answers(torch.ones_like(k), k, k, facts, [])["distance"]
         assert 0 < definitions[0, 0, 1:].max() < 2e-5
         torch.testing.assert_close(distance.double(), definitions, rtol=2e-6, atol=0)
 
@@ -426,7 +382,7 @@ class TestSweep:
 
     def test_one_tf32_product_is_near(self) -> None:
         q, k, v = random_qkv(1, 2, 2, 97, 64)
-        definitions = defined_answers(q, k, v, 0.125, [])
+        definitions = defined_answers(q, k, v, of_scale(0.125), [])
         for name, answer in answers_of(
             sweep(q, k, v, AttentionFacts(0.125), [], entropy=True, number_format="tf32")
         ).items():
@@ -526,6 +482,31 @@ def test_all_of_the_above_in_the_interpreter() -> None:
         text=True,
     )
     assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="TestSweep has run in this process")
+def test_every_fact_once_in_the_interpreter() -> None:
+    code = """if True:
+        import torch
+        from workers.engine.kernel_check import DRAWN_FACTS, SINK, WINDOW, Shape, compare
+        from workers.engine.sweep_kernel import sweep
+        # Two tiles of queries, of which the second sees no key of the first tile of keys.
+        shape = Shape(3, 1, 70, 8, d_v=5)
+        for facts in DRAWN_FACTS:
+            factors = "float16" if facts == {WINDOW, SINK} else "float32"
+            comparison = compare(sweep, shape, factors, torch.device("cpu"), facts)
+            print(comparison.agrees, sorted(facts), comparison.difference, comparison.error)
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    lines = process.stdout.splitlines()
+    assert len(lines) == len(DRAWN_FACTS), process.stderr
+    assert all(line.startswith("True ") for line in lines), process.stdout
 
 
 def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = False) -> Any:

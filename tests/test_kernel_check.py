@@ -5,10 +5,10 @@ Kernels are functions here; `test_kernel.py` has the real one, in Triton's inter
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,27 @@ from headcount import app
 from jobs.kernel_table import COMPARISON_HEAD, compare_kernel, comparison_line
 from schemas.statistics import STATISTICS
 from tests import toy_models as toy
+from tests.reference.attention_answers import defined_answers
 from workers.engine import sweep_kernel
-from workers.engine.kernel_check import ALLOWED, D_HEADS, Shape, compare, every_shape, proven_sweep
+from workers.engine.kernel_check import (
+    ALLOWED,
+    D_HEADS,
+    DRAWN_FACTS,
+    EVERY_FACT,
+    SINK,
+    SLOPES,
+    SOFT_CAP,
+    WINDOW,
+    FactNames,
+    Shape,
+    compare,
+    every_layer,
+    in_words,
+    layers_of,
+    proven_sweep,
+)
 from workers.engine.sweep_kernel import PairLabels, Sweep, Swept
 from workers.model.attention_facts import AttentionFacts
-from workers.model.model_info import ModelInfo
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 37, 24)
@@ -43,23 +59,15 @@ def by_definition(
     number_format: str,
 ) -> Swept:
     """What a kernel should answer, from the whole matrix."""
-    groups, n_ctx = q.shape[1] // k.shape[1], q.shape[2]
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    position = torch.arange(n_ctx)
-    behind = position[:, None] - position
-    logits = torch.where(behind >= 0, facts.scale * q @ k.mT, -torch.inf)
-    pattern = logits.softmax(-1)
-    masses = [
-        pattern * ((query[:, :, None] == key[:, None]) & (behind >= lag))[:, None]
-        for query, key, lag in labels
-    ]
+    answers = {
+        name: answer.float() for name, answer in defined_answers(q, k, v, facts, labels).items()
+    }
     return Swept(
-        (pattern @ v).float(),
-        logits.logsumexp(-1).float(),
-        (pattern * behind).sum(-1).float(),
-        -torch.xlogy(pattern, pattern).sum(-1).float() if entropy else None,
-        tuple(mass.sum(-1).float() for mass in masses),
+        answers["z"],
+        answers["lse"],
+        answers["distance"],
+        answers["entropy"] if entropy else None,
+        tuple(answers[f"mass {i}"] for i in range(len(labels))),
     )
 
 
@@ -110,45 +118,108 @@ def test_a_kernel_that_does_not_compile_or_leaves_answers_out_is_seen() -> None:
     assert missing.error.startswith("ValueError: zip()")
 
 
-@pytest.mark.parametrize(
-    ("config", "kv_heads"),
-    [
-        ({}, {8}),
-        ({"num_key_value_heads": None}, {8}),
-        ({"num_key_value_heads": 2}, {2}),
-        ({"text_config": {"num_key_value_heads": 4, "num_global_key_value_heads": 1}}, {1, 4}),
-        ({"multi_query": True}, {1}),
-        # A part that sees images has heads of its own.
-        ({"num_key_value_heads": 2, "vision_config": {"num_key_value_heads": 3}}, {2}),
-    ],
-    ids=str,
-)
-def test_the_kernel_is_tried_with_the_keys_that_a_model_has(
-    config: dict[str, Any], kv_heads: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    shape: dict[str, Any] = {
-        "n_layers": 1,
-        "n_heads": 8,
-        "d_model": 64,
-        "d_head": 8,
-        "n_ctx": 20,
-        "d_vocab": 9,
-    }
-    info = ModelInfo(
-        path=str(tmp_path), name="", layout="huggingface", sha256="", bos_token_id=None,
-        eos_token_id=None, **shape,
-    )  # fmt: skip
-    tried: set[int] = set()
+def with_other_facts(**changes: Callable[[Any], Any]) -> Sweep:
+    """A kernel that takes some facts for others, where a layer has them."""
 
-    def noting(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Swept:
-        tried.add(k.shape[1])
-        return by_definition(q, k, *arguments, **options)
+    def sweep(
+        q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, *arguments: Any, **options: Any
+    ) -> Swept:
+        wrong = {
+            name: change(getattr(facts, name))
+            for name, change in changes.items()
+            if getattr(facts, name) is not None
+        }
+        return by_definition(q, k, v, replace(facts, **wrong), *arguments, **options)
+
+    return sweep
+
+
+def with_other_groups(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Swept:
+    """A kernel whose query head h reads kv head h % kv_heads."""
+    groups = q.shape[1] // k.shape[1]
+    return by_definition(
+        q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), *arguments, **options
+    )
+
+
+WRONG_FACTS = {
+    "a soft cap": with_other_facts(soft_cap=lambda cap: 1.1 * cap),
+    "a window": with_other_facts(window=lambda window: window + 1),
+    "a shorter window": with_other_facts(window=lambda window: window - 1),
+    "ALiBi slopes": with_other_facts(slopes=lambda slopes: slopes.flip(0)),
+    "a learned sink": with_other_facts(sink=lambda _: None),
+}
+
+
+@pytest.mark.parametrize("factors", ALLOWED)
+@pytest.mark.parametrize("shape", [Shape(6, 2, 37, 24, d_v=40), Shape(2, 1, 257, 16)], ids=str)
+def test_every_fact_is_drawn_and_seen_if_it_is_wrong(factors: str, shape: Shape) -> None:
+    for facts in DRAWN_FACTS:
+        assert compare(by_definition, shape, factors, CPU, facts).difference < 1e-6
+        for wrong, sweep in WRONG_FACTS.items():
+            if wrong.replace("shorter ", "") in facts:
+                comparison = compare(sweep, shape, factors, CPU, facts)
+                assert not comparison.agrees, (comparison, wrong)
+
+
+def test_keys_that_are_shared_by_the_wrong_heads_are_seen() -> None:
+    for heads, kv_heads in ((6, 2), (15, 5)):
+        comparison = compare(with_other_groups, Shape(heads, kv_heads, 37, 24), "bfloat16", CPU)
+        assert not comparison.agrees
+
+
+GPT_OSS = {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4}
+GEMMA2 = {"head_dim": 8, "num_key_value_heads": 1}
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (toy.gpt2(), ["heads 4, n_ctx 20, d_head 8"]),
+        (toy.family("LlamaConfig", num_key_value_heads=2), ["heads 4/2, n_ctx 20, d_head 8"]),
+        # A window that no query of this length reaches hides nothing.
+        (
+            toy.family("MistralConfig", num_key_value_heads=2, sliding_window=20),
+            ["heads 4/2, n_ctx 20, d_head 8"],
+        ),
+        (
+            toy.family("Gemma2Config", sliding_window=7, **GEMMA2),
+            [
+                "heads 4/1, n_ctx 20, d_head 8",
+                "heads 4/1, n_ctx 20, d_head 8, a soft cap",
+                "heads 4/1, n_ctx 20, d_head 8, a window",
+                "heads 4/1, n_ctx 20, d_head 8, a soft cap, a window",
+            ],
+        ),
+        (
+            toy.family("GptOssConfig", sliding_window=7, **GPT_OSS),
+            [
+                "heads 4/2, n_ctx 20, d_head 8",
+                "heads 4/2, n_ctx 20, d_head 8, a learned sink",
+                "heads 4/2, n_ctx 20, d_head 8, a window",
+                "heads 4/2, n_ctx 20, d_head 8, a window, a learned sink",
+            ],
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_the_kernel_is_tried_with_the_layers_that_a_model_has(
+    config: Any, layers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = toy.replica(toy.save_model(tmp_path / "toy", config), n_ctx=20).model
+    assert [in_words(shape, facts) for shape, facts in layers_of(model, 20)] == layers
+    launches: list[int] = []
+
+    def counting(*arguments: Any, **options: Any) -> Swept:
+        launches.append(1)
+        return by_definition(*arguments, **options)
 
     monkeypatch.setattr(sweep_kernel, "available", lambda _: True)
-    monkeypatch.setattr(sweep_kernel, "sweep", noting)
-    assert proven_sweep(info, 20, "float32", "cpu") is noting
-    assert tried == kv_heads
+    monkeypatch.setattr(sweep_kernel, "sweep", counting)
+    assert proven_sweep(model, 20, "float32", "cpu") is counting
+    # Without facts it is asked every question and none.
+    assert len(launches) == 1 + len(layers)
 
 
 class ReplicaHere:
@@ -206,22 +277,54 @@ def test_a_replica_falls_back_to_tiles_and_says_so_once(
         np.testing.assert_array_equal(heads[name], plain.heads[name])
 
 
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        (toy.family("Gemma2Config", sliding_window=7, **GEMMA2), "a soft cap"),
+        (toy.family("Gemma2Config", sliding_window=7, **GEMMA2), "a window"),
+        (toy.family("GptOssConfig", sliding_window=7, **GPT_OSS), "a learned sink"),
+        (toy.family("BloomConfig", n_head=4, n_layer=2), "ALiBi slopes"),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_the_fact_that_a_kernel_has_wrong_is_named(
+    config: Any,
+    fact: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = toy.save_model(tmp_path / "toy", config)
+    replica_here = ReplicaHere(path, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        attention, _ = replica_here.measure(WRONG_FACTS[fact], n_ctx=21)
+    assert attention == "tiles"
+    (line,) = caplog.messages
+    assert f"d_head 8, {fact} in float32 it differs from the tiles by " in line
+
+
 def test_the_doctor_compares_every_shape_in_every_format() -> None:
-    shapes = every_shape()
+    shapes = {shape for shape, _ in every_layer()}
+    assert {facts for _, facts in every_layer()} == set(DRAWN_FACTS)
+    assert set(EVERY_FACT) == {SOFT_CAP, WINDOW, SLOPES, SINK}
     assert {shape.d_head for shape in shapes} == set(D_HEADS)
-    assert {shape.heads // shape.kv_heads for shape in shapes} == {1, 2, 4}
+    assert {shape.heads // shape.kv_heads for shape in shapes} == {1, 2, 3, 4}
+    assert {shape.d_v for shape in shapes} > {None}
     assert {shape.n_ctx for shape in shapes} == {1, 37, 257, 1024}
-    good, bad = (list(compare_kernel("cpu", s, [SHAPE])) for s in (by_definition, failing_kernel))
+    good, bad = (
+        list(compare_kernel("cpu", s, [(SHAPE, FactNames({SINK}))]))
+        for s in (by_definition, failing_kernel)
+    )
     assert [c.factors for c in good] == ["float32", "tf32", "float16", "bfloat16"]
     assert COMPARISON_HEAD.split() == [
-        "shape", "precision", "compiled", "difference", "allowed", "verdict",
+        "layer", "precision", "compiled", "difference", "allowed", "verdict",
     ]  # fmt: skip
     line = comparison_line(good[0])
-    assert line.startswith("heads 4/2, n_ctx 37, d_head 24")
-    assert line.split()[6:8] == ["float32", "yes"]
+    assert line.startswith("heads 4/2, n_ctx 37, d_head 24, a learned sink")
+    assert line.split()[9:11] == ["float32", "yes"]
     assert line.endswith("2.0e-05  ok")
     assert comparison_line(bad[0]).endswith("FAIL RuntimeError: ptxas: out of registers")
-    assert comparison_line(bad[0]).split()[6:8] == ["float32", "no"]
+    assert comparison_line(bad[0]).split()[9:11] == ["float32", "no"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

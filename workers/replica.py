@@ -74,7 +74,7 @@ class Replica:
 
     def _fused_engine(self) -> FusedEngine:
         """The fused engine, with the GPU's kernel if it agrees with the tiles here."""
-        sweep = proven_sweep(self.model.info, self.scan.n_ctx, self.precision, self.device)
+        sweep = proven_sweep(self.model, self.scan.n_ctx, self.precision, self.device)
         return FusedEngine(self.model, self.precision, sweep)
 
     def measure(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
-from workers.model.attention_facts import AttentionFacts
+from workers.model.attention_facts import AttentionFacts, AttentionSizes
 from workers.model.attention_layers import attending, own_attention
 from workers.model.bare_modules import output_projection
 from workers.model.model_info import ModelInfo
@@ -35,6 +35,8 @@ class SettledAttention:
 
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
     """By layer that attends."""
+    sizes: dict[int, AttentionSizes] = field(default_factory=dict)
+    """By layer that attends."""
     gated: frozenset[int] = frozenset()
     """Layers that change z before their output projection, for example by a gate."""
     problem: str | None = None
@@ -46,6 +48,7 @@ class _Pass:
     """What one pass showed."""
 
     facts: dict[int, AttentionFacts] = field(default_factory=dict)
+    sizes: dict[int, AttentionSizes] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)
     """After each layer."""
     z: dict[int, Tensor] = field(default_factory=dict)
@@ -86,6 +89,7 @@ def settle_attention(
         return SettledAttention(problem=f"transformers cannot run it ({reason(error)})")
     return SettledAttention(
         ours.facts,
+        ours.sizes,
         _gated_layers(ours),
         _difference(info, ours, own, has_active_stream=active_stream(bare) is not None),
     )
@@ -107,7 +111,7 @@ def _tokens(info: ModelInfo, count: int) -> Tensor:
 def _run_ours(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor, seen: _Pass
 ) -> None:
-    """One pass with `attend_whole`, which notes the facts of each layer."""
+    """One pass with `attend_whole`, which notes the facts and sizes of each layer."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         if seen.layer in seen.facts:
@@ -122,6 +126,9 @@ def _run_ours(
             )
         assert running.facts is not None
         seen.facts[seen.layer] = running.facts
+        seen.sizes[seen.layer] = AttentionSizes(
+            q.shape[1], k.shape[1], d_qk=q.shape[3], d_v=v.shape[3]
+        )
         seen.z[seen.layer] = attend_whole(q, k, v, facts)
         return seen.z[seen.layer]
 

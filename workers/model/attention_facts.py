@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -31,6 +32,16 @@ class AttentionFacts:
     """The score of each head's learned sink, `[head]`; None if there is none."""
     rotation: Rotation | None = None
     """How the layer rotated its queries before; None if it did not, or nobody noted it."""
+
+
+class AttentionSizes(NamedTuple):
+    """The sizes of the q, k and v that one layer attends with."""
+
+    heads: int
+    kv_heads: int
+    """Heads of k and v; each is shared by `heads // kv_heads` heads of q."""
+    d_qk: int
+    d_v: int
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionFacts], Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from schemas.errors import ModelError
 from schemas.places import reason
 from workers.model.attention_check import SettledAttention, active_stream, settle_attention
-from workers.model.attention_facts import Attend, AttentionFacts
+from workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
 from workers.model.attention_layers import attending, facts_of_module, score_problem
 from workers.model.bare_modules import (
     find_mlps,
@@ -287,6 +287,10 @@ class Model:
     def facts(self, layer: int) -> AttentionFacts | None:
         """How a layer turns q·k into a pattern; None if it does not attend, or it is not known."""
         return self._attention.facts.get(layer)
+
+    def sizes(self, layer: int) -> AttentionSizes | None:
+        """The sizes of a layer's q, k and v; None where `facts` is None."""
+        return self._attention.sizes.get(layer)
 
     @property
     def attention_problem(self) -> str | None:
