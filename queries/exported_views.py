@@ -19,8 +19,9 @@ from schemas.places import Place, place
 SUFFIXES = (".duckdb", ".db")
 """How the name of the file may end: it replaces an older one, which should be no other file."""
 
-OLDEST_READER = "v1.5.0"
-"""The oldest DuckDB that reads the file. Dashboards often bring an older one than ours."""
+OLDEST_READER = "v1.4.0"
+"""The oldest DuckDB that reads the file. Dashboards bring an older one than ours: Evidence has 1.4.
+An older file cannot hold our macros, because their parameters have types."""
 
 NOTE = (
     "These views read the Parquet files that were committed when this file was written. Rows that "

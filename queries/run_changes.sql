@@ -23,14 +23,15 @@ WITH
         FROM heads
         JOIN token_hashes USING (run_id, intervention, sequence)
     ),
-    -- The names of the statistics, in the order of the lists.
+    -- The names of the statistics, in the order of the lists. struct_keys would be shorter, but
+    -- DuckDB 1.4 does not have it (exported_views.py).
     statistic_names AS (
         SELECT
-            struct_keys(struct_pack(*COLUMNS(
+            json_keys(to_json(struct_pack(*COLUMNS(
                 * EXCLUDE (
                     run_id, intervention, input_family, shard, sequence, layer, head, label
                 )
-            ))) AS names
+            )))) AS names
         FROM heads
         LIMIT 1
     ),
