@@ -151,6 +151,9 @@ def _start(cores: int) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            # Ray would start a worker for every core at once. Replicas take many cores each, so
+            # most of these workers would import Ray and then have nothing to do.
+            _system_config={"prestart_worker_first_driver": False},
         )
 
 

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import pyarrow as pa
-import pyarrow.parquet as pq
 from ray.cluster_utils import Cluster
 
 from jobs.checking import check_run
@@ -33,9 +32,10 @@ from jobs.plan import make_plan, prepare_run
 from schemas.places import StorePath, names
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
+from tests.committed_rows import compare, rows_of
 from tests.processes import MARK, Command, kill, marked
 from tests.s3_server import Action, Rule, S3Server
-from tests.workers import FORKED, NODE_OPTIONS, forked_workers
+from tests.workers import FORKED, NODE_OPTIONS, SYSTEM_CONFIG, forked_workers
 from workers.process import prepare_process
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -56,7 +56,6 @@ PATIENCE_SECONDS = 240.0
 """Longer than any driver lives, and any fault is waited for."""
 
 POLL_SECONDS = 0.05
-KEYS = ["sequence", "layer", "head"]
 
 
 class PlannedFault(NamedTuple):
@@ -132,9 +131,8 @@ class World:
     def ensure_cluster(self) -> Cluster:
         """A head and two nodes of one core each. Nodes that are gone are replaced."""
         if self.cluster is None:
-            self.cluster = Cluster(
-                initialize_head=True, head_node_args={**self.node_options, "num_cpus": 0}
-            )
+            head_options = {**self.node_options, "_system_config": SYSTEM_CONFIG, "num_cpus": 0}
+            self.cluster = Cluster(initialize_head=True, head_node_args=head_options)
         while len(self.cluster.worker_nodes) < 2:
             self.add_node(self.cluster)
         self.cluster.wait_for_nodes()
@@ -352,41 +350,6 @@ class Result:
     def good(self) -> bool:
         """Whether each row is there once, with its value."""
         return not (self.lost or self.doubled or self.wrong)
-
-
-def rows_of(run: RunDirectory) -> pa.Table:
-    """Every row of `heads` that a reader who follows the commits finds."""
-    tables: list[pa.Table] = []
-    for commit in run.commits():
-        for file in commit.files:
-            if file.table == "heads":
-                content = (run.path / file.path).read_bytes()
-                tables.append(pq.ParquetFile(pa.BufferReader(content)).read())
-    return (
-        pa.concat_tables(tables)
-        .drop_columns("run_id")  # The runs that are compared have names of their own.
-        .sort_by([(key, "ascending") for key in KEYS])
-    )
-
-
-def compare(measured: pa.Table, expected: pa.Table) -> tuple[int, int, int]:
-    """Rows lost, rows doubled, rows with other values."""
-    measured_keys, expected_keys = (
-        Counter(zip(*(table[key].to_pylist() for key in KEYS), strict=True))
-        for table in (measured, expected)
-    )
-    lost = (expected_keys - measured_keys).total()
-    doubled = (measured_keys - expected_keys).total()
-    if lost or doubled:
-        return lost, doubled, 0
-    measured_rows, expected_rows = measured.to_pandas(), expected.to_pandas()
-    columns = [name for name in expected_rows.columns if expected_rows[name].dtype == "float32"]
-    measured_values, expected_values = measured_rows[columns], expected_rows[columns]
-    # Another process may sum in another order: float32 noise, and the same NULLs.
-    difference = (measured_values - expected_values).abs().fillna(0)
-    near = difference <= 1e-5 * (1 + expected_values.abs().fillna(0))
-    same = near & (measured_values.isna() == expected_values.isna())
-    return 0, 0, int((~same.all(axis=1)).sum())
 
 
 def draw_lives(rng: random.Random) -> list[Life]:

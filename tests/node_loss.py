@@ -26,7 +26,8 @@ from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
 from jobs.run_loop import run_to_end
 from schemas.scan import parse_scan
-from tests.chaos import NODE_OPTIONS, compare, rows_of
+from tests.chaos import NODE_OPTIONS
+from tests.committed_rows import compare, rows_of
 from tests.toy_replica import PACE, ToyReplica
 
 SCAN: dict[str, Any] = {

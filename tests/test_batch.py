@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
+import os
+import resource
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from schemas.statistics import STATISTICS, Statistic
 from tests import toy_models as toy
+from tests.processes import Command
 from workers.engine.number_formats import LinearProducts
 from workers.measurements.batch import measure_batch
 from workers.measurements.batch_size import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
@@ -174,28 +175,32 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
         np.testing.assert_array_equal(values, whole_replica.measure(tokens).heads[name])
 
 
+def measure_in_little_memory() -> None:
+    """Measure 32 sequences in one batch, and grow by 120 MB at most.
+
+    The command line names the model.
+    """
+    replica = toy.replica(Path(sys.argv[1]), batch_size=32)
+    tokens = toy.repeating_tokens(512, batch=32)
+    replica.measure(tokens[:1])
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * 4096 + 120_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    heads = replica.measure(tokens).heads
+    assert 1 <= replica.batch.size < 32, replica.batch.size
+    first = replica.measure(tokens[:1]).heads
+    assert all(len(v) == 32 for v in heads.values())
+    np.testing.assert_allclose(heads["entropy"][:1], first["entropy"], rtol=1e-5)
+    print("halved to", replica.batch.size)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_when_memory_ends_the_batch_is_halved_and_nothing_is_lost(tmp_path: Path) -> None:
-    """A process that may grow by 120 MB at most measures 32 sequences, requested in one batch."""
     path = toy.save_model(tmp_path / "toy", toy.gpt2(n_positions=512, n_embd=256))
-    script = f"""
-        import resource
-        import numpy as np
-        from tests import toy_models as toy
-        from pathlib import Path
-        replica = toy.replica(Path({str(path)!r}), batch_size=32)
-        tokens = toy.repeating_tokens(512, batch=32)
-        replica.measure(tokens[:1])
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 120_000_000,) * 2)
-        heads = replica.measure(tokens).heads
-        assert 1 <= replica.batch.size < 32, replica.batch.size
-        first = replica.measure(tokens[:1]).heads
-        assert all(len(v) == 32 for v in heads.values())
-        np.testing.assert_allclose(heads["entropy"][:1], first["entropy"], rtol=1e-5)
-        print("halved to", replica.batch.size)
-    """
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
-    )
-    assert "halved to" in process.stdout, process.stderr[-2000:]
+    ended = Command(
+        path,
+        environment=os.environ,
+        directory=tmp_path,
+        main="tests.test_batch.measure_in_little_memory",
+    ).ended()
+    assert "halved to" in ended.stdout, ended.stderr[-2000:]

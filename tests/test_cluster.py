@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+
+from tests.chaos import SCAN, reference
+from tests.committed_rows import compare
+from tests.machines import ROWS_FILE, SCAN_FILE
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("ip", "mount", "setpriv", "unshare")
@@ -43,6 +48,8 @@ def missing() -> str | None:
 def test_machines_that_share_only_the_store(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
+    scan_file = tmp_path / SCAN_FILE
+    scan_file.write_text(SCAN)
     ended = subprocess.run(
         [*namespaces(), sys.executable, "-m", "tests.machines", str(tmp_path)],
         cwd=ROOT,
@@ -52,3 +59,5 @@ def test_machines_that_share_only_the_store(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    expected_rows = reference(scan_file, tmp_path / "undisturbed")
+    assert compare(pq.read_table(tmp_path / ROWS_FILE), expected_rows) == (0, 0, 0)

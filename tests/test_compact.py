@@ -19,7 +19,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 from typer.testing import CliRunner
 
 from headcount import app
@@ -28,8 +27,6 @@ from jobs.compaction import compact
 from jobs.compaction_lease import leased
 from jobs.merge_processes import merged_by_processes
 from jobs.merge_tasks import merged_by_tasks
-from jobs.ray_cluster import Resources
-from jobs.ray_cluster import connect as connect_to_ray
 from jobs.run_lock import locked
 from schemas import places
 from schemas.commits import drop, fold
@@ -39,6 +36,7 @@ from schemas.places import StorePath, place, write_whole
 from schemas.run_directory import RunDirectory, check_merged
 from tests.s3_server import S3Server
 from tests.toy_runs import Entry, Row, local, write_run
+from tests.workers import joined_cluster
 
 ROOT = Path(__file__).parent.parent
 INTERVENTIONS = ("none", "zero_query_bias")
@@ -500,15 +498,12 @@ def test_killed_while_processes_merge_it_goes_on_and_leaves_no_process(
 
 def test_a_cluster_merges_the_same_rows(run: RunDirectory, expected: Rows) -> None:
     file = damage_file(run, "cut")
-    connect_to_ray(Resources(1, 1, "cpu"))
-    try:
+    with joined_cluster(num_cpus=1):
         done = compact(run, PAIRS, merge_groups=partial(merged_by_tasks, "here"))
-        assert [problem.partition(":")[0] for problem in done.problems] == ["shard 4"]
-        assert file.exists()
-        # With its partner gone, shard 5 is merged with shard 6 in the next round.
-        assert [c.shard for c in run.commits() if c.files[0].shards == 2] == [0, 1, 2, 3, 5, 6]
-    finally:
-        ray.shutdown()
+    assert [problem.partition(":")[0] for problem in done.problems] == ["shard 4"]
+    assert file.exists()
+    # With its partner gone, shard 5 is merged with shard 6 in the next round.
+    assert [c.shard for c in run.commits() if c.files[0].shards == 2] == [0, 1, 2, 3, 5, 6]
 
 
 def test_a_run_in_use_is_refused(run: RunDirectory) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import ray
 from typer.testing import CliRunner
 
 import headcount
@@ -28,13 +27,14 @@ from jobs import corpus_estimate, corpus_preparation, corpus_work
 from jobs.corpus_estimate import estimate_corpus
 from jobs.corpus_preparation import corpora_of, prepare
 from jobs.corpus_work import CorpusProgress, CorpusWork
-from jobs.ray_cluster import Resources, connect
+from jobs.ray_cluster import Resources
 from jobs.resolved_scan import resolve
 from schemas.errors import CorpusError, HeadcountError, RunError, ScanError
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.processes import Command
 from tests.toy_models import BYTE_BOS
+from tests.workers import joined_cluster
 from workers.inputs import portions
 from workers.inputs.preparation import prepare_portion
 from workers.inputs.sequence_index import SequenceIndex
@@ -148,9 +148,8 @@ def test_a_preparation_that_is_killed_goes_on_behind_its_last_piece(
 @pytest.fixture
 def started_ray() -> Iterator[Resources]:
     """Ray on this machine, with one core."""
-    resources = connect(Resources(1, 1, "cpu"))
-    yield resources
-    ray.shutdown()
+    with joined_cluster(num_cpus=1):
+        yield Resources(1, 1, "cpu")
 
 
 def test_tasks_prepare_portions_and_one_of_them_is_killed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import signal
@@ -16,14 +17,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 import torch
+from ray.cluster_utils import Cluster
 from rich.console import Console
+from typer.testing import CliRunner
 
+import headcount
 from jobs import dispatch
 from jobs.dispatch import ATTEMPTS
 from jobs.plan import Plan, make_plan, prepare_run
@@ -35,9 +41,10 @@ from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.processes import Command
-from tests.toy_replica import ToyReplica
-from tests.workers import joined_cluster
+from tests.toy_replica import SteadyReplica, ToyReplica
+from tests.workers import FORKED, NODE_OPTIONS, SYSTEM_CONFIG, joined_cluster
 from workers.model.model_info import ModelInfo
+from workers.model.text_tokenizer import TextTokenizer
 
 SILENT = Console(quiet=True)
 ROOT = Path(__file__).parent.parent
@@ -95,14 +102,14 @@ class OnceFailingReplica(ToyReplica):
 
 
 class SlowlyRestartedReplica(OnceFailingReplica):
-    """Also dies at its third shard, and takes seconds to start again."""
+    """Also dies at its third shard, and takes a second to start again."""
 
     def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
         super().__init__(info, scan, device)
         self.measured = 0
         started = Path(scan.out) / "started"
         if started.exists():
-            time.sleep(4)
+            time.sleep(1)
         started.touch()
 
     def misbehave(self, token: int) -> None:
@@ -170,6 +177,35 @@ def test_a_slow_replica_does_not_delay_the_end(plan: Plan) -> None:
     # Waiting for the slow replica would take ten minutes. Ray may take one to start.
     assert time.monotonic() - began < 300
     assert done_shards(plan) == list(range(60))
+
+
+def test_a_poisoned_shard_fails_alone_and_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, runs = tmp_path / "texts.jsonl", tmp_path / "runs"
+    lines = [json.dumps({"text": letter * 64}) for letter in "a" * 8 + "b" * 8 + "c" * 8]
+    texts.write_text("\n".join([*lines[:10], "{broken", *lines[10:]]) + "\n")
+    (poisoned,) = set(TextTokenizer(ROOT / "models" / "gpt2-mini", 257).encode("b"))
+    runs.mkdir()
+    (runs / "poison").write_text(str(poisoned))
+    scan_file = tmp_path / "poisoned.toml"
+    scan_file.write_text(
+        f'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 24\nsequences_per_shard = 8\n'
+        f'out = "{runs}"\nbad_rows = 0.05\n[input]\nfamily = "pile"\nfiles = "{texts}"\n'
+    )
+    # The model has no part in it.
+    with_toy_replicas = partial(run_to_end, replica_class=SteadyReplica)
+    monkeypatch.setattr("jobs.run_loop.run_to_end", with_toy_replicas)
+    result = CliRunner().invoke(headcount.app, ["scan", str(scan_file)])
+    assert f"{texts}, line 11 (invalid JSON)" in result.stderr
+    assert isinstance(result.exception, RunError)
+    assert str(result.exception).startswith("1 shard failed")
+    (run,) = find_runs(runs)
+    assert [commit.shard for commit in run.commits()] == [0, 2]
+    failure = run.failure(1)
+    assert failure is not None
+    assert failure[0] == ATTEMPTS
+    assert f"poisoned by token {poisoned}" in failure[1]
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
@@ -326,7 +362,13 @@ class SlowReplica(ToyReplica):
 
 
 def drive_until_the_head_dies() -> None:
-    """Begin a run in the directory that the command line names, and kill its head."""
+    """Begin a run in the directory that the command line names, and kill its head.
+
+    Workers of its cluster are forks of the process that the test has provided.
+    """
+    head_options = NODE_OPTIONS | FORKED | {"num_cpus": 1, "_system_config": SYSTEM_CONFIG}
+    cluster = Cluster(initialize_head=True, head_node_args=head_options)
+    ray.init(address=cluster.address, log_to_driver=False)
     plan = make_plan(parse_scan(IDLE_SCAN | {"out": sys.argv[1]}), "idle")
     prepare_run(plan, "")
 

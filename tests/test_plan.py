@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from jobs.run_loop import run_to_end
 from schemas.errors import ScanError
 from schemas.scan import parse_scan
 from tests import toy_models as toy
+from tests.processes import Command
 from workers.memory import PeakMemory, available_cores, total_memory
 
 ROOT = Path(__file__).parent.parent
@@ -200,21 +199,11 @@ def test_the_command_says_what_will_run_and_leaves_no_run(model: Path, tmp_path:
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 200, "")
     fields = fields_of(model, tmp_path, interventions=["none", "zero_query_bias"])
     words = words_of_plan(tmp_path, **fields)
-    command_line = [
-        sys.executable,
-        "-m",
-        "headcount",
-        *words,
-        "--device",
-        "cuda",
-        "--replicas",
-        "4",
-    ]
-    env = os.environ | {"COLUMNS": "120", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run(
-        command_line, cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    assert (process.returncode, process.stderr) == (0, "")
+    environment = os.environ | {"COLUMNS": "120", "CUDA_VISIBLE_DEVICES": ""}
+    process = Command(
+        *words, "--device", "cuda", "--replicas", "4", environment=environment, directory=ROOT
+    ).ended()
+    assert (process.code, process.stderr) == (0, "")
     assert "cuda, float16x2_linears, 4 replicas" in process.stdout
     assert "This machine has no cuda" in process.stdout
     assert "measured on its cpu in float32" in process.stdout

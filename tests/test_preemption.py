@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
@@ -29,8 +28,9 @@ from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
 from jobs.run_loop import run_to_end
 from schemas.scan import parse_scan
-from tests.chaos import NODE_OPTIONS, rows_of
+from tests.committed_rows import rows_of
 from tests.toy_replica import ToyReplica
+from tests.workers import FORKED, NODE_OPTIONS, joined_cluster
 
 SHARDS = 60
 PACE = 0.1
@@ -98,15 +98,9 @@ def _signals_heard() -> Iterator[None]:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """Two nodes, of which each has room for one replica."""
-    head_options = NODE_OPTIONS | {"num_cpus": 1, "resources": {"head": 1}}
-    cluster = Cluster(initialize_head=True, head_node_args=head_options)
-    try:
-        cluster.add_node(wait=True, **NODE_OPTIONS, num_cpus=1)
-        ray.init(address=cluster.address, log_to_driver=False)
+    with joined_cluster(num_cpus=1, resources={"head": 1}) as cluster:
+        cluster.add_node(wait=True, **NODE_OPTIONS, **FORKED, num_cpus=1)
         yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def committed(plan: Plan) -> list[int]:
@@ -139,7 +133,7 @@ def drain(node_id: str, address: str) -> None:
 
 @pytest.mark.usefixtures("_signals_heard")
 def test_a_node_a_replica_and_the_driver_are_taken_away(cluster: Cluster, plan: Plan) -> None:
-    # Ray has taken SIGTERM for itself.
+    # A node of Ray has taken SIGTERM for itself.
     listen_to_signals()
     # A replica costs seconds to start. So there is one, which begins on the node because the head
     # is taken, and moves to the head when the node is drained.

@@ -89,6 +89,7 @@ def cluster() -> Iterator[str]:
         "ray-client-server-port": free_port(),
         "include-dashboard": "true",
         "num-cpus": 2,
+        "include-log-monitor": "false",
         "object-store-memory": 100_000_000,
         "temp-dir": directory,
     }
@@ -99,9 +100,13 @@ def cluster() -> Iterator[str]:
     (others / "python").write_text("#!/bin/sh\necho this is another Python\nexit 3\n")
     (others / "python").chmod(0o755)
     command = [*DIES_WITH_ITS_PARENT, str(programs / "python"), "-m", "ray.scripts.scripts"]
-    command += ["start", "--head", "--block", "--disable-usage-stats"]
+    command += ["start", "--head", "--block", "--disable-usage-stats", "--no-monitor"]
     command += [f"--{name}={value}" for name, value in options.items()]
-    env = environment() | {"PATH": os.pathsep.join([str(others), "/usr/bin", "/bin"])}
+    env = environment() | {
+        "PATH": os.pathsep.join([str(others), "/usr/bin", "/bin"]),
+        # Workers that nobody has asked for would import Ray for nothing.
+        "RAY_prestart_worker_first_driver": "0",
+    }
     log = Path(directory) / "head.log"
     with log.open("w") as written:
         head = psutil.Popen(command, env=env, stdout=written, stderr=subprocess.STDOUT)
@@ -172,17 +177,28 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     cluster: str, scan_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "my runs"
-    run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
+    earlier = make_plan(load_scan(scan_file, [f"out={out}"]), "far")
+    prepare_run(earlier, SCAN)
+    run = RunDirectory.of(str(out), f"{earlier.run.run_id}-2")
     name, path, at = run.run_id, str(run.path), ("--address", cluster)
     submit = ("submit", str(scan_file), "--set", f"out={out}", "--env", "FAR_AWAY", *at)
     orders = tmp_path / "orders"
     halting = halt_after_commits(orders, SHARDS // 2)
 
-    # Submitted twice at once, it is one job.
-    words = (*submit, *(word for variable in halting for word in ("--env", variable)))
+    # Another run of the same scan, which the same command then means: it is one job.
+    words = (*submit, "--new", *(word for variable in halting for word in ("--env", variable)))
     variables = {"FAR_AWAY": SECRET, "RAY_ADDRESS": "192.0.2.1:6379"} | halting
-    both = [start(*words, **variables) for _ in range(2)]
-    check_what_was_submitted(cluster, run, [command.ended() for command in both])
+    first = headcount(*words, **variables)
+    second = headcount(*submit, FAR_AWAY=SECRET)
+    for code, printed, errors in (first, second):
+        assert (code, printed.strip()) == (0, name), errors
+    phase = check_submitted_once(cluster, name, [first, second])
+    assert phase in get_args(PhaseName)
+    lines = headcount("status", path, *at).stdout.splitlines()
+    assert any(line.split()[0] in ("phase", "speed") for line in lines), lines
+    (job,) = headcount("list", *at).stdout.splitlines()[1:]
+    assert job.startswith(f"{name}  RUNNING")
+    assert any(phase in job for phase in get_args(PhaseName))
 
     # Stopped in the middle, it can be resumed.
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -199,9 +215,9 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert f"{name}: has ended, STOPPED" in refusal
     assert f"headcount resume {path} --address {cluster} continues the run" in refusal
 
-    code, _, errors = headcount("resume", path, *at)
-    assert code == 0
-    assert errors.startswith(f"{name}.2: submitted to {cluster}\n{name}.2: ")
+    # Resumed twice at once, it is one job.
+    both = [start("resume", path, *at) for _ in range(2)]
+    check_submitted_once(cluster, f"{name}.2", [command.ended() for command in both])
     code, printed, errors = headcount("logs", path, "-f", *at)
     assert (code, errors.strip()) == (0, f"{name}.2: SUCCEEDED")
     assert printed.splitlines()[-1] == path
@@ -215,20 +231,9 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert rows == SEQUENCES * info.n_layers * info.n_heads
 
     check_what_is_said_of_a_run(cluster, run, out)
-
-    # Another run of the same scan, which the same command then means.
     code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
     assert (code, printed.strip()) == (0, name)
     assert f"{name}.2: has ended, SUCCEEDED" in errors
-    code, printed, errors = headcount(*submit, "--new", FAR_AWAY=SECRET)
-    assert (code, printed.strip()) == (0, f"{name}-2"), errors
-    code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
-    assert (code, printed.strip()) == (0, f"{name}-2")
-    assert f"{name}-2: already submitted" in errors
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not Path(f"{path}-2", "manifest.json").exists():
-        assert time.monotonic() < deadline, headcount("logs", f"{name}-2", *at)
-        time.sleep(0.1)
 
 
 def halt_after_commits(orders: Path, commits: int) -> dict[str, str]:
@@ -243,25 +248,19 @@ def halt_after_commits(orders: Path, commits: int) -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT / "tests" / "faults"), "FAULTS": str(orders)}
 
 
-def check_what_was_submitted(cluster: str, run: RunDirectory, commands: list[Ended]) -> None:
-    """Compare what two commands say that submitted one run, and what is said while it runs."""
-    name, at = run.run_id, ("--address", cluster)
-    for code, printed, errors in commands:
-        assert (code, printed.strip()) == (0, name), errors
+def check_submitted_once(cluster: str, job_id: str, commands: list[Ended]) -> str:
+    """Compare what two commands say of which one submitted a job; returns what its driver does."""
+    for command in commands:
+        assert command.code == 0, command.stderr
+        assert "Traceback" not in command.stderr
+        assert SECRET not in command.stdout + command.stderr
     second, first = sorted((command.stderr.splitlines() for command in commands), key=len)
     assert len(second) == 1
-    assert f"{name}: already submitted to {cluster}" in second[0]
+    assert f"{job_id}: already submitted to {cluster}" in second[0]
     assert len(first) == 2
-    assert first[0] == f"{name}: submitted to {cluster}"
+    assert first[0] == f"{job_id}: submitted to {cluster}"
     # The command that waits has the phase from the job's log.
-    phase = first[1].removeprefix(f"{name}: its driver is there: ")
-    assert phase in get_args(PhaseName)
-
-    lines = headcount("status", str(run.path), *at).stdout.splitlines()
-    assert any(line.split()[0] in ("phase", "speed") for line in lines), lines
-    (job,) = headcount("list", *at).stdout.splitlines()[1:]
-    assert job.startswith(f"{name}  RUNNING")
-    assert any(phase in job for phase in get_args(PhaseName))
+    return first[1].removeprefix(f"{job_id}: its driver is there: ")
 
 
 def test_a_driver_that_dies_at_once_is_said_with_the_last_lines_of_its_log(
@@ -321,8 +320,11 @@ def check_what_is_said_of_a_run(cluster: str, run: RunDirectory, out: Path) -> N
         [name, "STOPPED"],
         [f"{name}.2", "SUCCEEDED"],
     ]
-    runs = headcount("list", str(out), *at).stdout
-    assert {f"{SHARDS}/{SHARDS}", "SUCCEEDED"} <= set(runs.splitlines()[1].split())
+    runs = {
+        line.split()[0]: line.split()
+        for line in headcount("list", str(out), *at).stdout.splitlines()
+    }
+    assert {f"{SHARDS}/{SHARDS}", "SUCCEEDED"} <= set(runs[name])
     status = json.loads(headcount("status", str(run.path), "--format", "json", *at).stdout)
     assert (status["complete"], status["job"]) == (True, "SUCCEEDED")
     unknown = headcount("logs", f"{name}0", *at)

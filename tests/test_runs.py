@@ -24,7 +24,6 @@ from schemas.run_directory import RunDirectory
 from schemas.scan import Scan, load_scan
 from tests.processes import MARK, Command, kill
 from tests.toy_runs import local
-from workers.model.text_tokenizer import TextTokenizer
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -194,39 +193,6 @@ def test_the_tokens_of_shards_know_that_the_last_is_short(scan_file: Path, tmp_p
         768,
     ]
     assert tokens_of(plan, np.arange(3)) == plan.tokens == 1280
-
-
-def test_a_poisoned_shard_fails_alone_and_is_retried(tmp_path: Path) -> None:
-    texts, runs = tmp_path / "texts.jsonl", tmp_path / "runs"
-    lines = [json.dumps({"text": letter * 64}) for letter in "a" * 8 + "b" * 8 + "c" * 8]
-    texts.write_text("\n".join([*lines[:10], "{broken", *lines[10:]]) + "\n")
-    (poisoned,) = set(TextTokenizer(ROOT / "models" / "gpt2-mini", 257).encode("b"))
-    runs.mkdir()
-    (runs / "poison").write_text(str(poisoned))
-    scan_file = tmp_path / "poisoned.toml"
-    scan_file.write_text(
-        f'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 24\nsequences_per_shard = 8\n'
-        f'out = "{runs}"\nbad_rows = 0.05\n[input]\nfamily = "pile"\nfiles = "{texts}"\n'
-    )
-    # The model has no part in it.
-    command = Command(
-        "scan",
-        scan_file,
-        environment=os.environ | {"PYTHONPATH": str(ROOT)},
-        directory=ROOT,
-        main="tests.toy_replica.main",
-    )
-    ended = command.ended(timeout=200)
-    assert ended.code == 2
-    assert "Traceback" not in ended.stderr
-    assert f"{texts}, line 11 (invalid JSON)" in ended.stderr
-    assert "error: 1 shard failed" in ended.stderr
-    run = RunDirectory(next(runs.glob("run_id=*")))
-    assert [c.shard for c in run.commits()] == [0, 2]
-    failure = run.failure(1)
-    assert failure is not None
-    assert failure[0] == 3
-    assert f"poisoned by token {poisoned}" in failure[1]
 
 
 def test_a_changed_scan_is_refused_for_a_named_run_with_the_keys_that_differ(

@@ -36,11 +36,16 @@ NODE_OPTIONS: dict[str, Any] = {
 """Options of a node of `ray.cluster_utils.Cluster`, without processes that no test needs."""
 
 
+SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
+"""Settings of a whole cluster: no worker is started before somebody wants it."""
+
+
 @contextmanager
 def joined_cluster(**options: Any) -> Iterator[Cluster]:
     """Connect this process to a cluster of one node with these options. Its workers are forks."""
     with forked_workers():
-        cluster = Cluster(initialize_head=True, head_node_args=NODE_OPTIONS | FORKED | options)
+        head_options = NODE_OPTIONS | FORKED | {"_system_config": SYSTEM_CONFIG} | options
+        cluster = Cluster(initialize_head=True, head_node_args=head_options)
         try:
             ray.init(address=cluster.address, log_to_driver=False)
             # Ray has taken SIGTERM for itself.
