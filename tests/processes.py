@@ -137,16 +137,18 @@ def fork_server() -> ForkServerContext:
     # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
     context.set_forkserver_preload(
         [
-            # Ray imports these three.
+            # Ray imports these three, and pyarrow the fourth.
             "aiohttp",
             "jsonschema",
             "requests",
+            "pandas",
             "headcount",
             "jobs.cluster_commands",
             "jobs.plan",
             "jobs.scan_commands",
             "jobs.status",
             "queries.asking",
+            "queries.formats",
             "tests.preloaded",
             "tests.processes",
             "tests.toy_replica",
