@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import multiprocessing
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,17 +130,22 @@ def weigh_cells(
     """The memory of every cell, each in a process of its own. A cell that cannot be weighed is left
     out.
 
-    A process that is not `fresh` is forked from one that has imported the libraries. It starts in
-    no time, but has less memory in its books than it uses: good enough to try the benchmark.
+    If the processes shall not be `fresh`, this one weighs all cells, one after the other. That
+    takes no time for starting, but counts what earlier cells left: good enough to try the
+    benchmark.
     """
     if not _can_weigh(device):
         return {}
     # Models of this process would count against the memory that the others can have.
     free()
+    if not fresh:
+        say(f"weighing {len(cells)} cells")
+        return {cell: _weigh(paths[cell.model], cell, device) for cell in cells}
     say(f"weighing, {len(cells)} processes")
-    weigh_in_a_process = _weigh_in_a_fresh_process if fresh else _weigh_in_a_fork
     with ThreadPoolExecutor(WEIGHED_AT_ONCE[device]) as pool:
-        memory = pool.map(lambda cell: weigh_in_a_process(cell, paths[cell.model], device), cells)
+        memory = pool.map(
+            lambda cell: _weigh_in_a_fresh_process(cell, paths[cell.model], device), cells
+        )
         weighed = dict(zip(cells, memory, strict=True))
     return {cell: memory for cell, memory in weighed.items() if memory is not None}
 
@@ -162,14 +166,6 @@ def _weigh_in_a_fresh_process(cell: Cell, path: Path, device: str) -> Memory | N
     # Libraries may have printed something before.
     last_line = process.stdout.splitlines()[-1]
     return Memory(*json.loads(last_line))
-
-
-def _weigh_in_a_fork(cell: Cell, path: Path, device: str) -> Memory | None:
-    """The same by a process that is forked from one that has imported the libraries."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.measure", "transformer_lens.model_bridge"])
-    with ProcessPoolExecutor(1, context) as process:
-        return process.submit(_weigh, path, cell, device).result()
 
 
 def _weigh(path: Path, cell: Cell, device: str) -> Memory:

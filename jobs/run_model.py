@@ -51,29 +51,49 @@ class RunModel:
         return {**self.manifest.identity["scan"], "sequences": self.manifest.sequences}
 
     @cached_property
-    def info(self) -> ModelInfo:
-        """What the model's files say; refused if they are not those that were measured."""
-        from workers.model.model_info import describe, find_model
+    def _files(self) -> tuple[Path, dict[str, bytes]]:
+        """The model's directory, and the digests of its files.
+
+        It is refused if they are not those that were measured.
+        """
+        from workers.model.model_info import file_digests, find_model, sha256_of
 
         name = self.new_place or self._scan_fields["model"]
         revision = None if self.new_place else self._scan_fields.get("revision")
+        measured = self.manifest.model
         try:
-            info = describe(find_model(name, revision))
+            directory = find_model(name, revision)
+            digests = file_digests(directory, measured["layout"])
+        except OSError as error:
+            raise ModelError(
+                f"{error.filename}: cannot be read ({error.strerror}); --model PATH says where the "
+                "model lies now"
+            ) from None
         except ModelError as error:
             raise ModelError(f"{error}; --model PATH says where the model lies now") from None
         # Other weights under the same name would tell of another model.
-        if info.sha256 != self.manifest.model["sha256"]:
+        sha256 = sha256_of(digests)
+        if sha256 != measured["sha256"]:
             raise ModelError(
-                f"{name}: has weights {info.sha256}, and run {self.run.run_id} was measured with "
-                f"{self.manifest.model['sha256']}; --model PATH says where that model lies"
+                f"{name}: has weights {sha256}, and run {self.run.run_id} was measured with "
+                f"{measured['sha256']}; --model PATH says where that model lies"
             )
-        return info
+        return directory, digests
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        """What the model's files say."""
+        from workers.model.model_info import describe
+
+        return describe(*self._files)
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
         from workers.model.text_tokenizer import TextTokenizer
 
-        return TextTokenizer(Path(self.info.path), self.info.d_vocab)
+        # What `info` says would be read by transformers, which takes seconds to import.
+        directory, _ = self._files
+        return TextTokenizer(directory, self.manifest.model["d_vocab"])
 
     def text(self, tokens: list[int]) -> str:
         """The text of some tokens."""

@@ -88,14 +88,24 @@ class Command:
         directory: Path,
         constants: Mapping[str, float] = MappingProxyType({}),
         main: str = "headcount.main",
+        stdout: Path | None = None,
     ) -> None:
         """`constants` are set first, by `module.NAME`: seconds that no test should wait.
 
-        `main` is the function to run, by `module.name`.
+        `main` is the function to run, by `module.name`. `stdout` is a device or a pipe that is
+        there, if a test wants to see what happens to it.
         """
         self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
+        self._stdout = stdout or self._output / "stdout"
         command = _Command([*map(str, words)], dict(environment), directory, dict(constants), main)
-        self._process = start_fork(_run_command, command, self._output)
+        outputs = (self._stdout, self._output / "stderr")
+        self._process = start_fork(_run_command, command, outputs)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
 
     def poll(self) -> int | None:
         """The exit code, or minus the number of the signal that ended it; None while it runs."""
@@ -104,8 +114,7 @@ class Command:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the command has ended."""
         if self.poll() is None:
-            assert self._process.pid is not None
-            os.kill(self._process.pid, number)
+            os.kill(self.pid, number)
 
     def ended(self, timeout: float = 120) -> Ended:
         """Wait until the command has ended. After the timeout it is killed."""
@@ -115,7 +124,9 @@ class Command:
             self._process.join()
         code = self._process.exitcode
         assert code is not None
-        stdout, stderr = ((self._output / name).read_text() for name in ("stdout", "stderr"))
+        written = self._stdout.parent == self._output
+        stdout = self._stdout.read_text() if written else ""
+        stderr = (self._output / "stderr").read_text()
         shutil.rmtree(self._output)
         return Ended(code, stdout, stderr)
 
@@ -137,16 +148,18 @@ def fork_server() -> ForkServerContext:
     # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
     context.set_forkserver_preload(
         [
-            # Ray imports these three.
+            # Ray imports these three, and pyarrow the fourth.
             "aiohttp",
             "jsonschema",
             "requests",
+            "pandas",
             "headcount",
             "jobs.cluster_commands",
             "jobs.plan",
             "jobs.scan_commands",
             "jobs.status",
             "queries.asking",
+            "queries.formats",
             "tests.preloaded",
             "tests.processes",
             "tests.toy_replica",
@@ -165,12 +178,14 @@ class _Command(NamedTuple):
     main: str
 
 
-def _run_command(command: _Command, output: Path) -> None:
-    """Become `headcount …`."""
+def _run_command(command: _Command, outputs: tuple[Path, Path]) -> None:
+    """Become `headcount …`. `outputs` are its stdout and its stderr."""
     end_with_the_tests()
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        with (output / name).open("w") as file:
+    for descriptor, path in enumerate(outputs, start=1):
+        with path.open("w") as file:
             os.dup2(file.fileno(), descriptor)
+    # The old one believes that it can be told to go back, which is not true of a pipe.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(command.environment)
     os.chdir(command.directory)

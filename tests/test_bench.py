@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +30,7 @@ from benchmarks.targets import (
 )
 from benchmarks.ways import STATISTICS, WAYS, Run, bare_format, draw_tokens, make_gpt2_small
 from schemas.precision import FASTEST_ACCEPTABLE
-from tests.processes import DIES_WITH_ITS_PARENT
+from tests.processes import Command
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,16 +42,16 @@ MB = 1 << 20
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that a quick run of the whole benchmark wrote into."""
     out = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, "-m", "benchmarks.bench", "--quick", "--out", str(out)]
-    ended = subprocess.run(
-        [*DIES_WITH_ITS_PARENT, *command],
-        cwd=ROOT,
+    ended = Command(
+        "--quick",
+        "--out",
+        out,
         # Threads only wait for each other at these sizes.
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+        environment=os.environ | {"OMP_NUM_THREADS": "1"},
+        directory=ROOT,
+        main="benchmarks.bench.main",
+    ).ended(timeout=600)
+    assert ended.code == 0, ended.stdout + ended.stderr
     (out / "stdout").write_text(ended.stdout, encoding="utf-8")
     return out
 

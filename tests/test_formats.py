@@ -10,27 +10,33 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from functools import cache
 from pathlib import Path
 
 import duckdb
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from headcount import app
+from headcount import app, main
 from queries.answers import run_query
 from queries.connection import connect
 from queries.formats import write_csv, write_json
 from queries.text_tables import write_table
+from tests.processes import Command
 from tests.toy_runs import Row, write_run
+
+ROOT = Path(__file__).parent.parent
 
 ENDLESS = (
     "SELECT count(*) FROM range(100000000000) a, range(10000) b WHERE a.range % 7 = b.range % 3"
 )
+
+SECONDS_BEHIND_THE_BEGINNING = 1.0
+"""Seconds of a processor after which a command has long begun its question."""
 
 
 def sink(row: Row) -> float:
@@ -235,60 +241,64 @@ def test_questions_come_from_files_and_stdin(runs: Path, tmp_path: Path) -> None
 # Processes
 
 
-def headcount(
-    *arguments: str, encoding: str = "utf-8", stdout: int | None = None
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "headcount", *arguments],
-        stdout=subprocess.PIPE if stdout is None else stdout,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONIOENCODING": encoding},
-    )
+def headcount(*arguments: str | Path, stdout: Path | None = None) -> Command:
+    """Start a command of headcount."""
+    return Command(*arguments, environment=os.environ, directory=ROOT, stdout=stdout)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("arguments", [("heads",), ("heads", "--format", "csv"), ()])
 def test_a_full_stdout_is_one_line(runs: Path, arguments: tuple[str, ...]) -> None:
-    with open("/dev/full", "wb") as full:
-        process = headcount("query", str(runs), *arguments, stdout=full.fileno())
-        _, stderr = process.communicate(timeout=60)
-    assert stderr.decode() == "error: stdout: cannot be written (No space left on device)\n"
-    assert process.returncode == 2
+    ended = headcount("query", runs, *arguments, stdout=Path("/dev/full")).ended()
+    assert ended.stderr == "error: stdout: cannot be written (No space left on device)\n"
+    assert ended.code == 2
 
 
 @pytest.mark.parametrize("answer_format", ["table", "csv", "json"])
-def test_a_reader_may_leave(runs: Path, answer_format: str) -> None:
+def test_a_reader_may_leave(runs: Path, tmp_path: Path, answer_format: str) -> None:
     question = "SELECT i, repeat('x', 50) FROM range(1000000) t(i)"
     options = ["--format", answer_format, "--limit", "9999"]
-    with headcount("query", str(runs), question, *options) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read(10)
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 0
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = headcount("query", runs, question, *options, stdout=pipe)
+    with pipe.open("rb") as reader:
+        assert reader.read(10)
+    assert command.ended() == (0, "", "")
 
 
-def test_any_encoding_is_written(runs: Path) -> None:
+def test_any_encoding_is_written(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     question = "SELECT 'é' AS a, NULL AS b"
-    process = headcount("query", str(runs), question, encoding="ascii")
-    stdout, stderr = process.communicate(timeout=60)
+
+    def ended(*options: str) -> tuple[int | str | None, bytes, str]:
+        """Exit code, stdout and stderr of a process whose stdout is ASCII."""
+        written = io.BytesIO()
+        stdout = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["headcount", "query", str(runs), question, *options])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, written.getvalue(), capsys.readouterr().err
+
+    code, stdout, stderr = ended()
     assert stdout.split() == [b"a", b"|", b"b", b"-----+--", b"\\xe9", b"|", b"-"]
-    assert stderr == b""
-    process = headcount("query", str(runs), question, "--format", "csv", encoding="ascii")
-    _, stderr = process.communicate(timeout=60)
-    assert stderr.decode().startswith("error: stdout is ascii, which has no '\\xe9'; -o FILE.csv")
+    assert (code, stderr) == (0, "")
+    code, _, stderr = ended("--format", "csv")
+    assert stderr.startswith("error: stdout is ascii, which has no '\\xe9'; -o FILE.csv")
+    assert code == 2
 
 
 def test_ctrl_c_ends_a_question_in_one_line(runs: Path) -> None:
-    process = headcount("query", str(runs), ENDLESS)
-    # Long enough for the question to have begun.
-    time.sleep(4)
-    process.send_signal(signal.SIGINT)
-    # The question has no end.
-    stdout, stderr = process.communicate(timeout=60)
-    assert (stdout, stderr.count(b"\n"), process.returncode) == (b"", 1, 130)
-    assert stderr.startswith(b"stopped")
+    command = headcount("query", runs, ENDLESS)
+    process = psutil.Process(command.pid)
+    # Opening the runs takes less, so the question has begun, which has no end.
+    while process.cpu_times().user < SECONDS_BEHIND_THE_BEGINNING:
+        time.sleep(0.05)
+    command.send_signal(signal.SIGINT)
+    code, stdout, stderr = command.ended(60)
+    assert (stdout, stderr.count("\n"), code) == ("", 1, 130)
+    assert stderr.startswith("stopped")
 
 
 def test_markdown_is_a_table_that_no_text_can_leave(runs: Path, tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,20 @@ from schemas.kinds import KINDS
 from schemas.scan import Scan, parse_scan
 from tests import toy_models as toy
 from tests.model_families import tiny_model
+from tests.processes import Command
 from workers.model.layer_weights import READ_THROUGH_BRIDGE
 from workers.model.loading import load_model
 from workers.model.model_info import describe
 from workers.replica import Replica
 
-ROOT = Path(__file__).parents[1]
 N_CTX = 16
 TOKENS = np.random.default_rng(0).integers(50, size=(2, N_CTX)).astype(np.int32)
 
 SCAN = """
-import sys
-
-import headcount
-
-fields = {
-    "model": "bundled:gpt2-mini",
-    "n_ctx": 16,
-    "sequences": 4,
-    "input": {"family": "uniform_random"},
-    "out": sys.argv[1],
-}
-with headcount.scan(fields, quiet=True) as run:
-    assert run.sql("SELECT count(*) FROM heads").rows() == [(96,)]
-print("transformer_lens" in sys.modules)
+model = "bundled:gpt2-mini"
+n_ctx = 16
+sequences = 4
+input.family = "uniform_random"
 """
 
 
@@ -67,9 +56,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_standard_scan_does_not_import_transformerlens(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", SCAN, str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.split()) == (0, ["False"]), done.stderr
+    (tmp_path / "own.toml").write_text(SCAN)
+    done = Command(
+        *("scan", "own.toml", "--replicas", "0"),
+        environment=os.environ,
+        directory=tmp_path,
+        main="tests.listed_modules.main",
+    ).ended()
+    modules = done.stdout.split()
+    assert (done.code, "torch" in modules) == (0, True), done.stderr
+    assert "transformer_lens" not in modules
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

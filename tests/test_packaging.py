@@ -128,38 +128,61 @@ SCANNED = (
 def test_the_wheel_measures_and_answers_in_an_empty_environment(
     installed: Path, tmp_path: Path
 ) -> None:
-    code = """
-import headcount, models, jobs, queries, reproduce, schemas, workers
-for module in (headcount, models, jobs, queries, reproduce, schemas, workers):
-    print(module.__file__)
-from workers.provenance.code_fingerprint import code_fingerprint
-print(code_fingerprint())
-"""
-    *files, fingerprint = run_in(tmp_path, installed / "bin/python", "-c", code).splitlines()
-    assert [file for file in files if not file.startswith(str(installed))] == []
-    from workers.provenance.code_fingerprint import code_fingerprint
-
-    assert fingerprint == code_fingerprint()
-
     headcount = installed / "bin" / "headcount"
-    demo = Path(files[1]).parent.parent / "jobs/scans/demo/attn-only-2l-mini-repeated.toml"
+    (site,) = installed.glob("lib/python*/site-packages")
+    demo = site / "jobs/scans/demo/attn-only-2l-mini-repeated.toml"
     (tmp_path / "licence.toml").write_text(
         'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 2\n'
         'input = { family = "text", files = "bundled:LICENSE", packing = "concat" }\n'
     )
     run_in(tmp_path, headcount, "scan", demo, "licence.toml", "--replicas", "0", said=SCANNED * 2)
-    asked = (
+    question = (
         "SELECT model, count(*) AS n FROM heads JOIN runs USING (run_id) GROUP BY ALL ORDER BY 1"
     )
-    answer = run_in(tmp_path, headcount, "query", "runs", asked, "--format", "csv")
+    python = installed / "bin" / "python"
+    answered = run_in(tmp_path, python, "-c", ANSWERING, question)
+    codes, files, answer, report, systems = json.loads(answered)
+    from workers.provenance.code_fingerprint import code_fingerprint
+
+    assert codes == [code_fingerprint()]
+    assert [file for file in files if not file.startswith(str(installed))] == []
     assert answer.split() == [
         "model,n",
         f"bundled:attn-only-2l-mini,{256 * 2 * 8}",
         f"bundled:gpt2-mini,{2 * 3 * 8}",
     ]
-    run_in(tmp_path, headcount, "report", "runs")
+    assert report.startswith("report.html: ")
     assert (tmp_path / "report.html").stat().st_size > 50_000
-    assert "sink_circuit" in run_in(tmp_path, headcount, "reproduce", "--list")
+    assert "sink_circuit" in systems
+
+
+ANSWERING = """
+import json, sys
+from pathlib import Path
+
+# Texts of tokens need neither.
+for name in ("torch", "transformers"):
+    sys.modules[name] = None
+
+from typer.testing import CliRunner
+import headcount, models, jobs, queries, reproduce, schemas, workers
+from schemas.run_directory import find_runs
+
+def printed(*words):
+    result = CliRunner().invoke(headcount.app, words, catch_exceptions=False)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+modules = (headcount, models, jobs, queries, reproduce, schemas, workers)
+print(json.dumps([
+    sorted({run.manifest().code for run in find_runs(Path("runs"))}),
+    [module.__file__ for module in modules],
+    printed("query", "runs", sys.argv[1], "--format", "csv"),
+    printed("report", "runs"),
+    printed("reproduce", "--list"),
+]))
+"""
+"""A program that asks about runs: every process would load the libraries anew."""
 
 
 # What is declared

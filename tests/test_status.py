@@ -25,6 +25,7 @@ from schemas.commits import COMMITS, COMMITS_PER_FOLD, DROPPED
 from schemas.errors import RunError
 from schemas.manifest import Manifest
 from schemas.run_directory import RunDirectory
+from tests.processes import Command, Ended
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
@@ -108,12 +109,9 @@ def note_failure(run: RunDirectory, shard: int, error: str) -> None:
     file.write_text(json.dumps({"attempts": 3, "error": error}))
 
 
-def headcount(*words: str) -> subprocess.CompletedProcess[str]:
+def headcount(*words: str) -> Ended:
     """Run a command of headcount to its end."""
-    command = [sys.executable, "-m", "headcount", *words]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
-    )
+    return Command(*words, environment=os.environ, directory=ROOT).ended(60)
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
@@ -257,7 +255,7 @@ def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no manifest\.json; expected the directory of a run"):
         read_status(RunDirectory(tmp_path / "run_id=none-1"))
     process = headcount("status", str(tmp_path))
-    assert (process.returncode, process.stdout) == (2, "")
+    assert (process.code, process.stdout) == (2, "")
     assert (
         process.stderr
         == f"error: {tmp_path}: expected the directory of a run, …/run_id=NAME-HASH\n"
@@ -270,7 +268,7 @@ def test_the_command_prints_lines_or_json_and_exits_with_0_for_an_incomplete_run
     run = make_run(tmp_path)
     fold_shards(run, np.arange(3))
     process = headcount("status", os.path.relpath(str(run.path), ROOT))
-    assert process.returncode == 0, process.stderr
+    assert process.code == 0, process.stderr
     assert "shards    3 of 10 done, 7 missing, 0 of them failed" in process.stdout
     process = headcount("status", str(run.path), "--format", "json")
     record = json.loads(process.stdout)
@@ -290,7 +288,7 @@ def test_a_directory_of_runs_is_a_table(tmp_path: Path) -> None:
     (tmp_path / "run_id=broken-1").mkdir()
     (tmp_path / "run_id=broken-1" / "manifest.json").write_text("{}")
     process = headcount("list", str(tmp_path))
-    assert process.returncode == 0, process.stderr
+    assert process.code == 0, process.stderr
     assert [line.split() for line in process.stdout.splitlines()] == [
         ["run", "model", "input", "shards", "failed", "tokens", "created", "phase"],
         ["toy-1a2b3c4d", "toy", "pile", "3/10", "1", "192/640", "2026-05-01T10:00:00+00:00"],

@@ -215,17 +215,19 @@ def test_ray_without_a_network_is_one_line(directory: Path) -> None:
 
 
 def test_a_full_disk_behind_stdout_is_one_line(runs: Path) -> None:
-    for words in (
-        ("list", runs),
-        ("status", runs / "run_id=toy-1a2b3c4d"),
-        ("query", runs, "heads"),
-    ):
-        with open("/dev/full", "w") as full:
-            done = headcount(runs, *words, stdout=full.fileno())
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: ")
-        assert "No space left on device" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+    commands = [
+        Command(*words, environment=environment({}), directory=runs, stdout=Path("/dev/full"))
+        for words in (("list", runs), ("status", runs / "run_id=toy-1a2b3c4d"))
+    ]
+    # What Python does at its end, a fork does not do.
+    with open("/dev/full", "w") as full:
+        done = headcount(runs, "query", runs, "heads", stdout=full.fileno())
+    every_ended = [command.ended() for command in commands]
+    for code, _, errors in (*every_ended, Ended(done.returncode, "", done.stderr)):
+        assert code == 2
+        assert errors.startswith("error: ")
+        assert "No space left on device" in errors
+        assert len(errors.splitlines()) == 1
 
 
 def test_a_reader_that_has_enough_is_no_error(runs: Path) -> None:

@@ -130,8 +130,11 @@ def find_model(spec: str, revision: str | None = None) -> Path:
         ) from None
 
 
-def describe(path: Path) -> ModelInfo:
-    """What a model is, from its config.json, with fingerprints of its files. Nothing is loaded."""
+def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
+    """What a model is, from its config.json, with fingerprints of its files. Nothing is loaded.
+
+    `digests` are those of the files, if they are known: to read all weights takes time.
+    """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -144,10 +147,9 @@ def describe(path: Path) -> ModelInfo:
         layout, shape = "huggingface", _hugging_face_shape(path)
     else:
         layout, shape = "legacy", _legacy_shape(path, config)
-    digests = _digests(path, layout)
-    sha256 = hashlib.sha256(b"".join(digests.values())).hexdigest()[:16]
+    digests = digests or file_digests(path, layout)
     files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
-    return ModelInfo(str(path), path.name, layout, sha256, **shape, files=files)
+    return ModelInfo(str(path), path.name, layout, sha256_of(digests), **shape, files=files)
 
 
 def no_token(info: ModelInfo, field: str, word: str) -> str:
@@ -183,7 +185,12 @@ def weight_files(path: Path, layout: str) -> list[Path]:
     return files
 
 
-def _digests(path: Path, layout: str) -> dict[str, bytes]:
+def sha256_of(digests: dict[str, bytes]) -> str:
+    """What stands for a model's files, from the digests of them."""
+    return hashlib.sha256(b"".join(digests.values())).hexdigest()[:16]
+
+
+def file_digests(path: Path, layout: str) -> dict[str, bytes]:
     """SHA-256 of the configuration and of every file of weights, by name."""
     digests: dict[str, bytes] = {}
     # The configuration counts: other settings make another model of the same weights.
