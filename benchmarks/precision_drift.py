@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.granite_swa import GraniteSWAConfig
 
-from benchmarks.measured_on import measured_now
+from benchmarks.measured_on import machine, measured_now
 from benchmarks.page import Json, grid, hardware
 from jobs.corpus_preparation import prepare
 from schemas.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS

@@ -103,9 +103,10 @@ def chaos() -> Iterator[tuple[World, pa.Table]]:
 )
 def test_a_run_comes_to_its_end(chaos: tuple[World, pa.Table], name: str) -> None:
     world, expected = chaos
-    world.in_store, world.n_replicas, lives = SCHEDULES[name]
-    result = run_schedule(world, expected, lives)
-    assert result.faults == [planned.kind for life in lives for planned in life]
+    schedule = SCHEDULES[name]
+    world.in_store, world.n_replicas = schedule.in_store, schedule.n_replicas
+    result = run_schedule(world, expected, schedule.lives)
+    assert result.faults == [planned.kind for life in schedule.lives for planned in life]
     assert result.good, result
     assert "Traceback" not in world.errors
 
