@@ -210,19 +210,18 @@ def damage_lines(opened: OpenedRuns) -> list[str]:
     """One line for each run that cannot be read, or has files that are not as committed."""
     lines = [f"{why}; the run is left out of every view" for why in opened.left_out]
     for run in opened.runs:
-        consequences = {
-            "is left out of every view": run.damaged_data,
-            "its shards are answered from rows": run.damaged_rollups,
-        }
-        for consequence, damaged in consequences.items():
+        path = run.directory.path
+        data_remedy = f"headcount resume {path} --verify measures it anew"
+        rollup_remedy = f"headcount compact {path} writes it again"
+        for damaged, consequence, remedy in (
+            (run.damaged_data, "is left out of every view", data_remedy),
+            (run.damaged_rollups, "its shards are answered from rows", rollup_remedy),
+        ):
             if not damaged:
                 continue
             first, *others = damaged
             more = f"; so are {len(others):,} more files" if others else ""
-            lines.append(
-                f"run {run.directory.run_id}: {first} and {consequence}{more}. "
-                f"headcount resume {run.directory.path} --verify measures it anew"
-            )
+            lines.append(f"run {run.directory.run_id}: {first} and {consequence}{more}. {remedy}")
     return lines
 
 

@@ -35,12 +35,12 @@ class Run:
     @property
     def damaged_rollups(self) -> list[Damage]:
         """Damaged roll-ups. Their shards are answered from rows."""
-        return [damage for damage in self.damaged if _is_rollup(damage)]
+        return [damage for damage in self.damaged if damage.is_of_rollup]
 
     @property
     def damaged_data(self) -> list[Damage]:
         """The other damaged files. No view shows their shards."""
-        return [damage for damage in self.damaged if not _is_rollup(damage)]
+        return [damage for damage in self.damaged if not damage.is_of_rollup]
 
     @cached_property
     def is_whole(self) -> np.ndarray:
@@ -137,10 +137,6 @@ class Run:
     def scan(self) -> dict[str, Any]:
         """The resolved scan."""
         return self.manifest.identity.get("scan", {})
-
-
-def _is_rollup(damage: Damage) -> bool:
-    return damage.path.partition("/")[0] == ROLLUPS.name
 
 
 def _shards_of(damaged: list[Damage]) -> list[int]:
