@@ -121,6 +121,16 @@ def is_data_path(path: str) -> bool:
     return bool(re.fullmatch(DATA_FOLDER, folder) and re.fullmatch(DATA_FILE, name))
 
 
+def data_folders(ledger: pa.Table) -> list[str]:
+    """The directories of the data files of a ledger, relative to the run."""
+    paths = pc.struct_field(pc.list_flatten(ledger["files"]), "path")
+    folders = pc.unique(
+        pc.list_element(pc.split_pattern(paths, "/", max_splits=1, reverse=True), 0)
+    )
+    # A damaged ledger may hold any path. Nothing outside the run's tables is listed.
+    return sorted(one for one in folders.to_pylist() if re.fullmatch(DATA_FOLDER, one))
+
+
 def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
     """Committed files that are missing or have another size; `parts` are those of a ledger.
 
