@@ -81,6 +81,8 @@ def duo(
     """
     if sparsity is not None and threshold is not None:
         raise QueryError("export duo: --sparsity and --threshold both choose heads; leave out one")
+    if score == "retrieval":
+        _require_distant_copies(source, recent)
     by_head = scores_by_head(source, score, sink, recent)
     # The query heads that share keys are neighbours.
     groups = by_head.reshape(*source.kv_shape, source.group_size)
@@ -131,12 +133,27 @@ def scores_by_head(source: ExportSource, score: str, sink: int, recent: int) -> 
     return np.maximum(to_copies, np.abs(change))
 
 
-def queries_after_first_copy(source: ExportSource) -> int:
-    """How many queries of a sequence see an earlier copy of their token."""
+def _require_distant_copies(source: ExportSource, recent: int) -> None:
+    """Refuse a window that holds the earlier copy of a token, or what follows it."""
+    block = block_length(source)
+    if recent >= block:
+        raise QueryError(
+            f"export duo: --recent {recent}: run {source.run_id} repeats a block of {block} "
+            f"tokens, which streaming heads would see whole; expected less than {block}, or "
+            "longer sequences"
+        )
+
+
+def block_length(source: ExportSource) -> int:
+    """Tokens in the block that a sequence repeats."""
     length = source.run["n_ctx"] - source.run["bos"]
     # The default of the family `repeated_random`.
-    period = source.input_options.get("period") or (length + 1) // 2
-    return length - period
+    return source.input_options.get("period") or (length + 1) // 2
+
+
+def queries_after_first_copy(source: ExportSource) -> int:
+    """How many queries of a sequence see an earlier copy of their token."""
+    return source.run["n_ctx"] - source.run["bos"] - block_length(source)
 
 
 def whole_heads(

@@ -76,10 +76,20 @@ def _check(run: RunDirectory, console: Console) -> bool:
     if not checked.damaged:
         say(console, f"{run.run_id}: {counted(checked.shards, 'shard')}, {size}, as committed")
         return True
-    damaged_shards = {shard for damage in checked.damaged for shard in damage.shards}
-    say(
-        console,
-        f"{run.run_id}: {counted(len(damaged_shards), 'shard')} of {checked.shards:,} damaged, "
-        f"in {size}; headcount resume {run.path} --verify measures them anew",
-    )
+    damaged_rollups = sum(damage.is_of_rollup for damage in checked.damaged)
+    if damaged_rollups:
+        say(
+            console,
+            f"{run.run_id}: {counted(damaged_rollups, 'roll-up')} damaged, in {size}; "
+            f"headcount compact {run.path} writes them again from their rows",
+        )
+    damaged_shards = {
+        shard for damage in checked.damaged if not damage.is_of_rollup for shard in damage.shards
+    }
+    if damaged_shards:
+        say(
+            console,
+            f"{run.run_id}: {counted(len(damaged_shards), 'shard')} of {checked.shards:,} damaged, "
+            f"in {size}; headcount resume {run.path} --verify measures them anew",
+        )
     return False

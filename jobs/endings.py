@@ -171,7 +171,9 @@ def _end_failed(error: Exception) -> NoReturn:
         raise error
     _close_stdout_if_it_fails()
     for line in lines_of(error):
-        _say(f"error: {printable(line)}")
+        # An indented line belongs to the one before, for example a scan that would do.
+        prefix = "" if line.startswith("    ") else "error: "
+        _say(f"{prefix}{printable(line)}".rstrip())
     sys.exit(2)
 
 

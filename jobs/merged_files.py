@@ -73,7 +73,7 @@ class Unit:
     """
     must_be_rewritten: bool
     """Whether it is merged even alone: its files also hold rows of shards that no longer count
-    there, or it is large and has no roll-ups.
+    there, its roll-ups are damaged, or it is large and has none.
     """
 
 
@@ -143,7 +143,8 @@ def merge_files(
     """Write the merged files of some shards, whose commits are rows of a ledger.
 
     Returns the commits that refer to them, and the paths of the files that held these rows. Such a
-    file may also hold rows of shards that no longer count there. They are not moved.
+    file may also hold rows of shards that no longer count there. They are not moved. A merged file
+    of just these rows stays, so that damaged roll-ups cost no more than reading what they repeat.
     """
     shards = commits["shard"].to_numpy()
     # The random part makes a name that was never used. A reader that holds an older commit must
@@ -161,13 +162,20 @@ def merge_files(
     for (table, intervention), files in files_by_kind.items():
         if TABLES[table].written == "once":
             continue  # A run has one file of weights. It stays where it is.
-        old_paths += [file.path for file in files]
+        stays = table != ROLLUPS.name and _is_merged_already(files)
+        if not stays:
+            old_paths += [file.path for file in files]
         if table == ROLLUPS.name:
             continue  # They are made anew, from the rows.
-        rows = _sorted(_read_rows(run, manifest, files, bounds), TABLES[table].order)
-        shard_count = sum(len(file.shards) for file in files)
-        new_files.append(_write_merged_file(run, table, intervention, name, rows, shard_count))
-        if table in (HEADS.name, SEQUENCES.name):
+        is_rolled_up = table in (HEADS.name, SEQUENCES.name)
+        if stays and not is_rolled_up:
+            continue
+        rows = _read_rows(run, manifest, files, bounds)
+        if not stays:
+            rows = _sorted(rows, TABLES[table].order)
+            shard_count = sum(len(file.shards) for file in files)
+            new_files.append(_write_merged_file(run, table, intervention, name, rows, shard_count))
+        if is_rolled_up:
             tables = merged_rows.setdefault(intervention, {})
             tables[table] = rows
             # Roll-ups need the rows of both tables.
@@ -177,6 +185,12 @@ def merge_files(
                     _write_merged_file(run, ROLLUPS.name, intervention, name, rollups, len(commits))
                 )
     return _with_rollups(_with_new_files(commits, new_files), new_rollups), old_paths
+
+
+def _is_merged_already(files: Sequence[CommittedFile]) -> bool:
+    """Whether some files are one merged file, and every row of it counts."""
+    is_merged = files[0].path.rpartition("/")[2].startswith("merged-")
+    return len(files) == 1 and is_merged and files[0].rows is not None
 
 
 def _rollups(

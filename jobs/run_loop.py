@@ -176,7 +176,9 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
     damaged: set[int] = set(survey.short)
     # This reads the parts, and fills the survey on the way.
     for damage in plan.run.damaged_files(parts, plan.manifest if verify else None):
-        damaged.update(shard for shard in damage.shards if shard < plan.manifest.shards)
+        # A roll-up is written again from rows (`headcount compact`). Nothing needs measuring.
+        if not damage.is_of_rollup:
+            damaged.update(shard for shard in damage.shards if shard < plan.manifest.shards)
 
     # Commit files go first. While a fold has the shard, its own file does not count; once the fold
     # has dropped the shard, the file would count again.

@@ -193,7 +193,10 @@ def read_status_before(run: RunDirectory, now: datetime | None = None) -> Status
 def done_and_damaged(
     run: RunDirectory, manifest: Manifest, columns: Sequence[str]
 ) -> tuple[pa.Table, list[Damage]]:
-    """The ledger of the shards that are done, and the files that are gone or of another size."""
+    """The ledger of the shards that are done, and the files that are gone or of another size.
+
+    A roll-up only repeats rows, so it is not among these files.
+    """
     if manifest.shards <= SHARDS_AT_ONCE:
         # Reading the ledger once is half the work of a list of a thousand small runs.
         ledger = run.ledger([*columns, *BY_SIZE])
@@ -206,6 +209,7 @@ def done_and_damaged(
         # Sizes are checked in parts, because the names of all files take as much memory as
         # everything else.
         damages = run.damaged_by_size()
+    damages = [damage for damage in damages if not damage.is_of_rollup]
     damaged_shards = [shard for damage in damages for shard in damage.shards]
     is_whole = ~np.isin(ledger["shard"].to_numpy(), damaged_shards)
     is_done = holds_whole_shard(manifest, ledger) & is_whole

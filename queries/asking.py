@@ -19,6 +19,7 @@ from queries.connection import (
     make_views,
 )
 from queries.mistakes import explained, query_error
+from queries.run import ReadRun, read_run
 from queries.shipped_views import QUERIES
 from queries.verified_files import Tell
 from schemas.errors import QueryError
@@ -91,13 +92,15 @@ def open_runs(
     code: str | None = None,
     memory: str = MEMORY,
     tell: Tell = lambda line: None,
+    read: ReadRun = read_run,
 ) -> RunDatabase:
     """Open a run directory or a directory of runs.
 
     `views` adds views, SQL by name. `code` reads only the shards that it measured. `memory` is
-    what queries may take. `tell` is called with a line whenever a question finds damage.
+    what queries may take. `tell` is called with a line whenever a question finds damage. `read` may
+    remember runs that were opened before.
     """
-    connection = connect(path, queries, code, memory, tell, lazily=True)
+    connection = connect(path, queries, code, memory, tell, lazily=True, read=read)
     for name, sql in views.items():
         # DuckDB opens a file to create a view, and a damaged one would fail.
         hold_to_commits(connection, sql)

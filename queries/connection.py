@@ -23,10 +23,10 @@ from queries.rollup_views import (
     create_rollup_views,
     measured_statistics,
 )
-from queries.run import Run, read_run, read_runs
+from queries.run import ReadRun, Run, read_run, read_runs
 from queries.shipped_views import BLIND, QUERIES, ShippedViews
 from queries.sql_text import text_literal
-from queries.stores import register_stores
+from queries.stores import CommittedObject, committed_objects, register_stores
 from queries.table_sql import (
     SOURCES,
     UNROLLED_HEADS,
@@ -39,7 +39,7 @@ from queries.verified_files import Tell, damage_in
 from schemas.damage import Damage
 from schemas.errors import QueryError
 from schemas.kinds import TABLES
-from schemas.places import Place, place
+from schemas.places import Place, StorePath, place
 from schemas.tables import HEADS, PARTITIONS, Column, Table
 
 MEMORY = "50%"
@@ -71,6 +71,8 @@ class OpenedRuns:
     """Whether the database holds as comments what its views and columns mean."""
     unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
     """The statistics that the views of roll-ups read from rows."""
+    committed: dict[str, CommittedObject] = field(default_factory=dict[str, CommittedObject])
+    """What commits say about the objects of stores that count, by key."""
     lock: Lock = field(default_factory=Lock)
     """Held while views are made or pointed at other files: threads share them."""
 
@@ -87,19 +89,21 @@ def connect(
     tell: Tell = lambda line: None,
     *,
     lazily: bool = False,
+    read: ReadRun = read_run,
 ) -> duckdb.DuckDBPyConnection:
     """Open a run directory, or a directory of runs: views of what is committed, and nothing else.
 
     `code` reads only the shards that it measured. `memory` is what queries may take: `4GB`, or a
     share of the machine's, `50%`. `lazily` makes the view of a named query when `run_query` or
     `hold_to_commits` first meets its name, and comments when a question reads them: that opens in a
-    third of the time. SQL that goes past these two needs all views.
+    third of the time. SQL that goes past these two needs all views. `read` may remember runs that
+    were opened before.
 
     Opening compares the names and sizes of files with their commits. Pass a user's SQL to
     `queries.answers.run_query`: that also compares the content of the files which the question
     reads (`tell` hears of damage), and refuses to write.
     """
-    runs, unreadable = read_runs(place(path), code)
+    runs, unreadable = read_runs(place(path), code, read)
     connection = duckdb.connect()
     opened = OpenedRuns(runs, [str(error) for error in unreadable], tell, ShippedViews.of(queries))
     build(connection, opened, lazily)
@@ -111,7 +115,7 @@ def connect(
 def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: bool = False) -> None:
     """Create the views of some runs in an empty database."""
     runs = opened.runs
-    register_stores(connection, [run.directory.path for run in runs])
+    register_stores(connection, [run.directory.path for run in runs], opened.committed)
     # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
     connection.execute("SET python_enable_replacements = false")
     connection.execute("CREATE SCHEMA ledger")
@@ -210,19 +214,18 @@ def damage_lines(opened: OpenedRuns) -> list[str]:
     """One line for each run that cannot be read, or has files that are not as committed."""
     lines = [f"{why}; the run is left out of every view" for why in opened.left_out]
     for run in opened.runs:
-        consequences = {
-            "is left out of every view": run.damaged_data,
-            "its shards are answered from rows": run.damaged_rollups,
-        }
-        for consequence, damaged in consequences.items():
+        path = run.directory.path
+        data_remedy = f"headcount resume {path} --verify measures it anew"
+        rollup_remedy = f"headcount compact {path} writes it again"
+        for damaged, consequence, remedy in (
+            (run.damaged_data, "is left out of every view", data_remedy),
+            (run.damaged_rollups, "its shards are answered from rows", rollup_remedy),
+        ):
             if not damaged:
                 continue
             first, *others = damaged
             more = f"; so are {len(others):,} more files" if others else ""
-            lines.append(
-                f"run {run.directory.run_id}: {first} and {consequence}{more}. "
-                f"headcount resume {run.directory.path} --verify measures it anew"
-            )
+            lines.append(f"run {run.directory.run_id}: {first} and {consequence}{more}. {remedy}")
     return lines
 
 
@@ -297,6 +300,7 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
     """Point the tables at the files that count, and fill the tables that describe the runs."""
     # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now; it
     # takes a shard out of all tables, so all tables are tried again.
+    _note_committed_objects(opened)
     while unfit_sources := [
         source for source in SOURCES.values() if _problem_of_view(connection, source, opened.runs)
     ]:
@@ -304,10 +308,18 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
         opened.runs = [_verified(run, names, opened.tell) for run in opened.runs]
         for source in unfit_sources:
             _leave_out_misfits(connection, source, opened)
+        _note_committed_objects(opened)
     _store_content(connection, "runs", run_tables.runs_table(opened.runs))
     _store_content(connection, "shards", run_tables.shards_table(opened.runs))
     if opened.shipped.foundation is None and _unrolled_statistics(opened) != opened.unrolled:
         _create_rollup_views(connection, opened)
+
+
+def _note_committed_objects(opened: OpenedRuns) -> None:
+    """Note what the commits of runs in stores say. A shard may have been measured again."""
+    for run in opened.runs:
+        if isinstance(run.directory.path, StorePath):
+            opened.committed |= committed_objects(run.directory.path, run.done)
 
 
 def _create_rollup_views(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:

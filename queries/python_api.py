@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,8 +24,10 @@ import pyarrow as pa
 
 from queries.answers import Answer, rows_of, run_query
 from queries.asking import RunDatabase, open_runs
-from queries.connection import MEMORY, check_memory, view_descriptions
+from queries.connection import MEMORY, OPENED, check_memory, view_descriptions
 from queries.named_queries import QUERIES, read_queries
+from queries.run import read_runs
+from queries.run_memory import RunMemory
 from queries.run_models import OpenModel, RunModels
 from schemas.errors import QueryError, printable, unknown
 from schemas.places import Place, absolute
@@ -69,13 +72,27 @@ class Runs:
         self.code = code
         self.memory = check_memory(memory)
         self.models = None if open_model is None else RunModels(str(self.path), open_model)
+        self._memory_of_runs = RunMemory()
         self.database = self._opened()
 
     def _opened(self) -> RunDatabase:
-        database = open_runs(self.path, code=self.code, memory=self.memory, tell=_warn)
+        database = open_runs(
+            self.path,
+            code=self.code,
+            memory=self.memory,
+            tell=_warn,
+            read=self._memory_of_runs.read_run,
+        )
         for line in database.damage():
             _warn(f"warning: {line}")
         return database
+
+    def _has_news(self) -> bool:
+        """Whether runs must be opened again: something was committed, or is or was damaged."""
+        opened = OPENED[self.database.connection]
+        runs, unreadable = read_runs(self.path, self.code, self._memory_of_runs.read_run)
+        is_known = len(runs) == len(opened.runs) and all(map(is_, runs, opened.runs))
+        return bool(unreadable or self.database.damage()) or not is_known
 
     def sql(
         self, question: str, *, timeout: float | None = None, **parameters: object
@@ -99,6 +116,8 @@ class Runs:
 
     def refresh(self) -> Self:
         """Look at the commits again: a scan that runs has written more since."""
+        if not self._has_news():
+            return self
         opened = self._opened()
         self.close()
         self.database = opened

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -35,12 +35,12 @@ class Run:
     @property
     def damaged_rollups(self) -> list[Damage]:
         """Damaged roll-ups. Their shards are answered from rows."""
-        return [damage for damage in self.damaged if _is_rollup(damage)]
+        return [damage for damage in self.damaged if damage.is_of_rollup]
 
     @property
     def damaged_data(self) -> list[Damage]:
         """The other damaged files. No view shows their shards."""
-        return [damage for damage in self.damaged if not _is_rollup(damage)]
+        return [damage for damage in self.damaged if not damage.is_of_rollup]
 
     @cached_property
     def is_whole(self) -> np.ndarray:
@@ -139,10 +139,6 @@ class Run:
         return self.manifest.identity.get("scan", {})
 
 
-def _is_rollup(damage: Damage) -> bool:
-    return damage.path.partition("/")[0] == ROLLUPS.name
-
-
 def _shards_of(damaged: list[Damage]) -> list[int]:
     return [shard for damage in damaged for shard in damage.shards]
 
@@ -150,25 +146,6 @@ def _shards_of(damaged: list[Damage]) -> list[int]:
 def _named_codes(codes: pa.ChunkedArray, manifest: Manifest) -> list[str]:
     """The code of each commit. Old commits do not name it: theirs is the one of the manifest."""
     return [code or manifest.code for code in codes.to_pylist()]
-
-
-def read_runs(path: Place, code: str | None = None) -> tuple[list[Run], list[RunError]]:
-    """Read the manifests and ledgers at `path`, and say which runs cannot be read.
-
-    `code` reads only the shards that it measured. It is an error if no run can be read.
-    """
-    runs: list[Run] = []
-    unreadable: list[RunError] = []
-    for directory in find_runs(absolute(path)):
-        try:
-            runs.append(read_run(directory, code))
-        except RunError as error:
-            # One run that cannot be read must not hide the others.
-            unreadable.append(error)
-    if not runs:
-        raise unreadable[0]
-    _refuse_two_meanings(runs)
-    return runs, unreadable
 
 
 def read_run(directory: RunDirectory, code: str | None) -> Run:
@@ -183,6 +160,32 @@ def read_run(directory: RunDirectory, code: str | None) -> Run:
             raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
         ledger = ledger.filter(pa.array([own == code for own in codes], pa.bool_()))
     return Run(directory, manifest, ledger, code, directory.damaged_files([ledger]))
+
+
+ReadRun = Callable[[RunDirectory, str | None], Run]
+"""Reads a run, or the shards of it that some code measured."""
+
+
+def read_runs(
+    path: Place, code: str | None = None, read: ReadRun = read_run
+) -> tuple[list[Run], list[RunError]]:
+    """Read the manifests and ledgers at `path`, and say which runs cannot be read.
+
+    `code` reads only the shards that it measured. `read` may remember runs. It is an error if no
+    run can be read.
+    """
+    runs: list[Run] = []
+    unreadable: list[RunError] = []
+    for directory in find_runs(absolute(path)):
+        try:
+            runs.append(read(directory, code))
+        except RunError as error:
+            # One run that cannot be read must not hide the others.
+            unreadable.append(error)
+    if not runs:
+        raise unreadable[0]
+    _refuse_two_meanings(runs)
+    return runs, unreadable
 
 
 class _Formula(NamedTuple):

@@ -32,6 +32,7 @@ from schemas.kinds import TABLES, columns_of
 from schemas.manifest import Manifest
 from schemas.parquet import ends_whole, read_content
 from schemas.places import OpenFile, Place, open_whole, reason, sizes
+from schemas.tables import ROLLUPS
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
@@ -76,6 +77,11 @@ class Damage:
     def __str__(self) -> str:
         return f"{shards_in_words(self.shards)}: {self.path} {self.why}"
 
+    @property
+    def is_of_rollup(self) -> bool:
+        """Whether the file is a roll-up. Its shards are done: their rows lie in other files."""
+        return self.path.startswith(f"{ROLLUPS.name}/") and is_data_path(self.path)
+
 
 def shards_in_words(shards: Sequence[int]) -> str:
     """A list of shards as a phrase.
@@ -108,6 +114,22 @@ class CommittedFile:
     """First sequence of its first shard."""
     stop: int
     """One past the last sequence of its last shard."""
+
+
+def is_data_path(path: str) -> bool:
+    """Whether a run may have a data file there. A damaged ledger may hold any path."""
+    folder, _, name = path.rpartition("/")
+    return bool(re.fullmatch(DATA_FOLDER, folder) and re.fullmatch(DATA_FILE, name))
+
+
+def data_folders(ledger: pa.Table) -> list[str]:
+    """The directories of the data files of a ledger, relative to the run."""
+    paths = pc.struct_field(pc.list_flatten(ledger["files"]), "path")
+    folders = pc.unique(
+        pc.list_element(pc.split_pattern(paths, "/", max_splits=1, reverse=True), 0)
+    )
+    # A damaged ledger may hold any path. Nothing outside the run's tables is listed.
+    return sorted(one for one in folders.to_pylist() if re.fullmatch(DATA_FOLDER, one))
 
 
 def files_damaged_by_size(home: Place, parts: Iterable[pa.Table]) -> list[Damage]:
@@ -277,9 +299,13 @@ def committed_files(ledger: pa.Table, tables: Iterable[str] = TABLES) -> Iterato
 
 
 def examined_files(
-    home: Place, manifest: Manifest, parts: Iterable[pa.Table], threads: int = READERS
+    home: Place,
+    manifest: Manifest,
+    parts: Iterable[pa.Table],
+    tables: Iterable[str] = TABLES,
+    threads: int = READERS,
 ) -> Iterator[tuple[CommittedFile, str | None]]:
-    """Every file of a ledger, each once, with what is wrong with it (None: it is as committed)."""
+    """The files of a ledger, each once, with what is wrong with it (None: it is as committed)."""
     bounds = declared_bounds(manifest)
     examined_paths: set[str] = set()
 
@@ -289,7 +315,8 @@ def examined_files(
     with ThreadPoolExecutor(threads) as pool:
         for part in parts:
             # A merged file may have commits in several parts.
-            new_files = iter([f for f in committed_files(part) if f.path not in examined_paths])
+            files = committed_files(part, tables)
+            new_files = iter([file for file in files if file.path not in examined_paths])
             # A few at a time: the pool would read ahead without limit if nobody took its results.
             while batch := list(islice(new_files, 4 * threads)):
                 examined_paths.update(file.path for file in batch)
@@ -323,9 +350,8 @@ def problem(
     do not have a digest. They are checked by their page checksums, if they have some, and by every
     value that has bounds.
     """
-    folder, _, name = file.path.rpartition("/")
     # Nothing outside of the run is opened, whatever a damaged commit names.
-    if not (re.fullmatch(DATA_FOLDER, folder) and re.fullmatch(DATA_FILE, name)):
+    if not is_data_path(file.path):
         return _size_problem(NOT_OURS, file.bytes)
     try:
         if content is not None:

@@ -9,6 +9,7 @@ all: a temporary name, fsync and rename on a disk, a single upload in a store.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -350,6 +351,55 @@ def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
                 yield entry.name, entry.stat()
             except FileNotFoundError:
                 continue  # Somebody deleted it after it was listed.
+
+
+Fingerprint: TypeAlias = tuple[int, int]
+"""Tells two states of a file or directory apart: how many entries it has, and a digest of them."""
+
+
+def fingerprint(directory: Place) -> Fingerprint:
+    """Changes with the name, the size and the times of anything in a directory.
+
+    It does not read files: what is written again with the same size within a tick of the clock of
+    the file system may look the same.
+    """
+    count, total = 0, 0
+    # A sum, because the order of a listing is any, and a million names are too many to keep.
+    for entry in _looks(directory):
+        total += int.from_bytes(hashlib.blake2b(repr(entry).encode(), digest_size=16).digest())
+        count += 1
+    return count, total % 2**128
+
+
+def fingerprint_of_file(file: Place) -> Fingerprint:
+    """The same of one file."""
+    if isinstance(file, StorePath):
+        entry = _look_of_object(file.filesystem.get_file_info(file.key))
+    else:
+        try:
+            entry = _look_of_file(file.name, file.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return 0, 0
+    return 1, int.from_bytes(hashlib.blake2b(repr(entry).encode(), digest_size=16).digest())
+
+
+def _looks(directory: Place) -> Iterator[tuple[object, ...]]:
+    """What a listing says of each entry of a directory."""
+    if isinstance(directory, StorePath):
+        selector = pafs.FileSelector(directory.key, allow_not_found=True)
+        yield from map(_look_of_object, directory.filesystem.get_file_info(selector))
+    else:
+        for name, status in stats(directory):
+            yield _look_of_file(name, status)
+
+
+def _look_of_object(info: pafs.FileInfo) -> tuple[object, ...]:
+    return info.base_name, info.type.name, info.size, info.mtime_ns
+
+
+def _look_of_file(name: str, status: os.stat_result) -> tuple[object, ...]:
+    # Nobody can set ctime, the time of the last change of the inode.
+    return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:

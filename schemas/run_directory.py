@@ -40,6 +40,7 @@ from schemas.commits import (
 from schemas.damage import BY_SIZE, Damage, examined_files, files_damaged_by_size
 from schemas.document_fates import Fates
 from schemas.errors import OtherRunError, RunError, counted
+from schemas.kinds import TABLES
 from schemas.manifest import Manifest
 from schemas.places import Place, names, place, reason
 
@@ -201,19 +202,22 @@ class RunDirectory:
                 raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
 
     def damaged_files(
-        self, parts: Iterable[pa.Table], manifest: Manifest | None = None
+        self,
+        parts: Iterable[pa.Table],
+        manifest: Manifest | None = None,
+        tables: Iterable[str] = TABLES,
     ) -> list[Damage]:
         """Files of a ledger that differ from what was committed.
 
-        They are compared by name and size, or by content if a `manifest` is given. The `parts` need
-        the columns `schemas.damage.BY_SIZE` or `BY_CONTENT`.
+        They are compared by name and size, or those of some `tables` by content if a `manifest`
+        is given. The `parts` need the columns `schemas.damage.BY_SIZE` or `BY_CONTENT`.
         """
         try:
             if manifest is None:
                 return files_damaged_by_size(self.path, parts)
             return [
                 Damage(file.path, file.shards, why)
-                for file, why in examined_files(self.path, manifest, parts)
+                for file, why in examined_files(self.path, manifest, parts, tables)
                 if why is not None
             ]
         except OSError as error:

@@ -472,6 +472,119 @@ def test_tiny_shards_are_merged_in_rounds(
     assert_tidy(run)
 
 
+def rollup_digests(run: RunDirectory) -> dict[tuple[str, int], str]:
+    """The committed digests of roll-ups, by intervention and shard."""
+    return {
+        (file.intervention, commit.shard): file.digest
+        for commit in run.commits()
+        for file in commit.files
+        if file.table == "rollups"
+    }
+
+
+def damage_rollup(run: RunDirectory, how: str, shards: str = "000000-000002") -> None:
+    """Damage the roll-up of a merged group under the first intervention."""
+    (file,) = local(run.path).glob(f"rollups/intervention=none/merged-{shards}-*.parquet")
+    content = file.read_bytes()
+    if how == "gone":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(content[:-9])
+    else:
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+
+
+def check_command(run: RunDirectory) -> tuple[int, list[str]]:
+    done = CliRunner().invoke(app, ["check", str(run.path)], env={"COLUMNS": "1000"})
+    return done.exit_code, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
+def test_damaged_roll_ups_are_written_again_to_the_last_bit(
+    run: RunDirectory, expected: Rows, how: str
+) -> None:
+    compact(run, GROUPS)
+    digests = rollup_digests(run)
+    rows_before = [path for path in data_files(run) if not path.startswith("rollups/")]
+    damage_rollup(run, how)
+    code, lines = check_command(run)
+    assert code == 1
+    assert lines[0].startswith("toy-1: shards 0 to 2: rollups/intervention=none/merged-000000-")
+    (remedy,) = lines[1:]
+    assert remedy.startswith("toy-1: 1 roll-up damaged, in ")
+    assert remedy.endswith(f"headcount compact {run.path} writes them again from their rows")
+    assert compact(run, GROUPS).problems == []
+    assert rollup_digests(run) == digests
+    assert check_command(run)[0] == 0
+    # Files of rows stay where they are.
+    assert [path for path in data_files(run) if not path.startswith("rollups/")] == rows_before
+    assert same_rows(read_rows(run), expected)
+    assert_tidy(run)
+
+
+def test_the_roll_up_of_a_single_shard_is_written_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every shard is large enough for roll-ups of its own.
+    monkeypatch.setattr(compaction, "ROWS", SHARD)
+    compact(run, SHARD)
+    digests = rollup_digests(run)
+    assert len(digests) == SHARDS * len(INTERVENTIONS)
+    damage_rollup(run, "flipped", "000003-000003")
+    compact(run, SHARD)
+    assert rollup_digests(run) == digests
+    assert check_command(run)[0] == 0
+
+
+def test_all_roll_ups_are_written_again_without_their_folder(
+    run: RunDirectory, expected: Rows
+) -> None:
+    compact(run, GROUPS)
+    digests = rollup_digests(run)
+    shutil.rmtree(local(run.path) / "rollups")
+    assert compact(run, GROUPS).problems == []
+    assert rollup_digests(run) == digests
+    assert same_rows(read_rows(run), expected)
+    assert_tidy(run)
+
+
+def test_roll_ups_of_damaged_rows_are_left_and_the_rows_reported(run: RunDirectory) -> None:
+    compact(run, GROUPS)
+    damage_rollup(run, "flipped")
+    (heads,) = local(run.path).glob("heads/intervention=none/merged-000000-*.parquet")
+    content = heads.read_bytes()
+    heads.write_bytes(content[:4] + bytes(9) + content[13:])
+    left = data_files(run)
+    (problem,) = compact(run, GROUPS).problems
+    assert problem.startswith("shards 0 to 2: heads/intervention=none/merged-000000-")
+    assert data_files(run) == left
+
+
+def test_killed_while_a_roll_up_is_written_again_the_next_compaction_ends_it(
+    original: RunDirectory, expected: Rows, tmp_path: Path
+) -> None:
+    begun = copy_of(original, tmp_path / "begun")
+    compact(begun, GROUPS)
+    digests = rollup_digests(begun)
+    damage_rollup(begun, "flipped")
+    whole = copy_of(begun, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        count = count_changes(patch, None)
+        compact(whole, GROUPS)
+    # Two roll-ups and two folds are written, two roll-ups and two folds deleted.
+    assert count() == 8
+    for after in range(count()):
+        run = copy_of(begun, tmp_path / f"killed-{after}")
+        assert compact_until_killed(run, after, GROUPS)
+        assert same_rows(read_rows(run), expected), after
+        compact(run, GROUPS)
+        assert same_rows(read_rows(run), expected), after
+        assert rollup_digests(run) == digests, after
+        assert check_command(run)[0] == 0, after
+        assert_tidy(run)
+
+
 def start_compaction(run: RunDirectory, *options: str) -> subprocess.Popen[str]:
     """Start `headcount compact` in a process of its own."""
     command = [sys.executable, "-m", "headcount", "compact", str(run.path), *options]

@@ -446,6 +446,8 @@ def test_a_missing_baseline_is_named_with_the_scan_that_would_measure_it(
         make(database, "duo", tmp_path / "duo", sink=2, recent=4)
     line, *scan = str(caught.value).splitlines()
     assert "has no finished run beside it that measured distant_mass_2_4" in line
+    # The end of a command says `error:` once: what is indented goes on with the line.
+    assert all(part.startswith("    ") for part in scan)
     import tomllib
 
     parsed = parse_scan(tomllib.loads("\n".join(scan)))
@@ -469,6 +471,21 @@ def test_duo_cuts_scores_where_it_is_told(paired: RunDatabase, tmp_path: Path) -
     np.testing.assert_array_equal(whole, highest >= threshold)
     with pytest.raises(QueryError, match="leave out one"):
         make(paired, "duo", output, sink=2, recent=4, threshold=0.5, sparsity=0.5)
+
+
+def test_a_window_of_duo_that_holds_the_copies_is_refused(tmp_path: Path) -> None:
+    def share(row: Row) -> float:
+        return 0.125
+
+    distant = {"distant_mass(1,2)": share}
+    copies = {"duplicate_score": share, "induction_score": share}
+    # Toy runs repeat a block of two tokens.
+    write_run(tmp_path / "runs", "a-1", distant | copies, family="repeated_random")
+    write_run(tmp_path / "runs", "b-1", distant, family="uniform_random")
+    words = ("duo", tmp_path / "runs", "-o", tmp_path / "duo", "--sink", 1, "--recent", 2)
+    with pytest.raises(QueryError, match=r"--recent 2: .* a block of 2 tokens, .* less than 2"):
+        run(*words)
+    assert not (tmp_path / "duo").exists()
 
 
 def test_what_duo_chose_is_tried_out_on_the_model(home: Path, pair: Path, tmp_path: Path) -> None:

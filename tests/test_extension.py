@@ -297,6 +297,20 @@ def test_two_attempts_that_write_at_once_are_noticed_and_mended(
     assert check_run(plan.run).damaged == []
 
 
+def test_a_damaged_roll_up_is_no_reason_to_measure(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 11)
+    run_here(plan)
+    compact_all(plan.run)
+    before = list(plan.run.commits())
+    for rollup in local(plan.run.path).glob("rollups/intervention=none/*.parquet"):
+        rollup.write_bytes(b"PAR1")
+    assert missing_shards(plan, verify=True).tolist() == []
+    assert list(plan.run.commits()) == before
+    status = read_status(plan.run)
+    assert (status.done, status.damaged) == (4, 0)
+    assert {damage.path[:8] for damage in check_run(plan.run).damaged} == {"rollups/"}
+
+
 def test_damage_in_a_merged_file_does_not_stop_an_extension(
     tmp_path: Path, rows_of_whole_run: Callable[[int], pa.Table]
 ) -> None:

@@ -218,7 +218,14 @@ def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory, is_shortened
     (line,) = database.damage()
     assert "its shards are answered from rows" in line
     assert "shards 0 to 1: rollups/intervention=none/merged-000000-000001-" in line
+    assert line.endswith(f"headcount compact {run.path} writes it again")
     check_all(database)
+    # The command that the line names mends it.
+    compact(run, 2 * 8 * 6 + 1)
+    database = open_runs(run.path)
+    check_all(database)
+    assert database.damage() == []
+    assert database.rows("SELECT DISTINCT shard FROM ledger.unrolled_heads") == [(4,)]
 
 
 def test_roll_ups_with_a_shard_that_does_not_count_are_left_out(tmp_path: Path) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 from typer.testing import CliRunner
@@ -20,12 +24,14 @@ from jobs.status import read_status
 from queries.answers import run_query
 from queries.asking import open_runs
 from queries.connection import connect
+from queries.stores import CommittedObject, _Store
 from schemas.commits import fold
 from schemas.errors import CorpusError, QueryError, RunError, ScanError
 from schemas.places import StorePath, matching, names, place, write_whole
 from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests.s3_server import Rule, S3Server
+from tests.toy_runs import Row, local, write_run
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -199,6 +205,82 @@ def test_damage_in_a_store_is_found_by_size_or_by_reading(store: S3Server) -> No
     assert missing_shards(plan, verify=True).tolist() == [1]
     measure(plan, range(1, 2))
     assert check_run(plan.run).damaged == []
+
+
+def random_value(row: Row) -> float:
+    return float(np.random.default_rng([row.sequence, row.layer, row.head]).random())
+
+
+def write_to_store(folder: Path, out: str, sequences: int, per_shard: int) -> StorePath:
+    """A run of random numbers in the store."""
+    columns = {"sink_mass": random_value, "entropy": random_value}
+    run = write_run(folder, "a-1", columns, sequences=sequences, per_shard=per_shard)
+    copy = place(f"s3://bucket/{out}") / "run_id=a-1"
+    assert isinstance(copy, StorePath)
+    for file in local(run.path).rglob("*.*"):
+        if file.is_file():
+            path = file.relative_to(local(run.path)).as_posix()
+            write_whole(copy / path, file.read_bytes())
+    return copy
+
+
+def data_requests(store: S3Server) -> Counter[tuple[str, str]]:
+    """How often each data file was asked for, by method and path, since the log was emptied."""
+    requests = [(r.method, r.path) for r in store.requests() if r.path.endswith(".parquet")]
+    store.clear()
+    return Counter(requests)
+
+
+def test_a_store_is_asked_once_for_what_cannot_change(store: S3Server, tmp_path: Path) -> None:
+    run = write_to_store(tmp_path, "asked", sequences=24, per_shard=2)
+    database = open_runs(run)
+    data_requests(store)
+    question = "SELECT sum(sink_mass) FROM heads"
+    answer = database.rows(question)
+    requests = data_requests(store)
+    assert {method for method, _ in requests} == {"HEAD", "GET"}
+    # The first file was read when its view was made.
+    assert 11 <= len({path for _, path in requests}) <= 12
+    assert set(requests.values()) == {1}
+    assert database.rows(question) == answer
+    assert not data_requests(store)
+
+
+def test_an_object_that_changed_since_its_commit_was_read_is_one_clear_line(
+    store: S3Server, tmp_path: Path
+) -> None:
+    run = write_to_store(tmp_path, "changed", sequences=4, per_shard=2)
+    database = open_runs(run)
+    # The first shard was read when its view was made.
+    file = run / "heads/intervention=none/shard-000001.parquet"
+    content = file.read_bytes()
+    write_whole(file, content + b"PAR1")
+    with pytest.raises(QueryError, match="has changed since the runs were opened"):
+        database.rows("SELECT sum(entropy) FROM heads")
+    write_whole(file, content)
+    expected = sum(np.float32(random_value(Row("none", *key))) for key in np.ndindex(4, 2, 3))
+    [(total,)] = database.rows("SELECT sum(entropy) FROM heads")
+    assert total == pytest.approx(expected, rel=1e-6)
+
+
+def test_two_contents_of_an_object_are_never_read_as_one(store: S3Server, tmp_path: Path) -> None:
+    file = write_to_store(tmp_path, "two", sequences=2, per_shard=2) / "manifest.json"
+    content = file.read_bytes()
+    committed = CommittedObject(len(content), datetime.fromtimestamp(0, UTC))
+    files = _Store(file.filesystem, "s3", {file.key: committed})
+    with closing(files.open(str(file))) as opened:
+        assert (opened.read(5), opened.read()) == (content[:5], content[5:])
+    # Of the same size.
+    write_whole(file, content[::-1])
+    with (
+        closing(files.open(str(file))) as opened,
+        pytest.raises(OSError, match="has changed since"),
+    ):
+        opened.read(5)
+    write_whole(file, content)
+    with closing(files.open(str(file))) as opened:
+        opened.seek(-5, os.SEEK_END)
+        assert (opened.read(), opened.tell()) == (content[-5:], len(content))
 
 
 def test_names_of_interventions_are_names_of_objects(store: S3Server) -> None:

@@ -25,7 +25,7 @@ from queries.explore.page_questions import (
 )
 from queries.explore.sample import MOST_SAMPLES, SAMPLE_ROWS, Sample, rows_in_memory
 from queries.head_curves import AXES
-from queries.run import Run, read_runs
+from queries.run import ReadRun, Run, read_runs
 from queries.sql_text import quoted_name, text_literal
 from schemas.errors import QueryError, unknown
 from schemas.places import place
@@ -94,13 +94,17 @@ class OpenedRuns:
         self.has_verified_rows = False
         """Whether the rows of heads were compared with their commits."""
 
-    def is_current(self, path: str, code: str | None) -> bool:
-        """Whether nothing was committed and no damage was found since it was opened."""
+    def is_current(self, path: str, code: str | None, read: ReadRun) -> bool:
+        """Whether nothing was committed and no damage was found since it was opened.
+
+        `read` may remember runs.
+        """
         if _runs_of(self.database) is not self._runs:
             return False
-        runs, _ = read_runs(place(path), code)
+        runs, _ = read_runs(place(path), code, read)
         return len(runs) == len(self._runs) and all(
-            now.directory.path == then.directory.path and now.ledger.equals(then.ledger)
+            now is then
+            or (now.directory.path == then.directory.path and now.ledger.equals(then.ledger))
             for now, then in zip(runs, self._runs, strict=True)
         )
 

@@ -26,6 +26,7 @@ from queries.explore.interruptible import Interruptible
 from queries.explore.opened import OpenedRuns, SampleKey
 from queries.explore.page_questions import Answer, Header, PageQuestion, Question, RunFacts, Texts
 from queries.explore.sample import MOST_SAMPLES
+from queries.run_memory import RunMemory
 from queries.run_models import OpenModel, RunModels
 from schemas.errors import HeadcountError, QueryError
 
@@ -98,6 +99,7 @@ class Engine:
         self.deadline = deadline
         self.models = RunModels(path, open_model)
         self.cache = AnswerCache()
+        self.memory_of_runs = RunMemory()
         self.threads = ThreadPoolExecutor(THREADS, "question")
         # A long question of the user's must not hold up the page.
         self.sql_threads = ThreadPoolExecutor(THREADS, "sql")
@@ -248,13 +250,15 @@ class Engine:
             time.sleep(INTERRUPT_SECONDS)
 
     def _open(self) -> OpenedRuns:
-        database = open_runs(self.path, code=self.code, memory=self.memory)
+        database = open_runs(
+            self.path, code=self.code, memory=self.memory, read=self.memory_of_runs.read_run
+        )
         return OpenedRuns(database, revision=time.time_ns())
 
     def _current_runs(self, rows: bool) -> OpenedRuns:
         """The runs as they are now: the opened ones, if nothing has changed."""
         self.runs.verify(rows)
-        if self.runs.is_current(self.path, self.code):
+        if self.runs.is_current(self.path, self.code, self.memory_of_runs.read_run):
             return self.runs
         runs = self._open()
         runs.verify(self.runs.has_verified_rows)
