@@ -69,7 +69,7 @@ def _end_of(cluster: JobClient, job: Job) -> str:
     log_lines = [line for line in log if not any(words in line for words in OF_RAY)]
     if log_lines:
         lines[0] += "; the last lines of its log:"
-        lines += [f"  {printable(line)}" for line in log_lines[-LOG_LINES:]]
+        lines += [f"    {printable(line)}" for line in log_lines[-LOG_LINES:]]
     elif job.message:
         lines[0] += f": {job.message}"
     # The usual cause if another Python than that of the cluster's Ray was meant to run the job.

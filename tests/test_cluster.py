@@ -45,6 +45,7 @@ def missing() -> str | None:
     return None if tried.returncode == 0 else f"no namespaces here ({tried.stderr.strip()})"
 
 
+@pytest.mark.long
 def test_machines_that_share_only_the_store(tmp_path: Path) -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

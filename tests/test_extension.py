@@ -359,8 +359,8 @@ def die_after(monkeypatch: pytest.MonkeyPatch, allowed_changes: int | None) -> C
     [
         (leave_ledger, FIELDS["interventions"]),
         # A ledger in another form is taken back in the same way for each edit.
-        (fold_and_commit_again, ["none"]),
-        (compact_all, ["none"]),
+        pytest.param(fold_and_commit_again, ["none"], marks=pytest.mark.long),
+        pytest.param(compact_all, ["none"], marks=pytest.mark.long),
     ],
 )
 def test_killed_at_any_change_of_the_disk_the_same_command_ends_with_the_same_rows(

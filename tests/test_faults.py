@@ -24,7 +24,6 @@ class Schedule(NamedTuple):
     in_store: bool
     n_replicas: int
     lives: list[Life]
-    is_long: bool
 
 
 def life(**faults: int) -> Life:
@@ -51,7 +50,6 @@ SCHEDULES = {
             ),
             life(driver_terminated=18),
         ],
-        is_long=True,
     ),
     # The second driver is refused, because the first one holds the lock. The node that is lost has
     # the only replica that still moves, so the run cannot end before it is lost.
@@ -59,7 +57,6 @@ SCHEDULES = {
         in_store=False,
         n_replicas=2,
         lives=[life(second_driver=1, replica_slow=3, node_lost=4)],
-        is_long=False,
     ),
     # A store has no locks, so here two drivers measure the same run.
     "replicas, two drivers and the head, in a store": Schedule(
@@ -76,7 +73,6 @@ SCHEDULES = {
                 head_lost=16,
             )
         ],
-        is_long=True,
     ),
 }
 
@@ -94,13 +90,8 @@ def chaos() -> Iterator[tuple[World, pa.Table]]:
     os.environ |= environment
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] if schedule.is_long else [])
-        for name, schedule in SCHEDULES.items()
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_run_comes_to_its_end(chaos: tuple[World, pa.Table], name: str) -> None:
     world, expected = chaos
     schedule = SCHEDULES[name]

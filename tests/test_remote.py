@@ -173,6 +173,21 @@ def scan_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_submitted_twice_is_one_job_that_measures_the_run(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    run = RunDirectory.of(str(out), load_scan(scan_file).run_id("far"))
+    at = ("--address", cluster)
+    submit = ("submit", str(scan_file), "--set", f"out={out}", *at)
+    check_submitted_once(cluster, run.run_id, [headcount(*submit), headcount(*submit)])
+    code, printed, errors = headcount("logs", str(run.path), "-f", *at)
+    assert (code, errors.strip()) == (0, f"{run.run_id}: SUCCEEDED")
+    assert printed.splitlines()[-1] == str(run.path)
+    check_every_row_is_there_once(run)
+
+
+@pytest.mark.long
 def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     cluster: str, scan_file: Path, tmp_path: Path
 ) -> None:
@@ -222,18 +237,22 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert (code, errors.strip()) == (0, f"{name}.2: SUCCEEDED")
     assert printed.splitlines()[-1] == path
 
-    # Every row is there once.
-    commits = list(run.commits())
-    assert [commit.shard for commit in commits] == list(range(SHARDS))
-    info = replan(run).info
-    files = [file for commit in commits for file in commit.files if file.table == "heads"]
-    rows = sum(pq.read_metadata(Path(path) / file.path).num_rows for file in files)
-    assert rows == SEQUENCES * info.n_layers * info.n_heads
+    check_every_row_is_there_once(run)
 
     check_what_is_said_of_a_run(cluster, run, out)
     code, printed, errors = headcount(*submit, FAR_AWAY=SECRET)
     assert (code, printed.strip()) == (0, name)
     assert f"{name}.2: has ended, SUCCEEDED" in errors
+
+
+def check_every_row_is_there_once(run: RunDirectory) -> None:
+    """Compare shards and rows of a complete run with its plan."""
+    commits = list(run.commits())
+    assert [commit.shard for commit in commits] == list(range(SHARDS))
+    info = replan(run).info
+    files = [file for commit in commits for file in commit.files if file.table == "heads"]
+    rows = sum(pq.read_metadata(str(run.path / file.path)).num_rows for file in files)
+    assert rows == SEQUENCES * info.n_layers * info.n_heads
 
 
 def halt_after_commits(orders: Path, commits: int) -> dict[str, str]:
