@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 
@@ -344,7 +345,8 @@ def test_an_interrupt_is_quiet_at_any_moment(directory: Path, seconds: float) ->
 
 def test_the_front_door_says_what_it_is(tmp_path: Path) -> None:
     done = headcount(tmp_path, "--version")
-    assert done.stdout.startswith("headcount 0.2.0, code ") or "not installed" in done.stdout
+    installed = f"headcount {version('headcount')}, code "
+    assert done.stdout.startswith(installed) or "not installed" in done.stdout
     short, long = (headcount(tmp_path, "scan", option).stdout for option in ("-h", "--help"))
     assert short == long
     assert short.startswith("Usage: headcount scan")
