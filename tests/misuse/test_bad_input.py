@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import toy_models as toy
+from tests.processes import Command
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -23,22 +24,17 @@ def test_a_good_scan_is_planned(tmp_path: Path, model: Path):
     scan.write_text(
         f'model = "{model}"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
     )
-    arguments = [sys.executable, "-m", "headcount", "plan", str(scan), "--set", f"out={tmp_path}"]
-    run = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
+    words = ("plan", scan, "--set", f"out={tmp_path}")
+    run = Command(*words, environment=os.environ, directory=ROOT).ended()
+    assert (run.code, run.stderr) == (0, "")
     assert "uniform_random" in run.stdout
 
 
 def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
     scan = tmp_path / "toy.toml"
     scan.write_text("n_ctx = 0\n")
-    run = subprocess.run(
-        [sys.executable, "-m", "headcount", "plan", str(scan)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (run.returncode, run.stdout) == (2, "")
+    run = Command("plan", scan, environment=os.environ, directory=ROOT).ended()
+    assert (run.code, run.stdout) == (2, "")
     assert run.stderr.splitlines() == [
         f"error: {scan}: model: missing; expected a Hub id, a local directory, or bundled:NAME",
         f"error: {scan}: n_ctx: expected 1 or more, got 0",
