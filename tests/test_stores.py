@@ -31,6 +31,7 @@ from schemas.places import StorePath, matching, names, place, write_whole
 from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests.s3_server import Rule, S3Server
+from tests.toy_replica import ToyReplica
 from tests.toy_runs import Row, local, write_run
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -77,8 +78,10 @@ def plan_of(name: str, out: str, files: str = "s3://bucket/pile/*.jsonl.zst") ->
     return plan
 
 
-def measure(plan: Plan, shards: range = range(3)) -> None:
-    replica = Replica(plan.info, plan.scan, "cpu")
+def measure(
+    plan: Plan, shards: range = range(3), replica_class: type[Replica] = ToyReplica
+) -> None:
+    replica = replica_class(plan.info, plan.scan, "cpu")
     for shard in shards:
         run_shard(replica, plan.run, plan.sequences.shard(shard))
 
@@ -298,7 +301,7 @@ def test_names_of_interventions_are_names_of_objects(store: S3Server) -> None:
     }
     plan = make_plan(parse_scan(fields), "edited")
     prepare_run(plan, "")
-    measure(plan, range(1))
+    measure(plan, range(1), Replica)
     assert missing_shards(plan, verify=True).tolist() == []
     for view in ("heads", "profiles", "sequences"):
         rows = (
