@@ -43,7 +43,7 @@ from schemas.statistics.statistic_registry import LAYER_VALUES
 from schemas.weight_statistics import WEIGHT_STATISTICS
 from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from tests.toy_replica import ToyReplica
-from tests.toy_runs import local
+from tests.toy_runs import connect_to_tables, local
 from workers.provenance.code_fingerprint import (
     ROOT,
     code_fingerprint,
@@ -369,7 +369,7 @@ def test_a_run_of_older_code_is_read(older_run: RunDirectory, tmp_path: Path) ->
         ]
         assert {m.precision for m in commit.methods} == {"float32"}
         assert (commit.code, commit.device, commit.versions) == ("", "", [])
-    connection = connect(older_run.path)
+    connection = connect_to_tables(older_run.path)
     sql = (
         "SELECT intervention, count(*), count(entropy), count(DISTINCT sequence) FROM heads "
         "GROUP BY 1 ORDER BY 1"
@@ -393,9 +393,14 @@ def test_a_run_of_older_code_is_read(older_run: RunDirectory, tmp_path: Path) ->
 
 
 def test_a_run_of_older_code_is_compacted_and_read(older_run: RunDirectory) -> None:
-    before = connect(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall()
+    before = (
+        connect_to_tables(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall()
+    )
     assert compact(older_run).problems == []
-    assert connect(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall() == before
+    assert (
+        connect_to_tables(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall()
+        == before
+    )
     assert [c.methods[1].built_layers for c in older_run.commits()] == [[0, 1], [0, 1]]
 
 
