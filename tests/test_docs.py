@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from reproduce import coverage, systems_page
 from schemas import formula_pages
 from schemas.scan import Scan
 from tests import page_commands, reference_pages
+from tests.processes import Command
 from workers import edit_and_input_pages
 
 ROOT = Path(__file__).parent.parent
@@ -156,9 +158,8 @@ runpy.run_module("schemas.formula_pages", run_name="__main__")
 def copy_project(folder: Path) -> None:
     """Copy the code of the project, for a test that changes it."""
     for package in ("schemas", "workers", "jobs", "queries", "exports", "reproduce", "models"):
-        shutil.copytree(
-            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        # With its bytecode, which holds for the same sizes and times: a copy keeps both.
+        shutil.copytree(ROOT / package, folder / package)
     (folder / "tests").mkdir()
     # The two files of tests that the doctests of the project begin with.
     for file in ("conftest.py", "headcount.py", "tests/__init__.py", "tests/end_at_once.py"):
@@ -168,17 +169,22 @@ def copy_project(folder: Path) -> None:
 def run_python(folder: Path, files: Sequence[str]) -> None:
     """Run files in a folder, where Python finds the copy of the project first.
 
-    They do everything in one process, because each process takes seconds to load torch.
+    They do everything in one process, which is forked from one that has imported torch.
     """
-    code = "import runpy, sys; [runpy.run_path(file) for file in sys.argv[1:]]"
-    finished = subprocess.run(
-        [sys.executable, "-c", code, *files],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    main = f"{__name__}.{main_of_a_copy.__name__}"
+    finished = Command(*files, environment=os.environ, directory=folder, main=main).ended(300)
+    assert finished.code == 0, finished.stdout + finished.stderr
+
+
+def main_of_a_copy() -> None:
+    """Forget our modules, then run some files with those of the copy in this directory."""
+    ours = {path.stem for path in Path().iterdir() if path.suffix == ".py" or path.is_dir()}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ours:
+            del sys.modules[name]
+    sys.path.insert(0, str(Path.cwd()))
+    for file in sys.argv[1:]:
+        runpy.run_path(file)
 
 
 def apply_diff(file: Path, diff: str) -> None:

@@ -28,6 +28,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def database(path: Path) -> RunDatabase:
+    return open_runs(path)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -39,8 +44,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ex", ["exit"]),
     ],
 )
-def test_names_are_completed(path: Path, text: str, expected: list[str]) -> None:
-    database: RunDatabase = open_runs(path)
+def test_names_are_completed(database: RunDatabase, text: str, expected: list[str]) -> None:
     assert [name for name, _ in completions(text, database, read_queries(QUERIES))] == expected
 
 
@@ -64,7 +68,12 @@ def test_a_pipe_asks_several_questions_and_a_mistake_ends_none(path: Path) -> No
 
 def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
     terminal, end = pty.openpty()
-    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    environment = os.environ | {
+        "XDG_STATE_HOME": str(tmp_path),
+        "TERM": "xterm",
+        # Nobody here tells where the cursor is. The prompt would wait two seconds for that.
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+    }
     process = subprocess.Popen(
         [*COMMAND, str(path), "--interactive"], stdin=end, stdout=end, stderr=end, env=environment
     )

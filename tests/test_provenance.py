@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from schemas.statistics.statistic_registry import LAYER_VALUES
 from schemas.weight_statistics import WEIGHT_STATISTICS
 from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from tests.toy_replica import ToyReplica
-from tests.toy_runs import local
+from tests.toy_runs import connect_to_tables, local
 from workers.provenance.code_fingerprint import (
     ROOT,
     code_fingerprint,
@@ -245,10 +245,19 @@ def test_another_device_and_other_libraries_are_said_once(
     assert len(matching_lines) == 1
 
 
-def copy_code(out: Path, file: str, edit: Callable[[str], str]) -> Path:
-    """A copy of the code that measures, with one file edited."""
-    for package in ("schemas", "workers"):
-        shutil.copytree(ROOT / package, out / package, ignore=shutil.ignore_patterns("*.pyc"))
+MEASURING = sorted(
+    {f"{module.replace('.', '/')}.py" for f in FORMULAS for module in provider_modules(f)}
+)
+"""The files of code that columns read."""
+
+
+def copy_code(
+    out: Path, file: str, edit: Callable[[str], str], files: Iterable[str] = MEASURING
+) -> Path:
+    """A copy of some code that measures, with one file edited."""
+    for name in files:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, out / name)
     text = (out / file).read_text()
     assert edit(text) != text
     (out / file).write_text(edit(text))
@@ -275,21 +284,25 @@ def copy_code(out: Path, file: str, edit: Callable[[str], str]) -> Path:
 def test_the_code_is_known_by_what_python_runs(
     tmp_path: Path, edit: Callable[[str], str], shows: bool
 ) -> None:
-    project = copy_code(tmp_path, "workers/replica.py", edit)
+    files = ("workers/replica.py", "schemas/scan.py")
+    before = read_code(copy_code(tmp_path / "before", files[0], lambda text: text + "\n", files))
+    project = copy_code(tmp_path / "after", files[0], edit, files)
     # What another process says of its files holds for the same bytes alone.
-    learn_fingerprint(read_code())
-    assert (code_fingerprint(project) != CODE_HERE) == shows
+    learn_fingerprint(before)
+    assert (code_fingerprint(project) != before.fingerprint) == shows
 
 
 def test_the_fingerprint_of_another_process_holds_for_the_same_bytes(tmp_path: Path) -> None:
-    project = copy_code(tmp_path / "a", "workers/replica.py", lambda text: text + "# why\n")
+    file = "workers/replica.py"
+    here = read_code(copy_code(tmp_path / "here", file, lambda text: text + "\n", [file]))
+    project = copy_code(tmp_path / "a", file, lambda text: text + "# why\n", [file])
     code = read_code(project)
-    assert (code.fingerprint, code.content != read_code().content) == (CODE_HERE, True)
+    assert (code.fingerprint, code.content != here.content) == (here.fingerprint, True)
     learn_fingerprint(code._replace(fingerprint="of another"))
     read_code.cache_clear()
     assert code_fingerprint(project) == "of another"
-    moved = copy_code(tmp_path / "b", "workers/replica.py", lambda text: text + "# why \n")
-    assert code_fingerprint(moved) == CODE_HERE
+    moved = copy_code(tmp_path / "b", file, lambda text: text + "# why \n", [file])
+    assert code_fingerprint(moved) == here.fingerprint
 
 
 def test_everything_that_a_formula_can_read_has_its_providers() -> None:
@@ -306,14 +319,19 @@ def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(
     tmp_path: Path, module: str
 ) -> None:
     file = f"{module.replace('.', '/')}.py"
-    longer = copy_code(tmp_path / "longer", file, lambda text: text + "LIMIT = 1\n")
-    same = copy_code(tmp_path / "same", file, lambda text: text + "# why\n")
+    longer = copy_code(tmp_path, file, lambda text: text + "LIMIT = 1\n")
     before = {formula.name: column_fingerprint(formula) for formula in FORMULAS}
-    assert before == {formula.name: column_fingerprint(formula, same) for formula in FORMULAS}
     after = {formula.name: column_fingerprint(formula, longer) for formula in FORMULAS}
     changed = {name for name in before if after[name] != before[name]}
     assert changed == {f.name for f in FORMULAS if module in provider_modules(f)}
     assert changed
+
+
+def test_a_comment_in_every_provider_shows_in_no_column(tmp_path: Path) -> None:
+    for file in MEASURING:
+        copy_code(tmp_path, file, lambda text: text + "# why\n", [file])
+    for formula in FORMULAS:
+        assert column_fingerprint(formula, tmp_path) == column_fingerprint(formula)
 
 
 def test_what_a_fix_of_the_inputs_of_predictions_changes() -> None:
@@ -351,7 +369,7 @@ def test_a_run_of_older_code_is_read(older_run: RunDirectory, tmp_path: Path) ->
         ]
         assert {m.precision for m in commit.methods} == {"float32"}
         assert (commit.code, commit.device, commit.versions) == ("", "", [])
-    connection = connect(older_run.path)
+    connection = connect_to_tables(older_run.path)
     sql = (
         "SELECT intervention, count(*), count(entropy), count(DISTINCT sequence) FROM heads "
         "GROUP BY 1 ORDER BY 1"
@@ -375,9 +393,14 @@ def test_a_run_of_older_code_is_read(older_run: RunDirectory, tmp_path: Path) ->
 
 
 def test_a_run_of_older_code_is_compacted_and_read(older_run: RunDirectory) -> None:
-    before = connect(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall()
+    before = (
+        connect_to_tables(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall()
+    )
     assert compact(older_run).problems == []
-    assert connect(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall() == before
+    assert (
+        connect_to_tables(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall()
+        == before
+    )
     assert [c.methods[1].built_layers for c in older_run.commits()] == [[0, 1], [0, 1]]
 
 

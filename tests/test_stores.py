@@ -31,7 +31,8 @@ from schemas.places import StorePath, matching, names, place, write_whole
 from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests.s3_server import Rule, S3Server
-from tests.toy_runs import Row, local, write_run
+from tests.toy_replica import ToyReplica
+from tests.toy_runs import Row, connect_to_tables, local, write_run
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -77,8 +78,10 @@ def plan_of(name: str, out: str, files: str = "s3://bucket/pile/*.jsonl.zst") ->
     return plan
 
 
-def measure(plan: Plan, shards: range = range(3)) -> None:
-    replica = Replica(plan.info, plan.scan, "cpu")
+def measure(
+    plan: Plan, shards: range = range(3), replica_class: type[Replica] = ToyReplica
+) -> None:
+    replica = replica_class(plan.info, plan.scan, "cpu")
     for shard in shards:
         run_shard(replica, plan.run, plan.sequences.shard(shard))
 
@@ -104,12 +107,12 @@ def test_a_run_in_a_store_has_the_rows_of_one_on_a_disk(
     question = (
         "SELECT sequence, layer, head, sink_mass, entropy, resid_post_norm FROM heads ORDER BY ALL"
     )
-    on_disk = connect(local.scan.out).execute(question).fetchall()
-    in_store = connect(measured_plan.scan.out).execute(question).fetchall()
+    on_disk = connect_to_tables(local.scan.out).execute(question).fetchall()
+    in_store = connect_to_tables(measured_plan.scan.out).execute(question).fetchall()
     assert on_disk == in_store
     assert len(on_disk) == 6 * measured_plan.info.n_layers * measured_plan.info.n_heads
     origin = "SELECT sequence, file, row, pile_set_name FROM sequences ORDER BY ALL"
-    assert connect(measured_plan.scan.out).execute(origin).fetchall()[3] == (
+    assert connect_to_tables(measured_plan.scan.out).execute(origin).fetchall()[3] == (
         3,
         "s3://bucket/pile/part-1.jsonl.zst",
         0,
@@ -175,13 +178,13 @@ def test_folding_and_compacting_in_a_store(store: S3Server) -> None:
     plan = plan_of("folded", "s3://bucket/folded")
     measure(plan)
     question = "SELECT sequence, layer, head, sink_mass FROM heads ORDER BY ALL"
-    before = connect(plan.scan.out).execute(question).fetchall()
+    before = connect_to_tables(plan.scan.out).execute(question).fetchall()
     fold(plan.run.commits_directory, list(plan.run.commits())[:2])
     assert sorted(n[:5] for n in names(plan.run.commits_directory)) == ["fold-", "shard"]
-    assert connect(plan.scan.out).execute(question).fetchall() == before
+    assert connect_to_tables(plan.scan.out).execute(question).fetchall() == before
     compact(plan.run)
     assert len(list(names(plan.run.path / "heads" / "intervention=none"))) == 1
-    assert connect(plan.scan.out).execute(question).fetchall() == before
+    assert connect_to_tables(plan.scan.out).execute(question).fetchall() == before
     assert missing_shards(plan).tolist() == []
 
 
@@ -192,7 +195,9 @@ def test_damage_in_a_store_is_found_by_size_or_by_reading(store: S3Server) -> No
     whole = file.read_bytes()
     write_whole(file, whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
     # Nothing is read for a question; everything is for a check.
-    assert connect(plan.scan.out).execute("SELECT count(*) FROM shards").fetchall() == [(3,)]
+    assert connect_to_tables(plan.scan.out).execute("SELECT count(*) FROM shards").fetchall() == [
+        (3,)
+    ]
     assert open_runs(plan.scan.out).damage() == []
     (found,) = check_run(plan.run).damaged
     assert (found.shards, found.why) == ([1], "has other content than was committed")
@@ -298,14 +303,11 @@ def test_names_of_interventions_are_names_of_objects(store: S3Server) -> None:
     }
     plan = make_plan(parse_scan(fields), "edited")
     prepare_run(plan, "")
-    measure(plan, range(1))
+    measure(plan, range(1), Replica)
     assert missing_shards(plan, verify=True).tolist() == []
+    connection = connect_to_tables("s3://bucket/edited")
     for view in ("heads", "profiles", "sequences"):
-        rows = (
-            connect("s3://bucket/edited")
-            .execute(f"SELECT DISTINCT intervention FROM {view} ORDER BY 1")
-            .fetchall()
-        )
+        rows = connection.execute(f"SELECT DISTINCT intervention FROM {view} ORDER BY 1").fetchall()
         assert [name for (name,) in rows] == list(names)
 
 

@@ -23,7 +23,13 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize(
     "page_name",
-    ["docs/tutorial.md", "docs/shrink-a-kv-cache.md", "docs/watch-a-training-run.md", "README.md"],
+    [
+        "docs/tutorial.md",
+        "README.md",
+        # What these two show of the code, tests of exports and of checkpoints test.
+        pytest.param("docs/shrink-a-kv-cache.md", marks=pytest.mark.long),
+        pytest.param("docs/watch-a-training-run.md", marks=pytest.mark.long),
+    ],
 )
 def test_every_command_of_a_page_prints_what_the_page_says(page_name: str, tmp_path: Path) -> None:
     page = (ROOT / page_name).read_text(encoding="utf-8")

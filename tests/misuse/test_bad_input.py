@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import toy_models as toy
+from tests.processes import Command
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -23,22 +24,17 @@ def test_a_good_scan_is_planned(tmp_path: Path, model: Path):
     scan.write_text(
         f'model = "{model}"\nn_ctx = 8\nsequences = 2\ninput.family = "uniform_random"\n'
     )
-    arguments = [sys.executable, "-m", "headcount", "plan", str(scan), "--set", f"out={tmp_path}"]
-    run = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
+    words = ("plan", scan, "--set", f"out={tmp_path}")
+    run = Command(*words, environment=os.environ, directory=ROOT).ended()
+    assert (run.code, run.stderr) == (0, "")
     assert "uniform_random" in run.stdout
 
 
 def test_a_bad_scan_is_refused_by_the_real_command(tmp_path: Path):
     scan = tmp_path / "toy.toml"
     scan.write_text("n_ctx = 0\n")
-    run = subprocess.run(
-        [sys.executable, "-m", "headcount", "plan", str(scan)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (run.returncode, run.stdout) == (2, "")
+    run = Command("plan", scan, environment=os.environ, directory=ROOT).ended()
+    assert (run.code, run.stdout) == (2, "")
     assert run.stderr.splitlines() == [
         f"error: {scan}: model: missing; expected a Hub id, a local directory, or bundled:NAME",
         f"error: {scan}: n_ctx: expected 1 or more, got 0",
@@ -298,17 +294,22 @@ def test_a_wrong_scan_is_refused_before_any_other_runs_and_without_torch(tmp_pat
     (tmp_path / "wrong.toml").write_text(good.replace("n_ctx = 8", "n_ctx = 0"))
     code = (
         "import sys, headcount\n"
-        "try:\n    headcount.main()\n"
-        "except SystemExit as left:\n    assert not {'torch', 'ray'} & set(sys.modules); raise"
+        "for command in ('plan wrong.toml', 'scan good.toml wrong.toml'):\n"
+        "    sys.argv = ['headcount', *command.split()]\n"
+        "    try:\n        headcount.main()\n"
+        "    except SystemExit as left:\n        print(left.code)\n"
+        "print({'torch', 'ray'} & set(sys.modules))"
     )
-    for command, *files in (("plan", "wrong.toml"), ("scan", "good.toml", "wrong.toml")):
-        words = [sys.executable, "-c", code, command, *files]
-        done = subprocess.run(
-            words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True
-        )
-        assert done.stderr.decode() == "error: wrong.toml: n_ctx: expected 1 or more, got 0\n"
-        assert done.returncode == 2
-        assert not (tmp_path / "runs").exists()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "error: wrong.toml: n_ctx: expected 1 or more, got 0\n" * 2
+    assert done.stdout == "2\n2\nset()\n"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_missing_run_cannot_be_continued(

@@ -1,14 +1,16 @@
 """On any machine: nothing hangs, nothing prints a stack trace, and files of the user break nothing.
 
-Each case is the real command in a process of its own.
+Most cases are the real command in a process of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +26,9 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from headcount import main
+from jobs.ray_cluster import _check_head
+from schemas.errors import RunError
 from tests import toy_runs
 from tests.processes import DIES_WITH_ITS_PARENT, Command, Ended
 
@@ -115,37 +120,43 @@ def hide_modules(directory: Path) -> None:
         (directory / f"{name}.py").write_text("raise SystemExit('a file of the user')")
 
 
-def check_scanned(done: subprocess.CompletedProcess[str], directory: Path) -> None:
+def check_scanned(done: Ended, directory: Path) -> None:
     """Check that a scan has ended well, and complained about nothing."""
-    assert (done.returncode, "rror" in done.stderr) == (0, False), done.stderr
+    assert (done.code, "rror" in done.stderr) == (0, False), done.stderr
     assert "log level" not in done.stderr
     assert len(list(directory.glob("runs/run_id=*/commits/*.json"))) == 2
 
 
-def test_files_of_the_user_hide_nothing_from_replicas(directory: Path) -> None:
+def test_files_of_the_user_hide_nothing_and_no_home_is_wanted(directory: Path) -> None:
+    """Neither here nor in the replicas."""
     hide_modules(directory)
-    done = headcount(directory, "scan", "own.toml", "--replicas", "1")
-    check_scanned(done, directory)
-
-
-def test_a_scan_in_one_process_wants_no_home_few_files_and_no_names(directory: Path) -> None:
-    hide_modules(directory)
-    few_files = ("sh", "-c", 'ulimit -n 64; "$@"', "-")
-    words = ("scan", "own.toml", "--replicas", "0")
     no_home = {"HOME": "/nonexistent"}
-    done = headcount(directory, *words, through=few_files, variables=no_home)
-    check_scanned(done, directory)
+    done = headcount(directory, "scan", "own.toml", "--replicas", "1", variables=no_home)
+    check_scanned(Ended(done.returncode, "", done.stderr), directory)
+
+
+def main_with_few_files() -> None:
+    """`headcount …` as after `ulimit -n 64`."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    main()
+
+
+def test_a_scan_in_one_process_wants_few_files(directory: Path) -> None:
+    words = ("scan", "own.toml", "--replicas", "0")
+    done = Command(
+        *words,
+        environment=environment({}),
+        directory=directory,
+        main=f"{__name__}.{main_with_few_files.__name__}",
+    )
+    check_scanned(done.ended(), directory)
 
 
 # No end
 
 
 UNANSWERED = [
-    ("scan own.toml --device cuda --replicas 0", "--device cuda: 1 GPU wanted"),
-    ("scan own.toml --device cuda", "--device cuda: 1 GPU wanted"),
-    ("scan own.toml --address nohost.invalid:1", "nohost.invalid:1: no answer ("),
-    ("scan own.toml --address nowhere", "nowhere: expected HOST:PORT of the cluster's head"),
-    ("scan own.toml --address SILENT", "SILENT: no answer in 2 s; expected HOST:PORT"),
+    ("scan own.toml --address SILENT", "SILENT: no answer in 1 s; expected HOST:PORT"),
     ("list --address http://SILENT", "http://SILENT: no Ray cluster answers there (nothing said"),
     (
         "list s3://bucket/runs",
@@ -154,28 +165,48 @@ UNANSWERED = [
 ]
 
 WAITED_FOR = {
-    "jobs.ray_cluster.CONNECT_SECONDS": 2.0,
-    "jobs.submission.CONNECT_SECONDS": 2.0,
-    "schemas.places.PROBE_SECONDS": 2.0,
-    "schemas.places.PROBING_SECONDS": 5.0,
+    "jobs.ray_cluster.CONNECT_SECONDS": 1.0,
+    "jobs.submission.CONNECT_SECONDS": 1.0,
+    "schemas.places.PROBE_SECONDS": 1.0,
+    "schemas.places.PROBING_SECONDS": 1.5,
 }
 """What ends the waiting, and seconds that a test can wait."""
 
 
 def test_what_does_not_answer_is_one_line(directory: Path, silent: str) -> None:
     store = {"AWS_ENDPOINT_URL": f"http://{silent}", "AWS_REGION": "us-east-1"}
-    cases = [case for case in UNANSWERED if "cuda" not in case[0] or not torch.cuda.is_available()]
-    commands = [words.replace("SILENT", silent).split() for words, _ in cases]
-    for number, words in enumerate(commands):
-        if "scan" in words:
-            # Two at a time at work on one run would be refused for that.
-            words += ["--set", f"out=runs{number}"]
+    commands = [words.replace("SILENT", silent).split() for words, _ in UNANSWERED]
     for (words, start), ended in zip(
-        cases, ended_side_by_side(directory, commands, store, WAITED_FOR), strict=True
+        UNANSWERED, ended_side_by_side(directory, commands, store, WAITED_FOR), strict=True
     ):
         line = ended.stderr.splitlines()[-1].replace(silent, "SILENT")
         assert ended.code == 2, words
         assert line.startswith(f"error: {start}"), words
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("nohost.invalid:1", "nohost.invalid:1: no answer ("),
+        ("nowhere", "nowhere: expected HOST:PORT of the cluster's head"),
+    ],
+)
+def test_an_address_of_nothing_is_one_line(address: str, problem: str) -> None:
+    with pytest.raises(RunError) as refusal:
+        _check_head(address)
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith(problem)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("replicas", ["0", "1"])
+def test_a_gpu_that_is_not_there_is_one_line(
+    command: Callable[..., tuple[int, list[str]]], directory: Path, replicas: str
+) -> None:
+    words = ("scan", directory / "own.toml", "--device", "cuda", "--replicas", replicas)
+    code, (line,) = command(*words, "--set", f"out={directory}")
+    assert code == 2
+    assert line.startswith("error: --device cuda: 1 GPU wanted")
 
 
 def test_no_wait_is_longer_than_30_seconds() -> None:
@@ -198,17 +229,31 @@ def test_a_store_that_is_down_is_one_line(directory: Path) -> None:
         "bring it or the network up, or name another address in AWS_ENDPOINT_URL, then run the "
         "same command\n"
     )
-    every_ended = ended_side_by_side(directory, [words.split() for words in commands], store)
+    every_ended = ended_side_by_side(
+        directory, [words.split() for words in commands], store, {"schemas.places.PAUSE_SECONDS": 0}
+    )
     for words, ended in zip(commands, every_ended, strict=True):
         assert ended == (2, "", line), words
 
 
+def main_without_network() -> None:
+    """`headcount …` as below `unshare --net`."""
+    new_network = 0x40000000  # CLONE_NEWNET
+    assert ctypes.CDLL(None).unshare(new_network) == 0
+    main()
+
+
 def test_ray_without_a_network_is_one_line(directory: Path) -> None:
-    without_network = ("unshare", "--net")
-    if subprocess.run([*without_network, "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("no network can be taken away here")
-    done = headcount(directory, "scan", "own.toml", through=without_network)
-    assert done.returncode == 2
+    done = Command(
+        "scan",
+        "own.toml",
+        environment=environment({}),
+        directory=directory,
+        main=f"{__name__}.{main_without_network.__name__}",
+    ).ended()
+    assert done.code == 2
     assert "error: Ray on this machine: its processes cannot talk to each other" in done.stderr
 
 
@@ -347,9 +392,9 @@ def test_the_front_door_says_what_it_is(tmp_path: Path) -> None:
     done = headcount(tmp_path, "--version")
     installed = f"headcount {version('headcount')}, code "
     assert done.stdout.startswith(installed) or "not installed" in done.stdout
-    short, long = (headcount(tmp_path, "scan", option).stdout for option in ("-h", "--help"))
-    assert short == long
-    assert short.startswith("Usage: headcount scan")
+    short, long = ended_side_by_side(tmp_path, [["scan", "-h"], ["scan", "--help"]], {})
+    assert (short.code, short) == (0, long)
+    assert short.stdout.startswith("Usage: headcount scan")
 
 
 def test_a_run_is_found_by_its_name(tmp_path: Path, runs: Path) -> None:
@@ -390,8 +435,13 @@ def test_watching_ends_with_the_run_or_quietly(tmp_path: Path) -> None:
         assert watching.stderr.read() == "stopped\n"
     complete = toy_runs.write_run(tmp_path / "runs", "toy-2", {"sink_mass": lambda _: 0.5})
     our_end, its_end = pty.openpty()
-    done = headcount(tmp_path, "status", str(complete.path), "--watch", stdout=its_end)
-    os.close(its_end)
-    assert done.returncode == 0
+    done = Command(
+        *("status", str(complete.path), "--watch"),
+        environment=environment({}),
+        directory=tmp_path,
+        stdout=Path(os.ttyname(its_end)),
+    ).ended()
+    assert done.code == 0
     assert b"complete  every shard is committed" in os.read(our_end, 10_000)
+    os.close(its_end)
     os.close(our_end)
