@@ -31,11 +31,11 @@ from schemas.parquet import parquet_bytes, read_parquet
 from schemas.run_directory import RunDirectory
 from tests.toy_runs import Entry, Row, local, write_run
 
-DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "50"))
+DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "36"))
 """How many damages are drawn; `make chaos` draws a thousand."""
 
 FILES_AT_ONCE = 12
-SHARDS, PER_SHARD, LAYERS, HEADS = 24, 1, 2, 2
+SHARDS, PER_SHARD, LAYERS, HEADS = 10, 1, 2, 2
 INTERVENTIONS = ("none", "zero_query_bias")
 RUNS = ("a-1", "b-1")
 TABLES = ("heads", "sequences", "profiles", "weights")
@@ -255,10 +255,23 @@ def flip_middle_bit(file: Path) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDirectory]:
+    """The runs of which tests damage copies, by name."""
+    out = tmp_path_factory.mktemp("written")
+    return {name: write_toy_run(out, name, number) for number, name in enumerate(RUNS)}
+
+
+def copy_of(run: RunDirectory, home: Path) -> RunDirectory:
+    return RunDirectory(Path(shutil.copytree(local(run.path), home / run.path.name)))
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+def run(
+    written: dict[str, RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunDirectory:
     monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
-    return write_toy_run(tmp_path / "runs", "a-1", 0)
+    return copy_of(written["a-1"], tmp_path / "runs")
 
 
 def heads_file(run: RunDirectory, shard: int) -> Path:
@@ -358,16 +371,16 @@ def run_command(arguments: list[str]) -> tuple[int, list[str]]:
 
 
 def test_check_names_the_damage_and_the_command_that_mends_it(
-    run: RunDirectory, tmp_path: Path
+    run: RunDirectory, written: dict[str, RunDirectory], tmp_path: Path
 ) -> None:
     home = str(tmp_path / "runs")
-    size = r"145 files, 0\.[67] MB"
+    size = r"61 files, 0\.3 MB"
     code, (line,) = run_command(["check", home])
-    assert (code, re.fullmatch(f"a-1: 24 shards, {size}, as committed", line) is None) == (0, False)
+    assert (code, re.fullmatch(f"a-1: 10 shards, {size}, as committed", line) is None) == (0, False)
     flip_middle_bit(heads_file(run, 3))
     heads_file(run, 5).unlink()
     heads_file(run, 4).with_name(".shard-000004.parquet.1a2b.tmp").write_bytes(b"half")
-    write_toy_run(tmp_path / "runs", "b-1", 1)
+    copy_of(written["b-1"], tmp_path / "runs")
     code, lines = run_command(["check", home])
     assert code == 1
     folder = "heads/intervention=none"
@@ -377,8 +390,8 @@ def test_check_names_the_damage_and_the_command_that_mends_it(
         f"a-1: 1 file that no commit refers to; headcount compact {run.path} deletes what it may",
     ]
     mend = re.escape(f"headcount resume {run.path} --verify")
-    assert re.fullmatch(f"a-1: 2 shards of 24 damaged, in {size}; {mend} measures .*", lines[3])
-    assert re.fullmatch(f"b-1: 24 shards, {size}, as committed", lines[4])
+    assert re.fullmatch(f"a-1: 2 shards of 10 damaged, in {size}; {mend} measures .*", lines[3])
+    assert re.fullmatch(f"b-1: 10 shards, {size}, as committed", lines[4])
 
 
 def remove_digests(run: RunDirectory) -> None:
@@ -507,10 +520,10 @@ BREAKAGES: dict[str, tuple[Callable[[RunDirectory], None], str]] = {
 
 @pytest.mark.parametrize("what", BREAKAGES)
 def test_a_broken_run_does_not_hide_other_runs(
-    run: RunDirectory, what: str, tmp_path: Path
+    run: RunDirectory, what: str, written: dict[str, RunDirectory], tmp_path: Path
 ) -> None:
     home = tmp_path / "runs"
-    other = write_toy_run(home, "b-1", 1)
+    other = copy_of(written["b-1"], home)
     breaks, why = BREAKAGES[what]
     breaks(run)
     warnings: list[str] = []

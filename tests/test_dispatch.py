@@ -171,7 +171,8 @@ def test_a_slow_restart_is_waited_for_and_a_shard_that_fails_once_is_tried_again
     assert done_shards(plan) == list(range(60))
 
 
-def test_a_slow_replica_does_not_delay_the_end(plan: Plan) -> None:
+def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
     began = time.monotonic()
     assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, replica_class=SleepingReplica) == []
     # Waiting for the slow replica would take ten minutes. Ray may take one to start.
@@ -389,7 +390,7 @@ def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_pat
         tmp_path,
         # Ray would look for its head for a minute.
         environment=os.environ
-        | {"RAY_gcs_rpc_server_reconnect_timeout_s": "3", "PYTHONPATH": str(ROOT)},
+        | {"RAY_gcs_rpc_server_reconnect_timeout_s": "1", "PYTHONPATH": str(ROOT)},
         directory=ROOT,
         main="tests.test_dispatch.drive_until_the_head_dies",
     )

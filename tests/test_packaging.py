@@ -135,7 +135,8 @@ def test_the_wheel_measures_and_answers_in_an_empty_environment(
         'model = "bundled:gpt2-mini"\nn_ctx = 32\nsequences = 2\n'
         'input = { family = "text", files = "bundled:LICENSE", packing = "concat" }\n'
     )
-    run_in(tmp_path, headcount, "scan", demo, "licence.toml", "--replicas", "0", said=SCANNED * 2)
+    words = ["scan", demo, "licence.toml", "--replicas", "0", "--set", "sequences=2"]
+    run_in(tmp_path, headcount, *words, said=SCANNED * 2)
     question = (
         "SELECT model, count(*) AS n FROM heads JOIN runs USING (run_id) GROUP BY ALL ORDER BY 1"
     )
@@ -148,7 +149,7 @@ def test_the_wheel_measures_and_answers_in_an_empty_environment(
     assert [file for file in files if not file.startswith(str(installed))] == []
     assert answer.split() == [
         "model,n",
-        f"bundled:attn-only-2l-mini,{256 * 2 * 8}",
+        f"bundled:attn-only-2l-mini,{2 * 2 * 8}",
         f"bundled:gpt2-mini,{2 * 3 * 8}",
     ]
     assert report.startswith("report.html: ")

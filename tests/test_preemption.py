@@ -9,8 +9,6 @@ import io
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
+from ray.scripts.scripts import drain_node
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
 
@@ -123,12 +122,11 @@ def when(condition: Callable[[], bool]) -> None:
 
 def drain(node_id: str, address: str) -> None:
     """Announce that a node is taken away in 30 s, as a cloud's notice does."""
-    # Ray's own program need not be in the PATH, and its first line breaks at a space.
-    ray_program = [sys.executable, "-m", "ray.scripts.scripts"]
-    command = [*ray_program, "drain-node", "--address", address, "--node-id", node_id]
-    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
-    command += ["--deadline-remaining-seconds", "30"]
-    subprocess.run(command, check=True, capture_output=True)
+    # `ray drain-node`, in this process: another one would import Ray anew.
+    words = ["--address", address, "--node-id", node_id]
+    words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    words += ["--deadline-remaining-seconds", "30"]
+    drain_node.main(words, standalone_mode=False)
 
 
 @pytest.mark.usefixtures("_signals_heard")

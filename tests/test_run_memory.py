@@ -12,15 +12,24 @@ import pytest
 
 import headcount
 from jobs.compaction import compact
+from queries import run_memory
 from queries.run import Run, read_run
 from queries.run_memory import RunMemory
-from queries.verified_files import CLOCK_TICK_SECONDS
 from schemas import places
 from schemas.commits import Commit, read_commit
 from schemas.places import Place, write_whole
 from schemas.run_directory import RunDirectory
 from tests.s3_server import S3Server
 from tests.toy_runs import Row, local, write_run
+
+TICK = 0.2
+"""Seconds that a tick is taken to last here. Clocks of this machine tick in thousandths."""
+
+
+@pytest.fixture
+def short_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run be remembered for good after a short tick."""
+    monkeypatch.setattr(run_memory, "CLOCK_TICK_SECONDS", TICK)
 
 
 class Looks(NamedTuple):
@@ -41,7 +50,7 @@ class Looks(NamedTuple):
     def settle(self) -> Run:
         """Look until the run is remembered for good."""
         self.look()
-        time.sleep(CLOCK_TICK_SECONDS)
+        time.sleep(run_memory.CLOCK_TICK_SECONDS)
         run = self.look()
         assert self.look() is run
         return run
@@ -68,6 +77,7 @@ def other_commit(file: Place, run_id: str) -> Commit:
     return commit.model_copy(update={"tokens": 9 - commit.tokens % 10 + commit.tokens // 10 * 10})
 
 
+@pytest.mark.usefixtures("short_tick")
 def test_an_unchanged_run_is_read_twice_and_then_never(looks: Looks) -> None:
     first = looks.look()
     # Within a tick of the clock, something may have changed and look the same.
@@ -77,6 +87,7 @@ def test_an_unchanged_run_is_read_twice_and_then_never(looks: Looks) -> None:
         assert looks.look() is run
 
 
+@pytest.mark.usefixtures("short_tick")
 def test_every_change_is_seen(looks: Looks, tmp_path: Path) -> None:
     directory = looks.directory
     heads = local(directory.data_file("heads", "none", 1))
@@ -112,7 +123,7 @@ def test_every_change_is_seen(looks: Looks, tmp_path: Path) -> None:
 
 
 class CoarseStatus(NamedTuple):
-    """What a file system says that keeps even seconds, and whose inodes are used again."""
+    """What a file system says that keeps whole ticks, and whose inodes are used again."""
 
     st_size: int
     st_mtime_ns: int
@@ -122,11 +133,11 @@ class CoarseStatus(NamedTuple):
 
 @pytest.fixture
 def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let listings say of times what FAT says."""
+    """Let listings say of times what FAT says, whose ticks last two seconds, in shorter ticks."""
     exact = places.stats
 
     def coarse(directory: Path) -> Iterator[tuple[str, CoarseStatus]]:
-        tick = 2 * 10**9
+        tick = int(TICK * 1e9)
         for name, status in exact(directory):
             mtime, ctime = (t // tick * tick for t in (status.st_mtime_ns, status.st_ctime_ns))
             yield name, CoarseStatus(status.st_size, mtime, ctime)
@@ -134,23 +145,24 @@ def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "stats", coarse)
 
 
-@pytest.mark.usefixtures("coarse_clock")
+@pytest.mark.usefixtures("short_tick", "coarse_clock")
 def test_a_commit_in_the_same_tick_of_a_coarse_clock_is_seen(looks: Looks) -> None:
     file = looks.directory.commit_file(2)
     # Any phase of the tick, with looks between the commits.
-    for pause in (0.0, 0.3, 0.7, 1.1, 1.9):
+    for pause in (0.0, 0.15, 0.35, 0.55, 0.95):
         for _ in range(3):
             other = other_commit(file, "a-1").model_dump_json().encode()
             assert len(other) == local(file).stat().st_size
             write_whole(file, other)
             looks.look()
-        time.sleep(pause)
+        time.sleep(pause * TICK)
         looks.look()
     run = looks.settle()
     write_whole(file, other_commit(file, "a-1").model_dump_json().encode())
     assert looks.look() is not run
 
 
+@pytest.mark.usefixtures("short_tick")
 def test_a_run_without_commits_is_seen_to_begin(tmp_path: Path) -> None:
     directory = write_run(tmp_path, "a-1", {"entropy": lambda row: 1.0}, commit=[])
     looks = Looks(directory, RunMemory())
@@ -193,6 +205,7 @@ def test_in_a_store_a_commit_of_the_same_second_is_seen(
     places._filesystem.cache_clear()
 
 
+@pytest.mark.usefixtures("short_tick")
 def test_refreshed_runs_are_opened_again_only_for_news(tmp_path: Path) -> None:
     directory = toy_run(tmp_path)
     commit = local(directory.commit_file(3))
@@ -200,7 +213,7 @@ def test_refreshed_runs_are_opened_again_only_for_news(tmp_path: Path) -> None:
     commit.unlink()
     question = "SELECT shards_done FROM runs"
     with headcount.open(tmp_path) as runs:
-        time.sleep(CLOCK_TICK_SECONDS)
+        time.sleep(TICK)
         database = runs.refresh().database
         assert runs.refresh().database is database
         write_whole(commit, content)
