@@ -25,7 +25,7 @@ from queries.rollup_views import (
 )
 from queries.run import ReadRun, Run, read_run, read_runs
 from queries.shipped_views import BLIND, QUERIES, ShippedViews
-from queries.sql_text import text_literal
+from queries.sql_text import quoted_name, text_literal
 from queries.stores import CommittedObject, committed_objects, register_stores
 from queries.table_sql import (
     SOURCES,
@@ -398,8 +398,39 @@ def _create_table(connection: duckdb.DuckDBPyConnection, name: str, content: pa.
 
 def _create_source(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
     """Create a view that can be pointed at files, over the content."""
-    _store_content(connection, name, content)
+    if content.num_rows:
+        _store_content(connection, name, content)
+    else:
+        # Seven times as fast as a copy of no rows, and most tables are empty.
+        columns = _columns_of(content.schema)
+        connection.execute(f"CREATE TABLE ledger.{name}_content ({columns})")
     connection.execute(f"CREATE VIEW ledger.{name} AS FROM ledger.{name}_content")
+
+
+SQL_TYPES = {
+    pa.bool_(): "BOOLEAN",
+    pa.int16(): "SMALLINT",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.string(): "VARCHAR",
+    pa.timestamp("us", "UTC"): "TIMESTAMP WITH TIME ZONE",
+}
+"""What DuckDB makes of the types of our columns, beside lists and structs of them."""
+
+
+def _sql_type(type_: pa.DataType) -> str:
+    if pa.types.is_list(type_):
+        return f"{_sql_type(type_.value_type)}[]"
+    if pa.types.is_struct(type_):
+        return f"STRUCT({_columns_of(type_.fields)})"
+    return SQL_TYPES[type_]
+
+
+def _columns_of(fields: Iterable[pa.Field]) -> str:
+    """Names and types of columns."""
+    return ", ".join(f"{quoted_name(each.name)} {_sql_type(each.type)}" for each in fields)
 
 
 def _store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:

@@ -11,6 +11,7 @@ import json
 import re
 import string
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,12 +156,13 @@ class RunsShown:
         shown_runs = "run_id IN (SELECT run_id FROM ledger.shown)"
         execute(f"CREATE OR REPLACE VIEW main.runs AS SELECT * FROM ledger.runs WHERE {shown_runs}")
         source = "'none'" if self.is_null else "shown.edit"
+        columns = _columns(database)
         for name, table in TABLES.items():
-            columns = _columns(database, "ledger", name)
-            if "intervention" not in columns:
+            measured_columns = columns["ledger", name]
+            if "intervention" not in measured_columns:
                 continue
             # The columns that users see, in their order: views over a table must still fit it.
-            is_labelled = "label" in _columns(database, "main", name) - columns
+            is_labelled = "label" in columns["main", name] - measured_columns
             label = ", 'L' || layer || 'H' || head AS label" if is_labelled else ""
             rows = (
                 f"SELECT measured.* REPLACE (shown.edit AS intervention) "
@@ -176,11 +178,13 @@ class RunsShown:
             )
 
 
-def _columns(database: RunDatabase, schema: str, view: str) -> set[str]:
-    """Names of the columns of a table or view."""
-    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = ? AND table_name = ?"
-    rows = database.connection.execute(sql, [schema, view]).fetchall()
-    return {name for (name,) in rows}
+def _columns(database: RunDatabase) -> Mapping[tuple[str, str], set[str]]:
+    """Names of the columns of each table or view, by schema and name."""
+    sql = "SELECT schema_name, table_name, column_name FROM duckdb_columns() WHERE NOT internal"
+    columns: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for schema, name, column in database.connection.execute(sql).fetchall():
+        columns[schema, name].add(column)
+    return columns
 
 
 class SameModel(KnownModels):

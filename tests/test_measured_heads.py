@@ -117,8 +117,16 @@ def _flat(column: pa.Array) -> pa.Array:
     return column.flatten() if isinstance(column, pa.ListArray) else column
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("gpt2", "fused"),
+        ("gpt2", "dense"),
+        ("llama", "fused"),
+        # Each of its two parts is in another case.
+        pytest.param("llama", "dense", marks=pytest.mark.long),
+    ],
+)
 def test_every_number_of_some_heads_is_that_of_the_whole_scan(
     name: str, engine: str, request: pytest.FixtureRequest
 ) -> None:

@@ -21,16 +21,20 @@ import typer
 from typer.testing import CliRunner
 
 from jobs.run_model import RunModel
+from queries import run_tables
 from queries.answers import run_query
 from queries.asking import open_runs
-from queries.connection import OPENED, view_descriptions
+from queries.connection import OPENED, _create_source, _empty_table, view_descriptions
 from queries.connection import connect as connect_eagerly
 from queries.descriptions import VIEWS
 from queries.formats import Format, rows_to_read, write, write_csv, write_json, write_parquet
 from queries.query_commands import mount
+from queries.run import read_runs
 from queries.shipped_views import QUERIES
 from queries.text_tables import COUNTED_ROWS, write_table
 from schemas.errors import QueryError, RunError
+from schemas.kinds import TABLES
+from schemas.places import place
 from schemas.statistics import STATISTICS
 from tests.toy_runs import Cell, Row, connect_to_tables, local, read_manifest, write_run
 
@@ -406,6 +410,26 @@ def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
     commit["files"][0]["path"] = "../outside.parquet"
     local(run.commit_file(0)).write_text(json.dumps(commit))
     assert ask(connect(tmp_path), "SELECT count(*) FROM heads") == [(0,)]
+
+
+def test_an_empty_table_has_the_types_that_a_copy_would_have(tmp_path: Path) -> None:
+    write_run(tmp_path, "a-1", {"sink_mass": sink_mass}, sequences=2, layers=1)
+    runs, _ = read_runs(place(tmp_path))
+    columns = run_tables.measured_columns(runs)
+    contents = [_empty_table(table, columns[name]) for name, table in TABLES.items()]
+    contents += [run_tables.runs_table([]), run_tables.shards_table([])]
+    connection = duckdb.connect()
+    connection.execute("CREATE SCHEMA ledger")
+    for number, content in enumerate(contents):
+        _create_source(connection, f"t{number}", content)
+        connection.register("copied", content)
+        copied, created = (
+            connection.execute(
+                f"SELECT column_name, column_type FROM (DESCRIBE {table})"
+            ).fetchall()
+            for table in ("copied", f"ledger.t{number}_content")
+        )
+        assert copied == created
 
 
 def test_a_run_without_commits_is_empty_and_has_its_columns(tmp_path: Path) -> None:

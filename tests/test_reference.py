@@ -5,7 +5,7 @@ recomputation from files and formulas in `tests/reference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -515,14 +515,39 @@ def test_no_edit_gives_attention_to_keys_behind_the_window(
 # Comparison
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
+EVERYWHERE = [
+    *(("gpt2", intervention) for intervention in EVERY),
+    *(("gpt2-mini", intervention) for intervention in TRAINED),
+    *((name, intervention) for name in ON_EVERY_INTERVENTION for intervention in ONE_EACH),
+]
+LIKE_ANOTHER = ("attn-only-2l-mini", "neox")
+"""Models whose edits act where those of `gpt2` or `llama-gqa` do, except A_FEW."""
+
+OF_ONE_THING = (
+    "backcopy-3l-mini", "legacy-pth", "gpt2-inverse-layer", "neox-serial", "qwen2", "qwen3",
+    "phi", "gemma2", "bigcode", *OLDER,
+)  # fmt: skip
+"""Models that differ from another in one thing."""
+
+IN_THE_BRIDGE = ("none", "mask_keys", "zero_head(0,1)")
+"""Of A_FEW, those that show whether the bridge's hooks of an architecture are the ones meant."""
+
+
+def cases(pairs: Iterable[tuple[str, str]], is_long: Callable[[str, str, str], bool]) -> list[Any]:
+    """Pairs of a model and an intervention, in both engines."""
+    return [
+        pytest.param(*pair, engine, marks=[pytest.mark.long] if is_long(*pair, engine) else [])
+        for pair in pairs
+        for engine in ("fused", "dense")
+    ]
+
+
 @pytest.mark.parametrize(
-    ("name", "intervention"),
-    [
-        *(("gpt2", intervention) for intervention in EVERY),
-        *(("gpt2-mini", intervention) for intervention in TRAINED),
-        *((name, intervention) for name in ON_EVERY_INTERVENTION for intervention in ONE_EACH),
-    ],
+    ("name", "intervention", "engine"),
+    cases(
+        EVERYWHERE,
+        lambda name, intervention, engine: name in LIKE_ANOTHER and intervention not in A_FEW,
+    ),
 )
 def test_every_column_under_every_intervention(
     shelf: Shelf, name: str, intervention: str, engine: str
@@ -530,15 +555,13 @@ def test_every_column_under_every_intervention(
     check(shelf, name, intervention, engine)
 
 
-@pytest.mark.parametrize("engine", ["fused", "dense"])
-@pytest.mark.parametrize("intervention", A_FEW)
 @pytest.mark.parametrize(
-    "name",
-    [
-        "backcopy-3l-mini", "legacy-pth", "gpt2-inverse-layer", "neox-serial", "qwen2", "qwen3",
-        "phi", "gemma2", "bigcode", *OLDER,
-    ],
-)  # fmt: skip
+    ("name", "intervention", "engine"),
+    cases(
+        ((name, intervention) for name in OF_ONE_THING for intervention in A_FEW),
+        lambda name, intervention, engine: engine == "dense" and intervention not in IN_THE_BRIDGE,
+    ),
+)
 def test_models_that_differ_in_one_thing(
     shelf: Shelf, name: str, intervention: str, engine: str
 ) -> None:

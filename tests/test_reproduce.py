@@ -7,6 +7,7 @@ from __future__ import annotations
 import html
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,11 @@ def reproduce(*words: str) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def models() -> KnownModels:
-    """The miniatures, each loaded once for the systems that share it."""
-    return KnownModels()
+def models() -> Iterator[KnownModels]:
+    """The miniatures, each loaded once for the systems that share it: they are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.model.known_models.MOST_LOADED", 100)
+        yield KnownModels()
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+# Names of types alone: the reference runs nothing that it checks.
 if TYPE_CHECKING:
-    # Names of its arguments alone: it runs nothing of what it checks.
     from workers.engine.sweep_kernel import PairLabels
     from workers.model.attention_facts import AttentionFacts
 
