@@ -1,5 +1,5 @@
-# make demo: a first look.  make test: what to run before a pull request.  make bench: how fast, on this machine.
-# make long: schedules of many faults and sweeps over everything, which take as long again; a pull request passes them too.
+# make demo: a first look.  make check: style and types.  make test: the tests.  make bench: how fast, on this machine.
+# make long: schedules of many faults and sweeps over systems, models and edits. CI runs check, test and long.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
 # make controls: which figures pass for random weights, or for edits that do nothing.
 # make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
@@ -10,7 +10,7 @@ RUNS ?= runs/demo
 SCHEDULES ?= 20
 SEED ?= 0
 
-.PHONY: demo test check tests long bench precision scale chaos controls docs clean
+.PHONY: demo test check long bench precision scale chaos controls docs clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -35,17 +35,15 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# Three test processes on two cores: many tests wait for Ray, a server or a browser. Types are checked meanwhile.
-test: .venv/.installed
-	@$(MAKE) --no-print-directory --jobs=2 check tests
+# Three test processes on two cores: many tests wait for Ray, a server or a browser. The tests start a hundred processes.
+# Bytecode is written even where PYTHONDONTWRITEBYTECODE is set, or each of them would compile the project again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# The tests start a hundred processes. Bytecode is written even where PYTHONDONTWRITEBYTECODE is set, or each of
-# them would compile the project again.
-tests: .venv/.installed
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: .venv/.installed
+	$(PYTEST)
 
 long: .venv/.installed
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m long
+	$(PYTEST) -m long
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.bench

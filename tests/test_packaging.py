@@ -125,6 +125,7 @@ SCANNED = (
 """What a scan says of one run. If it takes more than a moment, it also says how far it is."""
 
 
+@pytest.mark.long
 def test_the_wheel_measures_and_answers_in_an_empty_environment(
     installed: Path, tmp_path: Path
 ) -> None:

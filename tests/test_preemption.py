@@ -129,6 +129,7 @@ def drain(node_id: str, address: str) -> None:
     drain_node.main(words, standalone_mode=False)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_signals_heard")
 def test_a_node_a_replica_and_the_driver_are_taken_away(cluster: Cluster, plan: Plan) -> None:
     # A node of Ray has taken SIGTERM for itself.

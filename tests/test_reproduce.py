@@ -62,7 +62,25 @@ def models() -> Iterator[KnownModels]:
         yield KnownModels()
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+LONG_SYSTEMS = {
+    "active_dormant",
+    "backcopy_dynamics",
+    "first_keys",
+    "induction_sinks",
+    "masked_keys",
+    "recency_bias",
+    "sequence_patching",
+}
+"""They measure most sequences or edits; what runs them is the same for all systems."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in LONG_SYSTEMS else [])
+        for name in SYSTEMS
+    ],
+)
 def test_every_system_shows_its_phenomena_on_its_miniature_and_not_without_its_edits(
     name: str, tmp_path: Path, models: KnownModels
 ) -> None:
