@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,22 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     # Published models, where there are any, stay where they are.
     os.environ.setdefault("HF_HOME", str(Path(caches) / "huggingface"))
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_place_of_ray() -> Iterator[None]:
+    """Keep Ray's sessions out of the directory that all users of this machine share.
+
+    Ray notes there which cluster was started last, in a file that only its owner may write.
+    """
+    # Sockets lie in it, and their paths must be short.
+    with tempfile.TemporaryDirectory(prefix="hc-", ignore_cleanup_errors=True) as directory:
+        os.environ["RAY_TMPDIR"] = directory
+        yield
+
+
+# It is for processes that tests start, and Debian's Python has a module of this name already.
+collect_ignore = ["faults/sitecustomize.py"]
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_a_terminal_completes_and_remembers(path: Path, tmp_path: Path) -> None:
     assert "+ranking" in (tmp_path / "headcount" / "questions").read_text()
 
 
-def read_until(terminal: int, words: str, seconds: float = 25) -> str:
+def read_until(terminal: int, words: str, seconds: float = 120) -> str:
     """What a terminal shows until some words are there."""
     shown = ""
     deadline = time.monotonic() + seconds
