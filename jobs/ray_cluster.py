@@ -35,6 +35,11 @@ for its commands, so `queries` and `reproduce` are sent too: 0.4 MB of 6. LICENS
 input `bundled:LICENSE`.
 """
 
+SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
+"""Settings of a whole cluster. Ray would start a worker for every core at once. Replicas take many
+cores each, so most of these workers would import Ray and then have nothing to do.
+"""
+
 START_SECONDS = 60.0
 """Give up if Ray does not start on this machine in this time. It takes 2 s on an idle machine."""
 
@@ -151,9 +156,7 @@ def _start(cores: int) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            # Ray would start a worker for every core at once. Replicas take many cores each, so
-            # most of these workers would import Ray and then have nothing to do.
-            _system_config={"prestart_worker_first_driver": False},
+            _system_config=SYSTEM_CONFIG,
         )
 
 

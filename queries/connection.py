@@ -298,9 +298,10 @@ def _new_damage(run: Run, tables: list[str], tell: Tell) -> list[Damage]:
 
 def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
     """Point the tables at the files that count, and fill the tables that describe the runs."""
+    # Before anything is opened: stores are not asked for what a commit says.
+    _note_committed_objects(opened)
     # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now; it
     # takes a shard out of all tables, so all tables are tried again.
-    _note_committed_objects(opened)
     while unfit_sources := [
         source for source in SOURCES.values() if _problem_of_view(connection, source, opened.runs)
     ]:

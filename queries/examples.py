@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from queries.asking import Record, RunDatabase
+from queries.head_label import Head
 from queries.run_models import RunModels
-from queries.section import Floats, Head, Section, records
+from queries.section import Floats, Section, records
 from queries.sql_text import quoted_name
 from schemas.errors import HeadcountError
 

@@ -10,10 +10,10 @@ import numpy as np
 from queries.asking import Record, RunDatabase
 from queries.examples import Examples, Excerpt, example_statistics, read_examples
 from queries.head_curves import HeadCurve
+from queries.head_label import Head
 from queries.html_page import CARD, html_text, json_value
 from queries.run_models import RunModels
 from queries.section import (
-    Head,
     HeadValues,
     Histograms,
     Section,

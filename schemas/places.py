@@ -366,7 +366,7 @@ def fingerprint(directory: Place) -> Fingerprint:
     count, total = 0, 0
     # A sum, because the order of a listing is any, and a million names are too many to keep.
     for entry in _looks(directory):
-        total += int.from_bytes(hashlib.blake2b(repr(entry).encode(), digest_size=16).digest())
+        total += _number_of(entry)
         count += 1
     return count, total % 2**128
 
@@ -380,7 +380,12 @@ def fingerprint_of_file(file: Place) -> Fingerprint:
             entry = _look_of_file(file.name, file.stat())
         except (FileNotFoundError, NotADirectoryError):
             return 0, 0
-    return 1, int.from_bytes(hashlib.blake2b(repr(entry).encode(), digest_size=16).digest())
+    return 1, _number_of(entry)
+
+
+def _number_of(look: tuple[object, ...]) -> int:
+    """128 bits that stand for a look."""
+    return int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=16).digest())
 
 
 def _looks(directory: Place) -> Iterator[tuple[object, ...]]:

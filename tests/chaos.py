@@ -29,13 +29,14 @@ from ray.cluster_utils import Cluster
 
 from jobs.checking import check_run
 from jobs.plan import make_plan, prepare_run
+from jobs.ray_cluster import SYSTEM_CONFIG
 from schemas.places import StorePath, names
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.committed_rows import compare, rows_of
 from tests.processes import MARK, Command, kill, marked
 from tests.s3_server import Action, Rule, S3Server
-from tests.workers import FORKED, NODE_OPTIONS, SYSTEM_CONFIG, forked_workers
+from tests.workers import FORKED, NODE_OPTIONS, forked_workers
 from workers.process import prepare_process
 from workers.replica import Replica
 from workers.shard import run_shard

@@ -33,7 +33,7 @@ import headcount
 from jobs import dispatch
 from jobs.dispatch import ATTEMPTS
 from jobs.plan import Plan, make_plan, prepare_run
-from jobs.ray_cluster import Resources
+from jobs.ray_cluster import SYSTEM_CONFIG, Resources
 from jobs.replan import replan
 from jobs.run_loop import MOST_FAILURES, run_to_end
 from schemas.errors import RunError
@@ -42,7 +42,7 @@ from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.processes import Command
 from tests.toy_replica import SteadyReplica, ToyReplica
-from tests.workers import FORKED, NODE_OPTIONS, SYSTEM_CONFIG, joined_cluster
+from tests.workers import FORKED, NODE_OPTIONS, joined_cluster
 from workers.model.model_info import ModelInfo
 from workers.model.text_tokenizer import TextTokenizer
 

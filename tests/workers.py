@@ -20,6 +20,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from jobs.endings import listen_to_signals
+from jobs.ray_cluster import SYSTEM_CONFIG
 from tests.forked_worker import SERVER
 from tests.processes import start_fork
 from tests.worker_server import serve
@@ -34,10 +35,6 @@ NODE_OPTIONS: dict[str, Any] = {
     "object_store_memory": 80 << 20,
 }
 """Options of a node of `ray.cluster_utils.Cluster`, without processes that no test needs."""
-
-
-SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
-"""Settings of a whole cluster: no worker is started before somebody wants it."""
 
 
 @contextmanager

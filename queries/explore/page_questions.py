@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -85,9 +85,10 @@ class RunFacts:
         """Whether a sample is to come. Until then, roll-ups answer what they can."""
         return self.keeps_sample and self.sample is None
 
-    def rows(self, *, sampled: bool) -> str:
-        """The table that has the rows of heads."""
-        return self.sample if sampled and self.sample else "heads"
+    @property
+    def sampled_rows(self) -> str:
+        """The table that has the rows of the sample: that in memory, once it is there."""
+        return self.sample or "heads"
 
     def check_statistic(self, name: str) -> None:
         """Refuse a statistic that the run did not measure."""
@@ -129,7 +130,10 @@ class Scope(_Closed):
     """First and last layer. None is all of them."""
 
     def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
-        """Conditions on `facts.rows`. `sampled` reads only some sequences of a large run."""
+        """Conditions on rows of `heads`.
+
+        `sampled` reads only some sequences of a large run, from `facts.sampled_rows`.
+        """
         # A sample in memory is of one run and one intervention.
         is_in_memory = sampled and facts.sample is not None
         conditions = [] if is_in_memory else self.conditions_on_run
@@ -201,6 +205,9 @@ Brushes = Annotated[tuple[Brush, ...], Field(max_length=MOST_STATISTICS)]
 class Question(_Closed):
     """A question about the rows of one run."""
 
+    reads_sample: ClassVar[bool] = False
+    """Whether it is about the sample of a large run."""
+
     scope: Scope
 
     @property
@@ -212,11 +219,6 @@ class Question(_Closed):
     def binned_statistics(self) -> set[str]:
         """The statistics whose axes the question needs."""
         return set()
-
-    @property
-    def reads_sample(self) -> bool:
-        """Whether the question is about the sample of a large run."""
-        return False
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Whether the question reads `heads`, also of a run with roll-ups."""
@@ -306,6 +308,8 @@ class Heatmap(Question):
 class Histograms(HeadQuestion):
     """How some statistics of a head are distributed. Arrays: counts [statistic bin]."""
 
+    reads_sample: ClassVar[bool] = True
+
     kind: Literal["histograms"]
     statistics: Statistics
     brushes: Brushes = ()
@@ -314,11 +318,6 @@ class Histograms(HeadQuestion):
     def binned_statistics(self) -> set[str]:
         """The statistics whose axes the question needs."""
         return {*self.statistics, *(brush.statistic for brush in self.brushes)}
-
-    @property
-    def reads_sample(self) -> bool:
-        """Whether the question is about the sample of a large run."""
-        return True
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Not while roll-ups answer."""
@@ -334,7 +333,7 @@ class Histograms(HeadQuestion):
             return [_rolled_up_bins(self.scope, self.statistics, self.head.conditions)]
         bins = _bins_under_brushes(self.statistics, self.brushes, facts)
         conditions = where(self.conditions(facts, sampled=True))
-        rows = f"SELECT {bins} FROM {facts.rows(sampled=True)}{conditions}"
+        rows = f"SELECT {bins} FROM {facts.sampled_rows}{conditions}"
         return [Statement(_counts_of_bins(rows, len(self.statistics)))]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
@@ -352,6 +351,8 @@ class Histograms(HeadQuestion):
 class Background(Question):
     """How a statistic is distributed over the rows of all heads. Array: counts [bin]."""
 
+    reads_sample: ClassVar[bool] = True
+
     kind: Literal["background"]
     statistic: str
 
@@ -359,11 +360,6 @@ class Background(Question):
     def binned_statistics(self) -> set[str]:
         """The statistics whose axes the question needs."""
         return {self.statistic}
-
-    @property
-    def reads_sample(self) -> bool:
-        """Whether the question is about the sample of a large run."""
-        return True
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Not while roll-ups answer."""
@@ -378,7 +374,7 @@ class Background(Question):
         return [
             Statement(
                 f"SELECT {bin_sql} AS bin, count(*) AS count "
-                f"FROM {facts.rows(sampled=True)}{conditions} GROUP BY bin"
+                f"FROM {facts.sampled_rows}{conditions} GROUP BY bin"
             )
         ]
 
@@ -410,6 +406,8 @@ class Cube(HeadQuestion):
     [bin_of_active layer head].
     """
 
+    reads_sample: ClassVar[bool] = True
+
     kind: Literal["cube"]
     active: str
     statistic: str
@@ -430,11 +428,6 @@ class Cube(HeadQuestion):
         """The statistics whose axes the question needs."""
         return {self.active, *self.statistics, *(brush.statistic for brush in self.brushes)}
 
-    @property
-    def reads_sample(self) -> bool:
-        """Whether the question is about the sample of a large run."""
-        return True
-
     @cached_property
     def _other_brushes(self) -> tuple[Brush, ...]:
         return tuple(brush for brush in self.brushes if brush.statistic != self.active)
@@ -444,7 +437,7 @@ class Cube(HeadQuestion):
         active = facts.axes[self.active].bin_sql(self.active)
         bins = _bins_under_brushes(self.statistics, self._other_brushes, facts)
         of_head = self.conditions(facts, sampled=True)
-        table = facts.rows(sampled=True)
+        table = facts.sampled_rows
         rows = f"SELECT {active} AS active, {bins} FROM {table}{where(of_head)}"
         histograms = Statement(_counts_of_bins(rows, len(self.statistics), by_active=True))
         in_brushes = [brush.condition(facts) for brush in self._other_brushes]
