@@ -20,6 +20,8 @@ A commit knows its data files by their digests. A fold has its own digest in its
 from __future__ import annotations
 
 import re
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +45,14 @@ COMMITS_PER_FOLD = 4096
 
 READERS = 16
 """Files read or deleted at once. A store answers each request slowly, but many at a time."""
+
+MOST_LISTINGS = 20
+"""A file that so many listings have and nobody can open is an error."""
+
+LISTING_PAUSE = 0.1
+"""Seconds between two listings: whoever folds deletes thousands of files."""
+
+T = TypeVar("T")
 
 FEW_FILES = 64
 """So many files of a disk are read one after another before threads for them would have started."""
@@ -232,10 +242,7 @@ def read_ledger(directory: Place, run_id: str, columns: Sequence[str] | None = N
     """
     while True:
         folds = _fold_names(names(directory))
-        try:
-            ledger = pa.concat_tables(read_parts(directory, run_id, columns))
-        except FileNotFoundError:
-            continue  # Somebody folded meanwhile: the missing file is now in a newer fold.
+        ledger = listed_again(lambda: pa.concat_tables(read_parts(directory, run_id, columns)))
         # A listing is not a snapshot: it may show neither a new fold nor the files deleted for it.
         # If the folds are the same before and after, no shard fell between the two.
         if _fold_names(names(directory)) == folds:
@@ -248,14 +255,38 @@ def read_oldest(directory: Place, run_id: str, columns: Sequence[str]) -> dict[s
 
     A million commits take a gigabyte. Use this for facts that are the same in all of them.
     """
+
+    def oldest() -> dict[str, Any] | None:
+        filled = (part for part in read_parts(directory, run_id, columns) if len(part))
+        part = next(filled, None)
+        return None if part is None else part.slice(0, 1).to_pylist()[0]
+
+    return listed_again(oldest)
+
+
+def listed_again(read: Callable[[], T]) -> T:
+    """What `read` makes of a ledger; it is called again if a file that it has listed is gone.
+
+    Then somebody folded meanwhile, and the next listing has a newer fold instead of the file. One
+    that every listing has is not gone: it is for example a link to nowhere.
+    """
+    times_gone: Counter[str] = Counter()
     while True:
         try:
-            for part in read_parts(directory, run_id, columns):
-                if len(part):
-                    return part.slice(0, 1).to_pylist()[0]
-            return None
-        except FileNotFoundError:
-            continue  # Somebody folded meanwhile.
+            return read()
+        except FileNotFoundError as error:
+            times_gone[str(error)] += 1
+            if times_gone[str(error)] == MOST_LISTINGS:
+                raise cannot_be_opened(error) from None
+            time.sleep(LISTING_PAUSE)
+
+
+def cannot_be_opened(error: FileNotFoundError) -> RunError:
+    """The line about a file that is listed and is not there."""
+    return RunError(
+        f"{error.filename or error}: is listed and cannot be opened ({reason(error)}); delete it, "
+        "and headcount resume measures anew the shards that it committed"
+    )
 
 
 MapFiles = Callable[..., Iterator[Any]]

@@ -30,8 +30,10 @@ from pydantic import ValidationError
 
 from schemas.commits import (
     Commit,
+    cannot_be_opened,
     commit_name,
     commits_of,
+    listed_again,
     read_commit,
     read_ledger,
     read_oldest,
@@ -178,6 +180,8 @@ class RunDirectory:
         """
         try:
             yield from read_parts(self.commits_directory, self.run_id, columns)
+        except FileNotFoundError as error:
+            raise cannot_be_opened(error) from None
         except (OSError, pa.ArrowException) as error:
             raise RunError(f"{self.commits_directory}: cannot be read ({reason(error)})") from None
 
@@ -190,16 +194,14 @@ class RunDirectory:
 
         Other processes may be at work on the run.
         """
-        # Somebody who folds may delete files that were just listed. The next try reads the fold.
-        while True:
-            try:
-                return files_damaged_by_size(
+        try:
+            return listed_again(
+                lambda: files_damaged_by_size(
                     self.path, read_parts(self.commits_directory, self.run_id, BY_SIZE)
                 )
-            except FileNotFoundError:
-                continue  # Somebody folded meanwhile.
-            except (OSError, pa.ArrowException) as error:
-                raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
+            )
+        except (OSError, pa.ArrowException) as error:
+            raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
 
     def damaged_files(
         self,

@@ -273,3 +273,28 @@ def test_places() -> None:
         "a",
         store,
     )
+
+
+@pytest.mark.parametrize("name", ["shard-000003.json", f"fold-000000-{'0' * 32}.parquet"])
+def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(ledger, "LISTING_PAUSE", 0.001)
+    link = Path(str(run.commits_directory / name))
+    link.unlink(missing_ok=True)
+    link.symlink_to("nowhere")
+    expected = (
+        f"{link}: is listed and cannot be opened (No such file or directory); delete it, and "
+        "headcount resume measures anew the shards that it committed"
+    )
+    for read in (
+        run.ledger,
+        run.damaged_by_size,
+        lambda: run.oldest_commit(["methods"]),
+        lambda: list(run.ledger_parts(["stop"])),
+    ):
+        with pytest.raises(RunError) as caught:
+            read()
+        assert str(caught.value) == expected
+    link.unlink()
+    assert len(committed_shards(run)) == (9 if "shard" in name else 10)
