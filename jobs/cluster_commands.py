@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -165,16 +165,16 @@ def status(
     lines_on_screen = 0
     while True:
         with _told_if_silent(directory.path):
-            run_status, job_state = _status(directory, address)
+            run_status, job = _status(directory, address)
         if format_ == "json":
             record = as_json(run_status)
-            if job_state is not None:
-                record["job"] = job_state
+            if job is not None:
+                record |= {"job": job.state, "job_error": job.error}
             lines = [json.dumps(record)]
         else:
             lines = as_lines(run_status)
-            if job_state is not None:
-                lines.append(f"job       {job_state}")
+            if job is not None:
+                lines.append(f"job       {': '.join(filter(None, job))}")
             if redraws:
                 _clear_lines(lines_on_screen)
                 # A line that wrapped would take two rows, and the next clearing would miss one.
@@ -190,29 +190,39 @@ def status(
         time.sleep(every)
 
 
+class _JobStatus(NamedTuple):
+    """What a cluster says of a run's job."""
+
+    state: str
+    error: str | None = None
+    """Why it failed."""
+
+
 def _status(
     directory: RunDirectory, address: str | None
-) -> tuple[Status | StatusBefore, str | None]:
-    """A run as it stands, and the state of its job if a cluster is asked."""
+) -> tuple[Status | StatusBefore, _JobStatus | None]:
+    """A run as it stands, and its job if a cluster is asked."""
     from jobs.status import StatusBefore, read_status, read_status_before
 
     if address is None:
         return read_status_before(directory) or read_status(directory), None
-    from jobs.job_start import phase_of
+    from jobs.job_start import phase_of, reason_of_failure
     from jobs.submission import JobClient
 
     cluster = JobClient(address)
     job = cluster.last(directory)
     if job is None:
-        return read_status_before(directory) or read_status(directory), "none"
+        return read_status_before(directory) or read_status(directory), _JobStatus("none")
+    error = reason_of_failure(cluster, job) if job.state == "FAILED" else None
+    job_status = _JobStatus(job.state, error)
     if directory.manifest_file.is_file():
-        return read_status(directory), job.state
+        return read_status(directory), job_status
     before = read_status_before(directory)
     if before is None or job.ended:
         # The run may lie on a disk of the cluster, which is not seen from here. And a job that was
         # killed could not say so itself.
         before = StatusBefore(directory.run_id, str(directory.path), phase_of(cluster, job))
-    return before, job.state
+    return before, job_status
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from schemas.errors import HeadcountError
+from schemas.house import PACKAGES
 from schemas.scan import parse_scan
 from schemas.statistics import KIND
 
 if TYPE_CHECKING:
     from workers.replica import Replica
 
-PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce")
 READING = ("duckdb", "pyarrow", "numpy", "pydantic")
 """Libraries that are always installed."""
 

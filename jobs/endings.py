@@ -24,9 +24,7 @@ from types import FrameType
 from typing import NoReturn
 
 from schemas.errors import HeadcountError, printable
-
-OUR_PACKAGES = ("schemas", "workers", "jobs", "queries", "reproduce", "models")
-"""If one of these cannot be imported, that is a mistake here and not a missing library."""
+from schemas.house import PACKAGES
 
 CONTINUABLE = ("scan", "resume", "compact", "reproduce")
 """Commands that the same command continues after they were stopped."""
@@ -62,6 +60,8 @@ class Stopped(BaseException):
 class _ProcessState:
     """What this module knows of its process. There is one, so these are class attributes."""
 
+    is_a_command = False
+    """Whether this process runs a command of ours, and is no notebook or other program."""
     stop_signal: int | None = None
     """The signal that asked this process to end; none if none did."""
     has_children = False
@@ -74,6 +74,11 @@ class _ProcessState:
     """Whether SIGTERM has come and the work in hand is being finished."""
     time_limit: threading.Timer | None = None
     """Ends the work in hand if it takes too long."""
+
+
+def is_a_command() -> bool:
+    """Whether this process runs a command of ours, and is no notebook or other program."""
+    return _ProcessState.is_a_command
 
 
 def processes_start() -> None:
@@ -118,6 +123,7 @@ def is_finishing() -> bool:
 def ended_in_lines() -> Iterator[None]:
     """Turn everything that ends a command early into lines on stderr and an exit code."""
     _open_standard_streams()
+    _ProcessState.is_a_command = True
     # A test may run several commands in one process.
     _ProcessState.stop_signal = None
     previous_handlers = listen_to_signals()
@@ -286,7 +292,8 @@ def lines_of(error: Exception) -> list[str]:
         return str(error).splitlines()
     if isinstance(error, ModuleNotFoundError):
         library = (error.name or "").partition(".")[0]
-        if library and library not in OUR_PACKAGES:
+        # That a package of ours is missing is a mistake here.
+        if library and library not in PACKAGES:
             return [
                 f"{library} is not installed; it comes with the extra 'scan', which measuring "
                 "needs. In headcount's folder: pip install -e '.[scan]'"

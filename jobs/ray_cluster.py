@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,17 +23,17 @@ import psutil
 import ray
 import ray.exceptions
 
-from jobs.endings import listen_to_signals, processes_start
+from jobs.endings import is_a_command, listen_to_signals, processes_start
 from schemas.errors import HeadcountError, RunError, counted
+from schemas.house import PACKAGES
 from schemas.places import reason
 from workers.inputs.text_files import BUNDLED_PREFIX, located
 from workers.memory import available_cores, available_gpus
 
 ROOT = Path(__file__).parent.parent
-CODE = ("headcount.py", "LICENSE", "schemas", "workers", "jobs", "queries", "reproduce", "models")
-"""The part of this project that a node needs. A job starts `headcount.py`, which imports every room
-for its commands, so `queries` and `reproduce` are sent too: 0.4 MB of 6. LICENSE is the text of the
-input `bundled:LICENSE`.
+CODE = ("headcount.py", "LICENSE", *PACKAGES)
+"""The part of this project that a node needs. A job starts `headcount.py`, which imports every
+package for its commands. LICENSE is the text of the input `bundled:LICENSE`.
 """
 
 SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
@@ -43,7 +44,7 @@ cores each, so most of these workers would import Ray and then have nothing to d
 START_SECONDS = 60.0
 """Give up if Ray does not start on this machine in this time. It takes 2 s on an idle machine."""
 
-JOIN_SECONDS = 25.0
+JOIN_SECONDS = 30.0
 """Give up if a cluster's head does not answer in this time."""
 
 CONNECT_SECONDS = 10.0
@@ -52,11 +53,8 @@ CONNECT_SECONDS = 10.0
 LEAST_TEMPORARY_BYTES = 20e6
 """A little more than Ray's processes write into the temporary directory when they start."""
 
-SETTINGS = b"\x04"
-"""Type of the first frame of an HTTP/2 connection, on which gRPC and so Ray's head build."""
-
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + SETTINGS + bytes(5)
-"""The first bytes of a client of HTTP/2: its preface, then a settings frame of length 0."""
+JOINING = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
+"""A program that joins a cluster and leaves it."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -117,8 +115,9 @@ def connect(resources: Resources) -> Resources:
                 _join(address)
             else:
                 _start(resources.replicas * cores)
-        # Ray took SIGTERM for itself.
-        listen_to_signals()
+        if is_a_command():
+            # Ray took SIGTERM for itself.
+            listen_to_signals()
     device = resources.device
     if device == "auto":
         gpus = ray.cluster_resources().get("GPU", 0)
@@ -167,23 +166,15 @@ def _join(address: str) -> None:
             f"{address}: expected HOST:PORT of the cluster's head, on a machine of the cluster; "
             "from elsewhere use headcount submit --address http://HOST:8265"
         )
+    # The replicas of a job have the code that the job was submitted with, and its cluster answers.
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        return
     _check_head(address)
-    with (
-        staged_code() as code,
-        _given_up_after(
-            JOIN_SECONDS,
-            f"{address}: takes connections and does not answer as the head of a Ray cluster "
-            f"({JOIN_SECONDS:.0f} s); expected HOST:PORT of the head, port 6379 unless it was "
-            "chosen otherwise",
-        ),
-    ):
-        # The replicas of a job have the code that the job was submitted with. Any other driver
-        # sends its own.
-        in_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-        runtime_env = None if in_a_job else {"working_dir": str(code)}
+    with staged_code() as code:
         ray.init(
             address=address,
-            runtime_env=runtime_env,
+            runtime_env={"working_dir": str(code)},
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
@@ -215,27 +206,29 @@ def _check_temporary_directory() -> None:
 
 
 def _check_head(address: str) -> None:
-    """Fail soon if no head of a cluster answers: Ray would try for minutes."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise RunError(f"{address}: expected HOST:PORT of the cluster's head")
+    """Fail soon if no head of a cluster answers.
+
+    Ray would try for minutes and then end this process, so another process tries it first.
+    """
     advice = "expected HOST:PORT of the cluster's head; the port is 6379 unless chosen otherwise"
+    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
-            # A head that speaks TLS does not understand the bytes below. Ray finds out by itself.
-            if os.environ.get("RAY_USE_TLS") == "1":
-                return
-            connection.sendall(HELLO)
-            answer = connection.recv(9)
+        if address != "auto":
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise RunError(f"{address}: expected HOST:PORT of the cluster's head")
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        # What fails in time is said better by Ray in this process.
+        program = [sys.executable, "-P", "-c", JOINING, address]
+        subprocess.run(program, timeout=JOIN_SECONDS, capture_output=True, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"{address}: takes connections, and is no head of a Ray cluster that answers in "
+            f"{JOIN_SECONDS:.0f} s; {advice}"
+        ) from None
     except TimeoutError:
         raise RunError(f"{address}: no answer in {CONNECT_SECONDS:.0f} s; {advice}") from None
     except OSError as error:
         raise RunError(f"{address}: no answer ({reason(error)}); {advice}") from None
-    # A frame begins with three bytes for its length and one for its type.
-    if answer[3:4] != SETTINGS:
-        raise RunError(f"{address}: what answers there is no head of a Ray cluster; {advice}")
 
 
 def lack_of_room(resources: Resources) -> str | None:
@@ -262,13 +255,16 @@ def lack_of_room(resources: Resources) -> str | None:
 
 @contextmanager
 def _given_up_after(seconds: float, message: str) -> Iterator[None]:
-    """End this process and its children with one line if a block takes longer.
+    """Say a line if a block takes longer, and end this process if it is a command of ours.
 
     An exception would not help: Ray waits inside its library, where Python raises nothing.
     """
 
     def give_up() -> None:
         print(f"error: {message}", file=sys.stderr, flush=True)
+        # A notebook, or another program that imports this, is not ours, and nor are its children.
+        if not is_a_command():
+            return
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.kill()

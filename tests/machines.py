@@ -23,13 +23,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from queries.connection import connect
+from schemas.house import PACKAGES
 from schemas.run_directory import RunDirectory
 from schemas.scan import load_scan
 from tests.committed_rows import rows_of
 from tests.s3_server import Rule, S3Server
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("schemas", "workers", "jobs", "queries", "models")
 NETWORK = "10.77.41"
 HEAD = f"{NETWORK}.1:6391"
 OUT = "s3://bucket/runs"

@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -45,18 +47,15 @@ def marked(mark: str, part_of_command: str = "") -> Iterator[psutil.Process]:
                 yield process
 
 
-def programs_without_spaces(directory: Path) -> Path:
-    """The folder of this Python and its programs, under a path without spaces.
-
-    Ray starts some of its processes through a shell, which splits their paths at spaces.
-    `directory` has no spaces; it gets a link to the virtual environment, if one is needed.
-    """
-    programs = Path(sys.executable).parent
-    if " " not in str(programs):
-        return programs
-    link = directory / "environment"
-    link.symlink_to(programs.parent)
-    return link / programs.name
+def libraries_alone(venv: Path) -> Path:
+    """Make a virtual environment with this one's libraries and without this project."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    # A .pth file inside a directory that a .pth file names is not read, so the editable install of
+    # this project stays out.
+    libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "libraries.pth").write_text("\n".join(sorted(libraries)))
+    return venv
 
 
 def kill(mark: str) -> None:

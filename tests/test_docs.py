@@ -18,6 +18,7 @@ from exports.export_registry import export_formats
 from queries.named_queries import QUERIES, read_queries
 from reproduce import coverage, systems_page
 from schemas import formula_pages
+from schemas.house import PACKAGES
 from schemas.scan import Scan
 from tests import page_commands, reference_pages
 from tests.processes import Command
@@ -157,7 +158,7 @@ runpy.run_module("schemas.formula_pages", run_name="__main__")
 
 def copy_project(folder: Path) -> None:
     """Copy the code of the project, for a test that changes it."""
-    for package in ("schemas", "workers", "jobs", "queries", "exports", "reproduce", "models"):
+    for package in PACKAGES:
         # With its bytecode, which holds for the same sizes and times: a copy keeps both.
         shutil.copytree(ROOT / package, folder / package)
     (folder / "tests").mkdir()

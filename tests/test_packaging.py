@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Sequence
@@ -22,22 +21,57 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.processes import DIES_WITH_ITS_PARENT, Ended
+from jobs.ray_cluster import staged_code
+from schemas.house import PACKAGES
+from tests.processes import DIES_WITH_ITS_PARENT, Ended, libraries_alone
 from tests.toy_runs import write_run
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PACKAGES = [
-    name
-    for name in ("schemas", "workers", "jobs", "queries", "reproduce", "exports", "models")
-    if (ROOT / name).is_dir()
-]
 TESTING = ("tests", "benchmarks", "conftest.py")
 MEASURING = ("torch", "ray", "transformers", "transformer_lens", "datasets", "tokenizers")
 """Libraries of the extra `scan` that reading a run must not need."""
 
 BROUGHT_BY_TORCH = {"triton"}
 """Imported where it is there: torch's CUDA build brings the one that fits it."""
+
+
+def test_one_list_names_the_packages() -> None:
+    folders = {file.parent.name for file in ROOT.glob("*/__init__.py")}
+    assert folders == {*PACKAGES, "tests", "benchmarks"}
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    packed = tools["setuptools"]["packages"]["find"]["include"]
+    assert sorted(packed) == sorted(f"{name}*" for name in PACKAGES)
+    typed = set(tools["pyright"]["include"])
+    assert typed == {"headcount.py", *PACKAGES, "benchmarks", "tests"}
+
+
+def test_the_code_that_a_cluster_is_sent_has_all_that_every_command_imports(tmp_path: Path) -> None:
+    """On a machine of a cluster there are the libraries, and no copy of this project."""
+    python = libraries_alone(tmp_path / "venv") / "bin" / "python"
+    absent = run_in(tmp_path, python, "-c", IS_INSTALLED)
+    assert absent == "None\n"
+    with staged_code() as code:
+        helps = run_in(code, python, "-c", EVERY_HELP)
+    assert helps.count("Usage: headcount ") > 20
+
+
+IS_INSTALLED = "from importlib.util import find_spec; print(find_spec('headcount'))"
+EVERY_HELP = """
+from typer.testing import CliRunner
+import headcount
+
+def ask_for_help(group, words):
+    for command in group.registered_commands:
+        name = command.name or command.callback.__name__
+        result = CliRunner().invoke(headcount.app, [*words, name, "--help"])
+        assert result.exit_code == 0, result.output
+        print(result.stdout)
+    for inner in group.registered_groups:
+        ask_for_help(inner.typer_instance, [*words, inner.name])
+
+ask_for_help(headcount.app, [])
+"""
 
 
 # The wheel
@@ -86,19 +120,13 @@ def test_the_wheel_is_small(wheel: Path) -> None:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new virtual environment with the wheel, and this environment's libraries behind it."""
-    venv = tmp_path_factory.mktemp("venv") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    (site,) = venv.glob("lib/python*/site-packages")
-    python = venv / "bin" / "python"
-    call = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    words = ["install", "-q", "--no-deps", "--no-index", "--no-compile", wheel]
+    venv = libraries_alone(tmp_path_factory.mktemp("venv") / "venv")
+    call = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    call += ["--python", venv / "bin" / "python", "install", wheel]
+    # pip sees this project through the libraries, and would take it for installed.
+    words = ["--ignore-installed", "--no-deps", "--no-index", "--no-compile"]
     done = subprocess.run([*call, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    # Written after the install: pip takes a project that it sees through this file for installed. A
-    # .pth file inside a directory that a .pth file names is not read, so the editable install of
-    # this project stays out.
-    libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (site / "libraries.pth").write_text("\n".join(sorted(libraries)))
     return venv
 
 

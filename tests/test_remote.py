@@ -41,7 +41,7 @@ from tests.processes import (
     DIES_WITH_ITS_PARENT,
     Command,
     Ended,
-    programs_without_spaces,
+    libraries_alone,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +93,8 @@ def cluster() -> Iterator[str]:
         "object-store-memory": 100_000_000,
         "temp-dir": directory,
     }
-    programs = programs_without_spaces(Path(directory))
+    # As on a machine of a cluster: no copy of this project but the one that a job brings.
+    programs = libraries_alone(Path(directory) / "venv") / "bin"
     # As where the environment of a head was not activated: `python` is another one.
     others = Path(directory) / "others"
     others.mkdir()
@@ -109,7 +110,9 @@ def cluster() -> Iterator[str]:
     }
     log = Path(directory) / "head.log"
     with log.open("w") as written:
-        head = psutil.Popen(command, env=env, stdout=written, stderr=subprocess.STDOUT)
+        head = psutil.Popen(
+            command, cwd=directory, env=env, stdout=written, stderr=subprocess.STDOUT
+        )
     try:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not answers(url):
@@ -185,6 +188,44 @@ def test_submitted_twice_is_one_job_that_measures_the_run(
     assert (code, errors.strip()) == (0, f"{run.run_id}: SUCCEEDED")
     assert printed.splitlines()[-1] == str(run.path)
     check_every_row_is_there_once(run)
+
+
+def test_what_only_the_driver_finds_out_is_an_error_of_submit_and_said_by_status(
+    cluster: str, tmp_path: Path
+) -> None:
+    texts, at = tmp_path / "texts.jsonl", ("--address", cluster)
+    texts.write_text(json.dumps({"text": "one two three"}) + "\n")
+    scan_file = tmp_path / "short.toml"
+    fields = f"out = '{tmp_path}/runs'\ninput = {{ family = 'text', files = '{texts}' }}\n"
+    scan_file.write_text(SCAN.partition("[input]")[0] + fields)
+    code, _, errors = headcount("submit", str(scan_file), *at)
+    assert code == 2
+    refusal = "the corpus holds 0 sequences"
+    run = RunDirectory.of(f"{tmp_path}/runs", load_scan(scan_file).run_id("short"))
+    assert refusal in errors, errors
+    (line,) = [
+        line
+        for line in headcount("status", str(run.path), *at).stdout.splitlines()
+        if line.startswith("job ")
+    ]
+    assert re.match(rf"job +FAILED: .*{refusal}", line)
+    status = json.loads(headcount("status", str(run.path), "--format", "json", *at).stdout)
+    assert status["job"] == "FAILED"
+    assert refusal in status["job_error"]
+
+
+@pytest.mark.long
+def test_a_run_that_was_begun_elsewhere_is_resumed_as_a_job(
+    cluster: str, scan_file: Path, tmp_path: Path
+) -> None:
+    plan = make_plan(load_scan(scan_file, [f"out={tmp_path}/runs"]), "far")
+    prepare_run(plan, SCAN)
+    at = ("--address", cluster)
+    code, _, errors = headcount("resume", str(plan.run.path), *at)
+    assert code == 0, errors
+    code, _, errors = headcount("logs", str(plan.run.path), "-f", *at)
+    assert (code, errors.strip()) == (0, f"{plan.run.run_id}: SUCCEEDED")
+    check_every_row_is_there_once(plan.run)
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ import torch
 from headcount import main
 from jobs.ray_cluster import _check_head
 from schemas.errors import RunError
+from schemas.house import PACKAGES
 from tests import toy_runs
 from tests.processes import DIES_WITH_ITS_PARENT, Command, Ended
 
@@ -40,7 +41,7 @@ sequences = 4
 sequences_per_shard = 2
 input.family = "uniform_random"
 """
-HIDING = ("jobs", "workers", "schemas", "models", "queries", "reproduce", "torch", "numpy")
+HIDING = (*PACKAGES, "torch", "numpy")
 """Names of modules that a scan imports, ours and others."""
 
 
@@ -156,7 +157,10 @@ def test_a_scan_in_one_process_wants_few_files(directory: Path) -> None:
 
 
 UNANSWERED = [
-    ("scan own.toml --address SILENT", "SILENT: no answer in 1 s; expected HOST:PORT"),
+    (
+        "scan own.toml --address SILENT",
+        "SILENT: takes connections, and is no head of a Ray cluster that answers in 1 s; expected",
+    ),
     ("list --address http://SILENT", "http://SILENT: no Ray cluster answers there (nothing said"),
     (
         "list s3://bucket/runs",
@@ -166,6 +170,7 @@ UNANSWERED = [
 
 WAITED_FOR = {
     "jobs.ray_cluster.CONNECT_SECONDS": 1.0,
+    "jobs.ray_cluster.JOIN_SECONDS": 1.0,
     "jobs.submission.CONNECT_SECONDS": 1.0,
     "schemas.places.PROBE_SECONDS": 1.0,
     "schemas.places.PROBING_SECONDS": 1.5,
@@ -196,6 +201,25 @@ def test_an_address_of_nothing_is_one_line(address: str, problem: str) -> None:
         _check_head(address)
     (line,) = str(refusal.value).splitlines()
     assert line.startswith(problem)
+
+
+def test_a_wait_that_is_too_long_ends_no_notebook_and_none_of_its_children() -> None:
+    program = """
+import subprocess, sys, time
+from jobs.ray_cluster import _given_up_after
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+with _given_up_after(0.01, "too long"):
+    time.sleep(0.5)
+print(child.poll())
+child.kill()
+"""
+    done = subprocess.run(
+        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "error: too long\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

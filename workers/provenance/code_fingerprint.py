@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from schemas.fingerprints import digest, module_code
+from schemas.house import MEASURING
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -39,7 +40,7 @@ def code_fingerprint(root: Path = ROOT) -> str:
 @cache
 def read_code(root: Path = ROOT) -> Code:
     """The fingerprint of the code, and the digest of the bytes that it was made from."""
-    paths = [path for package in ("schemas", "workers") for path in (root / package).rglob("*.py")]
+    paths = [path for package in MEASURING for path in (root / package).rglob("*.py")]
     # Sorted, because a folder lists its files in another order on each machine. The name is part
     # of it, or moving code between two files would go unseen.
     files = {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(paths)}
