@@ -46,6 +46,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
+from jobs.attempts import Attempts
 from jobs.endings import is_finishing, work_begins
 from jobs.metrics import RunMetrics
 from jobs.plan import Plan
@@ -61,9 +62,6 @@ from schemas.run_directory import RunDirectory
 from workers.provenance.code_fingerprint import read_code
 from workers.replica import Replica
 from workers.shard import note_failure
-
-ATTEMPTS = 3
-"""How often a command tries a shard before it reports it."""
 
 MOST_LOST_NODES = 10
 """If so many nodes vanish under a shard, the shard may be the cause, and the next try counts."""
@@ -168,10 +166,7 @@ class _Dispatcher:
         self.retries: deque[int] = deque()
         self.suspects: deque[int] = deque()
 
-        self.failed_attempts = self._noted_attempts()
-        """Failed attempts at each shard, those of earlier commands included."""
-        self.failed_attempts_here: Counter[int] = Counter()
-        """Failed attempts at each shard in this command, of which there are `ATTEMPTS` at most."""
+        self.attempts = Attempts(plan.run)
         self.durations: deque[float] = deque(maxlen=RECENT_SHARDS)
         """Seconds from handing out a shard to its commit, of the last shards."""
         self.failed_starts = 0
@@ -226,15 +221,6 @@ class _Dispatcher:
             precisions,
             directory,
         )
-
-    def _noted_attempts(self) -> Counter[int]:
-        """Failed attempts at each shard, read from the notes that earlier commands left."""
-        attempts: Counter[int] = Counter()
-        for shard in self.plan.run.failed_shards():
-            note = self.plan.run.failure(shard)
-            if note is not None:
-                attempts[shard], _ = note
-        return attempts
 
     def outcomes(self) -> Iterator[Commit | Failure]:
         """Yield commits and failures as they arrive, one for each shard."""
@@ -389,7 +375,7 @@ class _Dispatcher:
             shard = self._next_shard(replica)
             if shard is None:
                 return
-            reference = replica.actor.measure.remote(shard, self.failed_attempts[shard] + 1)
+            reference = replica.actor.measure.remote(shard, self.attempts.failed(shard) + 1)
             replica.calls[reference] = _Call(shard, time.monotonic())
 
     def _next_shard(self, replica: _RemoteReplica) -> int | None:
@@ -481,9 +467,7 @@ class _Dispatcher:
     def _retry_or_report(self, failure: Failure, died: bool) -> Failure | None:
         """Queue a shard again and return none; after enough attempts, return its failure."""
         shard = failure.shard
-        self.failed_attempts_here[shard] += 1
-        self.failed_attempts[shard] += 1
-        if self.failed_attempts_here[shard] < ATTEMPTS:
+        if self.attempts.may_try_again(shard):
             queue = self.suspects if died else self.retries
             queue.append(shard)
             self.metrics.repeated("died" if died else "failed")
@@ -492,7 +476,7 @@ class _Dispatcher:
         self.failures += 1
         if died:
             # A replica leaves a note of a failure in the run. One that died could not.
-            return note_failure(self.plan.run, failure, self.failed_attempts[shard])
+            return note_failure(self.plan.run, failure, self.attempts.failed(shard))
         return failure
 
     def _close(self, shard: int) -> None:

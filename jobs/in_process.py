@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jobs.attempts import Attempts
 from jobs.plan import Plan
 from jobs.run_identity import begun_precisions
 from schemas.commits import Commit, Failure
@@ -30,17 +32,17 @@ def measure_in_process(
 ) -> Iterator[Commit | Failure]:
     """Measure `shards` one after the other; yields the commit or failure of each.
 
-    Uses all cores if `cores` is 0. A shard is tried once, and the next command tries it again: a
-    process that is killed could not try it again anyway.
+    Uses all cores if `cores` is 0.
     """
     device = resolve_device(device)
     prepare_process(threads=cores or None)
     replica = make_replica(plan.info, plan.scan, device)
     check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
-    for shard in shards.tolist():
-        # The note of an earlier command says how often the shard has failed.
-        failed_attempts, _ = plan.run.failure(shard) or (0, "")
-        attempt = failed_attempts + 1
+    attempts = Attempts(plan.run)
+    remaining = deque(shards.tolist())
+    while remaining:
+        shard = remaining.popleft()
+        attempt = attempts.failed(shard) + 1
         try:
             outcome = run_shard(replica, plan.run, plan.sequences.shard(shard), attempt)
         except Exception as error:
@@ -50,4 +52,8 @@ def measure_in_process(
                 raise RunError(
                     f"shard {shard}: {outcome.error}; the same command continues in a new process"
                 ) from None
+            if attempts.may_try_again(shard):
+                # At once: then a cause that is in every shard is known after a few of them.
+                remaining.appendleft(shard)
+                continue
         yield outcome

@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 
 import headcount
 from jobs import dispatch
-from jobs.dispatch import ATTEMPTS
+from jobs.attempts import ATTEMPTS
 from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import SYSTEM_CONFIG, Resources
 from jobs.replan import replan
@@ -99,6 +99,15 @@ class OnceFailingReplica(ToyReplica):
         if not note.exists():
             note.touch()
             raise OSError("the first time")
+
+
+class PoisonedReplica(OnceFailingReplica):
+    """Also fails whenever it measures the token in the file `poison`."""
+
+    def misbehave(self, token: int) -> None:
+        if token == int((Path(self.scan.out) / "poison").read_text()):
+            raise OSError("poisoned")
+        super().misbehave(token)
 
 
 class SlowlyRestartedReplica(OnceFailingReplica):
@@ -220,27 +229,24 @@ def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replic
     assert done_shards(plan) == []
 
 
-def test_without_ray_every_shard_is_tried_once_and_the_next_command_continues(
+def test_without_ray_a_shard_is_tried_as_often_as_with_it_and_the_next_command_continues(
     plan: Plan, tmp_path: Path
 ) -> None:
-    (tmp_path / "seen-0").touch()
     first_tokens = first_tokens_of(plan)
-    for token in set(first_tokens[5:]):
-        (tmp_path / f"seen-{token}").touch()
-    # A token of the first five shards fails once, unless a later shard has it too.
-    failing_shards = sorted(
-        {first_tokens.index(token) for token in first_tokens[:5] if token not in first_tokens[5:]}
-    )
-    assert failing_shards
-    failures = run_to_end(plan, Resources(0, 1, "cpu"), SILENT, replica_class=OnceFailingReplica)
-    assert [f.shard for f in failures] == failing_shards == plan.run.failed_shards()
-    assert {f.error.partition(" (")[0] for f in failures} == {"OSError: the first time"}
-    assert done_shards(plan) == [shard for shard in range(60) if shard not in failing_shards]
-    assert run_to_end(plan, Resources(0, 1, "cpu"), SILENT, replica_class=OnceFailingReplica) == []
-    assert done_shards(plan) == list(range(60))
-    assert plan.run.ledger(["attempt"])["attempt"].to_pylist() == [
-        1 + (shard in failing_shards) for shard in range(60)
-    ]
+    failing_shard = next(s for s in range(7, 60) if first_tokens.count(first_tokens[s]) == 1)
+    (tmp_path / "poison").write_text(str(first_tokens[failing_shard]))
+    resources = Resources(0, 1, "cpu")
+    (failure,) = run_to_end(plan, resources, SILENT, replica_class=PoisonedReplica)
+    assert failure.shard == failing_shard
+    assert failure.error.startswith("OSError: poisoned (")
+    assert plan.run.failure(failing_shard) == (ATTEMPTS, failure.error)
+    assert done_shards(plan) == [shard for shard in range(60) if shard != failing_shard]
+    (tmp_path / "poison").write_text("-1")
+    assert run_to_end(plan, resources, SILENT, replica_class=PoisonedReplica) == []
+    # The first shard with a token fails once, and then no other with it.
+    attempts = [1 + (first_tokens.index(token) == s) for s, token in enumerate(first_tokens)]
+    attempts[failing_shard] = ATTEMPTS + 2
+    assert plan.run.ledger(["attempt"])["attempt"].to_pylist() == attempts
 
 
 def test_a_loop_can_stop_at_the_first_failure_and_continue_later(
@@ -248,29 +254,23 @@ def test_a_loop_can_stop_at_the_first_failure_and_continue_later(
 ) -> None:
     first_tokens = first_tokens_of(plan)
     failing_shard = next(s for s in range(7, 60) if first_tokens.count(first_tokens[s]) == 1)
-    for token in {token for token in first_tokens if token != first_tokens[failing_shard]}:
-        (tmp_path / f"seen-{token}").touch()
-    console = Console(file=io.StringIO(), width=200)
-    with pytest.raises(RunError) as failure:
-        run_to_end(
-            plan,
-            Resources(0, 1, "cpu"),
-            console,
-            replica_class=OnceFailingReplica,
-            stop_at_failure=True,
-        )
-    line = str(failure.value)
-    assert line.startswith(
-        f"{plan.run.run_id}: shard {failing_shard} failed: OSError: the first time ("
+    (tmp_path / "poison").write_text(str(first_tokens[failing_shard]))
+    run = partial(
+        run_to_end,
+        plan,
+        Resources(0, 1, "cpu"),
+        Console(file=io.StringIO(), width=200),
+        replica_class=PoisonedReplica,
+        stop_at_failure=True,
     )
+    with pytest.raises(RunError) as failure:
+        run()
+    line = str(failure.value)
+    assert line.startswith(f"{plan.run.run_id}: shard {failing_shard} failed: OSError: poisoned (")
     assert "\n" not in line
     assert done_shards(plan) == list(range(failing_shard))
-    assert plan.run.failed_shards() == [failing_shard]
-    resources = Resources(0, 1, "cpu")
-    assert (
-        run_to_end(plan, resources, console, replica_class=OnceFailingReplica, stop_at_failure=True)
-        == []
-    )
+    (tmp_path / "poison").write_text("-1")
+    assert run() == []
     assert done_shards(plan) == list(range(60))
 
 
