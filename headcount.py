@@ -16,9 +16,17 @@ needs neither torch nor Ray, and nobody waits for the command line.
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - who starts this file asks no installer
+    _needed = "headcount needs Python 3.11 or newer, and this is " + sys.version.split()[0]
+    if __name__ != "__main__":
+        raise ImportError(_needed)
+    sys.stderr.write("error: " + _needed + "\n")
+    sys.exit(2)
+
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

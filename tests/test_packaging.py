@@ -384,3 +384,30 @@ def test_measuring_without_torch_names_the_extra_in_one_line(tmp_path: Path) -> 
         assert re.match(r"error: \w+ is not installed", line)
         assert "pip install -e '.[scan]'" in line
     assert list(tmp_path.iterdir()) == [tmp_path / "toy.toml"]
+
+
+def older_pythons() -> list[Path]:
+    """Interpreters of this machine that are too old."""
+    found = [Path(path) for name in OLDER if (path := shutil.which(name)) is not None]
+    installed = Path("~/.pyenv/versions").expanduser()
+    found += [file for name in OLDER for file in installed.glob(f"*/bin/{name}")]
+    # A shim of a version that is not chosen ends with an error.
+    return [
+        file for file in found if subprocess.run([file, "-V"], capture_output=True).returncode == 0
+    ]
+
+
+OLDER = ("python3.8", "python3.9", "python3.10")
+
+
+def test_an_older_python_is_one_line() -> None:
+    pythons = older_pythons()
+    if not pythons:
+        pytest.skip("there is no Python here that is too old")
+    for python in pythons:
+        done = subprocess.run(
+            [python, ROOT / "headcount.py", "list"], capture_output=True, text=True, check=False
+        )
+        expected = r"error: headcount needs Python 3\.11 or newer, and this is 3\.\d+\.\d+\n"
+        assert re.fullmatch(expected, done.stderr), done.stderr
+        assert (done.returncode, done.stdout) == (2, "")
