@@ -97,7 +97,7 @@ def submit(
     """Run a scan as a job of a Ray cluster; a scan of several checkpoints as a job each.
 
     The job runs the code of this machine. Submitting the same scan twice makes one job. The command
-    ends when the job's driver is there, or says why it is not.
+    ends when the job's driver has planned the run, or says why it has not.
     """
     from jobs.checkpoints import scans_of
     from jobs.portable_scan import portable_scan
