@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from schemas.errors import ModelError, counted
+from schemas.errors import HeadcountError, counted
 from schemas.formulas import Formula
 from schemas.scan import Scan, parse_scan
 from schemas.statistics import KIND
@@ -37,7 +37,7 @@ def report_model(name: str) -> Iterator[tuple[str, str]]:
     replica = Replica(info, scan, "cpu", models.load)
     tokens = np.random.default_rng(0).integers(info.d_vocab, size=(2, scan.n_ctx))
     replica.measure(tokens.astype(np.int32))
-    yield "engine", _engines(model)
+    yield "engine", _engines(model, _trial(name, info, "dense"), tokens.astype(np.int32), models)
 
     for layers, facts in _layers_by_facts(model):
         yield "attention", f"{_listed_layers(layers)}: {facts}"
@@ -59,7 +59,7 @@ def _trial(name: str, info: ModelInfo, engine: str) -> Scan:
     return parse_scan(fields)
 
 
-def _engines(model: Model) -> str:
+def _engines(model: Model, dense_trial: Scan, tokens: np.ndarray, models: KnownModels) -> str:
     """Which engines measure the model, and why another does not."""
     if model.attention_problem is not None:
         return f"dense alone: {model.attention_problem}"
@@ -69,9 +69,9 @@ def _engines(model: Model) -> str:
             "and no intervention that needs them"
         )
     try:
-        for layer in model.info.attention_layers_or_all:
-            model.scale(layer)
-    except ModelError as error:
+        # Only measuring tells: the bridge may show patterns that are not finite.
+        Replica(model.info, dense_trial, "cpu", models.load).measure(tokens)
+    except HeadcountError as error:
         return f"fused alone: {error}"
     return "fused, and dense"
 
@@ -135,6 +135,8 @@ def _undefined(model: Model) -> dict[str, list[Formula]]:
             reason = "positions rotate queries and keys"
         elif "effective" in statistic.parameters and not has_positions:
             reason = "no embeddings of positions are known"
+        elif unknown == ["W_O"] and any(model.changes_z(layer) for layer in layers):
+            reason = "z is changed before W_O, for example by a gate"
         elif unknown:
             reason = f"{' and '.join(unknown)} not known in this model"
         elif statistic.missing and not has_sinks:

@@ -149,6 +149,30 @@ def test_what_needs_a_bridge_is_refused_where_there_is_none(
 
 
 @pytest.mark.parametrize(
+    ("family", "engine"),
+    [
+        ("openai-gpt", "fused alone: layer 0, head 0: sink_mass is not finite"),
+        ("jetmoe", "fused alone: jetmoe: TransformerLens does not show q, k and pattern"),
+        ("qwen3_next", "fused, and dense"),
+    ],
+)
+def test_the_dense_engine_is_named_where_it_measures(
+    tmp_path: Path, family: str, engine: str
+) -> None:
+    report = report_of(family, tmp_path)
+    assert report["engine"][0].startswith(engine)
+    is_gated = any("z is changed before W_O" in text for text in report["NULL"])
+    assert is_gated == (family == "qwen3_next")
+
+
+def test_a_model_that_float64_alone_cannot_run_is_refused_with_that_word(tmp_path: Path) -> None:
+    path = tmp_path / "gpt_oss"
+    model_families.tiny_model("gpt_oss").save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(HeadcountError, match=r"transformers cannot run it in float64 \("):
+        replica_of(path, {"precision": "float64"})
+
+
+@pytest.mark.parametrize(
     ("family", "is_known"),
     [
         # Its modules have names of their own.

@@ -66,7 +66,10 @@ def settle_attention(
     info: ModelInfo, bare: nn.Module, blocks: Sequence[nn.Module]
 ) -> SettledAttention:
     """The facts of each layer, and whether they make what the model's own attention makes."""
-    device = next(bare.parameters()).device
+    weight = next(bare.parameters())
+    device = weight.device
+    # Some products of transformers, such as those of grouped experts, take float32 and no float64.
+    in_format = " in float64" if weight.dtype == torch.float64 else ""
     try:
         with torch.inference_mode():
             ours = _Pass()
@@ -86,7 +89,7 @@ def settle_attention(
         return SettledAttention(problem=str(error))
     except Exception as error:
         # Whatever a library raises: the model is refused in one line, or the bridge runs it.
-        return SettledAttention(problem=f"transformers cannot run it ({reason(error)})")
+        return SettledAttention(problem=f"transformers cannot run it{in_format} ({reason(error)})")
     return SettledAttention(
         ours.facts,
         ours.sizes,

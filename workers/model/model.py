@@ -376,7 +376,10 @@ class Model:
                 self.run_with_hooks(tokens, hooks)
         except Exception as error:
             # Not fatal: the model may still run on its bare modules.
-            self._run_problem = f"TransformerLens cannot run this model ({reason(error)})"
+            in_format = " in float64" if self.dtype == torch.float64 else ""
+            self._run_problem = (
+                f"TransformerLens cannot run this model{in_format} ({reason(error)})"
+            )
             return
         self._shown = {
             layer: self._settle_layer(layer, activations_of_layer)
