@@ -39,8 +39,12 @@ def progress(runs: Runs) -> AnswerTable:
 
 
 def statistics(runs: Runs) -> list[str]:
-    """The statistics that a run has measured."""
-    names = runs.sql("SELECT DISTINCT unnest(statistics) AS name FROM runs ORDER BY name")
+    """The statistics that have a value in some head."""
+    # On this input some may be undefined everywhere, and nothing could be drawn of them.
+    names = runs.sql("""
+        SELECT DISTINCT statistic FROM head_summaries
+        WHERE mean IS NOT NULL AND intervention = 'none' ORDER BY statistic
+    """)
     return [name for (name,) in names]
 
 

@@ -40,7 +40,7 @@ def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
 
 @export_format(
     "KV heads that need the whole cache (retrieval heads), and those that stream",
-    read_by="DuoAttention (`load_attn_pattern`), kvpress (`DuoAttentionPress`)",
+    read_by="DuoAttention (`load_attn_pattern`), kvpress (by a subclass of `DuoAttentionPress`)",
     source="https://github.com/mit-han-lab/duo-attention",
     writes="folder",
     example="patterns/my-model",

@@ -15,7 +15,7 @@ from schemas.errors import QueryError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from exports.export_registry import CacheCut, Exported, ExportFormat, Needs, Option
+    from exports.export_registry import CacheCut, ExportFormat, Needs, Option
     from exports.export_source import ExportSource
     from queries.asking import RunDatabase
     from schemas.places import Place
@@ -26,8 +26,6 @@ RunScan: TypeAlias = "Callable[[dict[str, Any], list[str], str, Device], Place]"
 Returns the place of the run.
 """
 
-ROWS_SHOWN = 40
-"""Rows of a table that the screen shows; the file has all."""
 
 CheckHeads: TypeAlias = "Callable[[str, CacheCut, int, Device], tuple[pa.Table, list[str]]]"
 """Tries a cut of the cache out on a model, with sequences of so many tokens.
@@ -188,7 +186,7 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
         if check and exported.cut is None:
             raise QueryError(f"export {name}: chooses no heads to keep whole; leave out --check")
         size = write_export(export, destination, exported.files)
-        _show(exported)
+        _tell_notes(exported.notes)
         typer.echo(
             f"{output}: {name} of {source.model_name}, from run {source.run_id} "
             f"({size / 1e3:,.1f} kB)"
@@ -347,28 +345,19 @@ def print_formats() -> None:
     Console(highlight=False).print(table)
 
 
-def _show(exported: Exported) -> None:
-    """Print the table of an export, and what its reader should know."""
-    if exported.table is not None:
-        show_table(exported.table)
-    for line in exported.notes:
+def _tell_notes(notes: Collection[str]) -> None:
+    """Print what the reader of a file should know."""
+    for line in notes:
         tell_user(f"note: {line}")
 
 
 def _show_check(table: pa.Table, lines: list[str]) -> None:
     """Print what a trial of the chosen heads found."""
-    show_table(table)
-    for line in lines:
-        typer.echo(line)
-
-
-def show_table(table: pa.Table) -> None:
-    """Print the first rows of a table."""
     from queries.formats import writing_to_stdout
     from queries.python_api import text_table
 
-    rows = [tuple(row.values()) for row in table.slice(0, ROWS_SHOWN).to_pylist()]
+    rows = [tuple(row.values()) for row in table.to_pylist()]
     with writing_to_stdout() as out:
         out.write(f"{text_table(table.schema.names, rows)}\n")
-        if table.num_rows > len(rows):
-            out.write(f"and {table.num_rows - len(rows):,} more rows\n")
+    for line in lines:
+        typer.echo(line)

@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -35,9 +35,6 @@ import exports
 from schemas.errors import QueryError, unknown
 from schemas.formulas import first_paragraph
 from schemas.values import problem_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Options = Mapping[str, Any]
 """Values of options by name: numbers, texts and truth values."""
@@ -135,8 +132,6 @@ class Exported:
 
     files: Mapping[str, bytes]
     """Content by name. A format that writes a file has one, whose name does not matter."""
-    table: pa.Table | None = None
-    """Rows for the screen, if the format is also for people."""
     cut: CacheCut | None = None
     """The cut of a cache that the file asks for, which `--check` tries out. None if it asks none.
     """

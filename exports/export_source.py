@@ -134,25 +134,6 @@ class ExportSource:
         )
         return self._matrix(statistic, rows, self.kv_shape)
 
-    def profile(self, profile: str, axis: str, intervention: str = "none") -> np.ndarray:
-        """A profile of attention along an axis, of every query head: `[layer head n_ctx]`.
-
-        It is 0 where a window hides the keys. Layers that do not attend are NaN.
-        """
-        rows = self.rows(
-            f"SELECT layer, head, {axis}, {MEAN_OR_NOTHING} FROM profile_means WHERE "
-            f"{self.of_this_run(intervention)} AND profile = {text_literal(profile)}"
-        )
-        if not rows:
-            raise QueryError(
-                f"run {self.run_id}: its profile {profile} has no values; scan again "
-                "with sequences in which it is defined"
-            )
-        values = np.full((*self.shape, self.run["n_ctx"]), np.nan)
-        for layer, head, place, mean in rows:
-            values[layer, head, place] = mean
-        return values
-
     def _matrix(
         self, statistic: str, rows: Sequence[tuple[Any, ...]], shape: tuple[int, int]
     ) -> np.ndarray:

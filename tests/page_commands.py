@@ -6,12 +6,14 @@ What a page holds:
 
 * a file to save: a line that ends in "`NAME`:", then a fenced block;
 * commands: a block fenced as `bash`. Those of headcount run in this process, others in a shell;
+* Python: a block fenced as `python`. One fenced as `py` needs what is not here, and is left out;
 * what they print on stdout: a block fenced as `text` that comes next. Without one, anything goes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import shlex
 import subprocess
@@ -28,7 +30,8 @@ from headcount import app
 FILE_TO_SAVE = re.compile(r"`([\w.-]+)`:\n\n```\w+\n(?P<content>.*?)```\n", re.DOTALL)
 
 COMMAND_BLOCK = re.compile(
-    r"```bash\n(?P<commands>.*?)```\n(?:\n```text\n(?P<output>.*?)```\n)?", re.DOTALL
+    r"```(?P<language>bash|python)\n(?P<commands>.*?)```\n(?:\n```text\n(?P<output>.*?)```\n)?",
+    re.DOTALL,
 )
 
 PIPED = re.compile(r"(headcount .*) \| ((?:grep|head|sed) [^|]+)", re.DOTALL)
@@ -53,6 +56,7 @@ class CommandBlock:
     output: str | None
     output_start: int
     """Where the output begins in the page."""
+    is_python: bool = False
 
 
 def steps_of(page: str) -> list[FileToSave | CommandBlock]:
@@ -62,8 +66,11 @@ def steps_of(page: str) -> list[FileToSave | CommandBlock]:
     for match in FILE_TO_SAVE.finditer(page):
         steps[match.start()] = FileToSave(match[1], match["content"])
     for match in COMMAND_BLOCK.finditer(page):
-        commands = tuple(whole_commands(match["commands"]))
-        steps[match.start()] = CommandBlock(commands, match["output"], match.start("output"))
+        is_python = match["language"] == "python"
+        commands = [match["commands"]] if is_python else whole_commands(match["commands"])
+        steps[match.start()] = CommandBlock(
+            tuple(commands), match["output"], match.start("output"), is_python
+        )
     return [steps[start] for start in sorted(steps)]
 
 
@@ -88,8 +95,17 @@ def follow(step: FileToSave | CommandBlock, folder: Path) -> str:
     if isinstance(step, FileToSave):
         (folder / step.name).write_text(step.content, encoding="utf-8")
         return ""
+    run = run_python if step.is_python else run_command
     with contextlib.chdir(folder):
-        return "".join(run_command(command) for command in step.commands)
+        return "".join(run(command) for command in step.commands)
+
+
+def run_python(code: str) -> str:
+    """Run an example in Python; what it prints on stdout."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    return printed.getvalue()
 
 
 def run_command(command: str) -> str:

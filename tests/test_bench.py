@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -415,3 +416,21 @@ def test_tokens_repeat_as_often_as_in_text(tmp_path: Path) -> None:
     earlier_copies = (tokens[:, :, None] == tokens[:, None]).tril(-1).sum() / tokens.numel()
     assert 5 < earlier_copies < 7.5  # The Pile: 5 to 7.
     assert torch.equal(tokens, draw_tokens(tmp_path, 16, 1024))
+
+
+def test_the_readme_has_the_cost_by_length_of_the_last_whole_run() -> None:
+    history = (ROOT / "benchmarks" / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    cells_by_way: dict[tuple[str, int], Any] = {
+        (cell["way"], cell["n_ctx"]): cell
+        for cell in json.loads(history[-1])["cells"]
+        if cell["model"] == "rotary"
+    }
+    rows = {"tokens": "", "speed": "", "peak memory": ""}
+    for n_ctx in FULL.lengths:
+        bare, fused = (cells_by_way[way, n_ctx] for way in ("bare", "fused"))
+        ratios = [b / f for b, f in zip(bare["seconds"], fused["seconds"], strict=True)]
+        rows["tokens"] += f" {n_ctx} |"
+        rows["speed"] += f" {median(ratios):.2f} × |"
+        rows["peak memory"] += f" {fused['peak'] / bare['peak']:.2f} × |"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name, row in rows.items() if f"| {name} |{row}\n" not in readme] == []

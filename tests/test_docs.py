@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#([\w-]+))?\)")
 """A link to a file of ours, and perhaps to a heading in it."""
 
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+"""A block of code."""
+
 COMMAND = re.compile(r"\s*headcount (corpus [a-z]+|[a-z]+)\b([^#]*)")
 """A command of headcount at the beginning of a line of code, without a remark behind it."""
 
@@ -52,7 +56,8 @@ from workers.shard import run_shard
 
 scan = parse_scan({
     "model": "bundled:attn-only-2l-mini", "n_ctx": 16, "sequences": 4, "out": "steps",
-    "interventions": ["none", "zero_key_bias"], "input": {"family": "single_token", "token": 7},
+    "statistics": ["second_key_mass", "sink_mass"],
+    "interventions": ["none", "zero_value_bias"], "input": {"family": "single_token", "token": 7},
 })
 plan = make_plan(scan, "followed")
 prepare_run(plan, "")
@@ -62,7 +67,8 @@ rows = connect(Path("steps")).execute(
 ).fetchall()
 edited = [row[1:] for row in rows if row[0] != "none"]
 untouched = [row[1:] for row in rows if row[0] == "none"]
-assert len(untouched) == 16 and edited == untouched, rows
+# Values change no pattern of the layer that reads them.
+assert len(untouched) == 16 and edited[:8] == untouched[:8] and edited != untouched, rows
 assert connect(Path("steps")).execute("SELECT count(*) FROM restless_sinks").fetchone() == (32,)
 
 assert pytest.main(["-q", "--doctest-modules", "schemas/statistics/sink.py"]) == 0
@@ -158,12 +164,10 @@ runpy.run_module("schemas.formula_pages", run_name="__main__")
 
 def copy_project(folder: Path) -> None:
     """Copy the code of the project, for a test that changes it."""
-    for package in PACKAGES:
+    for package in (*PACKAGES, "benchmarks", "tests", "docs"):
         # With its bytecode, which holds for the same sizes and times: a copy keeps both.
         shutil.copytree(ROOT / package, folder / package)
-    (folder / "tests").mkdir()
-    # The two files of tests that the doctests of the project begin with.
-    for file in ("conftest.py", "headcount.py", "tests/__init__.py", "tests/end_at_once.py"):
+    for file in ("conftest.py", "headcount.py"):
         shutil.copy(ROOT / file, folder / file)
 
 
@@ -210,7 +214,6 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     follow_steps(folder, page_text)
     (folder / "kind_followed.py").write_text(KIND_FOLLOWED, encoding="utf-8")
     (folder / "steps_followed.py").write_text(STEPS_FOLLOWED, encoding="utf-8")
-    (folder / "docs").mkdir()
     run_python(folder, ["kind_followed.py", "steps_followed.py"])
     return folder
 
@@ -224,12 +227,16 @@ def add_kind_of_measurement(folder: Path, page_text: str) -> None:
     new_file = folder / "schemas" / "layer_statistics.py"
     new_file.write_text(blocks["schemas/layer_statistics.py"], encoding="utf-8")
     apply_diff(folder / "schemas" / "kinds.py", blocks["schemas/kinds.py"])
+    (in_index,) = re.findall(r"in `docs/index.md`:\n\n```diff\n(.*?)```", section, re.DOTALL)
+    apply_diff(folder / "docs" / "index.md", in_index)
 
 
 def follow_steps(folder: Path, page_text: str) -> None:
     steps = re.findall(r"Add to `([\w./]+)`:\n\n```\w+\n(.*?)```", page_text, flags=re.DOTALL)
     rooms = [path.split("/")[0] for path, _ in steps]
-    assert rooms == ["schemas", "workers", "workers", "queries", "copying.toml"]
+    assert rooms == [
+        "schemas", "tests", "workers", "workers", "tests", "queries", "copying.toml"
+    ]  # fmt: skip
     for path, addition in steps:
         with (folder / path).open("a", encoding="utf-8") as file:
             file.write(f"\n\n{addition}" if path.endswith(".py") else addition)
@@ -249,6 +256,27 @@ def test_following_adding_md_adds_a_statistic_an_input_an_intervention_a_query_a
     findings = json.loads((followed / "copying.json").read_text())
     verdicts = [(finding["system"], finding["verdict"]) for finding in findings]
     assert verdicts == [("copying", "not comparable")] * 2 + [("copying", "pass")]
+
+
+@pytest.mark.long
+def test_whoever_followed_adding_md_passes_the_tests_that_look_for_what_is_new(
+    followed: Path,
+) -> None:
+    shutil.copy(ROOT / "pyproject.toml", followed)
+    files = [f"tests/test_{name}.py" for name in ("reference", "kinds", "measure", "inputs")]
+    files += ["tests/test_precision_page.py", "tests/test_docs.py"]
+    # Of the reference and of the pages, what a new name can break.
+    words = "registered or changes_something or facts_of_a_layer or zero_value_bias or index_lists"
+    others = "test_kinds or test_measure or test_inputs or figures_cover"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        [*command, *files, "-k", f"{words} or {others}"],
+        cwd=followed,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -343,7 +371,8 @@ def code_lines(page_text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    page_text = page.read_text(encoding="utf-8")
+    # An example may link to a page that it makes.
+    page_text = FENCED.sub("", page.read_text(encoding="utf-8"))
     for linked_path, anchor in LINK.findall(page_text):
         target = page.parent / linked_path
         assert target.exists(), f"{page.name}: {linked_path}"

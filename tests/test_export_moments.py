@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,16 +157,71 @@ def test_what_cannot_be_exported_is_said_in_a_line(database: RunDatabase) -> Non
     assert minference(opened(database, "minference", n_ctx=30_000)).notes == ()
 
 
-def test_kvpress_loads_the_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("kvpress", reason="kvpress is not installed: pip install kvpress")
-    stats: Any = importlib.import_module("kvpress.presses.expected_attention_with_stats")
-    loaded = stats.ExpectedAttentionStats.from_pretrained(str(home / "expected-attention"))
-    tensors = load_file(home / "expected-attention/model.safetensors")
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(getattr(loaded, name).detach().numpy(), tensor)
-    presses: Any = importlib.import_module("kvpress")
-    (home / "nthngdy").mkdir()
-    (home / "qfilters").rename(home / "nthngdy/llama_qfilt")
-    monkeypatch.chdir(home)
-    filters = presses.QFilterPress.load_q_filters("llama")
-    assert tuple(filters.shape) == (LAYERS, KV_HEADS, D_HEAD)
+KVPRESS = os.environ.get("HEADCOUNT_KVPRESS")
+"""A Python that has kvpress. Ours cannot: kvpress takes no transformers that headcount takes."""
+
+READ_BY_KVPRESS = """
+import json
+import sys
+
+import torch
+from kvpress import ExpectedAttentionStatsPress, QFilterPress
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("llama").eval()
+tokens = torch.arange(24)[None]
+with torch.no_grad():
+    exec(sys.stdin.read())
+hidden = torch.zeros(*press.streaming_mask.shape, 24, dtype=torch.bool)
+for layer in model.model.layers:
+    # These keys get no attention from the next tokens.
+    _, heads, keys = layer.self_attn.masked_key_indices or ([], [], [])
+    hidden[layer.self_attn.layer_idx, heads, keys] = True
+with torch.no_grad():
+    statistics = ExpectedAttentionStatsPress(0.5, stats_folder="expected-attention")
+    with statistics(model):
+        model(tokens)
+    filters = QFilterPress(0.5)
+    with filters(model):
+        model(tokens)
+moments = load_file("expected-attention/model.safetensors")
+directions = load_file("nthngdy/llama_qfilt/model.safetensors")
+assert torch.equal(statistics.mu, moments["query_mean"])
+assert torch.equal(statistics.cov, moments["query_cov"])
+assert torch.equal(filters.q_filters, directions["q_filters"])
+print(json.dumps(hidden.tolist()))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    KVPRESS is None,
+    reason="kvpress needs an environment of its own: set HEADCOUNT_KVPRESS to its Python",
+)
+def test_kvpress_reads_the_files_as_the_page_says(home: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "shrink-a-kv-cache.md").read_text("utf-8")
+    (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(home / "llama", tmp_path / "llama")
+    shutil.copytree(home / "expected-attention", tmp_path / "expected-attention")
+    shutil.copytree(home / "qfilters", tmp_path / "nthngdy" / "llama_qfilt")
+    words = ["export", "duo", str(tmp_path / "runs"), "--model", str(home / "llama")]
+    words += ["-o", str(tmp_path / "patterns/my-model"), "--sink", "2", "--recent", "4"]
+    words += ["--sparsity", "0.75", "--set", f"n_ctx={N_CTX}", "--set", "sequences=4"]
+    CliRunner().invoke(headcount.app, words, catch_exceptions=False)
+    finished = subprocess.run(
+        [str(KVPRESS), "-c", READ_BY_KVPRESS],
+        input=example,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    # kvpress prints lines of its own before.
+    hidden = np.array(json.loads(finished.stdout.splitlines()[-1]))
+    whole = np.loadtxt(tmp_path / "patterns/my-model/full_attention_heads.tsv") == 1
+    assert whole.sum() == 1
+    expected = np.zeros((LAYERS, KV_HEADS, N_CTX), bool)
+    expected[~whole, 2:-4] = True
+    np.testing.assert_array_equal(hidden, expected)

@@ -12,13 +12,11 @@ from typing import Any
 
 import duckdb
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
 import headcount
-from exports.budget import SHARES, dropped_shares, lost_by_window
 from exports.destination import check_destination, write_export
 from exports.export_registry import (
     FORMATS,
@@ -64,7 +62,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "key_absmax",
             "value_absmax",
         ],
-        "profiles": ["attention_by_lag", "sink_attention_by_query"],
+        "profiles": ["attention_by_lag"],
         "interventions": ["none", "zero_head(0,1)"],
         "out": str(directory / "runs"),
     }
@@ -505,7 +503,7 @@ def test_what_duo_chose_is_tried_out_on_the_model(home: Path, pair: Path, tmp_pa
         r"with \d of 4 nothing is lost on other sequences; --sparsity [\d.]+ chooses them", first
     )
     with pytest.raises(QueryError, match="chooses no heads to keep whole; leave out --check"):
-        run("budget", home / "runs", "-o", tmp_path / "budget.csv", "--check")
+        run("fp8-kv-scales", home / "runs", "-o", tmp_path / "scales.safetensors", "--check")
     assert [path.name for path in tmp_path.iterdir()] == ["duo"]
 
 
@@ -539,111 +537,6 @@ def test_one_command_goes_from_a_model_to_the_file(
     with pytest.raises(ScanError, match="unknown option of uniform_random 'period'"):
         run(*words, *sets, "--set", "input.period=5", "--replace")
     assert sorted((tmp_path / "runs").iterdir()) == directories
-
-
-# budget
-
-
-def source_of(database: RunDatabase, name: str, destination: Path) -> ExportSource:
-    export = export_format_named(name)
-    return ExportSource(database, database.records("runs")[0], export, export.defaults, destination)
-
-
-@pytest.fixture(scope="module")
-def lost(database: RunDatabase) -> np.ndarray:
-    return lost_by_window(source_of(database, "budget", Path("budget.csv")))
-
-
-def test_the_lost_attention_is_that_of_the_statistic(
-    database: RunDatabase, lost: np.ndarray
-) -> None:
-    """Two ways to the same number: from profiles, and as a column that every sequence has."""
-    by_head = means_of_heads(database, "distant_mass_1_5").reshape(LAYERS, KV_HEADS, -1)
-    np.testing.assert_allclose(lost[..., 5], by_head.max(-1), atol=1e-5)
-    assert lost.shape == (LAYERS, KV_HEADS, N_CTX)
-    # Without a window, all that does not go to the first key is lost. With all keys, nothing is.
-    assert lost[..., 0].min() > 0.5
-    np.testing.assert_allclose(lost[..., -1], 0, atol=1e-6)
-
-
-def test_a_budget_is_the_shortest_window_that_keeps_enough(
-    database: RunDatabase, lost: np.ndarray, tmp_path: Path
-) -> None:
-    make(database, "budget", tmp_path / "budget.parquet", sink=2)
-    table = pq.read_table(tmp_path / "budget.parquet")
-    assert json.loads(table.schema.metadata[b"headcount"])["options"] == {"sink": 2}
-    assert table["label"].to_pylist() == ["L0KV0", "L0KV1", "L1KV0", "L1KV1"]
-    for row in table.to_pylist():
-        curve = lost[row["layer"], row["kv_head"]]
-        for share in SHARES:
-            window = row[f"window_{share}"]
-            assert curve[window] <= 1 - share / 100
-            assert (curve[:window] > 1 - share / 100).all()
-            kept = min(window + 2, N_CTX)
-            assert row[f"cache_{share}"] == pytest.approx(100 * kept / N_CTX, abs=0.01)
-        assert row["needs_all"] == (row["window_95"] > N_CTX / 2)
-
-
-def test_the_name_of_a_budget_chooses_its_form(database: RunDatabase, tmp_path: Path) -> None:
-    make(database, "budget", tmp_path / "budget.csv", sink=2)
-    header, *rows = (tmp_path / "budget.csv").read_text().splitlines()
-    assert header.startswith('"label","layer","kv_head","window_90"')
-    assert len(rows) == LAYERS * KV_HEADS
-    make(database, "budget", tmp_path / "budget.npy", sink=2)
-    curve = np.load(tmp_path / "budget.npy")
-    # What kvpress's LUKVPress checks of the file.
-    assert curve.shape == (99, LAYERS, KV_HEADS)
-    assert curve.dtype == np.float32
-    with pytest.raises(QueryError, match=r"ends in \.csv, \.parquet or \.npy"):
-        make(database, "budget", tmp_path / "budget.txt")
-
-
-def test_the_curve_of_budgets_drops_what_it_says(lost: np.ndarray) -> None:
-    curve = dropped_shares(lost, sink=2)
-    ratios = np.arange(1, 100) / 100
-    np.testing.assert_allclose(curve.mean((1, 2)), ratios, atol=0.5 / (LAYERS * KV_HEADS * N_CTX))
-    assert (np.diff(curve, axis=0) >= 0).all()
-
-
-def test_keys_go_to_the_heads_that_lose_most_without_them() -> None:
-    """Head 0 needs two keys behind the sink, head 1 none: half of the cache is dropped."""
-    lost = np.array([[[0.9, 0.8, 0, 0], [0.1, 0, 0, 0]]])
-    curve = dropped_shares(lost, sink=1)
-    # Of eight keys four are kept: each head's sink, and both windows of head 0.
-    np.testing.assert_array_equal(curve[49], [[0.25, 0.75]])
-    # The fifth is the first of head 1.
-    np.testing.assert_array_equal(curve[36], [[0.25, 0.5]])
-
-
-def test_a_layer_without_a_cache_takes_no_part_in_the_curve() -> None:
-    lost = np.array([[[0.9, 0.8, 0, 0]], [[np.nan] * 4]])
-    curve = dropped_shares(lost, sink=1)
-    np.testing.assert_array_equal(curve[49], [[0.5], [0]])
-
-
-def test_a_window_of_the_model_hides_keys_that_a_budget_does_not_need(tmp_path: Path) -> None:
-    save_model(
-        tmp_path / "mistral",
-        family("MistralConfig", num_key_value_heads=KV_HEADS, sliding_window=6),
-    )
-    fields = {
-        "model": str(tmp_path / "mistral"),
-        "n_ctx": N_CTX,
-        "sequences": 2,
-        "input": {"family": "uniform_random"},
-        "statistics": ["distant_mass(1,3)"],
-        "profiles": ["attention_by_lag", "sink_attention_by_query"],
-        "out": str(tmp_path / "runs"),
-    }
-    headcount.scan(fields, name="windowed", quiet=True).close()
-    database = open_runs(tmp_path / "runs")
-    curve = lost_by_window(source_of(database, "budget", Path("budget.csv")))
-    by_head = means_of_heads(database, "distant_mass_1_3", "windowed").reshape(LAYERS, KV_HEADS, -1)
-    database.connection.close()
-    np.testing.assert_allclose(curve[..., 3], by_head.max(-1), atol=1e-5)
-    # No query sees more than the last 6 keys.
-    np.testing.assert_array_equal(curve[..., 6:], 0)
-    assert curve[..., 5].min() > 0
 
 
 # fp8-kv-scales

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from schemas.errors import HeadcountError, ModelError, ScanError
 from schemas.scan import Scan
 from tests.toy_models import BOS, D_VOCAB, EOS, byte_tokenizer, toy_info, toy_scan
-from workers.inputs import InputFamily, Labelled, sentences
+from workers.inputs import INPUTS, InputFamily, Labelled, sentences
 from workers.inputs.sequences import Sequences
 from workers.inputs.text_files import read_text
 
@@ -420,11 +420,7 @@ def test_a_family_that_returns_too_little_is_named():
             "uniform_randon",
             {},
             "input.family: unknown input family 'uniform_randon': did you mean 'uniform_random'? "
-            "Known: abac, backcopy, backcopy_test, corrupted_repeat, csv_texts, induction_pos0, "
-            "ioi, ioi_other_names, needle, ngram_corrupt, ngram_order, ngram_overlap, "
-            "ngram_reversed, passages, pile, repeated_random, repeated_text, shuffled_text, "
-            "single_token_repeat, text, text_needle, text_with_token, uniform_random, "
-            "unigram_random, unigram_text",
+            f"Known: {', '.join(sorted(INPUTS))}",
         ),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 from pathlib import Path
 
 import pytest
@@ -26,8 +24,9 @@ ROOT = Path(__file__).parent.parent
     [
         "docs/tutorial.md",
         "README.md",
-        # What these two show of the code, tests of exports and of checkpoints test.
+        # What these show of the code, tests of exports and of checkpoints test.
         pytest.param("docs/shrink-a-kv-cache.md", marks=pytest.mark.long),
+        pytest.param("docs/quantise-a-kv-cache.md", marks=pytest.mark.long),
         pytest.param("docs/watch-a-training-run.md", marks=pytest.mark.long),
     ],
 )
@@ -39,17 +38,6 @@ def test_every_command_of_a_page_prints_what_the_page_says(page_name: str, tmp_p
         if isinstance(step, CommandBlock) and step.output is not None:
             advice = f"python -m tests.page_commands {page_name}"
             assert same_output(step.output, printed), f"{printed}\nif this is right: {advice}"
-    if page_name == "README.md":
-        check_python_examples(page, tmp_path)
-
-
-def check_python_examples(page: str, folder: Path) -> None:
-    """Run the examples in Python, which read the runs that the commands above them wrote."""
-    examples = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert examples
-    with contextlib.chdir(folder):
-        for example in examples:
-            exec(example, {})
 
 
 def test_the_tutorial_has_the_steps_that_it_promises() -> None:
