@@ -480,6 +480,10 @@ def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
     )
     table = page.browser.find_elements(By.CSS_SELECTOR, "#extremes [data-sequence]")
     assert len(table) == min(len(rows), 20)
+    assert page.text("#picked") == f"{len(rows)} of {SEQUENCES} sequences picked"
+    assert page.text("#card").startswith(
+        "Every statistic of this head\nOver all sequences, not those that are picked"
+    )
 
 
 def axis_of_page(explorer: Explorer) -> list[float]:
@@ -538,6 +542,98 @@ def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -
     page.wait()
     assert page.text("#head-name") == "Head L1H2"
     assert page.find("#part").get_attribute("value") == "ArXiv"
+
+
+def open_tab(page: Page, address: str) -> None:
+    page.browser.switch_to.new_window("tab")
+    page.browser.get(address)
+    page.wait()
+
+
+def close_tab(page: Page) -> None:
+    page.browser.close()
+    page.browser.switch_to.window(page.browser.window_handles[0])
+
+
+def what_is_chosen(page: Page) -> list[Any]:
+    """What the page shows of every choice."""
+    return page.run(
+        """const value = (id) => document.getElementById(id).value;
+        const texts = (css) => [...document.querySelectorAll(css)].map((node) => node.textContent);
+        return [
+            ...["run", "intervention", "statistic", "part", "first-layer", "last-layer"].map(value),
+            ...texts("#head-name, #picked, .histogram h4, .histogram .range"),
+            ...[...document.querySelectorAll("input:checked")].map((input) => input.value),
+            [...document.querySelectorAll("[data-hist]")].map((figure) => figure.dataset.count),
+        ]"""
+    )
+
+
+def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page) -> None:
+    page.browser.get("about:blank")
+    page.browser.back()
+    page.wait()
+    seen: list[list[Any]] = []
+
+    def note() -> None:
+        page.wait()
+        seen.append(what_is_chosen(page))
+
+    note()
+    page.find('#first-layer option[value="1"]').click()
+    note()
+    page.find("#shown summary").click()
+    page.find("#shown-list label:nth-child(2) input").click()
+    note()
+    page.find("#shown summary").click()
+    page.find('[name=meaning][value="rows"]').click()
+    page.find('[name=end][value="lowest"]').click()
+    note()
+    page.run("document.querySelector('[data-hist] .handle').focus()")
+    ActionChains(page.browser).send_keys(*[Keys.PAGE_UP] * 2).perform()
+    time.sleep(0.4)
+    note()
+    assert "rows of all heads picked" in str(seen[-1])
+    assert all(one != other for one, other in zip(seen, seen[1:], strict=False))
+    open_tab(page, page.browser.current_url)
+    assert what_is_chosen(page) == seen[-1]
+    close_tab(page)
+    page.browser.refresh()
+    page.wait()
+    assert what_is_chosen(page) == seen[-1]
+    # A brush is no step of its own.
+    page.find('[data-cell="0.0"]').click()
+    page.wait()
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[-1]
+    page.browser.back()
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[2]
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[1]
+
+
+def test_what_the_address_names_and_is_not_here_is_said(page: Page) -> None:
+    assert not page.find("#absent").is_displayed()
+    words = "run=nosuch&intervention=off&statistic=sinks&head=L9H1&layers=1-7&part=x&brush=y:1-3"
+    page.run("location.hash = arguments[0]", words)
+    page.wait()
+    assert page.text("#absent") == (
+        f"run nosuch is not here, {HOSTILE_RUN} is shown; intervention off is not here, none is "
+        "shown; part x is not here, all of the input is shown; layers 1 to 7 is not here, every "
+        "layer is shown; head L9H1 is not here, the head with the largest mean is shown; statistic "
+        "sinks is not here, sink_mass is shown; brush y is not here, every value is shown."
+    )
+    assert page.find("#run").get_attribute("value") == HOSTILE_RUN
+    page.run("location.hash = 'head=first'")
+    page.wait()
+    assert page.text("#absent") == "first cannot be read."
+    page.find('[data-cell="1.2"]').click()
+    page.wait()
+    assert not page.find("#absent").is_displayed()
 
 
 def test_sql_on_the_page(page: Page) -> None:
@@ -671,16 +767,16 @@ def large_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[En
 
 
 @contextmanager
-def served(engine: Engine) -> Iterator[str]:
+def served(engine: Engine, token: str = "t" * 24, port: int = 0) -> Iterator[str]:
     """The address of an engine's page, served by a thread."""
-    guard = Guard("t" * 24, "127.0.0.1")
+    guard = Guard(token, "127.0.0.1")
     addresses: queue.Queue[str] = queue.Queue()
     has_ended = threading.Event()
 
     async def serve() -> None:
         runner = web.AppRunner(make_app(engine, guard), handler_cancellation=True)
         await runner.setup()
-        await web.TCPSite(runner, guard.host, 0).start()
+        await web.TCPSite(runner, guard.host, port).start()
         addresses.put(f"http://{guard.host}:{runner.addresses[0][1]}/#{guard.token}")
         await asyncio.to_thread(has_ended.wait)
         await engine.stop_reading()
@@ -738,3 +834,42 @@ def test_a_page_is_coarse_until_the_sample_is_in_memory_and_says_so(
         may_read.set()
         page.browser.close()
         page.browser.switch_to.window(page.browser.window_handles[0])
+
+
+def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_address(
+    page: Page, tmp_path: Path
+) -> None:
+    engine = Engine(str(write(tmp_path, "again")), no_model)
+    first, second, wrong = "a" * 24, "b" * 24, "c" * 24
+    with served(engine, first) as address:
+        open_tab(page, address)
+        page.find('[data-cell="0.1"]').click()
+        page.wait()
+        bookmark = page.browser.current_url
+        # An address that another site leads to takes nothing from the reader.
+        page.run("location.hash = arguments[0]", wrong)
+        page.wait()
+        assert "paste the address that headcount explore printed" in page.text("#trouble")
+        page.browser.refresh()
+        page.wait()
+        assert page.browser.current_url == bookmark
+        assert page.text("#head-name") == "Head L0H1"
+        page.browser.get("about:blank")
+    port = urlsplit(address).port
+    assert port is not None
+    with served(engine, second, port) as address:
+        page.browser.get(bookmark)
+        page.wait()
+        assert "paste the address that headcount explore printed" in page.text("#trouble")
+        assert not page.find("main").is_displayed()
+        # As a paste into the address bar of the open tab.
+        page.run("location.href = arguments[0]", address)
+        page.wait()
+        assert page.text("#head-name") == "Head L0H1"
+        assert not page.find("#trouble").is_displayed()
+        assert page.browser.current_url == bookmark
+        assert page.run("return document.cookie") == ""
+        # The refused questions are in the browser's own log.
+        assert {"401" in entry["message"] for entry in page.browser.get_log("browser")} == {True}
+    close_tab(page)
+    engine.close()

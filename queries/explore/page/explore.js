@@ -15,6 +15,7 @@ const PERCENTILE_ROWS = 5e7;
 const by = (id) => document.getElementById(id);
 const chosen = {}; // What `recall` reads from the address.
 let overview = null;
+let shownHash = "";
 let absent = []; // What was asked for and is not here.
 let run = null;
 let map = null; // The drawn heatmap, its means and its colours.
@@ -131,11 +132,13 @@ function remember(isStep = false) {
   for (const [name, range] of chosen.brushes) words.append("brush", `${name}:${range.join("-")}`);
   if (chosen.meaning !== "sequences") words.set("picks", chosen.meaning);
   if (chosen.lowest) words.set("end", "lowest");
-  if (location.hash !== `#${words}`) history[isStep ? "pushState" : "replaceState"](null, "", `#${words}`);
+  shownHash = `#${words}`;
+  if (location.hash !== shownHash) history[isStep ? "pushState" : "replaceState"](null, "", shownHash);
 }
 
 function recall() {
-  const words = new URLSearchParams(location.hash.slice(1));
+  shownHash = location.hash;
+  const words = new URLSearchParams(shownHash.slice(1));
   absent = [];
   const numbers = (text, pattern) => {
     const found = pattern.exec(text);
@@ -589,8 +592,9 @@ function listen() {
   by("extremes-sql").onclick = () => offerSql(sql.extremes);
   by("run-sql").onclick = askSql;
   // Back, another address, or the token of a server that was started again.
-  addEventListener("hashchange", ({ oldURL }) => {
-    const isToken = takeToken(new URL(oldURL).hash);
+  // Not "hashchange", which comes later: a step back could be overwritten before it.
+  addEventListener("popstate", () => {
+    const isToken = takeToken(shownHash);
     if (!isToken) recall();
     if (isToken || !overview) return lookAgain();
     fillMenus();
