@@ -784,9 +784,11 @@ def served(engine: Engine, token: str = "t" * 24, port: int = 0) -> Iterator[str
 
     thread = threading.Thread(target=asyncio.run, args=[serve()], daemon=True)
     thread.start()
-    yield addresses.get(timeout=10)
-    has_ended.set()
-    thread.join()
+    try:
+        yield addresses.get(timeout=10)
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 LOOKS_OFTEN = """
