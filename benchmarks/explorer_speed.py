@@ -40,7 +40,9 @@ SETTLED_SECONDS = 6
 
 IS_COARSE = "return document.getElementById('brush-note').textContent.startsWith('Coarse')"
 
-TROUBLE = "const line = document.getElementById('trouble'); return line.hidden ? '' : line.textContent"
+TROUBLE = (
+    "const line = document.getElementById('trouble'); return line.hidden ? '' : line.textContent"
+)
 
 HEATMAP_IS_THERE = "return document.querySelectorAll('[data-cell]').length > 0"
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -32,7 +33,7 @@ from queries.explore import question_engine
 from queries.explore.question_engine import Engine
 from queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
 from schemas.run_directory import RunDirectory
-from tests.browser import chromium
+from tests.browser import chromium, cut_tables
 from tests.processes import DIES_WITH_ITS_PARENT
 from tests.test_explore_questions import CURVES, SEQUENCES, no_model, unpacked, write
 
@@ -594,7 +595,7 @@ def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page)
     time.sleep(0.4)
     note()
     assert "rows of all heads picked" in str(seen[-1])
-    assert all(one != other for one, other in zip(seen, seen[1:], strict=False))
+    assert all(one != other for one, other in pairwise(seen))
     open_tab(page, page.browser.current_url)
     assert what_is_chosen(page) == seen[-1]
     close_tab(page)
@@ -662,6 +663,33 @@ def test_the_page_is_dark_where_the_reader_is(page: Page) -> None:
     assert ground() != light[0]
     assert colour() != light[1]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_no_table_is_cut(page: Page) -> None:
+    for width in (360, 768, 1100, 1366, 1920):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        assert cut_tables(page.browser) == [], width
+        wide, place = page.run(
+            """const box = document.getElementById("card-rows");
+            return [box.scrollWidth, box.clientWidth]"""
+        )
+        assert wide == place or width == 360
+    page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_histograms_are_a_picture_with_plain_colours(page: Page) -> None:
+    text = page.run(
+        """return import("./picture.js").then(({ picture }) =>
+            picture(document.getElementById("histograms")).text)"""
+    )
+    assert text.count("<path") == 3 * len(
+        page.browser.find_elements(By.CSS_SELECTOR, "[data-hist]")
+    )
+    assert "Distribution of entropy" in text
+    assert "rgb(74, 144, 189)" in text
+    for word in ("light-dark", "var(", "class=", "grip"):
+        assert word not in text
 
 
 def test_a_narrow_page_does_not_scroll_sideways(page: Page) -> None:

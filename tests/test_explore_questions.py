@@ -398,8 +398,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "card"}, "head: Field required"),
     ({"kind": "drop", "table": "heads"}, "does not match any of the expected tags"),
     ({"kind": "heatmap", "statistic": "sink_mass", "sql": "x"}, "Extra inputs"),
-    ({"kind": "histograms", "head": HEAD, "statistics": []}, "statistics: expected 1 or more items, got"),
-    ({"kind": "histograms", "head": HEAD, "statistics": ["entropy"] * 13}, "statistics: expected at most 12 items, got"),
+    (
+        {"kind": "histograms", "head": HEAD, "statistics": []},
+        "statistics: expected 1 or more items, got",
+    ),
+    (
+        {"kind": "histograms", "head": HEAD, "statistics": ["entropy"] * 13},
+        "statistics: expected at most 12 items, got",
+    ),
     ({"kind": "texts", "sequences": list(range(21))}, "sequences: expected at most 20 items, got"),
     (
         {

@@ -3,6 +3,7 @@ import { ask, isWaiting, takeToken } from "./ask.js";
 import { BINS, brushHistogram } from "./brush.js";
 import { Cube } from "./cube.js";
 import { colourOf, headCurve, heatmap, html, number } from "./draw.js";
+import { pictureButtons } from "./picture.js";
 import { cardTable, extremesTable, partBars, sqlTable, text } from "./panels.js";
 
 const MOST_HISTOGRAMS = 12;
@@ -586,6 +587,9 @@ function listen() {
   by("refresh").onclick = lookAgain;
   for (const input of document.getElementsByName("meaning")) input.onchange = () => choose({ meaning: input.value }, applyBrushes);
   for (const input of document.getElementsByName("end")) input.onchange = () => choose({ lowest: input.value === "lowest" }, showExtremes);
+  for (const place of ["heatmap", "histograms", "curves", "parts"]) {
+    by(`${place}-pictures`).append(...pictureButtons(by(place), () => `${label(chosen.head)}-${place}`));
+  }
   by("heat-sql").onclick = () => offerSql(sql.heat);
   by("hist-sql").onclick = () => offerSql(sql.hist);
   by("curves-sql").onclick = () => offerSql(sql.curves);
