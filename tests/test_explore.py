@@ -692,6 +692,26 @@ def test_histograms_are_a_picture_with_plain_colours(page: Page) -> None:
         assert word not in text
 
 
+def test_names_of_points_do_not_lie_on_one_another(page: Page) -> None:
+    is_clear = page.run(
+        """return import("./draw.js").then(({ points }) => {
+            const near = [["L1H5", 0.9], ["L1H6", 0.91], ["L1H7", 0.92], ["L1H8", 0.3]];
+            const figure = points({
+                points: near.map(([name, x]) => ({ x, y: 0.9, name, label: true })),
+                xRange: [0, 1], yRange: [0, 1],
+            });
+            document.body.append(figure);
+            const names = [...figure.querySelectorAll(".point-name")];
+            const boxes = names.map((name) => name.getBBox());
+            figure.remove();
+            return [names.length, boxes.some((one, i) => boxes.slice(i + 1).some((other) =>
+                one.x < other.x + other.width && other.x < one.x + one.width &&
+                one.y + 3 < other.y + other.height && other.y + 3 < one.y + one.height))];
+        })"""
+    )
+    assert is_clear == [4, False]
+
+
 def test_a_narrow_page_does_not_scroll_sideways(page: Page) -> None:
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

@@ -442,18 +442,6 @@ def test_a_figure_is_a_picture_with_plain_colours(page: webdriver.Chrome) -> Non
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_names_of_points_do_not_lie_on_one_another(page: webdriver.Chrome) -> None:
-    overlaps = page.execute_script(
-        """const boxes = [...document.querySelectorAll(".point-name")]
-            .map((name) => name.getBoundingClientRect());
-        return [boxes.length, boxes.filter((one, i) => boxes.slice(i + 1).some((other) =>
-            one.left < other.right && other.left < one.right &&
-            one.top + 3 < other.bottom && other.top + 3 < one.bottom)).length]"""
-    )
-    assert overlaps[0] > 3
-    assert overlaps[1] == 0
-
-
 def test_dark_narrow_and_printed(page: webdriver.Chrome) -> None:
     def ground(theme: str) -> str:
         media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
