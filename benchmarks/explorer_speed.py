@@ -40,6 +40,10 @@ SETTLED_SECONDS = 6
 
 IS_COARSE = "return document.getElementById('brush-note').textContent.startsWith('Coarse')"
 
+TROUBLE = (
+    "const line = document.getElementById('trouble'); return line.hidden ? '' : line.textContent"
+)
+
 HEATMAP_IS_THERE = "return document.querySelectorAll('[data-cell]').length > 0"
 
 # The histograms are drawn when nothing has changed in them for a second and a half.
@@ -112,6 +116,8 @@ def main() -> None:
                 wait_for_sample(driver)
                 time.sleep(SETTLED_SECONDS)
                 to_histograms += [driver.execute_async_script(CLICK, head) for head in HEADS]
+                if trouble := driver.execute_script(TROUBLE):
+                    raise SystemExit(f"the page says: {trouble}")
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     measured = {
         "heatmap": to_heatmap,

@@ -21,7 +21,7 @@ PAGE = QUERIES / "page"
 """Style and modules that pages share with the explorer."""
 
 DRAWING = ("colours.js", "draw.js", "data.js")
-CARD = (*DRAWING, "answers.js", "card.js")
+CARD = (*DRAWING, "picture.js", "answers.js", "card.js")
 """Modules of `queries/page`, each after those that it imports."""
 
 

@@ -34,6 +34,7 @@ const FAMILIES = {
 };
 
 // What is chosen. `section` and `other` are indices, `head` is [layer, head].
+let absent = []; // What the address names and is not here.
 const state = { section: 0, other: null, head: null, statistic: null, ownRange: false };
 
 const section = () => report.sections[state.section];
@@ -283,6 +284,8 @@ function drawHeader() {
     ),
   );
   const warnings = [];
+  if (absent.length)
+    warnings.push(html("p", { class: "warning", id: "absent", role: "alert" }, `${absent.join("; ")}.`));
   if (!run.complete) {
     const damaged = one.damaged.length
       ? ` Damaged and left out: shard ${one.damaged.join(", ")}.`
@@ -423,6 +426,7 @@ function standoutCard(one, name) {
         rankingTable(ranking),
       )
     : null;
+  const plot = drawnLater(24 + 19 * top.length, figure);
   return html(
     "section",
     { class: "card", "data-standout": name },
@@ -430,9 +434,10 @@ function standoutCard(one, name) {
     html("p", { class: "meaning" }, facts(name).meaning),
     howSure(one, name, top),
     definedNote(one, name),
-    drawnLater(24 + 19 * top.length, figure),
+    plot,
     table,
     behind({
+      plot,
       sql: `SELECT label, mean, standard_error, count
 FROM head_summaries
 WHERE ${condition(one)}
@@ -540,6 +545,7 @@ function mapCard(one, name) {
       values.count[i],
       ...(compared ? [compared.values[name].mean[i], difference.mean[i], difference.error[i]] : []),
     ]);
+  const plot = drawnLater(60 + 12 * one.n_layers, draw);
   return html(
     "figure",
     { class: "card map", "data-map": name },
@@ -555,8 +561,9 @@ function mapCard(one, name) {
       : null,
     definedNote(one, name),
     readout,
-    drawnLater(60 + 12 * one.n_layers, draw),
+    plot,
     behind({
+      plot,
       sql: compared ? comparedSql(one, compared, name) : summariesSql(one, name),
       name,
       columns,
@@ -672,13 +679,15 @@ function lineCard(one, title, meaning, unit, series, log, sql) {
       width: Math.min(width, 560),
       height: 240,
     });
+  const plot = drawnLater(240, draw);
   return html(
     "figure",
     { class: "card", "data-lines": title },
     html("h3", {}, title),
     html("p", { class: "meaning" }, meaning),
-    drawnLater(240, draw),
+    plot,
     behind({
+      plot,
       sql,
       name: title,
       columns: ["layer", ...series.map((line) => line.name)],
@@ -737,6 +746,7 @@ function partsCard(one) {
     );
     tools.replaceChildren(
       behind({
+        plot: where,
         sql: `SELECT label, pile_set_name, mean, standard_error, count
 FROM part_summaries
 WHERE ${condition(one)}
@@ -820,6 +830,7 @@ function dormantCards(block) {
     yRange: [0, 1.04],
     title: "Copying against resting",
   });
+  const plot = html("div", { class: "plot" }, figure);
   return html(
     "section",
     { class: "card", "data-dormant": "" },
@@ -833,9 +844,10 @@ function dormantCards(block) {
       { class: "note" },
       `${number(block.passing)} heads pass both thresholds (induction score 0.4, sink mass 0.3), from ${runs}. To the right are heads that copy where something repeats, at the top heads that rest on the first token where nothing does.`,
     ),
-    html("div", { class: "plot" }, figure),
+    plot,
     rankingTable(ranking),
     behind({
+      plot,
       sql: "FROM dormant_induction_heads",
       name: "dormant",
       columns: ["head", "induction_repeated", "sink_unrepeated"],
@@ -1043,7 +1055,7 @@ function drawHead() {
       drawHead();
       aside.querySelector(".statistics-scroll").scrollTop = scrolled;
       aside.querySelector(`[aria-selected="true"] button`)?.focus({ preventScroll: true });
-      writeHash();
+      writeHash(true);
     },
     compared: another ? cardOf(another, ...state.head) : null,
   });
@@ -1060,14 +1072,16 @@ function choose(layer, head, statistic = state.statistic) {
   const name = label(layer, head);
   place("search").value = name;
   place("said").textContent = `${name} is chosen; its card is shown.`;
-  writeHash();
+  place("absent")?.remove();
+  writeHash(true);
 }
 
 // ---- The address says what is shown, so that it can be sent to others.
 
 let writtenHash = "";
 
-function writeHash() {
+// A choice is a step that Back undoes.
+function writeHash(isStep) {
   const words = new URLSearchParams({ run: section().run_id });
   if (section().intervention !== "none") words.set("intervention", section().intervention);
   if (state.head) words.set("head", label(...state.head));
@@ -1075,28 +1089,38 @@ function writeHash() {
   if (other()) words.set("with", `${other().run_id}/${other().intervention}`);
   if (state.ownRange) words.set("range", "own");
   writtenHash = `#${words}`;
-  history.replaceState(null, "", writtenHash);
+  if (location.hash !== writtenHash) history[isStep ? "pushState" : "replaceState"](null, "", writtenHash);
 }
 
+// What the address names is shown. What is not here is said.
 function readHash() {
   const words = new URLSearchParams(location.hash.slice(1));
-  const run = words.get("run") ?? report.sections[firstWithRows()].run_id;
-  const found =
-    indexOf(run, words.get("intervention") ?? "none") ?? indexOf(run) ?? firstWithRows();
-  const one = report.sections[found];
+  absent = [];
+  const found = (name, value, instead) => {
+    if (words.has(name) && value === undefined)
+      absent.push(`${name} ${words.get(name)} is not here, ${instead} is shown`);
+    return value;
+  };
+  const first = firstWithRows();
+  const run = found("run", indexOf(words.get("run")), report.sections[first].run_id);
+  const runId = report.sections[run ?? first].run_id;
+  const wanted = indexOf(runId, words.get("intervention") ?? "none");
+  const index = found("intervention", wanted, "another") ?? indexOf(runId);
+  const one = report.sections[index];
   const [, otherRun, otherIntervention] = /^(.*)\/([^/]*)$/.exec(words.get("with") ?? "") ?? [];
-  const wanted = otherRun ? (indexOf(otherRun, otherIntervention) ?? null) : null;
-  const match = /^L(\d+)H(\d+)$/.exec(words.get("head") ?? "");
-  const head = match ? [Number(match[1]), Number(match[2])] : null;
-  state.section = found;
-  state.other =
-    wanted !== null && wanted !== found && isComparable(one, report.sections[wanted])
-      ? wanted
-      : null;
-  state.statistic = one.values[words.get("statistic")] ? words.get("statistic") : null;
-  state.ownRange = words.get("range") === "own";
-  state.head = head && head[0] < one.n_layers && head[1] < one.n_heads ? head : null;
-  return Boolean(match);
+  const another = indexOf(otherRun, otherIntervention);
+  const isUsable = another !== undefined && another !== index && isComparable(one, report.sections[another]);
+  const match = /^L(\d+)H(\d+)$/.exec(words.get("head") ?? "")?.slice(1).map(Number);
+  const isHead = match && match[0] < one.n_layers && match[1] < one.n_heads;
+  const statistic = words.get("statistic");
+  Object.assign(state, {
+    section: index,
+    other: found("with", isUsable ? another : undefined, "no comparison") ?? null,
+    head: found("head", isHead ? match : undefined, "the leading head") ?? null,
+    statistic: found("statistic", one.values[statistic] ? statistic : undefined, "another") ?? null,
+    ownRange: words.get("range") === "own",
+  });
+  return Boolean(state.head);
 }
 
 const firstWithRows = () =>
@@ -1107,6 +1131,8 @@ const firstWithRows = () =>
 
 // Show other choices. The card stays with its head, if there is such a head.
 function show(changes, isTop = false) {
+  const isStep = Object.keys(changes).length > 0;
+  if (isStep) absent = [];
   Object.assign(state, changes);
   const one = section();
   const isKept = state.head && state.head[0] < one.n_layers && state.head[1] < one.n_heads;
@@ -1116,7 +1142,7 @@ function show(changes, isTop = false) {
   drawHeader();
   drawMain();
   drawHead();
-  writeHash();
+  writeHash(isStep);
   if (isTop) scrollTo({ top: 0 });
 }
 

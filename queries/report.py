@@ -231,7 +231,12 @@ def _input_words(run: Record) -> str:
 
 
 def _option_words(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return " ".join(map(_option_words, value))
+    text = str(value)
+    # A report is sent to others, whom the folders of this machine do not concern.
+    is_place = text.startswith("/") or "://" in text
+    return text.rpartition("/")[2] if is_place else text
 
 
 def _engine(database: RunDatabase, run: Record, intervention: str) -> str:

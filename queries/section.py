@@ -248,11 +248,11 @@ def _means(rows: pa.Table, shape: tuple[int, int], mean: str = "mean") -> Means:
 
 
 def _read_distributions(database: RunDatabase, section: Section, of_head: str) -> None:
-    """Histograms of all statistics, added up over the parts of the Pile."""
+    """Histograms of all statistics."""
+    # Not `distributions`, which has as many rows for each part of the Pile, and joins sequences.
     sql = f"""
-        SELECT statistic, layer, head, bin, low, high, sum(count)::BIGINT AS count
-        FROM distributions {section.condition}{of_head}
-        GROUP BY ALL
+        SELECT statistic, layer, head, bin, low, high, count
+        FROM ledger.head_bins {section.condition}{of_head}
         ORDER BY statistic, bin
     """
     for name, rows in _by_statistic(_table(database, "distributions", sql)):

@@ -61,9 +61,13 @@ class ShippedViews:
 
         A name that stands anywhere in the text counts: one view too many does no harm.
         """
-        text = question.lower()
-        if BLIND.search(text):
+        if BLIND.search(question.lower()):
             return self._with_foundations(self.queries)
+        return self._written_in(question)
+
+    def _written_in(self, question: str) -> list[str]:
+        """The queries whose names stand in a question, each after those that it stands on."""
+        text = question.lower()
         return self._with_foundations(name for name in self.queries if name.lower() in text)
 
     def code_of(self, question: str) -> str:
@@ -151,8 +155,9 @@ class ShippedViews:
 
     def problem_of(self, question: str) -> str | None:
         """Why a question cannot be answered that stands on a query without an answer."""
+        # A question that may name any view is about those that it does name.
         problems = [
-            self.problems[name] for name in self.named_in(question) if name in self.problems
+            self.problems[name] for name in self._written_in(question) if name in self.problems
         ]
         return problems[-1] if problems else None
 

@@ -57,6 +57,8 @@ EXPECTED = {
     "model_type": "a table",
     "string_too_short": "a string that is not empty",
     "string_type": "a string",
+    "too_long": "at most {max_length} items",
+    "too_short": "{min_length} or more items",
     "tuple_type": "an array",
 }
 """What was expected, in TOML's words, by pydantic's type of the problem."""

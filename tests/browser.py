@@ -33,6 +33,18 @@ def requested_urls(driver: webdriver.Chrome) -> list[str]:
     return [url for url in urls if not url.startswith(("data:", "blob:"))]
 
 
+def cut_tables(driver: webdriver.Chrome) -> list[list[object]]:
+    """Tables that are wider than their place, where nothing says that it scrolls."""
+    return driver.execute_script(
+        """return [...document.querySelectorAll("table")].filter((table) => {
+            const box = table.parentElement, looks = getComputedStyle(box);
+            const hasShadow = looks.backgroundImage.includes("gradient");
+            const scrolls = looks.overflowX === "auto" && hasShadow;
+            return Math.max(table.offsetWidth, box.scrollWidth) > box.clientWidth && !scrolls;
+        }).map((table) => [table.textContent.slice(0, 60), table.offsetWidth])"""
+    )
+
+
 def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
     """A browser with a profile of its own, which logs its network requests and its console."""
     if not (CHROMIUM and CHROMEDRIVER):

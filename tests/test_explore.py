@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -32,7 +33,7 @@ from queries.explore import question_engine
 from queries.explore.question_engine import Engine
 from queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
 from schemas.run_directory import RunDirectory
-from tests.browser import chromium
+from tests.browser import chromium, cut_tables
 from tests.processes import DIES_WITH_ITS_PARENT
 from tests.test_explore_questions import CURVES, SEQUENCES, no_model, unpacked, write
 
@@ -480,6 +481,10 @@ def test_a_brush_shows_what_sql_says_and_asks_nothing_while_it_moves(
     )
     table = page.browser.find_elements(By.CSS_SELECTOR, "#extremes [data-sequence]")
     assert len(table) == min(len(rows), 20)
+    assert page.text("#picked") == f"{len(rows)} of {SEQUENCES} sequences picked"
+    assert page.text("#card").startswith(
+        "Every statistic of this head\nOver all sequences, not those that are picked"
+    )
 
 
 def axis_of_page(explorer: Explorer) -> list[float]:
@@ -540,6 +545,98 @@ def test_menus_search_and_arrow_keys_choose(page: Page, database: RunDatabase) -
     assert page.find("#part").get_attribute("value") == "ArXiv"
 
 
+def open_tab(page: Page, address: str) -> None:
+    page.browser.switch_to.new_window("tab")
+    page.browser.get(address)
+    page.wait()
+
+
+def close_tab(page: Page) -> None:
+    page.browser.close()
+    page.browser.switch_to.window(page.browser.window_handles[0])
+
+
+def what_is_chosen(page: Page) -> list[Any]:
+    """What the page shows of every choice."""
+    return page.run(
+        """const value = (id) => document.getElementById(id).value;
+        const texts = (css) => [...document.querySelectorAll(css)].map((node) => node.textContent);
+        return [
+            ...["run", "intervention", "statistic", "part", "first-layer", "last-layer"].map(value),
+            ...texts("#head-name, #picked, .histogram h4, .histogram .range"),
+            ...[...document.querySelectorAll("input:checked")].map((input) => input.value),
+            [...document.querySelectorAll("[data-hist]")].map((figure) => figure.dataset.count),
+        ]"""
+    )
+
+
+def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page) -> None:
+    page.browser.get("about:blank")
+    page.browser.back()
+    page.wait()
+    seen: list[list[Any]] = []
+
+    def note() -> None:
+        page.wait()
+        seen.append(what_is_chosen(page))
+
+    note()
+    page.find('#first-layer option[value="1"]').click()
+    note()
+    page.find("#shown summary").click()
+    page.find("#shown-list label:nth-child(2) input").click()
+    note()
+    page.find("#shown summary").click()
+    page.find('[name=meaning][value="rows"]').click()
+    page.find('[name=end][value="lowest"]').click()
+    note()
+    page.run("document.querySelector('[data-hist] .handle').focus()")
+    ActionChains(page.browser).send_keys(*[Keys.PAGE_UP] * 2).perform()
+    time.sleep(0.4)
+    note()
+    assert "rows of all heads picked" in str(seen[-1])
+    assert all(one != other for one, other in pairwise(seen))
+    open_tab(page, page.browser.current_url)
+    assert what_is_chosen(page) == seen[-1]
+    close_tab(page)
+    page.browser.refresh()
+    page.wait()
+    assert what_is_chosen(page) == seen[-1]
+    # A brush is no step of its own.
+    page.find('[data-cell="0.0"]').click()
+    page.wait()
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[-1]
+    page.browser.back()
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[2]
+    page.browser.back()
+    page.wait()
+    assert what_is_chosen(page) == seen[1]
+
+
+def test_what_the_address_names_and_is_not_here_is_said(page: Page) -> None:
+    assert not page.find("#absent").is_displayed()
+    words = "run=nosuch&intervention=off&statistic=sinks&head=L9H1&layers=1-7&part=x&brush=y:1-3"
+    page.run("location.hash = arguments[0]", words)
+    page.wait()
+    assert page.text("#absent") == (
+        f"run nosuch is not here, {HOSTILE_RUN} is shown; intervention off is not here, none is "
+        "shown; part x is not here, all of the input is shown; layers 1 to 7 is not here, every "
+        "layer is shown; head L9H1 is not here, the head with the largest mean is shown; statistic "
+        "sinks is not here, sink_mass is shown; brush y is not here, every value is shown."
+    )
+    assert page.find("#run").get_attribute("value") == HOSTILE_RUN
+    page.run("location.hash = 'head=first'")
+    page.wait()
+    assert page.text("#absent") == "first cannot be read."
+    page.find('[data-cell="1.2"]').click()
+    page.wait()
+    assert not page.find("#absent").is_displayed()
+
+
 def test_sql_on_the_page(page: Page) -> None:
     box = page.find("#sql")
     box.clear()
@@ -566,6 +663,53 @@ def test_the_page_is_dark_where_the_reader_is(page: Page) -> None:
     assert ground() != light[0]
     assert colour() != light[1]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_no_table_is_cut(page: Page) -> None:
+    for width in (360, 768, 1100, 1366, 1920):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        assert cut_tables(page.browser) == [], width
+        wide, place = page.run(
+            """const box = document.getElementById("card-rows");
+            return [box.scrollWidth, box.clientWidth]"""
+        )
+        assert wide == place or width == 360
+    page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_histograms_are_a_picture_with_plain_colours(page: Page) -> None:
+    text = page.run(
+        """return import("./picture.js").then(({ picture }) =>
+            picture(document.getElementById("histograms")).text)"""
+    )
+    assert text.count("<path") == 3 * len(
+        page.browser.find_elements(By.CSS_SELECTOR, "[data-hist]")
+    )
+    assert "Distribution of entropy" in text
+    assert "rgb(74, 144, 189)" in text
+    for word in ("light-dark", "var(", "class=", "grip"):
+        assert word not in text
+
+
+def test_names_of_points_do_not_lie_on_one_another(page: Page) -> None:
+    is_clear = page.run(
+        """return import("./draw.js").then(({ points }) => {
+            const near = [["L1H5", 0.9], ["L1H6", 0.91], ["L1H7", 0.92], ["L1H8", 0.3]];
+            const figure = points({
+                points: near.map(([name, x]) => ({ x, y: 0.9, name, label: true })),
+                xRange: [0, 1], yRange: [0, 1],
+            });
+            document.body.append(figure);
+            const names = [...figure.querySelectorAll(".point-name")];
+            const boxes = names.map((name) => name.getBBox());
+            figure.remove();
+            return [names.length, boxes.some((one, i) => boxes.slice(i + 1).some((other) =>
+                one.x < other.x + other.width && other.x < one.x + one.width &&
+                one.y + 3 < other.y + other.height && other.y + 3 < one.y + one.height))];
+        })"""
+    )
+    assert is_clear == [4, False]
 
 
 def test_a_narrow_page_does_not_scroll_sideways(page: Page) -> None:
@@ -671,16 +815,16 @@ def large_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[En
 
 
 @contextmanager
-def served(engine: Engine) -> Iterator[str]:
+def served(engine: Engine, token: str = "t" * 24, port: int = 0) -> Iterator[str]:
     """The address of an engine's page, served by a thread."""
-    guard = Guard("t" * 24, "127.0.0.1")
+    guard = Guard(token, "127.0.0.1")
     addresses: queue.Queue[str] = queue.Queue()
     has_ended = threading.Event()
 
     async def serve() -> None:
         runner = web.AppRunner(make_app(engine, guard), handler_cancellation=True)
         await runner.setup()
-        await web.TCPSite(runner, guard.host, 0).start()
+        await web.TCPSite(runner, guard.host, port).start()
         addresses.put(f"http://{guard.host}:{runner.addresses[0][1]}/#{guard.token}")
         await asyncio.to_thread(has_ended.wait)
         await engine.stop_reading()
@@ -688,9 +832,11 @@ def served(engine: Engine) -> Iterator[str]:
 
     thread = threading.Thread(target=asyncio.run, args=[serve()], daemon=True)
     thread.start()
-    yield addresses.get(timeout=10)
-    has_ended.set()
-    thread.join()
+    try:
+        yield addresses.get(timeout=10)
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 LOOKS_OFTEN = """
@@ -738,3 +884,42 @@ def test_a_page_is_coarse_until_the_sample_is_in_memory_and_says_so(
         may_read.set()
         page.browser.close()
         page.browser.switch_to.window(page.browser.window_handles[0])
+
+
+def test_who_has_no_token_is_told_what_to_paste_and_a_token_never_stays_in_the_address(
+    page: Page, tmp_path: Path
+) -> None:
+    engine = Engine(str(write(tmp_path, "again")), no_model)
+    first, second, wrong = "a" * 24, "b" * 24, "c" * 24
+    with served(engine, first) as address:
+        open_tab(page, address)
+        page.find('[data-cell="0.1"]').click()
+        page.wait()
+        bookmark = page.browser.current_url
+        # An address that another site leads to takes nothing from the reader.
+        page.run("location.hash = arguments[0]", wrong)
+        page.wait()
+        assert "paste the address that headcount explore printed" in page.text("#trouble")
+        page.browser.refresh()
+        page.wait()
+        assert page.browser.current_url == bookmark
+        assert page.text("#head-name") == "Head L0H1"
+        page.browser.get("about:blank")
+    port = urlsplit(address).port
+    assert port is not None
+    with served(engine, second, port) as address:
+        page.browser.get(bookmark)
+        page.wait()
+        assert "paste the address that headcount explore printed" in page.text("#trouble")
+        assert not page.find("main").is_displayed()
+        # As a paste into the address bar of the open tab.
+        page.run("location.href = arguments[0]", address)
+        page.wait()
+        assert page.text("#head-name") == "Head L0H1"
+        assert not page.find("#trouble").is_displayed()
+        assert page.browser.current_url == bookmark
+        assert page.run("return document.cookie") == ""
+        # The refused questions are in the browser's own log.
+        assert {"401" in entry["message"] for entry in page.browser.get_log("browser")} == {True}
+    close_tab(page)
+    engine.close()

@@ -251,7 +251,8 @@ def test_a_cube_knows_what_every_range_of_a_brush_shows(ask: Asker, meaning: str
         brushes=[BRUSH],
         meaning=meaning,
     )
-    counts, sums, defined = answer["arrays"]
+    counts, sums, defined, picked_rows = answer["arrays"]
+    assert answer["rows"] == SEQUENCES * (LAYERS * HEADS if meaning == "rows" else 1)
     axes = answer["axes"]
     for first, last in ((0, BINS - 1), (12, 70), (64, BINS - 1)):
         own_bins = bins_of(values("sink_mass", 1, 2), axes["sink_mass"])
@@ -263,16 +264,19 @@ def test_a_cube_knows_what_every_range_of_a_brush_shows(ask: Asker, meaning: str
             bins = bins_of(rows, axes[statistic], DRAWN_BINS)
             expected = np.bincount(bins[bins >= 0], minlength=DRAWN_BINS)
             assert counts[index, first : last + 1].sum(0).tolist() == expected.tolist()
+        all_picked = 0
         for layer in range(LAYERS):
             for head in range(HEADS):
                 if meaning == "rows":
                     bins = bins_of(values("sink_mass", layer, head), axes["sink_mass"])
                     picked = (bins >= first) & (bins <= last) & in_brush(axes, layer, head)
+                all_picked = picked.sum() + (all_picked if meaning == "rows" else 0)
                 entropies = values("entropy", layer, head)[picked]
                 total = sums[first : last + 1, layer, head].sum()
                 assert total == pytest.approx(np.nansum(entropies))
                 count = defined[first : last + 1, layer, head].sum()
                 assert count == (~np.isnan(entropies)).sum()
+        assert picked_rows[first : last + 1].sum() == all_picked > 0
 
 
 def test_a_card_has_every_statistic_of_a_head(ask: Asker) -> None:
@@ -389,14 +393,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "unknown intervention",
     ),
     ({"kind": "card", "head": {"layer": 2, "head": 0}}, "heads L0H0 to L1H2"),
-    ({"kind": "card", "head": {"layer": -1, "head": 0}}, "greater than or equal to 0"),
+    ({"kind": "card", "head": {"layer": -1, "head": 0}}, "expected 0 or more, got -1"),
     ({"kind": "card", "head": {"layer": "0; x", "head": 0}}, "valid integer"),
     ({"kind": "card"}, "head: Field required"),
     ({"kind": "drop", "table": "heads"}, "does not match any of the expected tags"),
     ({"kind": "heatmap", "statistic": "sink_mass", "sql": "x"}, "Extra inputs"),
-    ({"kind": "histograms", "head": HEAD, "statistics": []}, "at least 1 item"),
-    ({"kind": "histograms", "head": HEAD, "statistics": ["entropy"] * 13}, "at most 12 items"),
-    ({"kind": "texts", "sequences": list(range(21))}, "at most 20 items"),
+    (
+        {"kind": "histograms", "head": HEAD, "statistics": []},
+        "statistics: expected 1 or more items, got",
+    ),
+    (
+        {"kind": "histograms", "head": HEAD, "statistics": ["entropy"] * 13},
+        "statistics: expected at most 12 items, got",
+    ),
+    ({"kind": "texts", "sequences": list(range(21))}, "sequences: expected at most 20 items, got"),
     (
         {
             "kind": "extremes",
@@ -405,7 +415,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "statistics": ["entropy"],
             "brushes": [{"statistic": "entropy", "first": 0, "last": 128}],
         },
-        "less than 128",
+        "last: expected less than 128, got 128",
     ),
 ]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import duckdb
 import numpy as np
@@ -23,14 +25,14 @@ from jobs.run_model import RunModel
 from queries.asking import RunDatabase, open_runs
 from queries.head_card import card_html, head_card
 from queries.html_page import packed, unpacked
-from queries.report import _detail, _values, write_report
+from queries.report import _detail, _input_words, _values, write_report
 from queries.run_models import RunModels
 from queries.section import HeadValues, Histograms, Means
 from schemas.digests import digest_of
 from schemas.errors import QueryError
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
-from tests.browser import chromium, requested_urls
+from tests.browser import chromium, cut_tables, requested_urls
 from tests.toy_runs import Cell, Row, local, write_run
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -335,11 +337,13 @@ def test_every_figure_has_its_sql_which_answers(
         assert database.rows(f"FROM ({sql}) LIMIT 1"), sql
 
 
+KEEP_FILES = """window.files = []; window.make ??= URL.createObjectURL;
+    URL.createObjectURL = (blob) => { files.push(blob); return make(blob); };"""
+"""A script that keeps what the page gives to the reader."""
+
+
 def test_the_data_of_a_figure_is_a_file(page: webdriver.Chrome) -> None:
-    page.execute_script(
-        """window.files = []; const make = URL.createObjectURL;
-        URL.createObjectURL = (blob) => { files.push(blob); return make(blob); };"""
-    )
+    page.execute_script(KEEP_FILES)
     button = "[data-parts] button[data-csv]"
     page.execute_script("document.querySelector(arguments[0]).click()", button)
     content = page.execute_async_script("files[0].text().then(arguments[0])")
@@ -367,9 +371,75 @@ def test_an_address_opens_what_it_says(page: webdriver.Chrome, report: Path) -> 
     assert texts(page, "#card .detail-name") == ["entropy"]
     assert "intervention" in texts(page, "dt")
     assert "zero_query_bias" in texts(page, "#facts dd")
-    # What is not there leaves the first run with rows.
-    show(page, "run=nothing&head=L99H0&with=b-2/nothing")
+    # What is not there leaves the first run with rows, and is said.
+    show(page, "run=nothing&intervention=off&head=L99H0&with=b-2/nothing&statistic=x")
     assert "a-1" in texts(page, "#facts dd")
+    assert texts(page, "#absent") == [
+        "run nothing is not here, a-1 is shown; intervention off is not here, another is shown; "
+        "with b-2/nothing is not here, no comparison is shown; head L99H0 is not here, the leading "
+        "head is shown; statistic x is not here, another is shown."
+    ]
+
+
+def test_back_takes_a_choice_back(page: webdriver.Chrome) -> None:
+    show(page, "run=b-2&head=L1H4")
+    assert texts(page, "#absent") == []
+    cell(page, "sink_mass", "L2H1").click()
+    one(page, "#compare option[value='0']").click()
+    assert texts(page, "#card h2 , #compare option:checked") == ["a-1", "L2H1"]
+    page.back()
+    assert texts(page, "#card h2 , #compare option:checked") == ["nothing", "L2H1"]
+    page.back()
+    assert texts(page, "#card h2 , #compare option:checked") == ["nothing", "L1H4"]
+
+
+def shown_at(page: webdriver.Chrome, width: int) -> Iterator[None]:
+    """The page in a window of a width, with all that is folded."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    unfold = "document.querySelectorAll('details').forEach((part) => { part.open = true; })"
+    page.execute_script(unfold)
+    yield
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_no_table_is_cut(page: webdriver.Chrome) -> None:
+    show(page, "run=a-1&head=L2H0")
+    for width in (360, 768, 1100, 1366, 1920):
+        for _ in shown_at(page, width):
+            assert cut_tables(page) == [], width
+            box = "const box = document.querySelector('.statistics-scroll');"
+            assert page.execute_script(f"{box} return box.scrollWidth - box.clientWidth") == 0
+
+
+def test_a_figure_is_a_picture_with_plain_colours(page: webdriver.Chrome) -> None:
+    show(page, "run=a-1&head=L2H0")
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    page.execute_script(KEEP_FILES)
+    card = one(page, "[data-map=sink_mass]")
+    for kind in ("svg", "png"):
+        button = card.find_element(By.CSS_SELECTOR, f"[data-picture={kind}]")
+        page.execute_script("arguments[0].click()", button)
+    text = page.execute_async_script("files[0].text().then(arguments[0])")
+    for word in ("light-dark", "var(", "class=", "style="):
+        assert word not in text
+    whole = ElementTree.fromstring(text)
+    cells = whole.findall(".//*[@data-cell]")
+    assert len(cells) == len(LABELS)
+    # The blue of a light page, however dark this one is: the mean of L0H0 is 1/128.
+    assert cells[0].get("fill") == "rgb(238, 243, 245)"
+    assert whole[0][0].text == "sink_mass by layer and head"
+    until = time.monotonic() + 10
+    while page.execute_script("return files.length") < 2:
+        assert time.monotonic() < until
+    head = page.execute_async_script(
+        "files[1].slice(0, 24).arrayBuffer().then((b) => arguments[0]([...new Uint8Array(b)]))"
+    )
+    assert bytes(head[:8]) == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(bytes(head[at : at + 4]), "big") for at in (16, 20))
+    assert (width, height) == (3 * int(whole.attrib["width"]), 3 * int(whole.attrib["height"]))
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_dark_narrow_and_printed(page: webdriver.Chrome) -> None:
@@ -393,6 +463,13 @@ def test_dark_narrow_and_printed(page: webdriver.Chrome) -> None:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     printed = page.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     assert len(printed["data"]) > 20_000
+
+
+def test_places_of_the_input_are_names() -> None:
+    options = json.dumps({"files": ["/home/me/pile/00.jsonl", "s3://mine/b/*.txt", "docs/*.md"]})
+    assert _input_words({"input_options": options, "documents": None}) == (
+        "files 00.jsonl *.txt docs/*.md"
+    )
 
 
 def test_it_asks_for_nothing_and_complains_about_nothing(

@@ -403,7 +403,8 @@ class Cube(HeadQuestion):
     """Everything that a brush on one statistic can show, so that moving it asks nothing.
 
     Arrays: counts [statistic bin_of_active bin], then sums and counts of the heatmap's statistic
-    [bin_of_active layer head].
+    [bin_of_active layer head], then picked sequences or rows [bin_of_active]. `rows` is how many
+    there are without any brush.
     """
 
     reads_sample: ClassVar[bool] = True
@@ -443,8 +444,13 @@ class Cube(HeadQuestion):
         in_brushes = [brush.condition(facts) for brush in self._other_brushes]
         of_scope = self.scope.conditions(facts, sampled=True)
         value = quoted_name(self.statistic)
-        sums = f"layer, head, sum({value}::DOUBLE) AS sum, count({value}) AS count"
-        if self.meaning == "rows":
+        sums = (
+            f"layer, head, sum({value}::DOUBLE) AS sum, count({value}) AS count, count(*) AS rows"
+        )
+        is_of_rows = self.meaning == "rows"
+        conditions_of_all = of_scope if is_of_rows else of_head
+        all_rows = Statement(f"SELECT count(*) FROM {table}{where(conditions_of_all)}")
+        if is_of_rows:
             heatmap = Statement(
                 f"SELECT {active} AS active, {sums} FROM {table}{where(of_scope + in_brushes)} "
                 "GROUP BY ALL"
@@ -458,11 +464,11 @@ class Cube(HeadQuestion):
                 f"{where(of_scope)} GROUP BY ALL",
                 {"picked": picked},
             )
-        return [histograms, heatmap]
+        return [histograms, heatmap, all_rows]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """The counts of the histograms, and sums and counts of the heatmap."""
-        histograms, heatmap = tables
+        """The counts of the histograms, sums and counts of the heatmap, and what is picked."""
+        histograms, heatmap, all_rows = tables
         counts = np.zeros((len(self.statistics), BINS, DRAWN_BINS), np.uint32)
         for index, rows in enumerate(_of_each_statistic(histograms, len(self.statistics))):
             counts[index, rows["active"], rows["bin"]] = rows["count"]
@@ -473,7 +479,12 @@ class Cube(HeadQuestion):
         place = tuple(column(heatmap, name).astype(int) for name in ("active", "layer", "head"))
         sums[place] = np.nan_to_num(column(heatmap, "sum"))
         defined[place] = column(heatmap, "count")
-        return Answer({}, (counts, sums, defined))
+        rows = np.zeros(shape, np.uint32)
+        rows[place] = column(heatmap, "rows")
+        # Every head that was measured has one row of each sequence.
+        picked = rows.sum((1, 2)) if self.meaning == "rows" else rows.max((1, 2))
+        (row_count,) = _row(all_rows)
+        return Answer({"rows": row_count}, (counts, sums, defined, picked.astype(np.uint32)))
 
 
 _SUMMARY = "statistic, count, mean, sd, standard_error, minimum, maximum"
@@ -664,7 +675,9 @@ class Extremes(HeadQuestion):
                 f"(SELECT sequence, {', '.join(map(quoted_name, names))} FROM heads"
                 f"{where(conditions)} {order} LIMIT {MOST_SEQUENCES}) AS extremes "
                 'LEFT JOIN (SELECT sequence, pile_set_name, file, "row" FROM sequences'
-                f"{where(self.scope.conditions_on_run)}) USING (sequence) {order}"
+                f"{where(self.scope.conditions_on_run)}) USING (sequence) {order} "
+                # Links to a file of a benchmark repeat its sequences.
+                f"LIMIT {MOST_SEQUENCES}"
             )
         ]
 

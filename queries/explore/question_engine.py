@@ -29,6 +29,7 @@ from queries.explore.sample import MOST_SAMPLES
 from queries.run_memory import RunMemory
 from queries.run_models import OpenModel, RunModels
 from schemas.errors import HeadcountError, QueryError
+from schemas.values import EXPECTED, wrong_value
 
 DEADLINE = 20.0
 """Seconds after which a question is given up by default."""
@@ -450,8 +451,10 @@ def _sql_rows(connection: Interruptible, text: str) -> Header:
 
 def _problem_of(error: ValidationError) -> str:
     """What is wrong with a question, in one line."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"])) or "question"
+    if first["type"] in EXPECTED:
+        return wrong_value(place, [first])
     return f"{place}: {first['msg']}"
 
 

@@ -1,7 +1,8 @@
 """The explorer's server: a page, and answers for whoever has the token.
 
 A page of another site cannot ask: the token is in the fragment of the address, which browsers send
-nowhere, and every request says by its Host and Origin which page it comes from.
+nowhere, the page keeps it for its own host and port, and every request says by its Host and Origin
+which page it comes from.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def make_app(engine: Engine, guard: Guard) -> web.Application:
         if not guard.has_token(request):
             return _refused(
                 401,
-                "the token is missing or wrong: open the address that headcount explore printed",
+                "the token is missing, or of an explorer that has ended: paste the address that "
+                "headcount explore printed into the address bar of this tab",
             )
         if request.content_type != "application/json":
             return _refused(415, "expected application/json")

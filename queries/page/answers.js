@@ -1,5 +1,6 @@
 // The question and the data behind a figure: SQL to copy, and a CSV file to download.
 import { html } from "./draw.js";
+import { download, pictureButtons } from "./picture.js";
 
 // A field of a CSV file. Quotes are doubled, as RFC 4180 says.
 function csvField(value) {
@@ -11,16 +12,6 @@ function csvField(value) {
 // Rows as CSV. The first line names the columns.
 export function csv(columns, rows) {
   return [columns, ...rows].map((row) => row.map(csvField).join(",")).join("\r\n") + "\r\n";
-}
-
-function download(name, content) {
-  const link = html("a", {
-    download: name,
-    href: URL.createObjectURL(new Blob([content], { type: "text/csv" })),
-  });
-  link.click();
-  // The browser has taken the content by then.
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
 async function copy(button, content, place) {
@@ -35,18 +26,20 @@ async function copy(button, content, place) {
   setTimeout(() => (button.textContent = "Copy SQL"), 2000);
 }
 
-// A folded part of a card: the SQL of its figure, and its data. `rows` is a function.
-export function behind({ sql, columns, rows, name }) {
+// A folded part of a card: the SQL of its figure, its data, and its picture. `rows` is a function,
+// `plot` is where the figure is.
+export function behind({ sql, columns, rows, name, plot }) {
   const place = html("pre", { tabindex: 0 });
   place.textContent = sql;
   const copyButton = html("button", { type: "button" }, "Copy SQL");
   copyButton.addEventListener("click", () => copy(copyButton, sql, place));
-  const parts = [html("summary", {}, "SQL and data"), place, copyButton];
+  const parts = [html("summary", {}, "SQL, data and picture"), place, copyButton];
   if (rows) {
     const saveButton = html("button", { type: "button", "data-csv": name }, "Download CSV");
-    saveButton.addEventListener("click", () => download(`${name}.csv`, csv(columns, rows())));
+    saveButton.addEventListener("click", () => download(`${name}.csv`, new Blob([csv(columns, rows())], { type: "text/csv" })));
     parts.push(saveButton);
   }
+  if (plot) parts.push(...pictureButtons(plot, () => name));
   return html("details", { class: "behind" }, ...parts);
 }
 

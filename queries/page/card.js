@@ -89,6 +89,7 @@ function distributionPart(card, one) {
       { x: one.chance, name: "chance", kind: "chance" },
     ],
   });
+  const plot = html("div", { class: "plot" }, figure);
   const undefinedText = one.undefined ? ` It is undefined in ${number(one.undefined)} more.` : "";
   const behindIt = shown.background ? " The dashed line is all heads together." : "";
   const sql = `SELECT low, high, sum(count) AS count
@@ -104,9 +105,10 @@ ORDER BY low`;
       { class: "note" },
       `${number(one.count)} sequences, from ${number(one.minimum)} to ${number(one.maximum)}.${undefinedText}${behindIt}`,
     ),
-    html("div", { class: "plot" }, figure),
+    plot,
     behind({
       sql,
+      plot,
       name: `${card.label}-${one.name}-distribution`,
       columns: ["low", "high", "count"],
       rows: () => shown.counts.map((count, i) => [shown.edges[i], shown.edges[i + 1], count]),
@@ -125,6 +127,7 @@ function partsPart(card, one) {
     title: `${one.name} by part of the Pile`,
     unit: one.unit,
   });
+  const plot = html("div", { class: "plot" }, figure);
   const sql = `SELECT pile_set_name, mean, standard_error, count
 FROM part_summaries
 WHERE ${conditions(card)}
@@ -136,9 +139,10 @@ WHERE ${conditions(card)}
       { class: "note" },
       "Means and their standard errors. The number of sequences is in brackets.",
     ),
-    html("div", { class: "plot" }, figure),
+    plot,
     behind({
       sql,
+      plot,
       name: `${card.label}-${one.name}-parts`,
       columns: ["pile_set_name", "mean", "standard_error", "count"],
       rows: () => parts.map((part) => [part.part, part.mean, part.standard_error, part.count]),
@@ -152,9 +156,11 @@ FROM profile_means
 WHERE ${conditions(card)}
   AND profile = ${literal(curve.profile)}
 ORDER BY ${curve.axis}`;
+  const drawn = headCurve(curve, card.label);
   return [
-    ...headCurve(curve, card.label),
+    ...drawn,
     behind({
+      plot: drawn.at(-1),
       sql: curve.profiled ? sql : curveSql(card, curve),
       name: `${card.label}-${curve.profile}`,
       columns: [curve.axis, "mean", "standard_error"],

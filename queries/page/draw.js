@@ -667,16 +667,23 @@ export function points(options) {
     });
     figure.append(titled(dot, `${point.name}: ${number(point.x)}, ${number(point.y)}`));
   }
-  // Names come last, so that no point covers one.
+  // Names come last, so that no point covers one. A name that would lie on another is left out: the
+  // point still has it as its title.
+  const taken = [];
   for (const point of shown.filter((point) => point.label)) {
-    const isRight = box.x(point.x) > width - 60;
-    const beside = box.x(point.x) + (isRight ? -6 : 6);
-    figure.append(
-      text(beside, box.y(point.y) - 5, point.name, {
-        "text-anchor": isRight ? "end" : "start",
-        class: "point-name",
-      }),
-    );
+    const wide = 6.5 * point.name.length;
+    const places = [-5, 13].flatMap((down) => [6, -6 - wide].map((right) => [right, down]));
+    const free = places
+      .map(([right, down]) => [box.x(point.x) + right, box.y(point.y) + down])
+      .find(
+        ([x, y]) =>
+          x + wide <= width &&
+          taken.every((other) => Math.abs(other.y - y) > 11 || x > other.end || x + wide < other.x),
+      );
+    if (!free) continue;
+    const [x, y] = free;
+    taken.push({ x, y, end: x + wide });
+    figure.append(text(x, y, point.name, { class: "point-name" }));
   }
   return figure;
 }

@@ -1,14 +1,16 @@
 // Questions to the server, and their answers: a header and arrays of numbers.
 
 const STORED_TOKEN = "headcount-token";
+let offered = null;
 
-// The token comes in the fragment, which no browser sends, and stays with this tab.
-export function readToken() {
-  const fragment = location.hash.slice(1);
-  if (/^[\w-]{20,}$/.test(fragment)) {
-    sessionStorage.setItem(STORED_TOKEN, fragment);
-    history.replaceState(null, "", location.pathname);
-  }
+// The token comes in the fragment, which no browser sends, and leaves it at once: `hash` stands there
+// instead. Once the server has taken it, it is kept for this host and port, so that a bookmark opens
+// in any tab. A cookie would go to every port of the host.
+export function takeToken(hash = "") {
+  if (!/^#[\w-]{20,}$/.test(location.hash)) return false;
+  offered = location.hash.slice(1);
+  history.replaceState(null, "", hash || location.pathname);
+  return true;
 }
 
 const ARRAYS = { "<u4": Uint32Array, "<f8": Float64Array };
@@ -42,13 +44,16 @@ function unpacked(body) {
 export async function ask(question, signal) {
   count(1);
   try {
-    const token = sessionStorage.getItem(STORED_TOKEN) ?? "";
+    const token = offered ?? localStorage.getItem(STORED_TOKEN) ?? "";
     const response = await fetch("/ask", {
       method: "POST",
       signal,
       headers: { "Content-Type": "application/json", Authorization: `Bearer ${token}` },
       body: JSON.stringify(question),
     });
+    document.body.classList.toggle("locked", response.status === 401);
+    if (response.status === 401) offered = null; // A wrong one does not replace the one that is kept.
+    else if (token === offered) localStorage.setItem(STORED_TOKEN, offered);
     if (!response.ok) throw new Error((await response.json()).error);
     return unpacked(await response.arrayBuffer());
   } catch (error) {

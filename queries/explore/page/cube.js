@@ -14,14 +14,22 @@ function between(array, start, blockLength, [first, last], i) {
 }
 
 export class Cube {
-  // `answer` is the server's: counts [statistic active bin], sums and counts [active layer head].
+  // `answer` is the server's: counts [statistic active bin], sums and counts [active layer head],
+  // rows that are picked [active].
   constructor(answer, statistics, heads) {
-    [this.counts, this.sums, this.defined] = answer.arrays;
+    [this.counts, this.sums, this.defined, this.pickedRows] = answer.arrays;
+    this.rows = answer.rows;
     this.statistics = statistics;
     this.heads = heads;
     statistics.forEach((_, i) => accumulate(this.counts, i * BINS * DRAWN_BINS, DRAWN_BINS));
     accumulate(this.sums, 0, heads);
     accumulate(this.defined, 0, heads);
+    accumulate(this.pickedRows, 0, 1);
+  }
+
+  // How many of all `rows` a range picks.
+  picked(range) {
+    return between(this.pickedRows, 0, 1, range, 0);
   }
 
   // Counts by bin of one statistic, of the rows in a range of the active one.

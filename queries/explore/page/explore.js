@@ -1,8 +1,9 @@
 // The explorer: what is chosen, which questions that asks, and where the answers are shown.
-import { ask, isWaiting, readToken } from "./ask.js";
+import { ask, isWaiting, takeToken } from "./ask.js";
 import { BINS, brushHistogram } from "./brush.js";
 import { Cube } from "./cube.js";
 import { colourOf, headCurve, heatmap, html, number } from "./draw.js";
+import { pictureButtons } from "./picture.js";
 import { cardTable, extremesTable, partBars, sqlTable, text } from "./panels.js";
 
 const MOST_HISTOGRAMS = 12;
@@ -13,11 +14,10 @@ const FINISHED_MILLISECONDS = 30_000;
 const PERCENTILE_ROWS = 5e7;
 
 const by = (id) => document.getElementById(id);
-const chosen = {
-  run_id: null, intervention: null, part: null, layers: null, statistic: null, shown: [],
-  head: null, brushes: new Map(), meaning: "sequences", lowest: false,
-};
+const chosen = {}; // What `recall` reads from the address.
 let overview = null;
+let shownHash = "";
+let absent = []; // What was asked for and is not here.
 let run = null;
 let map = null; // The drawn heatmap, its means and its colours.
 let histograms = new Map();
@@ -62,35 +62,47 @@ function fill(select, options, value) {
   select.value = value ?? "";
 }
 
+// What was asked for. If it is not here, a line says what is shown instead.
+function available(what, wanted, names, instead, words = instead) {
+  if (wanted === null || names.includes(wanted)) return wanted ?? instead;
+  absent.push(`${what} ${wanted} is not here, ${words} is shown`);
+  return instead;
+}
+
 function fillMenus() {
   const families = [...new Set(overview.runs.map((one) => one.input_family))].sort();
   by("family-menu").hidden = families.length < 2;
   fill(by("family"), [["", "all"], ...families.map((name) => [name, name])], by("family").value);
   const family = by("family").value;
   const runs = overview.runs.filter((one) => !family || one.input_family === family);
-  if (!runs.some((one) => one.run_id === chosen.run_id)) chosen.run_id = runs[0].run_id;
+  chosen.run_id = available("run", chosen.run_id, runs.map((one) => one.run_id), runs[0].run_id);
   run = overview.runs.find((one) => one.run_id === chosen.run_id);
   fill(by("run"), runs.map((one) => [one.run_id, `${one.run_id} · ${one.model} · ${one.input_family}`]), run.run_id);
-  if (!run.interventions.includes(chosen.intervention)) chosen.intervention = run.interventions[0];
+  chosen.intervention = available("intervention", chosen.intervention, run.interventions, run.interventions[0]);
   fill(by("intervention"), run.interventions.map((name) => [name, name]), chosen.intervention);
   by("part-menu").hidden = by("parts-card").hidden = run.parts.length === 0;
   by("curves-card").hidden = !run.has_curves;
-  if (!run.parts.includes(chosen.part)) chosen.part = null;
+  chosen.part = available("part", chosen.part, run.parts, null, "all of the input");
   fill(by("part"), [["", "all"], ...run.parts.map((name) => [name, name])], chosen.part ?? "");
-  const layers = [...Array(run.n_layers).keys()].map((layer) => [layer, String(layer)]);
-  if (chosen.layers && chosen.layers[1] >= run.n_layers) chosen.layers = null;
+  const numbers = [...Array(run.n_layers).keys()];
   const [first, last] = chosen.layers ?? [0, run.n_layers - 1];
-  fill(by("first-layer"), layers, first);
-  fill(by("last-layer"), layers, last);
+  if (!(first <= last && last < run.n_layers)) chosen.layers = available("layers", `${first} to ${last}`, [], null, "every layer");
+  fill(by("first-layer"), numbers.map((layer) => [layer, String(layer)]), chosen.layers?.[0] ?? 0);
+  fill(by("last-layer"), numbers.map((layer) => [layer, String(layer)]), chosen.layers?.[1] ?? run.n_layers - 1);
+  const isHead = chosen.head && chosen.head[0] < run.n_layers && chosen.head[1] < run.n_heads;
+  if (chosen.head && !isHead) chosen.head = available("head", label(chosen.head), [], null, "the head with the largest mean");
   fillStatistics();
   fillProgress();
+  by("absent").hidden = !absent.length;
+  by("absent").textContent = `${absent.join("; ")}.`;
 }
 
 function fillStatistics() {
   const measured = new Set(run.statistics);
-  if (!measured.has(chosen.statistic)) chosen.statistic = run.first_statistics[0];
-  chosen.shown = chosen.shown.filter((name) => measured.has(name));
+  chosen.statistic = available("statistic", chosen.statistic, run.statistics, run.first_statistics[0]);
+  chosen.shown = chosen.shown.filter((name) => available("histogram", name, run.statistics, null, "another"));
   if (!chosen.shown.length) chosen.shown = [...run.first_statistics];
+  for (const name of chosen.brushes.keys()) if (!available("brush", name, chosen.shown, null, "every value")) chosen.brushes.delete(name);
   // What another run measured and this one did not is said, not hidden.
   const names = overview.statistics.map(({ name }) => name);
   fill(by("statistic"), names.map((name) => [name, measured.has(name) ? name : `${name} (not measured in this run)`, !measured.has(name)]), chosen.statistic);
@@ -110,22 +122,50 @@ function fillProgress() {
   by("damage").replaceChildren(...overview.damage.map((line) => html("p", { class: "warning" }, line)));
 }
 
-// The choice stands in the address, so that a reload and a bookmark keep it.
-function remember() {
+// What is shown stands in the address, so that a reload, a bookmark and Back keep it. A choice is a
+// step that Back undoes; a brush is none.
+function remember(isStep = false) {
   const words = new URLSearchParams({ run: chosen.run_id, intervention: chosen.intervention, statistic: chosen.statistic });
   if (chosen.head) words.set("head", label(chosen.head));
   if (chosen.part !== null) words.set("part", chosen.part);
-  history.replaceState(null, "", `#${words}`);
+  if (chosen.layers) words.set("layers", chosen.layers.join("-"));
+  if (chosen.shown.join() !== run.first_statistics.join()) words.set("shown", chosen.shown.join());
+  for (const [name, range] of chosen.brushes) words.append("brush", `${name}:${range.join("-")}`);
+  if (chosen.meaning !== "sequences") words.set("picks", chosen.meaning);
+  if (chosen.lowest) words.set("end", "lowest");
+  shownHash = `#${words}`;
+  if (location.hash !== shownHash) history[isStep ? "pushState" : "replaceState"](null, "", shownHash);
 }
 
 function recall() {
-  const words = new URLSearchParams(location.hash.slice(1));
-  chosen.run_id = words.get("run");
-  chosen.intervention = words.get("intervention");
-  chosen.statistic = words.get("statistic");
-  chosen.part = words.get("part");
-  const place = /^L(\d+)H(\d+)$/.exec(words.get("head") ?? "");
-  if (place) chosen.head = [Number(place[1]), Number(place[2])];
+  shownHash = location.hash;
+  const words = new URLSearchParams(shownHash.slice(1));
+  absent = [];
+  const numbers = (text, pattern) => {
+    const found = pattern.exec(text);
+    if (text !== null && !found) absent.push(`${text} cannot be read`);
+    return found?.slice(1).map(Number) ?? null;
+  };
+  const brush = (text) => [text.replace(/:[^:]*$/, ""), numbers(text, /:(\d+)-(\d+)$/)?.map((bin) => Math.min(bin, BINS - 1)).sort((a, b) => a - b)];
+  Object.assign(chosen, {
+    run_id: words.get("run"), intervention: words.get("intervention"), part: words.get("part"), statistic: words.get("statistic"),
+    layers: numbers(words.get("layers"), /^(\d+)-(\d+)$/), head: numbers(words.get("head"), /^L(\d+)H(\d+)$/),
+    shown: words.get("shown")?.split(",").slice(0, MOST_HISTOGRAMS) ?? [],
+    brushes: new Map(words.getAll("brush").map(brush).filter(([, range]) => range)),
+    meaning: words.get("picks") === "rows" ? "rows" : "sequences", lowest: words.get("end") === "lowest",
+  });
+  by("family").value = "";
+  for (const input of document.getElementsByName("meaning")) input.checked = input.value === chosen.meaning;
+  for (const input of document.getElementsByName("end")) input.checked = (input.value === "lowest") === chosen.lowest;
+}
+
+// A choice of the reader's, and how it is shown.
+function choose(changes, show) {
+  absent = [];
+  Object.assign(chosen, changes);
+  fillMenus();
+  remember(true);
+  show();
 }
 
 // The heatmap
@@ -158,7 +198,7 @@ async function showHeatmap() {
   if (hadFocus) figure.querySelector("[tabindex='0']")?.focus();
   const notes = [answer.source === "rollups" ? "Means of all rows, from roll-ups." : sampled(answer.every)];
   by("heat-note").textContent = notes.filter(Boolean).join(" ");
-  if (!chosen.head || chosen.head[0] >= run.n_layers || chosen.head[1] >= run.n_heads) chooseStrongest(values);
+  if (!chosen.head) chooseStrongest(values);
   else figure.choose(...chosen.head);
 }
 
@@ -212,19 +252,13 @@ function makeHistograms() {
     move: (range) => brushed(name, range),
     end: rested,
   })]));
-  for (const name of chosen.brushes.keys()) if (!histograms.has(name)) chosen.brushes.delete(name);
   by("histograms").replaceChildren(...histograms.values());
 }
 
 function showHistogram(name, isShown) {
-  chosen.shown = chosen.shown.filter((one) => one !== name);
-  if (isShown) chosen.shown.push(name);
-  chosen.shown = chosen.shown.slice(-MOST_HISTOGRAMS);
-  if (!chosen.shown.length) chosen.shown = [name];
-  makeHistograms();
-  fillStatistics();
-  showHead();
-  showBackgrounds();
+  const others = chosen.shown.filter((one) => one !== name);
+  const shown = isShown || !others.length ? [...others, name] : others;
+  choose({ shown: shown.slice(-MOST_HISTOGRAMS) }, () => { makeHistograms(); showHead(); showBackgrounds(); });
 }
 
 async function showBackgrounds() {
@@ -266,7 +300,6 @@ async function brushed(name, range) {
     chosen.brushes.delete(name);
     chosen.brushes.set(name, range);
   } else chosen.brushes.delete(name);
-  by("clear").disabled = chosen.brushes.size === 0;
   const turn = ++turns.brush;
   if (!range) {
     // A cube has no rows in which the active statistic is undefined: these count again now.
@@ -276,13 +309,24 @@ async function brushed(name, range) {
   const asked = warm(name);
   const whole = asked?.whole ?? (await asked?.done);
   if (!whole || turn !== turns.brush) return;
+  sayPicked(whole.picked(range), whole.rows);
   const began = performance.now();
   for (const [other, histogram] of histograms) if (other !== name) histogram.drawOwn(whole.histogram(other, range));
   recolour(whole.means(range));
   performance.measure("brush", { start: began });
 }
 
+// How much the brushes pick, and of how much.
+function sayPicked(count, total) {
+  const hasBrush = chosen.brushes.size > 0;
+  document.body.classList.toggle("brushed", hasBrush);
+  by("clear").disabled = !hasBrush;
+  const things = chosen.meaning === "rows" ? "rows of all heads" : "sequences";
+  by("picked").textContent = hasBrush && total !== undefined ? `${number(count)} of ${number(total)} ${things} picked` : "";
+}
+
 function takeBrushAway() {
+  sayPicked();
   if (chosen.brushes.size) showHead();
   else {
     for (const histogram of histograms.values()) histogram.drawUnbrushed();
@@ -291,25 +335,23 @@ function takeBrushAway() {
 }
 
 function rested() {
+  remember();
   renameCells();
   showExtremes();
 }
 
 function clearBrushes() {
-  chosen.brushes.clear();
   cube?.abort.abort();
   cube = null;
-  by("clear").disabled = true;
   for (const histogram of histograms.values()) histogram.setRange(null);
-  takeBrushAway();
-  rested();
+  choose({ brushes: new Map() }, () => { takeBrushAway(); rested(); });
 }
 
 // Brushes stay when something else is chosen: the heatmap under them is asked for again.
 async function applyBrushes() {
   for (const [name, range] of chosen.brushes) histograms.get(name).setRange(range);
   const last = [...chosen.brushes].at(-1);
-  if (!last) return;
+  if (!last) return sayPicked();
   await brushed(...last);
   renameCells();
 }
@@ -317,10 +359,7 @@ async function applyBrushes() {
 // The head
 
 function chooseHead(place) {
-  chosen.head = place;
-  map?.figure.choose(...place);
-  remember();
-  showHead();
+  choose({ head: place }, () => { map?.figure.choose(...place); showHead(); });
 }
 
 async function showHead() {
@@ -470,9 +509,7 @@ function offerSql(query) {
 // Choices
 
 function chooseStatistic(name) {
-  chosen.statistic = name;
-  by("statistic").value = name;
-  showAll();
+  choose({ statistic: name }, showAll);
 }
 
 async function showAll() {
@@ -488,6 +525,7 @@ async function showAll() {
 
 async function showEverything() {
   makeHistograms();
+  sayPicked();
   await showAll();
   await showBackgrounds();
 }
@@ -528,16 +566,17 @@ function search() {
 }
 
 function listen() {
-  by("family").onchange = () => { fillMenus(); showEverything(); };
-  by("run").onchange = (event) => { chosen.run_id = event.target.value; chosen.brushes.clear(); chosen.layers = null; fillMenus(); showEverything(); };
-  by("intervention").onchange = (event) => { chosen.intervention = event.target.value; showEverything(); };
-  by("part").onchange = (event) => { chosen.part = event.target.value || null; showEverything(); };
+  by("family").onchange = (event) => {
+    const isOfFamily = [run.input_family, ""].includes(event.target.value);
+    choose(isOfFamily ? {} : { run_id: null, layers: null, brushes: new Map() }, showEverything);
+  };
+  by("run").onchange = (event) => choose({ run_id: event.target.value, layers: null, brushes: new Map() }, showEverything);
+  by("intervention").onchange = (event) => choose({ intervention: event.target.value }, showEverything);
+  by("part").onchange = (event) => choose({ part: event.target.value || null }, showEverything);
   by("statistic").onchange = (event) => chooseStatistic(event.target.value);
   const layers = () => {
     const ends = [Number(by("first-layer").value), Number(by("last-layer").value)].sort((a, b) => a - b);
-    chosen.layers = ends[0] === 0 && ends[1] === run.n_layers - 1 ? null : ends;
-    fillMenus();
-    showEverything();
+    choose({ layers: ends[0] === 0 && ends[1] === run.n_layers - 1 ? null : ends }, showEverything);
   };
   by("first-layer").onchange = layers;
   by("last-layer").onchange = layers;
@@ -546,17 +585,29 @@ function listen() {
   by("search").onchange = search;
   by("clear").onclick = clearBrushes;
   by("refresh").onclick = lookAgain;
-  for (const input of document.getElementsByName("meaning")) input.onchange = () => { chosen.meaning = input.value; applyBrushes(); };
-  for (const input of document.getElementsByName("end")) input.onchange = () => { chosen.lowest = input.value === "lowest"; showExtremes(); };
+  for (const input of document.getElementsByName("meaning")) input.onchange = () => choose({ meaning: input.value }, applyBrushes);
+  for (const input of document.getElementsByName("end")) input.onchange = () => choose({ lowest: input.value === "lowest" }, showExtremes);
+  for (const place of ["heatmap", "histograms", "curves", "parts"]) {
+    by(`${place}-pictures`).append(...pictureButtons(by(place), () => `${label(chosen.head)}-${place}`));
+  }
   by("heat-sql").onclick = () => offerSql(sql.heat);
   by("hist-sql").onclick = () => offerSql(sql.hist);
   by("curves-sql").onclick = () => offerSql(sql.curves);
   by("extremes-sql").onclick = () => offerSql(sql.extremes);
   by("run-sql").onclick = askSql;
+  // Back, another address, or the token of a server that was started again.
+  // Not "hashchange", which comes later: a step back could be overwritten before it.
+  addEventListener("popstate", () => {
+    const isToken = takeToken(shownHash);
+    if (!isToken) recall();
+    if (isToken || !overview) return lookAgain();
+    fillMenus();
+    return showEverything();
+  });
   by("sql").onkeydown = (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) askSql(); };
 }
 
-readToken();
+takeToken();
 recall();
 listen();
 await lookAgain();

@@ -1,0 +1,72 @@
+// Figures as files of their own: SVG and PNG with the light colours, without any style sheet.
+import { html, svg } from "./draw.js";
+
+const TITLE = 24;
+const PIXELS = 3;
+const KEPT = [
+  ...["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin"],
+  ...["opacity", "font-size", "font-weight", "text-anchor"],
+];
+
+// A copy of what is drawn whose looks are attributes: editors read neither classes nor `light-dark()`.
+function plain(node) {
+  if (node.nodeType !== Node.ELEMENT_NODE || node.tagName === "title") return node.cloneNode(true);
+  const looks = getComputedStyle(node);
+  if (looks.display === "none" || looks.opacity === "0") return "";
+  const copy = node.cloneNode(false);
+  for (const name of ["class", "style", "tabindex"]) copy.removeAttribute(name);
+  for (const name of KEPT) copy.setAttribute(name, looks.getPropertyValue(name));
+  copy.append(...[...node.childNodes].map(plain));
+  return copy;
+}
+
+// The figures of a place, one below the other, each under its name.
+export function picture(place) {
+  const whole = svg("svg", { "font-family": "Helvetica, Arial, sans-serif" });
+  const size = { width: 0, height: 0 };
+  for (const figure of place.querySelectorAll("svg.figure")) {
+    figure.style.colorScheme = "light";
+    const { width, height } = figure.viewBox.baseVal;
+    const title = svg("text", { x: 4, y: 15, "font-size": 12, fill: "#1b2127" });
+    title.textContent = figure.getAttribute("aria-label");
+    const drawn = svg("g", { transform: `translate(0 ${TITLE})` });
+    drawn.append(...plain(figure).childNodes);
+    whole.append(svg("g", { transform: `translate(0 ${size.height})` }, title, drawn));
+    figure.style.colorScheme = "";
+    size.width = Math.max(size.width, width);
+    size.height += TITLE + height;
+  }
+  for (const [name, value] of Object.entries(size)) whole.setAttribute(name, Math.ceil(value));
+  whole.setAttribute("viewBox", `0 0 ${Math.ceil(size.width)} ${Math.ceil(size.height)}`);
+  return { text: new XMLSerializer().serializeToString(whole), ...size };
+}
+
+async function png({ text, width, height }) {
+  const image = new Image();
+  image.src = `data:image/svg+xml,${encodeURIComponent(text)}`;
+  await image.decode();
+  const canvas = html("canvas", { width: PIXELS * Math.ceil(width), height: PIXELS * Math.ceil(height) });
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  return new Promise((done) => canvas.toBlob(done, "image/png"));
+}
+
+// Give a file to the reader. `content` is a Blob.
+export function download(name, content) {
+  const link = html("a", { download: name, href: URL.createObjectURL(content) });
+  link.click();
+  // The browser has taken the content by then.
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+// Buttons that save the figures of a place. `name` is a function.
+export function pictureButtons(place, name) {
+  const button = (kind, content) => {
+    const node = html("button", { type: "button", "data-picture": kind }, kind.toUpperCase());
+    node.addEventListener("click", async () => download(`${name()}.${kind}`, await content(picture(place))));
+    return node;
+  };
+  return [button("svg", (drawn) => new Blob([drawn.text], { type: "image/svg+xml" })), button("png", png)];
+}
