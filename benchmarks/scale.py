@@ -44,7 +44,7 @@ from schemas.digests import digest_of
 from schemas.intervention import NONE, Intervention
 from schemas.measured_heads import MeasuredHeads
 from schemas.parquet import parquet_bytes
-from schemas.run_directory import data_path
+from schemas.run_directory import data_path, shard_file_name
 from schemas.scan import Scan, parse_scan
 from schemas.statistics import KIND
 from schemas.tables import chance_column, with_partitions
@@ -202,7 +202,7 @@ def write_million(out: Path, missing: int = 1000) -> Path:
     for table in WRITTEN_TABLES:
         (run_directory / data_path(table, "none", "")).mkdir(parents=True)
         for shard in done_shards:
-            _write_sparse_file(str(plan.run.data_file(table, "none", int(shard))))
+            _write_sparse_file(str(plan.run.path / _path(table, int(shard))))
     (run_directory / "commits").mkdir()
     for number, start in enumerate(range(0, len(done_shards), COMMITS_PER_FOLD)):
         commits = [
@@ -256,12 +256,16 @@ def _commit(plan: Plan, shard: int) -> dict[str, Any]:
     }
 
 
+def _path(table: str, shard: int) -> str:
+    return data_path(table, "none", shard_file_name(shard, "0" * 32))
+
+
 def _data_file(plan: Plan, table: str, shard: int) -> dict[str, Any]:
     """A data file of a shard, as its commit lists it."""
     return {
         "table": table,
         "intervention": "none",
-        "path": data_path(table, "none", plan.run.data_file(table, "none", shard).name),
+        "path": _path(table, shard),
         "rows": 16,
         "bytes": FILE_BYTES,
         "shards": 1,
@@ -305,7 +309,7 @@ def _write_small_file(plan: Plan, table: str, shard: int, rows: pa.Table) -> dic
         field = rows.schema.field(place)
         rows = rows.set_column(place, field, pa.array(np.full(len(rows), shard), field.type))
     content = parquet_bytes(with_partitions(rows, plan.run.run_id, "none"))
-    Path(str(plan.run.data_file(table, "none", shard))).write_bytes(content)
+    Path(str(plan.run.path / _path(table, shard))).write_bytes(content)
     fields = {"rows": len(rows), "bytes": content.size, "digest": digest_of(content)}
     return _data_file(plan, table, shard) | fields
 

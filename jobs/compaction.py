@@ -25,6 +25,7 @@ store. A worker that outlives it only leaves files of step 1.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -304,8 +305,8 @@ def clean(run: RunDirectory, ledger: pa.Table) -> None:
     """Delete what a killed compaction or a late replica left.
 
     That is: commit files that a fold overrules, merged files that no commit refers to, and files
-    of shards whose rows were merged. Files of a shard that is not done stay: the next attempt
-    writes them again.
+    of shards whose rows lie in others. Files of a shard that is not done stay: somebody may be
+    about to commit them.
     """
     done_shards = set(ledger["shard"].to_pylist())
     folded_shards = set(ledger.filter(ledger["folded"])["shard"].to_pylist())
@@ -313,10 +314,9 @@ def clean(run: RunDirectory, ledger: pa.Table) -> None:
     delete(
         run.commits_directory / name
         for name in commit_names
-        if name.endswith(".tmp") or _shard_of(name, ".json") in folded_shards
+        if name.endswith(".tmp") or _shard_of(name) in folded_shards
     )
-    data_files = pc.list_flatten(ledger["files"])
-    committed_paths = set(pc.struct_field(data_files, "path").to_pylist())
+    committed_paths = _paths(ledger)
     for directory in _data_directories(run):
         unused_names = [
             name
@@ -328,15 +328,51 @@ def clean(run: RunDirectory, ledger: pa.Table) -> None:
             for name in unused_names
             if name.endswith(".tmp")
             or (name.startswith("merged-") and name.endswith(".parquet"))
-            or _shard_of(name, ".parquet") in done_shards
+            or _shard_of(name) in done_shards
         )
 
 
-def _shard_of(name: str, suffix: str) -> int | None:
+def delete_lost_attempts(run: RunDirectory) -> None:
+    """Delete the files of attempts whose commit does not count, in a run of which all is done.
+
+    Then a bare glob is right, too. An attempt that is still under way takes its files back itself.
+    """
+    # Listed before the ledger is read: an attempt that is committed meanwhile loses nothing.
+    names_by_directory = {
+        directory: list(names(run.path / directory)) for directory in _data_directories(run)
+    }
+    # Unless shards were merged, each has one file in a directory. The ledger is read only if that
+    # is not so, because in a store each commit is two requests.
+    if all(map(_holds_each_shard_once, names_by_directory.values())):
+        return
+    committed_paths = _paths(run.ledger(["files.path"]))
+    delete(
+        run.path / directory / name
+        for directory, file_names in names_by_directory.items()
+        for name in file_names
+        if name.endswith(".tmp")
+        or (_shard_of(name) is not None and f"{directory}/{name}" not in committed_paths)
+    )
+
+
+def _holds_each_shard_once(file_names: list[str]) -> bool:
+    shards = {_shard_of(name) for name in file_names}
+    return None not in shards and len(shards) == len(file_names)
+
+
+def _paths(ledger: pa.Table) -> set[str]:
+    """The paths of all files that a ledger refers to."""
+    return set(pc.struct_field(pc.list_flatten(ledger["files"]), "path").to_pylist())
+
+
+SHARD_FILE = re.compile(r"shard-(\d+)(-[0-9a-f]+)?\.(json|parquet)")
+"""Names of the files of one shard: its commit, and its data."""
+
+
+def _shard_of(name: str) -> int | None:
     """The shard that a file is named after; none if it has another kind of name."""
-    number = name.removeprefix("shard-").removesuffix(suffix)
-    has_our_form = number.isdecimal() and name == f"shard-{number}{suffix}"
-    return int(number) if has_our_form else None
+    match = SHARD_FILE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _data_directories(run: RunDirectory) -> Iterator[str]:

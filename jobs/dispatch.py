@@ -38,7 +38,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ def dispatch(
     say: Callable[[str], None],
     replica_class: type[Replica] = Replica,
 ) -> Iterator[Commit | Failure]:
-    """Measure `shards` on replicas; yields the commit or failure of each as it arrives."""
+    """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
     dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
     try:
         yield from dispatcher.outcomes()
@@ -223,7 +223,7 @@ class _Dispatcher:
         )
 
     def outcomes(self) -> Iterator[Commit | Failure]:
-        """Yield commits and failures as they arrive, one for each shard."""
+        """Yield commits and failed attempts as they arrive."""
         for replica in self.replicas:
             self._await_start(replica)
         if (lack := lack_of_room(self.resources)) is not None:
@@ -424,7 +424,7 @@ class _Dispatcher:
     def _end_call(
         self, replica: _RemoteReplica, reference: ray.ObjectRef
     ) -> Commit | Failure | None:
-        """The outcome of a call; none if its shard is tried again, or has an outcome already."""
+        """The outcome of a call; none if no try counts, or if its shard has an outcome already."""
         call = replica.calls.pop(reference)
         had_suspect, replica.has_suspect = replica.has_suspect, False
         died = False
@@ -464,14 +464,14 @@ class _Dispatcher:
         self.lost_nodes[shard] += 1
         return self.lost_nodes[shard] < MOST_LOST_NODES
 
-    def _retry_or_report(self, failure: Failure, died: bool) -> Failure | None:
-        """Queue a shard again and return none; after enough attempts, return its failure."""
+    def _retry_or_report(self, failure: Failure, died: bool) -> Failure:
+        """Queue a shard again; after enough attempts, its failure is the last."""
         shard = failure.shard
         if self.attempts.may_try_again(shard):
             queue = self.suspects if died else self.retries
             queue.append(shard)
             self.metrics.repeated("died" if died else "failed")
-            return None
+            return replace(failure, is_last=False)
         self._close(shard)
         self.failures += 1
         if died:

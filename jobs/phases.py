@@ -15,6 +15,9 @@ A thread writes the last note to a small file beside the runs, `OUT/.phases/RUN_
 or in a store, and again every `BEAT_SECONDS`: so a reader knows whether the driver lives. The file
 does not lie in the run's directory, which need not exist yet; nobody takes it for a run. It is
 deleted when the driver ends well. The reason why a job ended is kept, because nobody saw it.
+
+A store has no locks. So a run there is refused to a driver while the note says that another one
+lives.
 """
 
 from __future__ import annotations
@@ -146,7 +149,7 @@ def read_note(run: RunDirectory) -> Note | None:
     try:
         note = Note.model_validate_json(_file(run).read_bytes())
         deleted = note.began and not run.manifest_file.is_file()
-    except (OSError, ValueError):
+    except (OSError, ValueError, RunError):
         return None
     return None if deleted or note.run_id != run.run_id else note
 
@@ -200,7 +203,10 @@ def note(phase: PhaseName, detail: str = "") -> None:
 
 
 def about(run: RunDirectory) -> None:
-    """Say which run the notes are about. Notes taken before are kept until then."""
+    """Say which run the notes are about. Notes taken before are kept until then.
+
+    Raises `RunError` if another driver is at work on the run, which lies in a store.
+    """
     if _State.notes is not None:
         _State.notes.about(run)
 
@@ -217,9 +223,11 @@ def of_outcomes(outcomes: Iterable[Item]) -> Iterator[Item]:
 @contextlib.contextmanager
 def taken() -> Iterator[None]:
     """Take notes of what this process does for one run, until the block ends."""
-    notes = PhaseNotes(_run_of_job(), in_job=JOB_VARIABLE in os.environ)
+    notes = PhaseNotes(in_job=JOB_VARIABLE in os.environ)
     _State.notes = notes
     try:
+        if (run := _run_of_job()) is not None:
+            notes.about(run)
         yield
     except BaseException as error:
         notes.end(_reason(error))
@@ -251,8 +259,8 @@ class _Said:
 class PhaseNotes:
     """The notes of one driver, and the thread that writes them."""
 
-    def __init__(self, run: RunDirectory | None, in_job: bool) -> None:
-        self._run = run
+    def __init__(self, in_job: bool) -> None:
+        self._run: RunDirectory | None = None
         self._in_job = in_job
         self._said: _Said | None = None
         self._news = threading.Event()
@@ -276,6 +284,9 @@ class PhaseNotes:
 
     def about(self, run: RunDirectory) -> None:
         """Say which run the notes are about."""
+        if run != self._run and not isinstance(run.path, Path):
+            # Before the first note of this driver is written over that of another one.
+            _refuse_second_driver(run)
         previous, self._run = self._run, run
         if previous is not None and previous != run:
             # The job was submitted for one run and continues another.
@@ -344,6 +355,21 @@ def _run_of_job() -> RunDirectory | None:
         return RunDirectory(place(metadata["run"]))
     except (ValueError, KeyError, TypeError, AttributeError, HeadcountError):
         return None
+
+
+def _refuse_second_driver(run: RunDirectory) -> None:
+    """Raise `RunError` if another driver of a run was heard of lately."""
+    note = read_note(run)
+    now = _now().timestamp()
+    if note is None or not note.is_alive(now):
+        return
+    if (note.machine, note.process, note.process_started) == _this_process():
+        return
+    raise RunError(
+        f"{run.path}: another driver is at work on this run (process {note.process} on "
+        f"{note.host}, {note.line(now)}); wait for it, or stop it and run the same command again; "
+        f"if it is dead, that works after {PATIENCE_SECONDS:.0f} s, or at once without {_file(run)}"
+    )
 
 
 def _file(run: RunDirectory) -> Place:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from schemas.errors import RunError
+from schemas.places import write_whole
 from schemas.run_directory import RunDirectory
 
 
@@ -17,10 +20,12 @@ def locked(run: RunDirectory) -> Iterator[None]:
     """Hold the lock of a run that lies on a disk; refuse if another process holds it.
 
     The system releases the lock when the process ends, however it ends, so a stale lock file locks
-    nobody out. A store has no locks. Two drivers there measure shards twice and write each row
-    once, because both write the same files.
+    nobody out. A store has no locks: `jobs.phases` refuses a second driver as well as it can. If
+    two are at work all the same, shards are measured twice, and the first commit counts.
     """
     if not isinstance(run.path, Path):
+        # A store that takes nothing is to refuse this, before anything is measured.
+        write_whole(run.path / ".lock", f"{socket.gethostname()} {os.getpid()}\n".encode())
         yield
         return
     lock = FileLock(run.path / ".lock")

@@ -18,6 +18,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from jobs import phases
+from jobs.compaction import delete_lost_attempts
 from jobs.console import say
 from jobs.dispatch import dispatch
 from jobs.endings import finishing_work_in_hand, is_finishing, work_begins
@@ -31,12 +32,16 @@ from schemas.commits import COMMITS_PER_FOLD, Commit, Failure, commits_of, delet
 from schemas.damage import BY_CONTENT, BY_SIZE
 from schemas.errors import RunError, counted
 from schemas.manifest import Manifest
+from schemas.places import reason
 from schemas.run_directory import RunDirectory, differing_keys, holds_whole_shard
 from workers.model.known_models import KnownModels
 from workers.replica import Replica
 
 MOST_FAILURES = 20
-"""Stop a run after this many shards failed, if none has succeeded."""
+"""Stop a run after so many shards in a row could not be measured: the cause is not in them."""
+
+MOST_UNWRITTEN = 3
+"""The same if they were measured, and the disk or the store did not take them."""
 
 FAILURES_SHOWN = 10
 """Failures that are said one by one at the end. A full disk may cause hundreds."""
@@ -73,19 +78,23 @@ def run_to_end(
         # A run may miss shards beyond what this command asks for.
         requested = _requested_shards(plan, missing)
         if not len(requested):
+            if not len(missing):
+                _make_globs_right(plan.run, console)
             return []
         tokens_done = plan.tokens - tokens_of(plan, requested)
         measured = _outcomes(plan, requested, resources, console, replica_class, models)
         # An error keeps a generator alive. Closed here, replicas end while there is still a Ray.
         with closing(measured):
             outcomes = phases.of_outcomes(measured)
+            outcomes = stop_after_failures_in_a_row(plan.run.run_id, outcomes)
             if stop_at_failure:
                 outcomes = stop_at_first_failure(plan.run.run_id, outcomes)
-            outcomes = stop_if_none_succeeds(plan.run.run_id, outcomes)
             outcomes = fold_commits(plan.run, outcomes)
             # The generators above have measured nothing yet. They run as this asks for outcomes.
             with finishing_work_in_hand():
                 failures = show_progress(outcomes, plan.tokens, tokens_done, console, whole)
+        if not failures and len(requested) == len(missing):
+            _make_globs_right(plan.run, console)
     _say_failures(plan, failures, console)
     return failures
 
@@ -111,6 +120,18 @@ def _outcomes(
             measure_in_process(plan, shards, resources.device, resources.cores, make_replica)
         )
     return say_what_differs(plan.run, outcomes, tell)
+
+
+def _make_globs_right(run: RunDirectory, console: Console) -> None:
+    """Leave only files that count in a run of which all is done."""
+    try:
+        delete_lost_attempts(run)
+    except OSError as error:
+        say(
+            console,
+            f"warning: {run.path} is complete, but files of lost attempts cannot be deleted "
+            f"({reason(error)}): a bare glob counts their rows twice, headcount query does not",
+        )
 
 
 def _say_what_is_done(plan: Plan, missing: np.ndarray, console: Console) -> None:
@@ -311,26 +332,34 @@ def stop_at_first_failure(
         yield outcome
 
 
-def stop_if_none_succeeds(
-    run_id: str, outcomes: Iterable[Commit | Failure]
+def stop_after_failures_in_a_row(
+    run_id: str, attempts: Iterable[Commit | Failure]
 ) -> Iterator[Commit | Failure]:
-    """Pass outcomes on; raise if many shards failed and none succeeded.
+    """Pass outcomes of shards on; raise if attempts at many shards in a row failed in one way.
 
-    Then the cause is not in the shards, and the others need not be tried.
+    Then the cause is not in the shards, and the others need not be tried. Attempts after which a
+    shard is tried again are left out.
     """
-    failures = 0
-    any_success = False
-    for outcome in outcomes:
-        if isinstance(outcome, Commit):
-            any_success = True
-        else:
-            failures += 1
-            if failures >= MOST_FAILURES and not any_success:
-                raise RunError(
-                    f"{run_id}: {counted(failures, 'shard')} failed and none succeeded, the last "
-                    f"with: {outcome.error}; mend the cause and run the same command again"
-                )
-        yield outcome
+    failed_shards: dict[bool, set[int]] = {True: set(), False: set()}
+    for attempt in attempts:
+        if isinstance(attempt, Commit):
+            failed_shards = {True: set(), False: set()}
+            yield attempt
+            continue
+        in_a_row = failed_shards[attempt.of_writing]
+        in_a_row.add(attempt.shard)
+        most = MOST_UNWRITTEN if attempt.of_writing else MOST_FAILURES
+        if len(in_a_row) >= most:
+            # An error of writing says itself what to do.
+            what, advice = "measured", "; mend the cause and run the same command again"
+            if attempt.of_writing:
+                what, advice = "written", ""
+            raise RunError(
+                f"{run_id}: stopped, because {most} shards in a row could not be {what}, the last "
+                f"with: {attempt.error}{advice}"
+            )
+        if attempt.is_last:
+            yield attempt
 
 
 def fold_commits(

@@ -191,10 +191,14 @@ def older_methods(engines: str, precision: str, interventions: list[str]) -> lis
 
 @dataclass(frozen=True)
 class Failure:
-    """A shard that could not be measured, and why."""
+    """An attempt at a shard that failed, and why."""
 
     shard: int
     error: str
+    of_writing: bool = False
+    """Whether the shard was measured, and the disk or the store did not take it."""
+    is_last: bool = True
+    """Whether this command does not try the shard again."""
 
 
 ARROW_TYPES = {

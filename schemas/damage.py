@@ -35,7 +35,7 @@ from schemas.places import OpenFile, Place, open_whole, reason, sizes
 from schemas.tables import ROLLUPS
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
-DATA_FILE = r"^(shard-\d+|merged-[\w-]+)\.parquet$"
+DATA_FILE = r"^(shard|merged)-[\w-]+\.parquet$"
 """Names of the folders and files of data. A commit that names another path is damaged."""
 
 BY_SIZE = ["files.path", "files.bytes"]
@@ -46,9 +46,6 @@ BY_CONTENT = ["start", "stop", "files"]
 
 ROUNDING = 0.01
 """How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
-
-LISTED = 65_536
-"""Names of a directory that are held as Python strings at once."""
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
@@ -217,51 +214,28 @@ def _without_end(home: Place, paths: pa.Array, candidates: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class Listing:
-    """The files in a data directory and their sizes; a million names take a few megabytes."""
+    """The files in a data directory and their sizes; a million names take 16 megabytes."""
 
-    shards: np.ndarray
-    """The numbers in `shard-NUMBER.parquet`, sorted."""
-    shard_sizes: np.ndarray
-    others: Mapping[str, int]
-    """Sizes of all other files by name."""
+    hashes: np.ndarray
+    """Python's hashes of the names, of 64 bits, sorted."""
+    sizes: np.ndarray
 
     @classmethod
     def of(cls, entries: Iterator[tuple[str, int]]) -> Listing:
         """The listing of a directory, from names and sizes."""
-        number_arrays, size_arrays = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        others: dict[str, int] = {}
-        # In batches, so that a million names are never Python strings at the same time.
-        while batch := list(islice(entries, LISTED)):
-            names = pa.array([name for name, _ in batch], pa.string())
-            batch_sizes = np.array([size for _, size in batch], np.int64)
-            of_shards = pc.match_substring_regex(names, r"^shard-\d+\.parquet$")
-            is_shard = of_shards.to_numpy(zero_copy_only=False)
-            number_arrays.append(_shard_numbers(names.filter(of_shards)))
-            size_arrays.append(batch_sizes[is_shard])
-            others.update(batch[i] for i in np.flatnonzero(~is_shard))
-        shards = np.concatenate(number_arrays)
-        order = np.argsort(shards)
-        return cls(shards[order], np.concatenate(size_arrays)[order], others)
+        hashed = ((hash(name), size) for name, size in entries)
+        listed = np.fromiter(hashed, [("hash", np.int64), ("size", np.int64)])
+        order = np.argsort(listed["hash"])
+        return cls(listed["hash"][order], listed["size"][order])
 
     def sizes_of(self, names: pa.Array) -> np.ndarray:
         """The size of each of some files; `GONE` if it does not exist."""
-        of_shards = pc.starts_with(names, "shard-").to_numpy(zero_copy_only=False)
-        actual_sizes = np.full(len(names), GONE)
-        for i in np.flatnonzero(~of_shards):
-            actual_sizes[i] = self.others.get(names[i].as_py(), GONE)
-        if len(self.shards):
-            wanted = _shard_numbers(names.filter(pa.array(of_shards)))
-            # searchsorted gives the place where a number would be, present or not.
-            places = np.searchsorted(self.shards, wanted).clip(max=len(self.shards) - 1)
-            exists = self.shards[places] == wanted
-            actual_sizes[of_shards] = np.where(exists, self.shard_sizes[places], GONE)
-        return actual_sizes
-
-
-def _shard_numbers(names: pa.Array) -> np.ndarray:
-    """The NUMBER of each name `shard-NUMBER.parquet`."""
-    digits = pc.utf8_slice_codeunits(names, len("shard-"), -len(".parquet"))
-    return digits.cast(pa.int64()).to_numpy()
+        if not len(self.hashes):
+            return np.full(len(names), GONE)
+        wanted = np.fromiter(map(hash, names.to_pylist()), np.int64, len(names))
+        # searchsorted gives the place where a hash would be, present or not.
+        places = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
+        return np.where(self.hashes[places] == wanted, self.sizes[places], GONE)
 
 
 def committed_files(ledger: pa.Table, tables: Iterable[str] = TABLES) -> Iterator[CommittedFile]:

@@ -6,7 +6,8 @@ HeadcountError
 ├── CorpusError     files of text
 ├── MeasureError    a number that is not one
 ├── RunError        a run directory, its manifest, shards and commits
-│   └── OtherRunError   a run that measured something else
+│   ├── OtherRunError   a run that measured something else
+│   └── WriteError      a disk or a store that does not take what was measured
 └── QueryError      SQL, query names, output formats
 """
 
@@ -45,6 +46,10 @@ class OtherRunError(RunError):
 
     It measured something else, or too little of it is left.
     """
+
+
+class WriteError(RunError):
+    """A disk or a store does not take a file. It probably takes no other either."""
 
 
 class QueryError(HeadcountError):

@@ -30,11 +30,16 @@ from urllib.request import getproxies, proxy_bypass
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from schemas.errors import RunError, ScanError
+from schemas.errors import RunError, ScanError, WriteError
 
 STORES = ("s3", "gs")
-ATTEMPTS = 6
-"""Attempts at each request to a store, with growing pauses: about ten seconds in all."""
+ATTEMPTS = 10
+"""Repetitions of a request that a store refuses for now: 26 s of pauses in all, each twice as long
+as the one before. If nothing answers at all, each attempt also waits for `REQUEST_SECONDS`.
+"""
+
+REQUEST_SECONDS = 30
+"""Time that a request waits for its answer."""
 
 PROBES = 6
 """Attempts at finding out whether a store answers at all, before the first request to it."""
@@ -172,8 +177,10 @@ def _filesystem(
         region=region,
         endpoint_override=endpoint,
         connect_timeout=10,
-        request_timeout=30,
-        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
+        request_timeout=REQUEST_SECONDS,
+        # AWS's standard strategy has a quota: where 30 % of the answers are 503, it soon repeats
+        # nothing any more.
+        retry_strategy=pafs.AwsDefaultS3RetryStrategy(max_attempts=ATTEMPTS),
         allow_delayed_open=True,  # Small objects are one PUT instead of a multipart upload.
     )
 
@@ -240,7 +247,7 @@ def _without_verification() -> ssl.SSLContext:
 
 
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
-    """Make a file visible with all of its content or not at all; raises `RunError` on failure.
+    """Make a file visible with all of its content or not at all; raises `WriteError` on failure.
 
     On a disk the temporary name does not end in .parquet or .json, so no glob takes a half-written
     file for a whole one.
@@ -258,7 +265,7 @@ def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
             advice = "free space or choose another place"
         else:
             advice = "mend the access or the store"
-        raise RunError(
+        raise WriteError(
             f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command"
         ) from None
 

@@ -4,8 +4,8 @@ runs/run_id=NAME-HASH/
 ├── scan.toml        as submitted
 ├── manifest.json    everything resolved: what is measured, with what, by which code
 ├── index/           which pieces of the token store it reads, and what became of documents
-├── heads/intervention=none/shard-000000.parquet …     and so in sequences/, profiles/, curves/
-├── weights/intervention=none/shard-000000.parquet     if the scan names weight statistics
+├── heads/intervention=none/shard-000000-DIGEST.parquet …     and so in sequences/, profiles/, …
+├── weights/intervention=none/shard-000000-DIGEST.parquet     if the scan names weight statistics
 ├── rollups/intervention=none/merged-….parquet             beside files that were merged
 ├── failures/shard-000000.json     attempts that failed, and why
 ├── compactions/                   in a store: who is compacting the run now
@@ -41,7 +41,7 @@ from schemas.commits import (
 )
 from schemas.damage import BY_SIZE, Damage, examined_files, files_damaged_by_size
 from schemas.document_fates import Fates
-from schemas.errors import OtherRunError, RunError, counted
+from schemas.errors import OtherRunError, RunError, WriteError, counted
 from schemas.kinds import TABLES
 from schemas.manifest import Manifest
 from schemas.places import Place, names, place, reason
@@ -100,21 +100,22 @@ class RunDirectory:
         """The directory of the ledger."""
         return self.path / "commits"
 
-    def data_file(self, table: str, intervention: str, shard: int) -> Place:
-        """The file with a shard's rows of one table; every attempt has the same name."""
-        # So a retry overwrites, and a bare glob never finds the rows of two attempts.
-        return self.path / data_path(table, intervention, f"shard-{shard:06d}.parquet")
-
     def commit_file(self, shard: int) -> Place:
         """The file with a shard's commit, until thousands of commits are folded into one file."""
         return self.commits_directory / commit_name(shard)
 
     def loose_commit(self, shard: int) -> Commit | None:
         """The commit that a shard has as a file of its own; None without one of this run."""
+        file = self.commit_file(shard)
         try:
-            return read_commit(self.commit_file(shard), self.run_id)
+            return read_commit(file, self.run_id)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise WriteError(
+                f"{file}: cannot be looked for ({reason(error)}); mend the access or the store, "
+                "then run the same command"
+            ) from None
 
     def failure_file(self, shard: int) -> Place:
         """The file about the last failed attempt at a shard."""
@@ -229,6 +230,15 @@ class RunDirectory:
 def data_path(table: str, intervention: str, name: str) -> str:
     """Where a data file lies in the run directory."""
     return f"{table}/intervention={intervention}/{name}"
+
+
+def shard_file_name(shard: int, digest: str) -> str:
+    """Name of a file with a shard's rows, from its number and the digest of the file's content.
+
+    Attempts may differ in the last bit. So no name is ever used for two contents, and the files of
+    a commit stay whatever another attempt writes.
+    """
+    return f"shard-{shard:06d}-{digest[:8]}.parquet"
 
 
 def holds_whole_shard(manifest: Manifest, ledger: pa.Table) -> np.ndarray:

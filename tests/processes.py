@@ -95,6 +95,9 @@ class Command:
         there, if a test wants to see what happens to it.
         """
         self._output = Path(tempfile.mkdtemp(prefix="headcount-command-"))
+        # A process that is killed at once opens neither.
+        for name in ("stdout", "stderr"):
+            (self._output / name).touch()
         self._stdout = stdout or self._output / "stdout"
         command = _Command([*map(str, words)], dict(environment), directory, dict(constants), main)
         outputs = (self._stdout, self._output / "stderr")

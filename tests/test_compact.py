@@ -35,7 +35,7 @@ from schemas.kinds import TABLES
 from schemas.places import StorePath, place, write_whole
 from schemas.run_directory import RunDirectory, check_merged
 from tests.s3_server import S3Server
-from tests.toy_runs import Entry, Row, local, write_run
+from tests.toy_runs import Entry, Row, data_file, local, write_run
 from tests.workers import joined_cluster
 
 ROOT = Path(__file__).parent.parent
@@ -397,7 +397,7 @@ def test_shards_that_were_taken_back_and_measured_again_are_merged(
 
 
 def damage_file(run: RunDirectory, how: str) -> Path:
-    file = local(run.data_file("sequences", "none", 4))
+    file = local(data_file(run, "sequences", "none", 4))
     content = bytearray(file.read_bytes())
     if how == "cut":
         file.write_bytes(content[:-9])

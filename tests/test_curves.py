@@ -22,7 +22,7 @@ from schemas.profiles import PROFILES
 from schemas.scan import parse_scan
 from schemas.tables import CURVES as CURVES_TABLE
 from tests import toy_models as toy
-from tests.toy_runs import local
+from tests.toy_runs import data_file, local
 from workers.measurements.finite_checks import check_lists
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -104,7 +104,7 @@ def ask(plan: Plan, question: str) -> list[tuple[Any, ...]]:
 
 def test_a_file_has_the_rows_of_heads_and_says_what_its_lists_are(plan: Plan) -> None:
     curves, heads = (
-        pq.ParquetFile(plan.run.data_file(t, "none", 1))
+        pq.ParquetFile(data_file(plan.run, t, "none", 1))
         .read()
         .drop_columns(["run_id", "intervention"])
         for t in ("curves", "heads")

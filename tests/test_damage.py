@@ -29,7 +29,7 @@ from schemas.digests import digest_of
 from schemas.errors import HeadcountError, RunError
 from schemas.parquet import parquet_bytes, read_parquet
 from schemas.run_directory import RunDirectory
-from tests.toy_runs import Entry, Row, local, write_run
+from tests.toy_runs import Entry, Row, data_file, local, write_run
 
 DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "36"))
 """How many damages are drawn; `make chaos` draws a thousand."""
@@ -275,7 +275,7 @@ def run(
 
 
 def heads_file(run: RunDirectory, shard: int) -> Path:
-    return local(run.data_file("heads", "none", shard))
+    return local(data_file(run, "heads", "none", shard))
 
 
 def test_a_checked_file_is_remembered_until_it_changes(

@@ -126,7 +126,9 @@ class SlowlyRestartedReplica(OnceFailingReplica):
         if self.measured == 3 and not (Path(self.scan.out) / "died").exists():
             (Path(self.scan.out) / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        super().misbehave(token)
+        # If every shard failed, the run would be stopped.
+        if token % 2:
+            super().misbehave(token)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -222,8 +224,8 @@ def test_a_poisoned_shard_fails_alone_and_the_command_says_so(
 def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replicas: int) -> None:
     with pytest.raises(
         RunError,
-        match=rf"{MOST_FAILURES} shards failed and none succeeded, the last with: "
-        "MemoryError: not here",
+        match=rf"stopped, because {MOST_FAILURES} shards in a row could not be measured, the last "
+        r"with: MemoryError: not here .*; mend the cause and run the same command again",
     ):
         run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, replica_class=FailingReplica)
     assert done_shards(plan) == []
@@ -321,11 +323,9 @@ resize("size=256k")
 plan = make_plan(parse_scan(IDLE_SCAN | {"out": disk}), "idle")
 prepare_run(plan, "")
 in_this_process = Resources(0, 1, "cpu")
-failures = run_to_end(plan, in_this_process, SILENT, replica_class=ToyReplica)
-assert failures
-assert all("No space left on device" in failure.error for failure in failures)
-failed_shards = [failure.shard for failure in failures]
-assert sorted(done_shards(plan) + failed_shards) == list(range(60))
+with pytest.raises(RunError, match="3 shards in a row could not be .*No space left on device"):
+    run_to_end(plan, in_this_process, SILENT, replica_class=ToyReplica)
+assert len(done_shards(plan)) < 60
 assert not list(local(plan.run.path).rglob("*.tmp"))
 assert plan.run.damaged_files([plan.run.ledger()]) == []
 # No shard was committed half, so more room is all that is missing.

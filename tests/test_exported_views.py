@@ -10,7 +10,7 @@ import pytest
 from queries.connection import connect, view_descriptions
 from queries.exported_views import NOTE, STORE_NOTE, write_views
 from schemas.errors import HeadcountError, QueryError
-from tests.toy_runs import Cell, Row, local, write_run
+from tests.toy_runs import Cell, Row, data_file, local, write_run
 
 
 def sink(row: Row) -> float:
@@ -80,7 +80,7 @@ def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
 
 def test_it_has_all_views_and_leaves_damage_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
-    file = local(run.data_file("heads", "none", 1))
+    file = local(data_file(run, "heads", "none", 1))
     file.write_bytes(file.read_bytes()[:-1])
     exported = write_views(str(tmp_path / "runs"), tmp_path / "head.db")
     assert len(exported.damage) == 1

@@ -15,6 +15,7 @@ from jobs.plan import make_plan, prepare_run
 from schemas.errors import ScanError
 from schemas.scan import parse_scan
 from tests.toy_models import BOS, gpt2, save_model, toy_info, toy_scan
+from tests.toy_runs import data_file
 from workers.inputs.sequences import Sequences, ShardInput
 from workers.replica import Replica
 from workers.shard import run_shard
@@ -217,7 +218,7 @@ def sequences_tables(
     rows: list[dict[str, Any]] = []
     for number in range(plan.sequences.shards):
         run_shard(replica, plan.run, plan.sequences.shard(number))
-        rows += pq.ParquetFile(plan.run.data_file("sequences", "none", number)).read().to_pylist()
+        rows += pq.ParquetFile(data_file(plan.run, "sequences", "none", number)).read().to_pylist()
     return rows
 
 

@@ -23,7 +23,7 @@ from schemas.damage import Damage
 from schemas.errors import RunError, ScanError
 from schemas.places import StorePath, names, place
 from schemas.run_directory import RunDirectory
-from tests.toy_runs import Row, local, write_run
+from tests.toy_runs import Row, data_file, local, write_run
 
 
 def constant_statistic(_: Row) -> float:
@@ -186,9 +186,9 @@ def test_a_driver_folds_while_outcomes_pass(
 
 def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory) -> None:
     fold(run.commits_directory, list(run.commits())[:5])
-    local(run.data_file("heads", "none", 2)).unlink()
-    local(run.data_file("heads", "none", 3)).write_bytes(b"")
-    local(run.data_file("heads", "none", 7)).write_bytes(b"")
+    local(data_file(run, "heads", "none", 2)).unlink()
+    local(data_file(run, "heads", "none", 3)).write_bytes(b"")
+    local(data_file(run, "heads", "none", 7)).write_bytes(b"")
     table = run.ledger()
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
     gone_damage = Damage(heads(2), [2], "is gone")
@@ -199,7 +199,7 @@ def test_files_are_held_to_their_commits_by_size_or_by_content(run: RunDirectory
     ]
     assert run.damaged_files([table]) == [gone_damage, *short_damage]
     for shard in (4, 8):
-        local(run.data_file("heads", "none", shard)).write_bytes(bytes(sizes[heads(shard)]))
+        local(data_file(run, "heads", "none", shard)).write_bytes(bytes(sizes[heads(shard)]))
     endless_damage = Damage(heads(8), [8], "does not end as a Parquet file does")
     assert run.damaged_files([table]) == [gone_damage, *short_damage, endless_damage]
     content_damage = [

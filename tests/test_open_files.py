@@ -123,7 +123,7 @@ def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
 
 
 def test_a_single_file_says_what_it_is_of(runs: Path) -> None:
-    (file,) = (runs / "runs").glob(f"run_id=a-*/heads/intervention={MASKED}/shard-000001.parquet")
+    (file,) = (runs / "runs").glob(f"run_id=a-*/heads/intervention={MASKED}/shard-000001-*.parquet")
     assert set(pandas.read_parquet(file)["intervention"]) == {MASKED}
     assert set(polars.read_parquet(file)["run_id"]) == {file.parts[-4].removeprefix("run_id=")}
     assert pq.read_schema(file).field("run_id").metadata[b"description"]

@@ -18,7 +18,7 @@ from jobs.plan import make_plan, prepare_run
 from schemas.errors import ModelError, ScanError
 from schemas.scan import Input, parse_scan
 from tests import toy_models as toy
-from tests.toy_runs import local
+from tests.toy_runs import data_file, local
 from workers.inputs.sequences import Sequences
 from workers.interventions import INTERVENTIONS, intervention, needs_partners
 from workers.model.model import bridge_of
@@ -242,7 +242,7 @@ def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
     for shard in range(2):
         run_shard(replica, plan.run, plan.sequences.shard(shard))
         rows = {
-            name: pq.read_table(local(plan.run.data_file("heads", name, shard)))[
+            name: pq.read_table(local(data_file(plan.run, "heads", name, shard)))[
                 "head_output_norm"
             ].to_numpy()
             for name in map(str, plan.scan.interventions)

@@ -28,7 +28,7 @@ from schemas.profiles.columns_and_diagonals import CANDIDATES
 from schemas.scan import parse_scan
 from tests import toy_models as toy
 from tests.toy_queries import queries_of
-from tests.toy_runs import local, read_manifest, write_run
+from tests.toy_runs import data_file, local, read_manifest, write_run
 from workers.engine.dense_pattern import DensePattern
 from workers.measurements.finite_checks import check_means
 from workers.measurements.profile_means import (
@@ -308,7 +308,7 @@ def aggregates_of_all_sequences(plan: Plan) -> Aggregates:
 
 
 def test_a_file_says_what_its_columns_mean(plan: Plan) -> None:
-    table = pq.ParquetFile(plan.run.data_file("profiles", "none", 1)).read()
+    table = pq.ParquetFile(data_file(plan.run, "profiles", "none", 1)).read()
     rows = table.drop_columns(["run_id", "intervention"])
     assert rows.schema.equals(schema_of_rows(KIND, PROFILES.values()))
     assert rows.column_names == [
@@ -329,7 +329,7 @@ def test_runs_from_before_there_were_dimensions_are_read_beside_others(
         for i in range(2)
     ]
     columns = [
-        pq.ParquetFile(run.data_file("profiles", "none", 0)).schema_arrow.names for run in runs
+        pq.ParquetFile(data_file(run, "profiles", "none", 0)).schema_arrow.names for run in runs
     ]
     assert ["dimension" in names_of_run for names_of_run in columns] == [False, True]
     question = "SELECT profile, count(*), count(lag), count(dimension) FROM profile_means"
@@ -340,7 +340,7 @@ def test_runs_from_before_there_were_dimensions_are_read_beside_others(
 
 
 def test_an_entry_lies_where_its_axes_say(plan: Plan) -> None:
-    table = pq.ParquetFile(plan.run.data_file("profiles", "none", 0)).read()
+    table = pq.ParquetFile(data_file(plan.run, "profiles", "none", 0)).read()
     for name, profile in PROFILES.items():
         rows = table.filter(pc.equal(table["profile"], name))  # pyright: ignore[reportAttributeAccessIssue]
         pairs = {
@@ -484,13 +484,13 @@ def test_a_lost_file_makes_its_shard_missing_and_a_resume_brings_the_same_rows(
     tmp_path: Path, model: Path, plan: Plan
 ) -> None:
     again = measure_shards(begin(tmp_path, model))
-    local(again.run.data_file("profiles", "zero_query_bias", 1)).unlink()
+    local(data_file(again.run, "profiles", "zero_query_bias", 1)).unlink()
     assert missing_shards(again).tolist() == [1]
     measure_shards(again)
     assert missing_shards(again).tolist() == []
     for shard in range(SHARDS):
         rows_again, rows_before = (
-            pq.ParquetFile(p.run.data_file("profiles", "zero_query_bias", shard)).read()
+            pq.ParquetFile(data_file(p.run, "profiles", "zero_query_bias", shard)).read()
             for p in (again, plan)
         )
         assert rows_again.drop_columns(["mean", "m2"]).equals(
@@ -531,7 +531,7 @@ def test_a_run_that_measured_other_profiles_is_not_gone_on_with(
 def test_what_a_plan_costs_counts_the_files(plan: Plan) -> None:
     without = make_plan(plan.scan.model_copy(update={"profiles": ()}), "toy")
     bytes_ = [measure_cost(p, passes=2, patience=0).bytes_on_disk for p in (plan, without)]
-    size = local(plan.run.data_file("profiles", "none", 0)).stat().st_size
+    size = local(data_file(plan.run, "profiles", "none", 0)).stat().st_size
     assert bytes_[0] - bytes_[1] == pytest.approx(2 * SHARDS * size, rel=0.2)
 
 

@@ -36,7 +36,7 @@ from schemas.errors import QueryError, RunError
 from schemas.kinds import TABLES
 from schemas.places import place
 from schemas.statistics import STATISTICS
-from tests.toy_runs import Cell, Row, connect_to_tables, local, read_manifest, write_run
+from tests.toy_runs import Cell, Row, connect_to_tables, data_file, local, read_manifest, write_run
 
 # All questions here go through `run_query`, which makes the views that they name.
 connect = partial(connect_eagerly, lazily=True)
@@ -343,7 +343,7 @@ def test_only_whole_committed_files_count(
     shutil.copy(home / "commits" / "shard-000000.json", home / "commits" / "shard-000004.json")
     content = (heads / "shard-000001.parquet").read_bytes()
     (heads / "shard-000001.parquet").write_bytes(content[:-1])
-    run.data_file("sequences", "none", 2).unlink()
+    data_file(run, "sequences", "none", 2).unlink()
     database = open_runs(tmp_path)
     connection = database.connection
     assert ask(connection, "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [(0,), (1,)]
@@ -382,7 +382,7 @@ def test_only_whole_committed_files_count(
 
 def test_a_file_of_the_right_size_without_content_does_not_count(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink_mass})
-    file = local(run.data_file("heads", "none", 0))
+    file = local(data_file(run, "heads", "none", 0))
     file.write_bytes(bytes(file.stat().st_size))
     assert ask(connect(tmp_path), "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [
         (2,),
@@ -405,7 +405,7 @@ def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
 def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", {"sink_mass": sink_mass}, commit=[0])
     outside = tmp_path / "outside.parquet"
-    shutil.copy(local(run.data_file("heads", "none", 0)), outside)
+    shutil.copy(local(data_file(run, "heads", "none", 0)), outside)
     commit = json.loads(run.commit_file(0).read_bytes())
     commit["files"][0]["path"] = "../outside.parquet"
     local(run.commit_file(0)).write_text(json.dumps(commit))

@@ -33,7 +33,7 @@ from schemas.errors import QueryError
 from schemas.scan import parse_scan
 from schemas.statistics import STATISTICS
 from tests.browser import chromium, cut_tables, requested_urls
-from tests.toy_runs import Cell, Row, local, write_run
+from tests.toy_runs import Cell, Row, data_file, local, write_run
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -663,7 +663,7 @@ def damage_content(file: Path) -> str:
 def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table: str) -> None:
     run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
     # The commit is changed to the damaged content: otherwise its shard would be left out.
-    digest = damage_content(local(run.data_file(table, "none", 0)))
+    digest = damage_content(local(data_file(run, table, "none", 0)))
     commit = json.loads(run.commit_file(0).read_bytes())
     for file in commit["files"]:
         file["digest"] = digest if file["table"] == table else file["digest"]
@@ -676,7 +676,7 @@ def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table
 
 def test_a_report_leaves_out_damaged_shards_and_says_so(tmp_path: Path) -> None:
     run = write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=["Github"])
-    damage_content(local(run.data_file("heads", "none", 0)))
+    damage_content(local(data_file(run, "heads", "none", 0)))
     warnings: list[str] = []
     write_report(open_runs(tmp_path, tell=warnings.append), tmp_path / "report.html")
     assert warnings == [

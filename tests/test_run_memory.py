@@ -20,7 +20,7 @@ from schemas.commits import Commit, read_commit
 from schemas.places import Place, write_whole
 from schemas.run_directory import RunDirectory
 from tests.s3_server import S3Server
-from tests.toy_runs import Row, local, write_run
+from tests.toy_runs import Row, data_file, local, write_run
 
 TICK = 0.2
 """Seconds that a tick is taken to last here. Clocks of this machine tick in thousandths."""
@@ -90,7 +90,7 @@ def test_an_unchanged_run_is_read_twice_and_then_never(looks: Looks) -> None:
 @pytest.mark.usefixtures("short_tick")
 def test_every_change_is_seen(looks: Looks, tmp_path: Path) -> None:
     directory = looks.directory
-    heads = local(directory.data_file("heads", "none", 1))
+    heads = local(data_file(directory, "heads", "none", 1))
     content = heads.read_bytes()
     commit = local(directory.commit_file(3)).read_bytes()
     run = looks.settle()
@@ -221,7 +221,7 @@ def test_refreshed_runs_are_opened_again_only_for_news(tmp_path: Path) -> None:
         assert runs.database is not database
         toy = write_run(tmp_path, "b-1", {"entropy": lambda row: 1.0})
         assert len(runs.refresh().sql(question)) == 2
-        os.unlink(local(toy.data_file("heads", "none", 0)))
+        os.unlink(local(data_file(toy, "heads", "none", 0)))
         with pytest.warns(UserWarning, match="is gone"):
             runs.refresh()
         assert sorted(runs.sql(question).rows()) == [(1,), (4,)]

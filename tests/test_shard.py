@@ -22,7 +22,7 @@ from jobs.run_loop import missing_shards
 from schemas.errors import RunError
 from schemas.places import write_whole
 from schemas.scan import parse_scan
-from tests.toy_runs import local
+from tests.toy_runs import data_file, local
 from workers.replica import Replica
 from workers.shard import record_failure, run_shard
 
@@ -70,21 +70,27 @@ def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:
         for p in local(plan.run.path).rglob("*")
         if p.is_file()
     )
-    assert names == [
-        "commits/shard-000000.json",
-        "commits/shard-000001.json",
-        "heads/intervention=none/shard-000000.parquet",
-        "heads/intervention=none/shard-000001.parquet",
-        "manifest.json",
-        "scan.toml",
-        "sequences/intervention=none/shard-000000.parquet",
-        "sequences/intervention=none/shard-000001.parquet",
+    files = [file for commit in plan.run.commits() for file in commit.files]
+    assert names == sorted(
+        [
+            "commits/shard-000000.json",
+            "commits/shard-000001.json",
+            "manifest.json",
+            "scan.toml",
+            *(file.path for file in files),
+        ]
+    )
+    # No name is ever used for two contents.
+    assert [file.path for file in files] == [
+        f"{table}/intervention=none/shard-{shard:06d}-{files[2 * shard + i].digest[:8]}.parquet"
+        for shard in range(2)
+        for i, table in enumerate(("heads", "sequences"))
     ]
     assert plan.run.scan_file.read_bytes() == b"# as submitted\n"
 
 
 def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
-    table = pq.ParquetFile(plan.run.data_file("heads", "none", 1)).read()
+    table = pq.ParquetFile(data_file(plan.run, "heads", "none", 1)).read()
     assert table.num_rows == 2 * 2 * 8
     keys = list(
         zip(*(table[name].to_pylist() for name in ("layer", "sequence", "head")), strict=True)
@@ -99,14 +105,14 @@ def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
 
 def test_every_file_says_its_run_and_its_intervention(plan: Plan) -> None:
     for table in ("heads", "sequences"):
-        rows = pq.ParquetFile(plan.run.data_file(table, "none", 1)).read()
+        rows = pq.ParquetFile(data_file(plan.run, table, "none", 1)).read()
         assert rows.column_names[:2] == ["run_id", "intervention"]
         assert set(rows["run_id"].to_pylist()) == {plan.run.run_id}
         assert set(rows["intervention"].to_pylist()) == {"none"}
 
 
 def test_files_say_what_their_columns_mean(plan: Plan) -> None:
-    schema = pq.read_schema(plan.run.data_file("heads", "none", 0))
+    schema = pq.read_schema(data_file(plan.run, "heads", "none", 0))
     field = schema.field("sink_mass").metadata
     assert field[b"unit"] == b"probability"
     assert field[b"range"] == b"[0, 1]"
@@ -114,8 +120,8 @@ def test_files_say_what_their_columns_mean(plan: Plan) -> None:
 
 
 def test_undefined_is_null_and_never_zero(plan: Plan) -> None:
-    heads = pq.ParquetFile(plan.run.data_file("heads", "none", 0)).read()
-    sequences = pq.ParquetFile(plan.run.data_file("sequences", "none", 0)).read()
+    heads = pq.ParquetFile(data_file(plan.run, "heads", "none", 0)).read()
+    sequences = pq.ParquetFile(data_file(plan.run, "sequences", "none", 0)).read()
     # Distinct tokens: nothing repeats, so there is nothing to score.
     assert heads["induction_score"].null_count == heads.num_rows
     assert heads["match_coverage"].to_pylist() == [0.0] * heads.num_rows
@@ -128,7 +134,7 @@ def test_undefined_is_null_and_never_zero(plan: Plan) -> None:
 
 
 def test_sequences_hold_the_tokens(plan: Plan) -> None:
-    table = pq.ParquetFile(plan.run.data_file("sequences", "none", 1)).read()
+    table = pq.ParquetFile(data_file(plan.run, "sequences", "none", 1)).read()
     assert table["tokens"].to_pylist() == plan.sequences.shard(1).tokens.tolist()
     assert table["n_tokens"].to_pylist() == [5, 5]
 
@@ -144,7 +150,7 @@ def test_a_commit_counts_what_was_written(plan: Plan) -> None:
 
 def test_a_damaged_file_makes_its_shard_missing_again(plan: Plan) -> None:
     assert missing_shards(plan).tolist() == []
-    path = local(plan.run.data_file("heads", "none", 1))
+    path = local(data_file(plan.run, "heads", "none", 1))
     commit = local(plan.run.commit_file(1))
     content, committed = path.read_bytes(), commit.read_bytes()
     try:

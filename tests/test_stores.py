@@ -32,7 +32,7 @@ from schemas.run_directory import find_runs
 from schemas.scan import parse_scan
 from tests.s3_server import Rule, S3Server
 from tests.toy_replica import ToyReplica
-from tests.toy_runs import Row, connect_to_tables, local, write_run
+from tests.toy_runs import Row, connect_to_tables, data_file, local, write_run
 from workers.replica import Replica
 from workers.shard import run_shard
 
@@ -144,7 +144,7 @@ def test_planning_again_finds_the_run_and_its_index(measured_plan: Plan) -> None
 def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan) -> None:
     write_whole(place("s3://bucket/other/secret.parquet"), b"PAR1")
     connection = connect(measured_plan.scan.out)
-    inside = f"{measured_plan.run.path}/heads/intervention=none/shard-000000.parquet"
+    inside = data_file(measured_plan.run, "heads", "none", 0)
     assert len(list(run_query(connection, f"SELECT DISTINCT sequence FROM '{inside}'").rows())) == 2
     for outside in (
         "s3://bucket/other/secret.parquet",
@@ -191,7 +191,7 @@ def test_folding_and_compacting_in_a_store(store: S3Server) -> None:
 def test_damage_in_a_store_is_found_by_size_or_by_reading(store: S3Server) -> None:
     plan = plan_of("damaged", "s3://bucket/damaged")
     measure(plan)
-    file = plan.run.data_file("heads", "none", 1)
+    file = data_file(plan.run, "heads", "none", 1)
     whole = file.read_bytes()
     write_whole(file, whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
     # Nothing is read for a question; everything is for a check.
@@ -329,7 +329,7 @@ def test_a_store_that_refuses_is_one_clear_line(store: S3Server) -> None:
     plan = plan_of("refused", "s3://bucket/refused")
     store.set_rules(Rule({"status": 403}, method="PUT", count=None))
     with pytest.raises(
-        RunError, match=r"heads/.*shard-000000\.parquet: cannot be written .*ACCESS_DENIED"
+        RunError, match=r"heads/.*shard-000000-\w{8}\.parquet: cannot be written .*ACCESS_DENIED"
     ):
         measure(plan)
     store.set_rules(Rule({"status": 403}, count=None))

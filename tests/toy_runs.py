@@ -20,9 +20,9 @@ from schemas.digests import digest_of
 from schemas.kinds import table_schema
 from schemas.manifest import Manifest
 from schemas.parquet import parquet_bytes
-from schemas.places import Place
+from schemas.places import Place, names
 from schemas.profiles import PROFILES
-from schemas.run_directory import RunDirectory
+from schemas.run_directory import RunDirectory, data_path
 from schemas.statistics import KIND, Statistic
 from schemas.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, chance_column
 from schemas.tables import PROFILES as PROFILES_TABLE
@@ -321,7 +321,8 @@ def _sequences(
 def _write(
     run: RunDirectory, table: str, intervention: str, shard: int, content: pa.Table
 ) -> DataFile:
-    path = local(run.data_file(table, intervention, shard))
+    # Digests in names would make each expected text unreadable. Readers follow any name.
+    path = local(run.path) / data_path(table, intervention, f"shard-{shard:06d}.parquet")
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"run_id": run.run_id, "intervention": intervention}
     file = parquet_bytes(content.replace_schema_metadata(metadata))
@@ -350,6 +351,13 @@ def _range(statistic: Statistic, values: Iterable[float | None]) -> dict[str, li
 def _fingerprint(name: str, fingerprints: Mapping[str, str] | None) -> dict[str, str]:
     """The fingerprint that a statistic has instead of its own, if there is one."""
     return {"fingerprint": fingerprints[name]} if fingerprints and name in fingerprints else {}
+
+
+def data_file(run: RunDirectory, table: str, intervention: str, shard: int) -> Place:
+    """The only file with a shard's rows of one table, whatever its digest is."""
+    directory = (run.path / data_path(table, intervention, "any")).parent
+    (name,) = [n for n in names(directory) if n.startswith(f"shard-{shard:06d}")]
+    return directory / name
 
 
 def read_manifest(directory: RunDirectory) -> dict[str, Any]:

@@ -6,26 +6,27 @@ its commit exists, whenever this process dies.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import socket
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from schemas.commits import Commit, DataFile, Failure
+from schemas.commits import Commit, DataFile, Failure, delete
 from schemas.digests import digest_of
-from schemas.errors import HeadcountError, RunError
+from schemas.errors import HeadcountError, RunError, WriteError
 from schemas.kinds import TABLES, kinds_of, table_schema
 from schemas.parquet import parquet_bytes, table_of
 from schemas.places import write_whole
-from schemas.run_directory import RunDirectory, data_path
+from schemas.run_directory import RunDirectory, data_path, shard_file_name
 from schemas.scan import Scan
 from schemas.tables import SEQUENCES, Table, with_partitions
 from workers.inputs.sequences import ShardInput
@@ -78,15 +79,19 @@ def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
 def commit_shard(scan: Scan, run: RunDirectory, measured: MeasuredShard, attempt: int) -> Commit:
     """Write a measured shard's tables, then its commit; a shard that is committed is left as it is.
 
-    Every attempt writes files of the same names, and two attempts may differ in the last bit. A
-    late one must not write: it would leave files that the commit of the other does not describe.
+    The files of two attempts have names of their own, and the first commit counts. A late attempt
+    takes back what it has written.
     """
     began = time.perf_counter()
     shard = measured.input
+    files = _write_tables(scan, run, measured)
+    # As late as possible, because a store cannot refuse a second commit.
     committed = _committed_meanwhile(scan, run, shard)
     if committed is not None:
+        # If that fails, whoever finishes the run tries again.
+        with contextlib.suppress(OSError):
+            delete(run.path / file.path for file in files if file not in committed.files)
         return committed
-    files = _write_tables(scan, run, measured)
     commit = Commit(
         run_id=run.run_id,
         shard=shard.shard,
@@ -156,15 +161,16 @@ def _write_table(
     run: RunDirectory, table: str, intervention: str, shard: int, rows: pa.Table
 ) -> DataFile:
     content = parquet_bytes(with_partitions(rows, run.run_id, intervention))
-    file = run.data_file(table, intervention, shard)
-    write_whole(file, content)
+    digest = digest_of(content)
+    path = data_path(table, intervention, shard_file_name(shard, digest))
+    write_whole(run.path / path, content)
     return DataFile(
         table=table,
         intervention=intervention,
-        path=data_path(table, intervention, file.name),
+        path=path,
         rows=rows.num_rows,
         bytes=len(content),
-        digest=digest_of(content),
+        digest=digest,
     )
 
 
@@ -242,7 +248,7 @@ def failure_of(shard: int, error: Exception) -> Failure:
     An error of ours says enough. For another one, the line adds its type and where it came from.
     """
     if isinstance(error, HeadcountError):
-        return Failure(shard, str(error))
+        return Failure(shard, str(error), isinstance(error, WriteError))
     origin = traceback.extract_tb(error.__traceback__)[-1]
     return Failure(shard, f"{type(error).__name__}: {error} ({origin.name}, line {origin.lineno})")
 
@@ -255,5 +261,7 @@ def note_failure(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
     try:
         record_failure(run, failure.shard, attempt, failure.error)
     except HeadcountError as error:
-        return Failure(failure.shard, f"{failure.error}; {error}")
+        # What does not take a shard does not take the note either, for the same reason.
+        if not failure.of_writing:
+            return replace(failure, error=f"{failure.error}; {error}")
     return failure
