@@ -26,6 +26,7 @@ from queries.rollup_views import (
 from queries.run import ReadRun, Run, read_run, read_runs
 from queries.shipped_views import BLIND, QUERIES, ShippedViews
 from queries.sql_text import quoted_name, text_literal
+from queries.standard_errors import create_error_macros
 from queries.stores import CommittedObject, committed_objects, register_stores
 from queries.table_sql import (
     SOURCES,
@@ -128,6 +129,7 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: boo
         _create_source(
             connection, source.name, _empty_table(source.table, measured[source.table.name])
         )
+    create_error_macros(connection)
     _create_table(connection, "runs", run_tables.runs_table([]))
     _create_table(connection, "shards", run_tables.shards_table([]))
     _create_table(connection, "statistics", run_tables.statistics_table(runs))
