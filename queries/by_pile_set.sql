@@ -38,7 +38,8 @@ WITH
             ) AS 'sums_\0'
         FROM measured
         JOIN origins USING (run_id, sequence)
-        JOIN ledger.documents USING (run_id, intervention, sequence)
+        JOIN (SELECT run_id, intervention, sequence, document FROM ledger.documents)
+            USING (run_id, intervention, sequence)
         JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
         WHERE pile_set_name IS NOT NULL
         GROUP BY ALL

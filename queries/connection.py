@@ -241,14 +241,14 @@ def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
         for name in SOURCES:
             cursor.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS FROM ledger.{name}_content")
         tables = cursor.get_table_names(sql, qualified=True)
-    except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
-        shipped = OPENED[connection].shipped
-        if shipped.names_macro(sql):
-            # DuckDB names the tables without the values of parameters, which some macros need.
-            code = shipped.code_of(sql)
-            # Internal views do not say which tables they read.
-            names_internals = "ledger." in code
-            return [name for name in SOURCES if names_internals or name in code]
+    except duckdb.BinderException:
+        # DuckDB names the tables without the values of parameters, which some macros need, and
+        # without the columns of views, which `JOIN … USING` needs. So any name in the text counts.
+        code = OPENED[connection].shipped.code_of(sql)
+        # Internal views do not say which tables they read.
+        names_internals = "ledger." in code
+        return [name for name in SOURCES if names_internals or name in code]
+    except (duckdb.CatalogException, duckdb.ParserException):
         # A mistake in the question. The user hears of it when the question is asked.
         return []
     except duckdb.Error:

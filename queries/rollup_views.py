@@ -229,8 +229,7 @@ def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
             var_pop({value}) * count({value}) AS document_m2,
             0 AS document_product,
             count({value}) AS document_squares
-        FROM (FROM {_rows(keys)} JOIN ledger.documents USING (run_id, intervention, sequence))
-        {statistic.condition}
+        FROM {_ROWS_WITH_DOCUMENTS} {statistic.condition}
         GROUP BY ALL"""
 
 
@@ -270,13 +269,20 @@ def _keys_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
     return ", ".join(constant if key == "statistic" else key for key in keys)
 
 
+# Not JOIN … USING: while DuckDB names the tables of a question, it knows no columns of views.
+_ROWS_WITH_DOCUMENTS = """(
+            SELECT measured.*, origins.document, origins.pile_set_name
+            FROM ledger.unrolled_heads AS measured
+            JOIN ledger.unrolled_documents AS origins
+                ON origins.run_id = measured.run_id
+                AND origins.intervention = measured.intervention
+                AND origins.sequence = measured.sequence
+        )"""
+
+
 def _rows(keys: Sequence[str]) -> str:
     """The rows of heads, with the part of the Pile if it is among the keys."""
-    if "pile_set_name" not in keys:
-        return "ledger.unrolled_heads"
-    return """ledger.unrolled_heads JOIN (
-            SELECT run_id, intervention, sequence, pile_set_name FROM ledger.unrolled_sequences
-        ) USING (run_id, intervention, sequence)"""
+    return _ROWS_WITH_DOCUMENTS if "pile_set_name" in keys else "ledger.unrolled_heads"
 
 
 def _union(selects: Iterable[str]) -> str:

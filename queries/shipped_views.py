@@ -75,10 +75,6 @@ class ShippedViews:
             [question.lower(), *(self.queries[n].code for n in self.named_in(question))]
         )
 
-    def names_macro(self, question: str) -> bool:
-        """Whether a question may stand on a query with parameters."""
-        return any(self.queries[name].parameters for name in self.named_in(question))
-
     def _with_foundations(self, names: Iterable[str]) -> list[str]:
         ordered: dict[str, None] = {}
         seen: set[str] = set()

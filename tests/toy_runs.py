@@ -173,7 +173,13 @@ class ToyRun:
         tables = {
             "heads": _heads(rows, self.cells, self.statistics, self.family, shard),
             "sequences": _sequences(
-                span, self.statistics, self.family, shard, self.n_ctx, origins, documents,
+                span,
+                self.statistics,
+                self.family,
+                shard,
+                self.n_ctx,
+                origins,
+                documents,
                 self.chance,
             ),
         }

@@ -75,7 +75,9 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
     Without parts, a cell is a head.
     """
     number = sequences["sequence"].to_numpy()
-    parts, part = _coded(sequences["pile_set_name"].to_pylist() if by_part else [None] * len(number))
+    parts, part = _coded(
+        sequences["pile_set_name"].to_pylist() if by_part else [None] * len(number)
+    )
     document = _documents(sequences)
     open_documents, open_document = _coded(
         np.where(_may_go_on(number, document), document, None).tolist()
