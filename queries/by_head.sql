@@ -1,7 +1,7 @@
 -- Mean and standard deviation of every statistic over the sequences of a run, per head.
 -- Both leave out NULL, which means undefined.
 -- sd is the sample standard deviation, to 1e-6 of itself or 2e-8 of the mean. It is NULL for a
--- single sequence.
+-- single sequence. Errors of these means, over documents: head_summaries.
 WITH
     measured AS (
         SELECT
@@ -31,7 +31,8 @@ WITH
                         - COLUMNS('^value_(.*)$') * COLUMNS('^value_(.*)$')
                     )
                 )
-                / nullif(count(COLUMNS('^value_(.*)$')) - 1, 0)
+                -- Of no value or one there is no spread.
+                / nullif(greatest(count(COLUMNS('^value_(.*)$')) - 1, 0), 0)
             ) AS 'sd_\1'
         FROM measured
         GROUP BY ALL

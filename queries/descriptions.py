@@ -32,7 +32,8 @@ _SUMMARY_COLUMNS = {
     "undefined": "Sequences on which it is NULL.",
     "mean": "Mean over the sequences on which it is defined.",
     "sd": "Standard deviation over these sequences. NULL for a single one.",
-    "standard_error": "Standard error of the mean, sd / √count.",
+    "standard_error": "Standard error of the mean, over documents. NULL for a single one.",
+    "documents": "Documents among the sequences on which the statistic is defined.",
     "minimum": "Smallest value.",
     "maximum": "Largest value.",
 }
@@ -51,7 +52,8 @@ COLUMNS_OF_VIEWS: dict[str, dict[str, str]] = {
         "count": "Sequences, over all shards.",
         "mean": "Mean over the sequences of all shards.",
         "sd": "Standard deviation over the sequences. NULL for a single one.",
-        "standard_error": "Standard error of the mean, sd / √count.",
+        "standard_error": "Standard error of the mean, sd / √count, as if every sequence were a "
+        "document of its own.",
     },
     "head_summaries": _SUMMARY_COLUMNS,
     "part_summaries": _SUMMARY_COLUMNS,
@@ -78,7 +80,8 @@ SHARED_COLUMNS = {
     "statistic": "Statistic that the row is about.",
     "pairs": "Sequences on which both sides are defined.",
     "change": "Mean over the pairs of one side minus the other.",
-    "standard_error": "Standard error of the mean change. NULL for a single pair.",
+    "standard_error": "Standard error of the mean change, over documents. NULL for a single one.",
+    "documents": "Documents among these sequences. Of synthetic input each sequence is one.",
     "untouched": "Mean over the pairs without an intervention.",
     "edited": "Mean over the pairs under the intervention.",
     "other_run": "Run that run_id is compared with.",
@@ -91,7 +94,7 @@ SHARED_COLUMNS = {
 PREFIXES = {
     "mean_": "Mean over sequences: ",
     "sd_": "Standard deviation over sequences: ",
-    "se_": "Standard error of the mean over sequences: ",
+    "se_": "Standard error of the mean, over documents: ",
     "max_": "Largest mean of a head: ",
 }
 """What views put before the name of a column that they sum up, and what it means."""

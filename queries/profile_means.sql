@@ -1,5 +1,7 @@
 -- Every entry of every profile over all sequences of a run: the means of its shards, merged.
 -- n = Σ n_s, mean = Σ n_s mean_s / n, M2 = Σ M2_s + Σ n_s (mean_s - mean)², over the shards s.
+-- standard_error takes sequences for independent: profiles keep no documents. Where documents are
+-- longer than a sequence it is too small.
 -- head is NULL if all heads of a layer share the values.
 -- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
 WITH
@@ -37,8 +39,8 @@ SELECT
     run_id, model, n_ctx, intervention, profile, layer, head,
     'L' || layer || 'H' || head AS label,
     query, key, lag, dimension, component, other_component, candidate, count, mean,
-    sqrt(m2 / nullif(count - 1, 0)) AS sd,
-    sqrt(m2 / nullif(count - 1, 0) / count) AS standard_error
+    standard_deviation(m2, count) AS sd,
+    standard_error(m2, count, count) AS standard_error
 FROM merged
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension,

@@ -25,6 +25,7 @@ from queries.head_curves import (
     profile_curves_sql,
 )
 from queries.sql_text import quoted_name, text_literal
+from queries.standard_errors import errors_sql
 from schemas.errors import QueryError, unknown
 
 MOST_STATISTICS = 12
@@ -152,6 +153,12 @@ class Scope(_Closed):
         if self.part is None:
             return f"head_summaries{where(conditions)}"
         return f"part_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
+
+    @property
+    def documents(self) -> str:
+        """What to join rows with, for their documents: a table of the sequences of the run."""
+        of_run = where(self.conditions_on_run)
+        return f"(SELECT sequence, document FROM ledger.documents{of_run}) USING (sequence)"
 
     @property
     def conditions_on_layers(self) -> list[str]:
@@ -487,7 +494,7 @@ class Cube(HeadQuestion):
         return Answer({"rows": row_count}, (counts, sums, defined, picked.astype(np.uint32)))
 
 
-_SUMMARY = "statistic, count, mean, sd, standard_error, minimum, maximum"
+_SUMMARY = "statistic, count, mean, sd, standard_error, documents, minimum, maximum"
 
 
 class Card(HeadQuestion):
@@ -519,22 +526,28 @@ class Card(HeadQuestion):
         return f"SELECT {_SUMMARY} FROM {self.scope.summaries(self.head.conditions)}"
 
     def _from_rows(self, facts: RunFacts) -> str:
-        """The same rows, in one pass over those of the head."""
+        """The same rows, from those of the head."""
         names = ", ".join(map(quoted_name, facts.statistics))
-        rows = f"SELECT {names} FROM heads{where(self.conditions(facts, sampled=True))}"
-        aggregates = ("count", "avg", "stddev_samp", "min", "max")
-        columns = ", ".join(
-            f"[{', '.join(f'{function}({quoted_name(name)})' for name in facts.statistics)}]"
-            for function in aggregates
-        )
-        statistics = ", ".join(map(text_literal, facts.statistics))
-        return (
-            "SELECT statistic, count, mean, sd, sd / sqrt(count) AS standard_error, minimum, "
-            f"maximum FROM (SELECT unnest([{statistics}]) AS statistic, "
-            "unnest(counts) AS count, unnest(means) AS mean, unnest(sds) AS sd, "
-            "unnest(minima) AS minimum, unnest(maxima) AS maximum "
-            f"FROM (SELECT {columns} FROM ({rows})) AS t(counts, means, sds, minima, maxima))"
-        )
+        rows = f"SELECT sequence, {names} FROM heads{where(self.conditions(facts, sampled=True))}"
+        return f"""
+            WITH
+                measured AS MATERIALIZED (
+                    SELECT document, statistic, value
+                    FROM (SELECT document, {names} FROM ({rows}) JOIN {self.scope.documents})
+                    UNPIVOT INCLUDE NULLS (value FOR statistic IN ({names}))
+                ),
+                spreads AS (
+                    SELECT
+                        statistic, count(value) AS count, avg(value) AS mean,
+                        stddev_samp(value) AS sd, min(value) AS minimum, max(value) AS maximum
+                    FROM measured
+                    GROUP BY statistic
+                ),
+                errors AS (
+                    SELECT statistic, standard_error, documents
+                    FROM ({errors_sql("statistic", "measured")})
+                )
+            SELECT {_SUMMARY} FROM spreads JOIN errors USING (statistic)"""
 
     def _with_chance(self, facts: RunFacts) -> list[str]:
         return [name for name in facts.statistics if name in facts.chance]
@@ -579,22 +592,20 @@ class Parts(HeadQuestion):
             conditions.append(f"statistic = {text_literal(self.statistic)}")
             return [
                 Statement(
-                    "SELECT pile_set_name AS part, count, mean, standard_error FROM "
+                    "SELECT pile_set_name AS part, count, mean, standard_error, documents FROM "
                     f"part_summaries{where(conditions)} {order}"
                 )
             ]
         whole = self.model_copy(update={"scope": self.scope.model_copy(update={"part": None})})
         rows = where(whole.conditions(facts, sampled=True))
         value = quoted_name(self.statistic)
-        return [
-            Statement(
-                f"SELECT pile_set_name AS part, count({value}) AS count, avg({value}) AS mean, "
-                f"stddev_samp({value}) / sqrt(count({value})) AS standard_error "
-                f"FROM (SELECT sequence, {value} FROM heads{rows}) "
-                "JOIN (SELECT sequence, pile_set_name FROM sequences"
-                f"{where(self.scope.conditions_on_run)}) USING (sequence) GROUP BY ALL {order}"
-            )
-        ]
+        of_run = where(self.scope.conditions_on_run)
+        measured = f"""
+            SELECT pile_set_name AS part, document, {value} AS value
+            FROM (SELECT sequence, {value} FROM heads{rows})
+            JOIN (SELECT sequence, pile_set_name FROM sequences{of_run}) USING (sequence)
+            JOIN {self.scope.documents}"""
+        return [Statement(f"{errors_sql('part', f'({measured})')} {order}")]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each part."""

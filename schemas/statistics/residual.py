@@ -10,7 +10,7 @@ def sink_resid_post_massive(resid_post: Tensor) -> Tensor:
     for all heads of a layer.
 
     #{d : |resid_post[0,d]| > 100 and |resid_post[0,d]| > 1000 m}, m = median over d and k of
-    |resid_post[16 k,d]|
+    |resid_post[16 k,d]|, the lower of the two in the middle
 
     The median of the whole stream would take a fifth of a layer's time on a CPU. Every sixteenth
     position gives the same numbers.
