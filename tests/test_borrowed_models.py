@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import nn
 
 import headcount
 from tests.toy_models import D_VOCAB, family, gpt2
+from workers.model.rotations import IS_NOTED
 
 TOKENS = torch.randint(D_VOCAB, (3, 12), generator=torch.Generator().manual_seed(1))
 FAMILIES = {
@@ -217,3 +220,51 @@ def test_a_bridge_with_other_logits_does_not_measure(kind: Any) -> None:
     with pytest.raises(headcount.Error, match=r"does not compute the logits of GPTNeoXForCausalLM"):
         headcount.measure(model, TOKENS, ["entropy"], engine="dense")
     assert np.ptp(headcount.measure(model, TOKENS, ["entropy"])["entropy"].to_numpy()) > 0
+
+
+# What a measurement leaves behind
+
+
+def test_four_threads_measure_one_model_alike() -> None:
+    model = model_of("llama")
+    expected = headcount.measure(copy.deepcopy(model), TOKENS, FEW)
+    with ThreadPoolExecutor(4) as threads:
+        measured = [threads.submit(headcount.measure, model, TOKENS, FEW) for _ in range(12)]
+    for rows in measured:
+        assert rows.result().equals(expected)
+
+
+def gradients_of_a_step(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of one training step of a copy."""
+    copied = copy.deepcopy(model).train()
+    torch.manual_seed(0)  # For dropout.
+    copied(TOKENS, labels=TOKENS).loss.backward()
+    return {name: weight.grad for name, weight in copied.named_parameters()}
+
+
+@pytest.mark.parametrize("engine", ["fused", "dense"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_libraries_are_as_before_when_a_model_is_measured(name: str, engine: Any) -> None:
+    from transformer_lens.model_bridge.sources.transformers import helpers, source
+
+    model = model_of(name)
+    files = [sys.modules[type(model).__module__], sys.modules["transformers.activations"]]
+    before = [vars(file).copy() for file in [*files, helpers, source]]
+    assert not any(hasattr(value, IS_NOTED) for names in before for value in names.values())
+    gradients = gradients_of_a_step(model)
+    headcount.measure(model, TOKENS, "all", engine=engine)
+    for file, names in zip([*files, helpers, source], before, strict=True):
+        assert all(vars(file)[key] is value for key, value in names.items())
+    for key, gradient in gradients_of_a_step(model).items():
+        assert torch.equal(gradient, gradients[key]), key
+
+
+def test_a_pass_that_fails_leaves_the_libraries_as_before() -> None:
+    from transformers.models.llama import modeling_llama
+
+    model = model_of("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(torch.nan)
+    with pytest.raises(headcount.Error):
+        headcount.measure(model, TOKENS, FEW)
+    assert not hasattr(modeling_llama.apply_rotary_pos_emb, IS_NOTED)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -135,10 +136,9 @@ def _boot_hugging_face(
     """The bridge of a model of transformers, which is used up, and shares the tensors of `bare`."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    _forbid_installs()
     _fuse_gelu(model)
     try:
-        with _stub_tokenizer() as tokenizer:
+        with _stub_tokenizer() as tokenizer, _without_installs():
             bridge = TransformerBridge.boot_transformers(
                 info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
             )
@@ -156,25 +156,20 @@ def _boot_hugging_face(
     return BootedBridge(bridge, modules)
 
 
-def _forbid_installs() -> None:
-    """Keep TransformerLens from installing packages while it loads a model.
+@contextmanager
+def _without_installs() -> Iterator[None]:
+    """Within it, TransformerLens installs no packages while it loads a model.
 
     For a model that also sees images it runs `pip install torchvision`, which brings another torch.
     """
     from transformer_lens.model_bridge.sources.transformers import helpers, source
 
     # The first installs; the second asks for it, to prepare images that nobody shows the model.
-    helpers._ensure_torchvision = _not_installed
-    importer: Any = source
-    importer.load_modality_processor = _without_processor
-
-
-def _not_installed() -> bool:
-    return False
-
-
-def _without_processor(*_arguments: object) -> None:
-    return None
+    with (
+        mock.patch.object(helpers, "_ensure_torchvision", return_value=False),
+        mock.patch.object(source, "load_modality_processor", return_value=None),
+    ):
+        yield
 
 
 def _pretrained(info: ModelInfo, dtype: torch.dtype) -> nn.Module:

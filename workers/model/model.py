@@ -606,7 +606,7 @@ class Model:
         """One forward pass of the bare modules, with `attend` as their attention."""
         # Hugging Face would keep all keys and values for a next token, which is never asked for.
         options = {"use_cache": False} if self.info.layout == "huggingface" else {}
-        with attending(attend):
+        with attending(self.bare, attend):
             self.bare(tokens, **options)
 
     def run_with_hooks(self, tokens: Tensor, hooks: Sequence[tuple[str, Hook]]) -> None:
