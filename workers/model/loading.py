@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,10 @@ LEGACY_FIELDS = (
 """Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
 
 
+STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
+"""Names of causal masks, which older versions of transformers stored for GPT-2 and GPT-Neo."""
+
+
 class LoadedModules(NamedTuple):
     """The bare modules, those of them that are the layers, and how their bridge is booted."""
 
@@ -55,6 +60,8 @@ class LoadedModules(NamedTuple):
     boot: Callable[[], BootedBridge]
     has_booted: bool = False
     """Whether the bridge is there already."""
+    unused: tuple[str, ...] = ()
+    """Names of tensors in the files that have no place in the modules."""
 
 
 def load_model(
@@ -67,9 +74,10 @@ def load_model(
 
 def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
     """A model from its modules; `weights` is `raw` or `folded`."""
+    unused = loaded.unused
     if weights == "folded":
         loaded = _folded(info, loaded)
-    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot)
+    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot, unused)
     model.settle_attention()
     if loaded.has_booted:
         model.boot_bridge()  # It costs no more than its check.
@@ -102,7 +110,8 @@ def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
 
 
 def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
-    return bridgeable(info, _pretrained(info, dtype), device, dtype)
+    model, unused = _pretrained(info, dtype)
+    return bridgeable(info, model, device, dtype)._replace(unused=unused)
 
 
 def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) -> LoadedModules:
@@ -172,8 +181,10 @@ def _without_installs() -> Iterator[None]:
         yield
 
 
-def _pretrained(info: ModelInfo, dtype: torch.dtype) -> nn.Module:
-    """The model of the library transformers; missing weights are refused."""
+def _pretrained(info: ModelInfo, dtype: torch.dtype) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model of the library transformers, and which tensors it does not use; missing weights are
+    refused.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
@@ -198,7 +209,9 @@ def _pretrained(info: ModelInfo, dtype: torch.dtype) -> nn.Module:
             f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} "
             f"({len(absent)} in all)"
         )
-    return model
+    # What the library knows to ignore is not among them.
+    unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
+    return model, tuple(sorted(unused))
 
 
 class _InPlaceGelu(nn.Module):

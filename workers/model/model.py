@@ -117,13 +117,16 @@ class Model:
         blocks: Sequence[nn.Module],
         known: dict[str, list[nn.Module]],
         boot: Callable[[], BootedBridge],
+        unused_weights: Sequence[str] = (),
     ) -> None:
         """`known` are the modules of `BootedBridge`, as far as they are known without the bridge.
-        `blocks` are the bare modules of the layers.
+        `blocks` are the bare modules of the layers. `unused_weights` are the tensors of its files
+        that have no place in the modules.
         """
         self.info = info
         self.bare = bare
         self.blocks = list(blocks)
+        self.unused_weights = unused_weights
         self._known = known
         self._boot = boot
         self._booted: BootedBridge | None = None
