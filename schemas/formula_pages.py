@@ -12,7 +12,7 @@ from pathlib import Path
 from sys import modules
 from typing import Any
 
-from schemas.formulas import Along, Formula, Ranged, options_of
+from schemas.formulas import Along, Formula, Ranged, notes_of, options_of
 from schemas.kind import Kind
 from schemas.kinds import KINDS
 from schemas.predictions import Prediction
@@ -56,6 +56,7 @@ def _entry(formula: Formula) -> str:
         f"### {formula.function}\n",
         f"{formula.meaning}\n",
         f"    {' '.join(formula.formula.split())}\n",
+        *(f"{note}\n" for note in notes_of(formula.compute)),
         f"{'; '.join(facts)}.\n",
     ]
     return "\n".join(lines)

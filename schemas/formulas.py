@@ -200,7 +200,7 @@ def read_definition(
     for parameter in parameters:
         if parameter not in inputs:
             raise ValueError(f"{what}: {unknown(input_word, parameter, inputs)}")
-    # Meaning, formula, and perhaps more paragraphs, which are only for readers of the code.
+    # Meaning, formula, and perhaps more paragraphs, which the pages have too.
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     if len(paragraphs) < 2:
         raise ValueError(
@@ -219,6 +219,12 @@ def read_definition(
 def is_list(facts: Mapping[str, Any]) -> bool:
     """Whether a formula's value is a list: along an axis, or with a number for every token."""
     return bool(facts.get("per_token")) or facts.get("axis", "none") != "none"
+
+
+def notes_of(function: Callable[..., Any]) -> list[str]:
+    """The paragraphs of a formula's docstring behind its formula, each on one line, no examples."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")[2:]
+    return [" ".join(text.split()) for text in paragraphs if not text.startswith(">>>")]
 
 
 def first_paragraph(function: Callable[..., Any]) -> str:

@@ -218,7 +218,7 @@ class Pattern(Protocol):
         ...
 
     def largest_score(self) -> Tensor:
-        """The largest `S[q, k]` of the keys that a query sees, NaN if one of them is hidden:
+        """The largest `S[q, k]` of the keys that a query sees, hidden ones left out:
         `[batch head query]`.
         """
         ...

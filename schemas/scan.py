@@ -64,6 +64,9 @@ LONGEST_NAME = 100
 CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_rows_in_a_row")
 """Fields that say how, how much and where. A run is found again if only these differ."""
 
+LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse"}
+"""Values with which a field is no part of what rows mean."""
+
 RENAMED = {"outputs": "predictions", "weights": "weight_processing"}
 """Today's names of fields that had another name in version 0.1."""
 
@@ -98,6 +101,10 @@ class Setting(BaseModel):
     weight_processing: Literal["raw", "folded"] = "raw"
     """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens
     did; norms differ.
+    """
+    unused_weights: Literal["refuse", "ignore"] = "refuse"
+    """What to do about tensors in the model's files that its config.json has no use for, such as
+    those of a further layer.
     """
     precision: str = "auto"
     """Number formats of the model's products. auto: the fastest with acceptable drift
@@ -208,11 +215,11 @@ class Scan(Measured):
     def record(self) -> dict[str, Any]:
         """What rows mean, as a run's manifest keeps it.
 
-        Kinds without a formula, and `layers` or `heads` that are "all", are left out. So scans from
-        before these fields existed keep their fingerprint.
+        Kinds without a formula, and what `LEFT_OUT` names, are left out. So scans from before these
+        fields existed keep their fingerprint.
         """
         unused = {kind.field for kind in KINDS if not self.names(kind)}
-        unused |= {field for field in ("layers", "heads") if getattr(self, field) == "all"}
+        unused |= {field for field, value in LEFT_OUT.items() if getattr(self, field) == value}
         return self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
 
     @property

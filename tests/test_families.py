@@ -55,7 +55,9 @@ def test_loading_a_model_installs_nothing() -> None:
 
     from workers.model import loading
 
-    loading._forbid_installs()
-    assert not helpers._ensure_torchvision()
-    importer: Any = source
-    assert importer.load_modality_processor is loading._without_processor
+    library: Any = source
+    own = (helpers._ensure_torchvision, library.load_modality_processor)
+    with loading._without_installs():
+        assert not helpers._ensure_torchvision()
+        assert library.load_modality_processor("a model") is None
+    assert (helpers._ensure_torchvision, library.load_modality_processor) == own

@@ -4,6 +4,7 @@ right is refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -31,7 +32,7 @@ from workers.model.attention_facts import AttentionFacts
 from workers.model.loading import load_model
 from workers.model.model_info import describe, find_model
 from workers.model.text_tokenizer import TextTokenizer
-from workers.replica import InterventionMeasurements
+from workers.replica import InterventionMeasurements, Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -1116,3 +1117,63 @@ def test_a_second_replica_leaves_the_first_alone(shelf: Shelf):
     assert isinstance(shelf.replica("gpt2").engine, FusedEngine)
     for statistic, values in shelf.replica("gpt2").measure(tokens).heads.items():
         np.testing.assert_array_equal(values, first[statistic])
+
+
+def run_once(path: Path, **changes: Any) -> InterventionMeasurements:
+    """What a replica measures of a model that no other test has loaded."""
+    scan = toy.toy_scan(model=str(path), **changes)
+    return Replica(describe(path), scan, "cpu").measure(toy.repeating_tokens(scan.n_ctx))
+
+
+def test_weights_that_the_configuration_does_not_use_are_refused_unless_a_scan_ignores_them(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    path = toy.copy_of(shelf.path("gpt2"), tmp_path / "deep", config_with(n_layer=2))
+    # A twelfth is c_attn.bias, which the library takes for a mask that it once stored.
+    with pytest.raises(ModelError) as caught:
+        run_once(path)
+    assert str(caught.value) == (
+        f"{path}: 11 tensors of the weights have no place in the model of config.json: "
+        "transformer.h.2.attn.c_attn.weight, transformer.h.2.attn.c_proj.bias, "
+        "transformer.h.2.attn.c_proj.weight, …; correct config.json, or set unused_weights = "
+        '"ignore" to measure without them'
+    )
+    assert run_once(path, unused_weights="ignore").heads["entropy"].shape[1] == 2
+
+
+MASK = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+STORED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "gpt2": (toy.gpt2(), ("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias")),
+    "gpt_neo": (
+        toy.family(
+            "GPTNeoConfig", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+        ),
+        ("transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"),
+    ),
+    "gpt_neox": (
+        toy.family("GPTNeoXConfig"),
+        ("gpt_neox.layers.{}.attention.bias", "gpt_neox.layers.{}.attention.rotary_emb.inv_freq"),
+    ),
+    "llama": (toy.family("LlamaConfig"), ("model.layers.{}.self_attn.rotary_emb.inv_freq",)),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_masks_and_angles_that_older_libraries_stored_are_no_unused_weights(
+    tmp_path: Path, name: str
+) -> None:
+    config, stored = STORED[name]
+    path = toy.save_model(tmp_path / name, config)
+
+    def add(weights: dict[str, torch.Tensor]) -> None:
+        for layer, place in itertools.product(range(2), stored):
+            weights[place.format(layer)] = MASK.clone()
+
+    toy.change_weights(path, add)
+    assert np.isfinite(run_once(path).heads["entropy"]).all()
+
+
+def test_legacy_weights_that_the_configuration_does_not_use_are_refused(tmp_path: Path) -> None:
+    path = toy.save_legacy(tmp_path / "legacy", ".pth", n_layers=1)
+    with pytest.raises(ModelError, match=r"the weights do not fit config.json \("):
+        run_once(path)

@@ -23,7 +23,8 @@ from queries.connection import connect as connect_eagerly
 from schemas.errors import MeasureError, ModelError, QueryError, RunError
 from schemas.kinds import schema_of_rows
 from schemas.measured_heads import MeasuredHeads
-from schemas.profiles import KIND, PROFILES
+from schemas.pattern import TIE
+from schemas.profiles import KIND, PROFILES, columns_and_diagonals
 from schemas.profiles.columns_and_diagonals import CANDIDATES
 from schemas.scan import parse_scan
 from tests import toy_models as toy
@@ -583,6 +584,20 @@ def chosen(masses: np.ndarray, count: int, always: int, n_ctx: int) -> set[int]:
     order = np.argsort(-masses).tolist()
     rest = [place for place in order if place >= first]
     return {*range(first), *rest[: max(scaled_count - first, 0)]}
+
+
+def test_the_definition_of_columns_and_diagonals_names_its_numbers() -> None:
+    file = columns_and_diagonals
+    definition = file.column_diagonal_attention_by_candidate.__doc__ or ""
+    pairs = ", ".join(f"{columns:,} and {diagonals:,}" for columns, diagonals in CANDIDATES[1:])
+    columns, diagonals = CANDIDATES[0]
+    words = " ".join(definition.split())
+    assert f"{columns:,} columns and {diagonals:,} diagonals, {pairs}, scaled" in words
+    assert f"times n_ctx / {file.SEARCH_LENGTH:,}" in words
+    assert f"first {file.FIRST_COLUMNS} columns" in words
+    assert f"nearest {file.NEAREST_DIAGONALS} diagonals" in words
+    assert f"min({file.LAST_QUERIES}, T)" in words
+    assert f"a share of {TIE:.0e}".replace("e-0", "e-") in words
 
 
 @pytest.mark.parametrize("n_ctx", [40, 700])

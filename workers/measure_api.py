@@ -6,6 +6,7 @@ that is measured again, for example in a training loop, is prepared once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -54,6 +55,11 @@ class _Prepared:
 _PREPARED: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
 """What was prepared of models that still exist. It shares their weights."""
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while a model is measured. Two threads would get each other's hooks in one model, and two
+models of a family share the file whose functions are wrapped during a pass.
+"""
+
 
 def measure(
     model: object,
@@ -75,16 +81,37 @@ def measure(
     other arguments mean what they mean in a scan. `run_id` fills the column of that name.
 
     The model keeps its weights, mode, hooks and random state. It is measured without dropout, and a
-    model of transformers without its hooks.
+    model of transformers without its hooks. Calls from several threads wait for each other.
     """
-    modules = unwrapped(model)
+    with _ONE_AT_A_TIME:
+        return _measured(
+            unwrapped(model),
+            tokens,
+            {
+                "statistics": statistics if isinstance(statistics, str) else list(statistics),
+                "interventions": list(interventions),
+                "layers": layers if isinstance(layers, str) else list(layers),
+                "heads": heads if isinstance(heads, str) else list(heads),
+                "batch_size": batch_size,
+                "precision": precision,
+                "engine": engine,
+            },
+            run_id,
+        )
+
+
+def _measured(modules: nn.Module, tokens: object, fields: dict[str, Any], run_id: str) -> pa.Table:
+    """The rows of `measure`; `fields` are those of a scan that it was called with."""
     prepared = _PREPARED.get(modules)
     if prepared is None or not prepared.borrowed.fits(modules):
         prepared = _Prepared(borrow(modules))
     borrowed = prepared.borrowed
     info = borrowed.model.info
     token_ids = _token_ids(tokens, info)
-    is_float64 = borrowed.model.dtype == torch.float64
+    if borrowed.model.dtype == torch.float64 and fields["precision"] == "auto":
+        fields["precision"] = "float64"
+    if borrowed.is_bridge:
+        fields["engine"] = "dense"
     scan = parse_scan(
         {
             "model": info.name,
@@ -92,13 +119,7 @@ def measure(
             "bos": False,
             "input": {"family": GIVEN},
             "sequences": len(token_ids),
-            "statistics": statistics if isinstance(statistics, str) else list(statistics),
-            "interventions": list(interventions),
-            "layers": layers if isinstance(layers, str) else list(layers),
-            "heads": heads if isinstance(heads, str) else list(heads),
-            "batch_size": batch_size,
-            "precision": "float64" if is_float64 and precision == "auto" else precision,
-            "engine": "dense" if borrowed.is_bridge else engine,
+            **fields,
         }
     )
     _check_interventions(scan)

@@ -68,9 +68,10 @@ def column_diagonal_attention_by_candidate(pattern: Pattern) -> Tensor:
     1/n Σ_{q≥T-n} Σ_{k: k∈C or q-k∈D} A[q,k], n = min(64, T)
 
     C are the columns with the largest Σ_{q≥T-n} A[q,k], and D the lags with the largest Σ_{q≥T-n}
-    A[q,q-d]. The numbers are those of MInference's search, times n_ctx / 30,000 and at least 1. The
-    first 30 columns and the nearest 100 diagonals, scaled too, are always among them. Where columns
-    weigh the same as the last one, up to a share of 1e-5, all of them count, and so with diagonals.
+    A[q,q-d]. The numbers are those of MInference's search, times n_ctx / 30,000, rounded (halves
+    up), at least 1 and at most n_ctx. The first 30 columns and the nearest 100 diagonals, scaled
+    too, are always among them. Where columns weigh the same as the last one, up to a share of 1e-5,
+    all of them count, and so with diagonals.
 
     >>> rows = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.5, 0.25, 0], [0.25, 0.25, 0.25, 0.25]]
     >>> column_diagonal_attention_by_candidate(pattern(rows))[0, 0, 0].item()

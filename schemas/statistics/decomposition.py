@@ -211,6 +211,8 @@ def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor)
 
     1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} cos(q[q] - b_Q, EPE[0] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
 
+    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
+
     >>> positions, W_K = stream([2, 0], [0, 5])[0], head([[1, 0], [0, 1]])
     >>> sink_position_cosine(vectors([9, 9], [4, 1]), head([1, 1]), W_K, positions).item()
     1.0
@@ -232,6 +234,8 @@ def other_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor
 
     1/((T-⌊T/2⌋)(T-1)) Σ_{q≥⌊T/2⌋} Σ_{j≥1} cos(q[q] - b_Q, EPE[j] W_K), EPE[j] = W_pos[j] +
     MLP_0(W_pos[j])
+
+    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
 
     >>> positions, W_K = stream([2, 0], [0, 5])[0], head([[1, 0], [0, 1]])
     >>> other_position_cosine(vectors([9, 9], [4, 1]), head([1, 1]), W_K, positions).item()

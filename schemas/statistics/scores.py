@@ -61,8 +61,8 @@ def score_max(pattern: Pattern) -> Tensor:
 
     max_q max_{k≤q} S[q,k]
 
-    With a window the keys are those in the window. A learned sink is no key. If an edit hides a
-    key, its score is not defined, and so the largest one is not.
+    With a window the keys are those in the window. A learned sink is no key. A query does not see a
+    key that an edit hides from it.
 
     >>> score_max(scores([[1, 9, 9], [-2, 3, 9], [0, 2, -5]])).item()
     3.0

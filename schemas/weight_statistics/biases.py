@@ -50,6 +50,8 @@ def bias_position_cosine(b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Tensor:
 
     cos(b_Q, EPE[j] W_K), EPE[j] = W_pos[j] + MLP_0(W_pos[j])
 
+    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
+
     >>> W_K, effective = head([[1, 0], [0, 1]]), stream([6, 8], [-4, 3])[0]
     >>> bias_position_cosine(head([3, 4]), W_K, effective).tolist()
     [[1.0, 0.0]]

@@ -26,6 +26,8 @@ def effective_position_norm(effective: Tensor) -> Tensor:
 
     ‖EPE[j]‖₂, EPE[j] = W_pos[j] + MLP_0(W_pos[j])
 
+    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
+
     >>> effective_position_norm(stream([3, 4], [0, 1])[0]).tolist()
     [5.0, 1.0]
     """
@@ -40,6 +42,8 @@ def first_effective_position(effective: Tensor) -> Tensor:
     position 0.
 
     EPE[0,d], EPE[j] = W_pos[j] + MLP_0(W_pos[j])
+
+    MLP_0 takes W_pos[j] as it is, without the norm that stands before it in the layer.
 
     >>> first_effective_position(stream([3, 4], [0, 1])[0]).tolist()
     [3.0, 4.0]

@@ -571,7 +571,8 @@ def value_spread(h: Head) -> float:
 @statistic
 def score_max(h: Head) -> float:
     scores = [h.S[q][k] for q in range(h.T) for k in range(q + 1) if h.sees(q, k)]
-    return math.nan if any(map(math.isnan, scores)) else max(scores)
+    # The score of a hidden key is NaN.
+    return max(score for score in scores if not math.isnan(score))
 
 
 @statistic

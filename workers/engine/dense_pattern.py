@@ -193,10 +193,12 @@ class DensePattern:
         return self.scores[..., k]
 
     def largest_score(self) -> Tensor:
-        """The largest `S[q, k]` of the keys that a query sees, NaN where one of them is hidden:
+        """The largest `S[q, k]` of the keys that a query sees, hidden ones left out:
         `[batch head query]`.
         """
         unseen = unseen_keys(self.n_ctx, self.facts, self.pattern.device)
+        if self.hidden is not None:
+            unseen = unseen | self.hidden
         return self.scores.masked_fill(unseen, -torch.inf).amax(-1)
 
     def earlier_score(self) -> Tensor:

@@ -136,7 +136,7 @@ def _run_ours(
         return seen.z[seen.layer]
 
     with (
-        attending(attend, checks_rotations=True) as running,
+        attending(bare, attend, checks_rotations=True) as running,
         _hooked_projections(blocks, seen),
     ):
         _run(info, bare, blocks, tokens, seen)

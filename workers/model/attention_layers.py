@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from workers.model.attention_facts import Attend, AttentionFacts
-from workers.model.rotations import Rotation, note_rotations, rotation_of_queries
+from workers.model.rotations import Rotation, noted_rotations, rotation_of_queries
 from workers.model.whole_attention import whole_pattern
 
 IMPLEMENTATION = "headcount"
@@ -50,12 +50,15 @@ _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
 
 
 @contextmanager
-def attending(attend: Attend, *, checks_rotations: bool = False) -> Iterator[AttentionPass]:
+def attending(
+    model: nn.Module, attend: Attend, *, checks_rotations: bool = False
+) -> Iterator[AttentionPass]:
     """Within this context, bare modules compute their attention with `attend`."""
     attention_pass = AttentionPass(attend, checks_rotations=checks_rotations)
     token = _running.set(attention_pass)
     try:
-        yield attention_pass
+        with noted_rotations(model, _note_rotation):
+            yield attention_pass
     finally:
         _running.reset(token)
 
@@ -68,7 +71,6 @@ def take_over_attention(model: nn.Module) -> None:
     AttentionInterface.register(IMPLEMENTATION, _hugging_face_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _hugging_face_mask)
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
-    note_rotations(model, _note_rotation)
 
 
 def _note_rotation(rotation: Rotation) -> None:

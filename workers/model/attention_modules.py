@@ -82,7 +82,8 @@ def _bloom(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any modul
 
 def _falcon(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any module)
     """Falcon: rotary positions or ALiBi, which is scaled with the scores."""
-    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+    # The function is looked up when it is called, because each pass wraps it.
+    from transformers.models.falcon import modeling_falcon
 
     def forward(
         hidden_states: Tensor,
@@ -100,7 +101,7 @@ def _falcon(module: Any, own: OwnMethod) -> OwnMethod:  # noqa: ANN401 (any modu
         scale = 1 / math.sqrt(module.head_dim)
         if alibi is None:
             assert position_embeddings is not None
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
         else:
             slopes = scale * _slopes(alibi[: module.num_heads, 0])
         z = attend_to(query, key, value, AttentionFacts(scale, slopes=slopes))

@@ -110,6 +110,36 @@ def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
     return linear.weight.unflatten(0, (n_heads, width)).transpose(1, 2)
 
 
+LIBRARIES = (
+    "torch.nn.modules.",
+    "transformers.activations",
+    "transformers.models.",
+    "transformers.pytorch_utils",
+    "transformer_lens.",
+    "workers.model.",
+)
+"""Where the classes lie whose modules compute with their weights as they are."""
+
+
+def attention_or_block(block: nn.Module) -> nn.Module:
+    """The attention module of a layer; the layer if it has none of a known name."""
+    return _child(block, ATTENTION) or block
+
+
+def foreign_module(module: nn.Module) -> str | None:
+    """The name and class of a part whose weight may not be what it computes with; None if none.
+
+    Quantised layers, adapters and other people's classes may have a `weight` beside which they
+    compute something else.
+    """
+    for name, part in module.named_modules():
+        weight = part._parameters.get("weight")
+        is_plain = type(part).__module__.startswith(LIBRARIES)
+        if not is_plain or type(weight) not in (nn.Parameter, type(None)):
+            return f"{name} ({type(part).__name__})" if name else type(part).__name__
+    return None
+
+
 def output_projection(block: nn.Module) -> nn.Module | None:
     """The module of a layer that projects z; None if it has none of a known name."""
     attention = _child(block, ATTENTION)

@@ -8,9 +8,11 @@ shares the tensors: it costs no memory, and it sees every step of an optimizer. 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,8 +21,11 @@ from torch import Tensor, nn
 
 from schemas.errors import ModelError
 from schemas.places import reason
-from workers.model.loading import bridgeable, model_of, modules_of_bridge
-from workers.model.model import Model
+from workers.model.attention_check import CHECK_TOKENS, LARGEST_DIFFERENCE
+from workers.model.attention_layers import own_attention
+from workers.model.bare_modules import find_modules
+from workers.model.loading import LoadedModules, bridgeable, model_of, modules_of_bridge
+from workers.model.model import BootedBridge, Model
 from workers.model.model_info import ModelInfo, shape_of
 
 DEVICES = ("cpu", "cuda")
@@ -91,6 +96,8 @@ def unwrapped(model: object) -> nn.Module:
     inner = model
     while (name := next((name for name in WRAPPERS if _has_module(inner, name)), None)) is not None:
         inner = getattr(inner, name)
+    if isinstance(inner, nn.Module) and hasattr(inner, "get_base_model"):
+        inner = _without_prompts(inner)
     if not isinstance(inner, nn.Module) or getattr(inner, "config", None) is None:
         if isinstance(inner, nn.Module) and _is_bridge(inner):
             return inner
@@ -109,7 +116,8 @@ def borrow(modules: nn.Module) -> BorrowedModel:
     with torch.random.fork_rng(devices), _current(device):
         is_bridge = _is_bridge(modules)
         model = _of_bridge(modules) if is_bridge else _of_transformers(modules, device)
-    places = _places(modules.parameters())
+    # Adapters are switched without a change of any tensor, so nothing made of them is kept.
+    places = frozenset[int]() if _adapters(modules) else _places(modules.parameters())
     return BorrowedModel(model, device.type, is_bridge, _layout(modules), places)
 
 
@@ -131,7 +139,44 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
     own = _copy(modules, dtype)
     # The bridge shows the scores and the pattern only of this attention.
     own.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
-    return model_of(info, bridgeable(info, own, str(device), dtype), "raw")
+    own.eval()
+    tokens = _check_tokens(info).to(device)
+    _merge_adapters(own, tokens)
+    loaded = bridgeable(info, own, str(device), dtype)
+    return model_of(info, loaded._replace(boot=partial(_compared_bridge, loaded, tokens)), "raw")
+
+
+def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
+    """The bridge of modules, which is not used where its logits are not theirs."""
+    booted = loaded.boot()
+    if booted.bridge is None:
+        return booted
+    bridge: Any = booted.bridge
+    with torch.inference_mode(), own_attention(loaded.bare):
+        expected = loaded.bare(tokens, use_cache=False).logits
+        try:
+            problem = _difference(bridge(tokens), expected)
+        except Exception as error:
+            problem = reason(error)
+    if problem is None:
+        return booted
+    modules = find_modules(loaded.bare, loaded.blocks)
+    problem = (
+        f"TransformerLens does not compute the logits of {type(loaded.bare).__name__} ({problem})"
+    )
+    return BootedBridge(None, modules, problem)
+
+
+def _check_tokens(info: ModelInfo) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(info.d_vocab, (1, min(info.n_ctx, CHECK_TOKENS)), generator=generator)
+
+
+def _difference(logits: Tensor, expected: Tensor) -> str | None:
+    """How far logits are from those expected; None if it is rounding."""
+    difference = ((logits - expected).norm() / expected.norm()).item()
+    # NaN passes: measuring names the layer whose weights are not numbers.
+    return f"they differ by {difference:.2g}" if difference >= LARGEST_DIFFERENCE else None
 
 
 def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -165,6 +210,81 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 _NOTHING = object()
 """Stands for what is not copied."""
+
+
+# Adapters, as the library PEFT puts them into models. It is told by its methods, so that nothing
+# imports it here.
+
+
+def _without_prompts(adapted: Any) -> nn.Module:  # noqa: ANN401 (PEFT's wrapper of a model)
+    """The model inside PEFT's wrapper; refused if the wrapper itself computes something."""
+    method = getattr(adapted, "active_peft_config", None)
+    if getattr(method, "is_prompt_learning", False):
+        raise ModelError(
+            f"model: {type(method).__name__} puts learned vectors before every sequence, which "
+            "cannot be measured; pass model.get_base_model() to measure the model without them"
+        )
+    return adapted.get_base_model()
+
+
+def _adapters(modules: nn.Module) -> dict[str, Any]:
+    """The outermost modules that change what the module inside them computes, by name."""
+    adapters: dict[str, Any] = {}
+    for name, part in modules.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in adapters)
+        if not is_inside and (_is_adapter(part) or hasattr(part, MERGED_MODULE)):
+            adapters[name] = part
+    return adapters
+
+
+def _is_adapter(part: object) -> bool:
+    return hasattr(part, "merge") and hasattr(part, "get_base_layer")
+
+
+MERGED_MODULE = "unload_and_optionally_merge_module"
+"""The method of modules that choose among several, for example among trained embeddings."""
+
+
+def _merge_adapters(own: Any, tokens: Tensor) -> None:  # noqa: ANN401 (a model of transformers)
+    """Replace adapters by modules with merged weights, in a copy of somebody's model."""
+    adapters = _adapters(own)
+    if not adapters:
+        return
+    # Merging writes to weights, so they are not shared, neither with the user nor within the model.
+    for part in {part for adapter in adapters.values() for part in adapter.modules()}:
+        for name, weight in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+    try:
+        # PEFT warns where there is nothing to do.
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = own(tokens, use_cache=False).logits
+            for name, adapter in adapters.items():
+                own.set_submodule(name, _merged(adapter))
+            problem = _difference(own(tokens, use_cache=False).logits, expected)
+    except Exception as error:
+        problem = reason(error)
+    if problem is not None:
+        kind = type(next(iter(adapters.values()))).__name__
+        raise ModelError(
+            f"model: adapters ({kind}) cannot be merged into a copy of the weights: {problem}; "
+            "merge them yourself, or measure without them"
+        )
+
+
+def _merged(adapter: Any) -> nn.Module:  # noqa: ANN401 (one of PEFT's modules)
+    """The module inside an adapter, with what is switched on merged into its weights."""
+    is_off = adapter.disable_adapters
+    if hasattr(adapter, MERGED_MODULE):
+        if is_off:
+            return adapter.original_module
+        return getattr(adapter, MERGED_MODULE)(merge=True, safe_merge=False, adapter_names=None)
+    for part in filter(_is_adapter, adapter.modules()):
+        if not is_off and not part.merged:
+            part.merge()
+        elif is_off and part.merged:
+            part.unmerge()
+    return adapter.get_base_layer()
 
 
 # A bridge

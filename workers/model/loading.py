@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -44,6 +46,10 @@ LEGACY_FIELDS = (
 """Fields of a legacy config.json that have the same name in TransformerLens's config of today."""
 
 
+STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
+"""Names of causal masks, which older versions of transformers stored for GPT-2 and GPT-Neo."""
+
+
 class LoadedModules(NamedTuple):
     """The bare modules, those of them that are the layers, and how their bridge is booted."""
 
@@ -54,6 +60,8 @@ class LoadedModules(NamedTuple):
     boot: Callable[[], BootedBridge]
     has_booted: bool = False
     """Whether the bridge is there already."""
+    unused: tuple[str, ...] = ()
+    """Names of tensors in the files that have no place in the modules."""
 
 
 def load_model(
@@ -66,9 +74,10 @@ def load_model(
 
 def model_of(info: ModelInfo, loaded: LoadedModules, weights: str) -> Model:
     """A model from its modules; `weights` is `raw` or `folded`."""
+    unused = loaded.unused
     if weights == "folded":
         loaded = _folded(info, loaded)
-    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot)
+    model = Model(info, loaded.bare, loaded.blocks, loaded.known, loaded.boot, unused)
     model.settle_attention()
     if loaded.has_booted:
         model.boot_bridge()  # It costs no more than its check.
@@ -101,7 +110,8 @@ def _folded_unembedding(bridge: TransformerBridge) -> nn.Module:
 
 
 def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
-    return bridgeable(info, _pretrained(info, dtype), device, dtype)
+    model, unused = _pretrained(info, dtype)
+    return bridgeable(info, model, device, dtype)._replace(unused=unused)
 
 
 def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtype) -> LoadedModules:
@@ -135,10 +145,9 @@ def _boot_hugging_face(
     """The bridge of a model of transformers, which is used up, and shares the tensors of `bare`."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    _forbid_installs()
     _fuse_gelu(model)
     try:
-        with _stub_tokenizer() as tokenizer:
+        with _stub_tokenizer() as tokenizer, _without_installs():
             bridge = TransformerBridge.boot_transformers(
                 info.path, hf_model=model, tokenizer=tokenizer, device=device, dtype=dtype
             )
@@ -156,29 +165,26 @@ def _boot_hugging_face(
     return BootedBridge(bridge, modules)
 
 
-def _forbid_installs() -> None:
-    """Keep TransformerLens from installing packages while it loads a model.
+@contextmanager
+def _without_installs() -> Iterator[None]:
+    """Within it, TransformerLens installs no packages while it loads a model.
 
     For a model that also sees images it runs `pip install torchvision`, which brings another torch.
     """
     from transformer_lens.model_bridge.sources.transformers import helpers, source
 
     # The first installs; the second asks for it, to prepare images that nobody shows the model.
-    helpers._ensure_torchvision = _not_installed
-    importer: Any = source
-    importer.load_modality_processor = _without_processor
+    with (
+        mock.patch.object(helpers, "_ensure_torchvision", return_value=False),
+        mock.patch.object(source, "load_modality_processor", return_value=None),
+    ):
+        yield
 
 
-def _not_installed() -> bool:
-    return False
-
-
-def _without_processor(*_arguments: object) -> None:
-    return None
-
-
-def _pretrained(info: ModelInfo, dtype: torch.dtype) -> nn.Module:
-    """The model of the library transformers; missing weights are refused."""
+def _pretrained(info: ModelInfo, dtype: torch.dtype) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model of the library transformers, and which tensors it does not use; missing weights are
+    refused.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
@@ -203,7 +209,9 @@ def _pretrained(info: ModelInfo, dtype: torch.dtype) -> nn.Module:
             f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} "
             f"({len(absent)} in all)"
         )
-    return model
+    # What the library knows to ignore is not among them.
+    unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
+    return model, tuple(sorted(unused))
 
 
 class _InPlaceGelu(nn.Module):

@@ -19,7 +19,9 @@ from workers.model.attention_check import SettledAttention, active_stream, settl
 from workers.model.attention_facts import Attend, AttentionFacts, AttentionSizes
 from workers.model.attention_layers import attending, facts_of_module, score_problem
 from workers.model.bare_modules import (
+    attention_or_block,
     find_mlps,
+    foreign_module,
     has_position_embeddings,
     has_rotations,
     projection,
@@ -115,13 +117,16 @@ class Model:
         blocks: Sequence[nn.Module],
         known: dict[str, list[nn.Module]],
         boot: Callable[[], BootedBridge],
+        unused_weights: Sequence[str] = (),
     ) -> None:
         """`known` are the modules of `BootedBridge`, as far as they are known without the bridge.
-        `blocks` are the bare modules of the layers.
+        `blocks` are the bare modules of the layers. `unused_weights` are the tensors of its files
+        that have no place in the modules.
         """
         self.info = info
         self.bare = bare
         self.blocks = list(blocks)
+        self.unused_weights = unused_weights
         self._known = known
         self._boot = boot
         self._booted: BootedBridge | None = None
@@ -202,6 +207,7 @@ class Model:
     @property
     def positions(self) -> Tensor | None:
         """`W_pos [pos d_model]` as it is now; None if no embeddings of positions are added."""
+        self._check_readable("its embeddings of positions", self.modules("pos_embed"))
         positions = getattr(self._optional_bridge, "W_pos", None)
         return positions if isinstance(positions, Tensor) else None
 
@@ -431,6 +437,7 @@ class Model:
         """
         if name == "W_O" and layer in self._attention.gated:
             return None
+        self._check_readable(f"{name} of layer {layer}", [attention_or_block(self.blocks[layer])])
         if self._optional_bridge is None:
             return projection(self.blocks[layer], name, self.info)
         attention = getattr(self._optional_bridge.blocks[layer], "attn", None)
@@ -446,9 +453,21 @@ class Model:
             return None
         return weight if isinstance(weight, Tensor) else None
 
+    def _check_readable(self, what: str, modules: Sequence[nn.Module]) -> None:
+        """Refuse to read a weight of modules that may compute with something else."""
+        for module in modules:
+            foreign = foreign_module(module)
+            if foreign is not None:
+                raise ModelError(
+                    f"{self.info.name}: {what} cannot be read, because {foreign} is no plain layer "
+                    "of PyTorch or transformers and may compute with other weights; leave out what "
+                    "reads weights, or put plain layers with the weights in use into the model"
+                )
+
     @property
     def embedding(self) -> Tensor | None:
         """`W_E [d_vocab d_model]`; None if the bridge does not show it."""
+        self._check_readable("W_E", self.modules("embed"))
         if self._optional_bridge is None:
             embedding = getattr(self.modules("embed")[0], "weight", None)
         else:
@@ -458,6 +477,7 @@ class Model:
     @property
     def unembedding(self) -> Tensor | None:
         """`W_U [d_model d_vocab]`; None if the bridge does not show it."""
+        self._check_readable("W_U", self.modules("unembed"))
         unembedding = getattr(self._optional_bridge, "W_U", None)
         return unembedding if isinstance(unembedding, Tensor) else None
 
@@ -592,7 +612,7 @@ class Model:
         """One forward pass of the bare modules, with `attend` as their attention."""
         # Hugging Face would keep all keys and values for a next token, which is never asked for.
         options = {"use_cache": False} if self.info.layout == "huggingface" else {}
-        with attending(attend):
+        with attending(self.bare, attend):
             self.bare(tokens, **options)
 
     def run_with_hooks(self, tokens: Tensor, hooks: Sequence[tuple[str, Hook]]) -> None:

@@ -1,7 +1,8 @@
 """How a layer rotates its queries by their positions, so that they can be rotated back.
 
-A model's file in transformers has a function that rotates queries and keys. It is wrapped, so that
-each call notes its angles. Nothing else changes, and nothing is computed until somebody asks.
+A model's file in transformers has a function that rotates queries and keys. It is wrapped during
+a pass, so that each call notes its angles. Nothing else changes, and nothing is computed until
+somebody asks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -107,14 +109,21 @@ def rotation_of_queries(rotations: Sequence[Rotation], q: Tensor) -> Rotation:
     return next((rotation for rotation in checked if rotation.rotate is not None), checked[0])
 
 
-def note_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> None:
-    """Wrap the functions that rotate queries in the files of a model's modules.
+@contextmanager
+def noted_rotations(model: nn.Module, note: Callable[[Rotation], None]) -> Iterator[None]:
+    """Within it, what rotates queries in the files of a model's modules tells `note` first.
 
-    Each call gives what it does to `note` first.
+    All models of the process use these files, so afterwards they are as they were.
     """
-    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
-        for name, function in list(_rotating_functions(file)):
-            setattr(file, name, _noted(function, note))
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    found = [(file, *named) for file in files for named in _rotating_functions(file)]
+    for file, name, function in found:
+        setattr(file, name, _noted(function, note))
+    try:
+        yield
+    finally:
+        for file, name, function in found:
+            setattr(file, name, function)
 
 
 def _rotating_functions(file: ModuleType) -> Iterator[tuple[str, Rotate]]:
