@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def measure_in_process(
     cores: int = 0,
     make_replica: MakeReplica = Replica,
 ) -> Iterator[Commit | Failure]:
-    """Measure `shards` one after the other; yields the commit or failure of each.
+    """Measure `shards` one after the other; yields each commit and each failed attempt.
 
     Uses all cores if `cores` is 0.
     """
@@ -55,5 +56,5 @@ def measure_in_process(
             if attempts.may_try_again(shard):
                 # At once: then a cause that is in every shard is known after a few of them.
                 remaining.appendleft(shard)
-                continue
+                outcome = replace(outcome, is_last=False)
         yield outcome
