@@ -187,7 +187,7 @@ def test_an_interval_covers_the_mean_of_the_corpus_as_often_as_it_says() -> None
     drawn = pa.table({"run": run, "half": half, "document": document, "value": values})
     connection.register("drawn", drawn)
 
-    def answers(key: str) -> dict[str, np.ndarray]:
+    def answers(key: str) -> dict[str, Any]:
         return connection.execute(f"{errors_sql(key, 'drawn')} ORDER BY ALL").fetchnumpy()
 
     means = answers("run")
