@@ -29,8 +29,10 @@ def take_over_modules(model: nn.Module) -> None:
         name = f"{type(module).__module__.split('.')[-2:][0]}.{type(module).__name__}"
         for method, replacements in (("_attn", BETWEEN_PROJECTIONS), ("forward", WHOLE_MODULES)):
             replacement = replacements.get(name)
-            # A module that is taken over already keeps its replacement.
-            if replacement is not None and method not in vars(module):
+            # A module that is taken over already keeps its replacement. One that has no such method
+            # asks the attention interface, as it does in newer versions of transformers.
+            is_new = method not in vars(module) and hasattr(module, method)
+            if replacement is not None and is_new:
                 setattr(module, method, replacement(module, getattr(module, method)))
 
 

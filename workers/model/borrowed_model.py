@@ -237,7 +237,7 @@ def _adapters(modules: nn.Module) -> dict[str, Any]:
     return adapters
 
 
-def _is_adapter(part: object) -> bool:
+def _is_adapter(part: nn.Module) -> bool:
     return hasattr(part, "merge") and hasattr(part, "get_base_layer")
 
 
@@ -279,7 +279,8 @@ def _merged(adapter: Any) -> nn.Module:  # noqa: ANN401 (one of PEFT's modules)
         if is_off:
             return adapter.original_module
         return getattr(adapter, MERGED_MODULE)(merge=True, safe_merge=False, adapter_names=None)
-    for part in filter(_is_adapter, adapter.modules()):
+    parts: list[Any] = [part for part in adapter.modules() if _is_adapter(part)]
+    for part in parts:
         if not is_off and not part.merged:
             part.merge()
         elif is_off and part.merged:
