@@ -36,7 +36,10 @@ SELECT
     chance, mean - chance AS above_chance,
     defined, sequences
 FROM head_means
-JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+-- Not the runs that did not measure it.
+JOIN (
+    SELECT run_id, model, n_ctx FROM runs WHERE list_contains(statistics, $statistic)
+) USING (run_id)
 LEFT JOIN (
     SELECT levels.run_id, levels.chance
     FROM chance_levels AS levels
