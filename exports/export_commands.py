@@ -185,17 +185,31 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
             measure = partial(run_needed_scan, run_scan, fields, overrides or [], device)
             source = measured_source(measure, export, options, destination)
         exported = export.make(source, **options)
-        if check and exported.cut is None:
-            raise QueryError(f"export {name}: chooses no heads to keep whole; leave out --check")
+        # Before anything is written: the model, or what runs it, may not be there.
+        trial = _tried_out(exported, source, model, device, check_heads) if check else None
         size = write_export(export, destination, exported.files)
         _show(exported)
         typer.echo(
             f"{output}: {name} of {source.model_name}, from run {source.run_id} "
             f"({size / 1e3:,.1f} kB)"
         )
-        if check and exported.cut is not None:
-            where = model or source.run["model"]
-            _show_check(*check_heads(where, exported.cut, source.run["n_ctx"], device))
+        if trial is not None:
+            _show_check(*trial)
+
+
+def _tried_out(
+    exported: Exported,
+    source: ExportSource,
+    model: str | None,
+    device: Device,
+    check_heads: CheckHeads,
+) -> tuple[pa.Table, list[str]]:
+    """What a trial of the chosen heads finds, on the model where it lies now."""
+    if exported.cut is None:
+        raise QueryError(
+            f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
+        )
+    return check_heads(model or source.run["model"], exported.cut, source.run["n_ctx"], device)
 
 
 def run_needed_scan(
@@ -322,8 +336,7 @@ def _line_of_needs(needs: Needs) -> str:
 
 def option_line(option: Option) -> str:
     """One option of a format, in a line."""
-    default = "none" if option.default is None else option.default
-    return f"  {option.flag}  {option.meaning} (default {default})"
+    return f"  {option.flag}  {option.meaning} ({option.values})"
 
 
 def print_formats() -> None:

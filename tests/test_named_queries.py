@@ -113,7 +113,7 @@ def test_a_statistic_is_asked_of_the_runs_that_measured_it(tmp_path: Path) -> No
     without_sinks = open_runs(tmp_path / "run_id=a-1")
     both = open_runs(tmp_path)
     for name in ("ranking", "quantiles", "outliers"):
-        with pytest.raises(QueryError, match="'sink_mass' was not measured .*; --statistic names"):
+        with pytest.raises(QueryError, match=r"'sink_mass' was not measured .*; --statistic names"):
             without_sinks.records(name)
         assert without_sinks.records(f"FROM {name}(statistic := 'entropy')")
         assert {row["run_id"] for row in both.records(name)} == {"b-2"}
