@@ -25,6 +25,7 @@ import pyarrow as pa
 from queries.answers import Answer, rows_of, run_query
 from queries.asking import RunDatabase, open_runs
 from queries.connection import MEMORY, OPENED, check_memory, view_descriptions
+from queries.formats import check_suffix
 from queries.named_queries import QUERIES, read_queries
 from queries.run import read_runs
 from queries.run_memory import RunMemory
@@ -239,6 +240,7 @@ class Head:
     def save(self, path: str | Path) -> Path:
         """Write the card to an HTML file."""
         file = Path(path)
+        check_suffix(file, ".html", ".htm")
         try:
             file.write_text(self.html(), encoding="utf-8")
         except OSError as error:

@@ -94,6 +94,7 @@ def reproduce(
     checked. What does not fit the model, or lacks a file, is said and skipped. Exit codes: 2 if a
     finding fails, 3 if none fails but something was skipped that fits the model.
     """
+    from queries.formats import check_suffix
     from reproduce.system import find_systems, systems
 
     if listed:
@@ -102,6 +103,8 @@ def reproduce(
     if not names and not every:
         raise ScanError("expected the name of a system, or --all; --list names them")
     selection = systems() if every else find_systems(names or [])
+    if file is not None:
+        check_suffix(file, ".json")
     if file is not None and not file.parent.is_dir():
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
     text_by_system = texts_of_systems(texts or [], selection)

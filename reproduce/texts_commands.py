@@ -55,6 +55,7 @@ def texts(
     and compared with a fingerprint of the published ones.
     """
     # This imports the tokenizer's library, which `headcount --help` need not wait for.
+    from queries.formats import check_suffix
     from reproduce.published_texts import (
         RECIPES,
         Sources,
@@ -70,6 +71,7 @@ def texts(
         raise ScanError(unknown("texts", name, RECIPES))
     recipe = RECIPES[name]
     file = output or Path(recipe.file)
+    check_suffix(file, ".csv")
     if not file.absolute().parent.is_dir():
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
     drawn_with = recipe.seed if seed is None else seed
