@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -286,6 +287,15 @@ def test_a_scan_that_cannot_run_is_one_line(
         headcount.scan(fields_of(toy / "gpt2", tmp_path / "runs"), quiet=True, **changes)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_run_behind(toy: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(toy / "gpt2", tmp_path / "broken")
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(headcount.Error, match="the weights cannot be loaded"):
+        headcount.scan(fields_of(broken, tmp_path / "runs"), quiet=True)
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # Measuring a model in memory
