@@ -559,7 +559,7 @@ def test_the_trainer_measures_before_during_and_after(toy: Path, tmp_path: Path)
 
 
 def test_a_callback_without_steps_is_refused() -> None:
-    with pytest.raises(headcount.Error, match="every: expected a number of steps"):
+    with pytest.raises(headcount.Error, match="every: expected 1 or more, got 0"):
         headcount.MeasureCallback(TOKENS, every=0)
 
 
