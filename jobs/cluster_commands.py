@@ -23,6 +23,7 @@ from rich.console import Console
 from jobs.console import print_table, say
 from jobs.scan_commands import (
     AllowOtherCode,
+    CommandOfAScan,
     Cores,
     DeviceOption,
     LocalReplicas,
@@ -79,7 +80,8 @@ RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, direct
 
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
-    for command in (submit, status, list_runs, logs, stop, resume):
+    app.command(cls=CommandOfAScan)(submit)
+    for command in (status, list_runs, logs, stop, resume):
         # `list_runs` is the command `list`: a function of that name would hide Python's own.
         app.command(command.__name__.partition("_")[0])(command)
 
