@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeAlias, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
 from pydantic import AfterValidator
@@ -40,6 +40,11 @@ Location: TypeAlias = Annotated[str | Path, AfterValidator(_in_a_line)]
 """A path, or the address of a place in a store."""
 
 
+def _plain(value: Any) -> object:  # noqa: ANN401 - anything may arrive
+    """A number of numpy as a number of Python, and everything else as it is."""
+    return cast("Any", value).item() if isinstance(value, np.generic) else value
+
+
 def checked(
     error: type[HeadcountError], **advice: str
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -58,7 +63,8 @@ def checked(
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             parameters = called_as().parameters
             takes_others = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
-            for name in [] if takes_others else kwargs.keys() - parameters.keys():
+            unknown_names = [name for name in kwargs if name not in parameters and not takes_others]
+            for name in unknown_names:
                 known = [known for known in parameters if known != "self"]
                 raise error(f"{name}: {advice.get(name) or unknown('argument', name, known)}")
             bound = called_as().bind(*args, **kwargs)
@@ -66,10 +72,9 @@ def checked(
                 annotation = parameters[name].annotation
                 if annotation in (object, Signature.empty):
                     continue
-                # A number of numpy is a number.
-                plain = value.item() if isinstance(value, np.generic) else value
+                plain = _plain(value)
                 if expected := problem_of(annotation, plain):
-                    got = shortened(printable(repr(value)))
+                    got = shortened(printable(repr(plain)))
                     raise error(f"{name}: expected {expected}, got {got}")
                 bound.arguments[name] = plain
             return function(*bound.args, **bound.kwargs)
