@@ -112,7 +112,7 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
         ] = None,
         listed: Annotated[
             bool,
-            typer.Option("--list", help="Print the formats, who reads them and what they need."),
+            typer.Option("--list", help="Print the formats, and who reads them."),
         ] = False,
         model: Annotated[
             str | None,
@@ -340,24 +340,11 @@ def option_line(option: Option) -> str:
 
 
 def print_formats() -> None:
-    """Print every format: what it holds, which tool reads it, and what it needs."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Column, Table
-
+    """Print two lines for every format: what it holds, and which tool reads it."""
     from exports.export_registry import export_formats
 
-    table = Table(
-        Column("format", no_wrap=True),
-        Column("what", overflow="fold"),
-        Column("read by", overflow="fold"),
-        Column("needs", overflow="fold"),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-    )
     for name, export in export_formats().items():
-        table.add_row(name, export.title, export.read_by, needs_line(export))
-    Console(highlight=False).print(table)
+        typer.echo(f"{name}: {export.title}\n    {export.read_by}")
 
 
 def _show(exported: Exported) -> None:

@@ -25,7 +25,7 @@ Divisor = Annotated[int, Field(ge=2, le=LARGEST_INT32)]
 
 
 @export_format(
-    "Echo and induction heads, which keep the whole cache; the others keep a window",
+    "Echo and induction heads keep the whole cache, the others a window",
     read_by="implementations of RazorAttention, Algorithm 1",
     source="https://arxiv.org/abs/2407.15891",
     writes="file",

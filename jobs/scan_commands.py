@@ -1,4 +1,4 @@
-"""The subcommands `plan`, `scan`, `rm`, `compact` and `doctor`.
+"""The subcommands `init`, `plan`, `scan`, `rm`, `compact` and `doctor`.
 
 Torch and Ray take seconds to import, so they are imported inside the functions that need them.
 """
@@ -93,6 +93,9 @@ VerifyCorpus = Annotated[
     ),
 ]
 
+FIRST_SCAN = Path(__file__).parent / "scans" / "first.toml"
+"""What `init` writes."""
+
 MOST_BAD_ROWS = 5
 """Bad rows that are named; the others are counted."""
 
@@ -122,10 +125,33 @@ def _refuse_field(flag: str, value: str) -> None:
 
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
+    app.command()(init)
     for command in (plan, scan):
         app.command(cls=CommandOfAScan)(command)
     for command in (rm, compact, doctor):
         app.command()(command)
+
+
+def init(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The scan file (TOML) to write.")
+    ] = Path("scan.toml"),
+) -> None:
+    """Write a first scan file, of a small model that comes with headcount."""
+    text = FIRST_SCAN.read_text(encoding="utf-8")
+    if file.suffix.lower() != ".toml":
+        raise ScanError(f"{file}: expected a name that ends in .toml")
+    try:
+        # Never over a file that is there.
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError:
+        raise ScanError(f"{file}: is there already; say another name, or delete it") from None
+    except OSError as error:
+        raise ScanError(f"{file}: cannot be written ({error.strerror})") from None
+    print(f"{file}: a first scan; it takes seconds. Next:")
+    print(f"  {shlex.join(['headcount', 'scan', str(file)])}")
+    print("  headcount query runs induction_heads")
 
 
 def plan(

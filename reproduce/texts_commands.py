@@ -1,4 +1,4 @@
-"""The subcommand `texts`. Heavy imports wait until it runs."""
+"""The subcommand `reproduce texts`. Heavy imports wait until it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from typing import Annotated
 import typer
 
 from schemas.errors import RunError, ScanError, unknown
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the subcommand to the front door."""
-    app.command()(texts)
 
 
 def texts(

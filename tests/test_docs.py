@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#([\w-]+))?\)")
 """A link to a file of ours, and perhaps to a heading in it."""
 
-COMMAND = re.compile(r"\s*headcount (corpus [a-z]+|[a-z]+)\b([^#]*)")
+COMMAND = re.compile(r"\s*headcount (corpus [a-z]+|reproduce texts|[a-z]+)\b([^#]*)")
 """A command of headcount at the beginning of a line of code, without a remark behind it."""
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

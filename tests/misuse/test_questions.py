@@ -72,7 +72,7 @@ REFUSED: list[tuple[list[str], str]] = [
         "findings.csv: expected a name that ends in .json",
     ),
     (
-        ["texts", "sink_circuit", "-o", "texts.jsonl"],
+        ["reproduce", "texts", "sink_circuit", "-o", "texts.jsonl"],
         "texts.jsonl: expected a name that ends in .csv",
     ),
     # Time and memory.
