@@ -43,17 +43,20 @@ if TYPE_CHECKING:
     from queries.python_api import Runs
     from schemas.errors import HeadcountError as Error
     from workers.measure_api import measure
+    from workers.model.bundled_models import BUNDLED as bundled
     from workers.trainer_callback import MeasureCallback
 
     app: typer.Typer
+    __version__: str
 
-__all__ = ["open", "measure", "scan", "MeasureCallback", "Error"]
+__all__ = ["open", "measure", "scan", "bundled", "MeasureCallback", "Error"]
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 """Where our rooms lie."""
 
 PYTHON_NAMES = {
     "measure": ("workers.measure_api", "measure"),
+    "bundled": ("workers.model.bundled_models", "BUNDLED"),
     "MeasureCallback": ("workers.trainer_callback", "MeasureCallback"),
     "Error": ("schemas.errors", "HeadcountError"),
 }
@@ -85,6 +88,8 @@ def __getattr__(name: str) -> object:
     """A name for notebooks, or the command line, imported when it is first asked for."""
     if name == "app":
         return command_line()
+    if name == "__version__":
+        return _release()
     if name not in PYTHON_NAMES:
         raise AttributeError(f"module 'headcount' has no attribute {name!r}")
     module, name_there = PYTHON_NAMES[name]
@@ -94,6 +99,16 @@ def __getattr__(name: str) -> object:
         raise _missing_library(name, error) from None
     globals()[name] = value
     return value
+
+
+def _release() -> str:
+    """The version of the installed package; pyproject.toml has it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("headcount")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def __dir__() -> list[str]:
@@ -192,6 +207,7 @@ def command_line() -> typer.Typer:
     import jobs.cluster_commands
     import jobs.corpus_commands
     import jobs.export_scan
+    import jobs.help_page
     import jobs.run_model
     import jobs.scan_commands
     import queries.explore_commands
@@ -199,16 +215,15 @@ def command_line() -> typer.Typer:
     import queries.text_commands
     import queries.views_commands
     import reproduce.reproduce_commands
-    import reproduce.texts_commands
 
     app = typer.Typer(
+        cls=jobs.help_page.PanelledGroup,
         help="A census of attention heads: scan a model over a corpus, ask SQL about every head.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    # In the order of `headcount --help`.
     jobs.scan_commands.mount(app)
     jobs.corpus_commands.mount(app)
     jobs.check_commands.mount(app)
@@ -223,12 +238,12 @@ def command_line() -> typer.Typer:
         app, jobs.export_scan.run_export_scan, jobs.export_scan.check_exported_heads
     )
     reproduce.reproduce_commands.mount(app)
-    reproduce.texts_commands.mount(app)
 
     # A default, and not an annotation: the name typer is not known outside of this function.
     version = typer.Option(
         False,
         "--version",
+        "-V",
         callback=_print_version,
         is_eager=True,
         help="Print the release and the fingerprint of the measuring code.",
@@ -245,17 +260,11 @@ def _print_version(is_wanted: bool) -> None:
     """Print the release and the fingerprint of the code, and end the command."""
     if not is_wanted:
         return
-    from importlib.metadata import PackageNotFoundError, version
-
     import typer
 
     from workers.provenance.code_fingerprint import code_fingerprint
 
-    try:
-        release = version("headcount")
-    except PackageNotFoundError:
-        release = "not installed"
-    print(f"headcount {release}, code {code_fingerprint()}")
+    print(f"headcount {_release()}, code {code_fingerprint()}")
     raise typer.Exit
 
 

@@ -37,6 +37,8 @@ def check_destination(export: ExportFormat, output: str, replace: bool) -> Place
 
 def _check_parent(destination: Path) -> None:
     """Refuse a place below a file, or one that must not be written: a scan may come first."""
+    if destination == destination.parent:
+        raise QueryError(f"{destination}: is the root of the disk; expected a name in a directory")
     # The nearest folder that is there. Those between are made when the export is written.
     parent = next(place for place in destination.parents if place.exists())
     if not parent.is_dir():

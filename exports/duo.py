@@ -13,12 +13,13 @@ from exports.export_registry import (
     CacheCut,
     Exported,
     Needs,
+    Part,
     export_format,
     ranked,
 )
 from exports.export_source import MEAN_OR_NOTHING, ExportSource
 from schemas.errors import QueryError
-from schemas.values import Count, Index, Share
+from schemas.values import Count, Index
 
 
 def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
@@ -52,8 +53,8 @@ def duo(
     score: Literal["retrieval", "distant"] = "retrieval",
     sink: Index = 4,
     recent: Count = 64,
-    sparsity: Share | None = None,
-    threshold: Share | None = None,
+    sparsity: Part | None = None,
+    threshold: Part | None = None,
     group: Literal["max", "mean"] = "max",
 ) -> Exported:
     """A score from 0 (streams) to 1 (retrieves) for every KV head.

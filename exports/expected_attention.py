@@ -15,7 +15,7 @@ from schemas.profiles.query_moments import FIRST_TOKENS
 
 
 @export_format(
-    "Mean and covariance of every head's queries before their rotation",
+    "Mean and covariance of each head's queries before rotation",
     read_by="kvpress (`ExpectedAttentionStatsPress(stats_folder=…)`)",
     source="https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/"
     "expected_attention_with_stats.py",

@@ -15,7 +15,7 @@ from schemas.errors import QueryError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from exports.export_registry import CacheCut, ExportFormat, Needs, Option
+    from exports.export_registry import CacheCut, Exported, ExportFormat, Needs, Option
     from exports.export_source import ExportSource
     from queries.asking import RunDatabase
     from schemas.places import Place
@@ -110,7 +110,7 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
         ] = None,
         listed: Annotated[
             bool,
-            typer.Option("--list", help="Print the formats, who reads them and what they need."),
+            typer.Option("--list", help="Print the formats, and who reads them."),
         ] = False,
         model: Annotated[
             str | None,
@@ -183,17 +183,31 @@ def mount(app: typer.Typer, run_scan: RunScan, check_heads: CheckHeads) -> None:
             measure = partial(run_needed_scan, run_scan, fields, overrides or [], device)
             source = measured_source(measure, export, options, destination)
         exported = export.make(source, **options)
-        if check and exported.cut is None:
-            raise QueryError(f"export {name}: chooses no heads to keep whole; leave out --check")
+        # Before anything is written: the model, or what runs it, may not be there.
+        trial = _tried_out(exported, source, model, device, check_heads) if check else None
         size = write_export(export, destination, exported.files)
         _tell_notes(exported.notes)
         typer.echo(
             f"{output}: {name} of {source.model_name}, from run {source.run_id} "
             f"({size / 1e3:,.1f} kB)"
         )
-        if check and exported.cut is not None:
-            where = model or source.run["model"]
-            _show_check(*check_heads(where, exported.cut, source.run["n_ctx"], device))
+        if trial is not None:
+            _show_check(*trial)
+
+
+def _tried_out(
+    exported: Exported,
+    source: ExportSource,
+    model: str | None,
+    device: Device,
+    check_heads: CheckHeads,
+) -> tuple[pa.Table, list[str]]:
+    """What a trial of the chosen heads finds, on the model where it lies now."""
+    if exported.cut is None:
+        raise QueryError(
+            f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
+        )
+    return check_heads(model or source.run["model"], exported.cut, source.run["n_ctx"], device)
 
 
 def run_needed_scan(
@@ -320,29 +334,15 @@ def _line_of_needs(needs: Needs) -> str:
 
 def option_line(option: Option) -> str:
     """One option of a format, in a line."""
-    default = "none" if option.default is None else option.default
-    return f"  {option.flag}  {option.meaning} (default {default})"
+    return f"  {option.flag}  {option.meaning} ({option.values})"
 
 
 def print_formats() -> None:
-    """Print every format: what it holds, which tool reads it, and what it needs."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Column, Table
-
+    """Print two lines for every format: what it holds, and which tool reads it."""
     from exports.export_registry import export_formats
 
-    table = Table(
-        Column("format", no_wrap=True),
-        Column("what", overflow="fold"),
-        Column("read by", overflow="fold"),
-        Column("needs", overflow="fold"),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-    )
     for name, export in export_formats().items():
-        table.add_row(name, export.title, export.read_by, needs_line(export))
-    Console(highlight=False).print(table)
+        typer.echo(f"{name}: {export.title}\n    {export.read_by}")
 
 
 def _tell_notes(notes: Collection[str]) -> None:

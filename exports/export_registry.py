@@ -27,17 +27,21 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import numpy as np
+from pydantic import Field
 
 import exports
 from schemas.errors import QueryError, unknown
 from schemas.formulas import first_paragraph
-from schemas.values import problem_of
+from schemas.values import problem_of, range_of
 
 Options = Mapping[str, Any]
 """Values of options by name: numbers, texts and truth values."""
+
+Part = Annotated[float, Field(gt=0, lt=1)]
+"""A share that chooses: all or nothing would be no choice."""
 
 OPTION_MEANING = re.compile(r"^\* `(\w+)`: (.+?)(?=^\* `|\Z)", re.MULTILINE | re.DOTALL)
 """The item of an option in a docstring, up to the next item or the end."""
@@ -72,9 +76,13 @@ class Needs:
     of the same model, with sequences of the same length.
     """
 
-    def scan_fields(self, model: str) -> dict[str, object]:
-        """The scan that measures it, as the fields of a scan file. The baseline is another scan."""
-        fields: dict[str, object] = {"model": model, "n_ctx": self.n_ctx}
+    def scan_fields(self, model: str, positions: int | None = None) -> dict[str, object]:
+        """The scan that measures it, as the fields of a scan file. The baseline is another scan.
+
+        Its sequences are no longer than the `positions` of the model, if they are known.
+        """
+        n_ctx = self.n_ctx if positions is None else min(self.n_ctx, positions)
+        fields: dict[str, object] = {"model": model, "n_ctx": n_ctx}
         fields |= {"sequences": self.sequences, "sequences_per_shard": min(self.sequences, 16)}
         if self.statistics:
             fields["statistics"] = list(self.statistics)
@@ -152,6 +160,12 @@ class Option:
     def flag(self) -> str:
         """The option as a command line writes it."""
         return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def values(self) -> str:
+        """The range of its values, if they are numbers, and its default."""
+        default = "none" if self.default is None else self.default
+        return ", ".join(filter(None, (range_of(self.annotation), f"default {default}")))
 
     def parsed(self, text: str) -> object:
         """The value that a user typed. It is an error if the option does not take it."""

@@ -60,9 +60,7 @@ class ExportSource:
 
     @property
     def _opened_run(self) -> Run:
-        """The run as questions see it."""
-        opened = OPENED[self.database.connection]
-        return next(run for run in opened.runs if run.directory.run_id == self.run_id)
+        return opened_run(self.database, self.run_id)
 
     @property
     def directory(self) -> Place:
@@ -188,6 +186,12 @@ class ExportSource:
         return json.dumps(self.provenance, ensure_ascii=False)
 
 
+def opened_run(database: RunDatabase, run_id: str) -> Run:
+    """A run as questions see it."""
+    opened = OPENED[database.connection]
+    return next(run for run in opened.runs if run.directory.run_id == run_id)
+
+
 def column_of(statistic: str) -> str:
     """The column of a statistic that a scan names.
 
@@ -218,6 +222,7 @@ def choose_run(
             raise QueryError(unknown("run", run_id, known))
     named = [run for run in runs if not run_ids or run["run_id"] in run_ids]
     _require_one_model(named)
+    _require_more_tokens(export, named, options)
     run = _fitting_run(database, export, named, needs)
     source = ExportSource(database, run, export, options, destination)
     if needs.baseline is None:
@@ -246,7 +251,8 @@ def _fitting_run(
     }
     fitting = [run for run in runs if problems[run["run_id"]] is None]
     if not fitting:
-        raise QueryError(_what_to_measure(export, runs, problems, needs))
+        positions = opened_run(database, runs[0]["run_id"]).manifest.model.get("n_ctx")
+        raise QueryError(_what_to_measure(export, runs, problems, needs, positions))
     if len(fitting) > 1:
         names = ", ".join(run["run_id"] for run in fitting)
         raise QueryError(
@@ -320,6 +326,19 @@ def _require_one_model(runs: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+def _require_more_tokens(
+    export: ExportFormat, runs: Sequence[Mapping[str, Any]], options: Options
+) -> None:
+    """Refuse to keep as many first keys as the longest sequences have: none would be left."""
+    most = max(run["n_ctx"] for run in runs)
+    sink = options.get("sink", 0)
+    if sink >= most:
+        raise QueryError(
+            f"export {export.name}: --sink {sink}: expected fewer than the {most:,} tokens of a "
+            "sequence of these runs"
+        )
+
+
 def _profiles_by_run(database: RunDatabase) -> dict[str, frozenset[str]]:
     """The profiles that each run has rows of."""
     by_run: dict[str, set[str]] = {}
@@ -355,13 +374,14 @@ def _what_to_measure(
     runs: Sequence[Mapping[str, Any]],
     problems: Mapping[str, str | None],
     needs: Needs,
+    positions: int | None,
 ) -> str:
     """Why no run will do, in a line, and the scan that would."""
     reasons = "; ".join(f"run {run_id} {problem}" for run_id, problem in problems.items())
     # A run that only has to be finished needs no other scan.
     if all(problem and "is not complete" in problem for problem in problems.values()):
         return f"export {export.name}: {reasons}; headcount resume goes on with it"
-    scan = _indented(needs.scan_fields(runs[0]["model"]))
+    scan = _indented(needs.scan_fields(runs[0]["model"], positions))
     return f"export {export.name}: {reasons}; this scan would do, and --model MODEL runs it:{scan}"
 
 

@@ -62,8 +62,7 @@ def _section(export: ExportFormat) -> str:
 
 
 def _option_item(option: Option) -> str:
-    default = "none" if option.default is None else f"`{option.default}`"
-    return f"* `{option.flag}`: {option.meaning} Default: {default}."
+    return f"* `{option.flag}`: {option.meaning} ({option.values})"
 
 
 PAGES = {"exports.md": exports_page}

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import numpy as np
-from pydantic import Field
 
-from exports.export_registry import Exported, Needs, export_format
+from exports.export_registry import Exported, Needs, Part, export_format
 from exports.export_source import ExportSource, column_of
 from exports.head_profiles import input_notes
 from exports.safetensors_file import safetensors_bytes
 from queries.sql_text import text_literal
 from schemas.errors import QueryError
-
-Quantile = Annotated[float, Field(gt=0, lt=1)]
 
 LARGEST_E4M3 = 448.0
 """The largest number of the format float8_e4m3fn."""
@@ -34,7 +29,7 @@ STATISTICS = {"q": "query_absmax", "k": "key_absmax", "v": "value_absmax"}
 def fp8_kv_scales(
     source: ExportSource,
     *,
-    quantile: Quantile | None = None,
+    quantile: Part | None = None,
     prefix: str = "model.layers.{layer}.self_attn",
 ) -> Exported:
     """Safetensors with `k_scale`, `v_scale` and `q_scale` of every layer, one number a head.

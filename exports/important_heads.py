@@ -18,7 +18,7 @@ Deviations = Annotated[float, Field(ge=0)]
 
 @export_format(
     "Important heads for retrieval, as a configuration",
-    read_by="vLLM-Hook (`config_file=…`: core_reranker, attention_tracker), Attention-Tracker",
+    read_by="vLLM-Hook (`config_file`: core_reranker, attention_tracker)",
     source="https://github.com/IBM/vLLM-Hook",
     writes="file",
     example="model_configs/core_reranker/my-model.json",

@@ -13,7 +13,7 @@ PROFILE = "column_diagonal_attention_by_candidate"
 
 
 @export_format(
-    "Columns and diagonals that each head needs while it reads a long prompt",
+    "Columns and diagonals that each head needs in a long prompt",
     read_by="MInference (`config_path`), vLLM's dual-chunk sparse attention",
     source="https://github.com/microsoft/MInference/blob/main/minference/modules/"
     "minference_forward.py",

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from exports.export_registry import REPEATED, CacheCut, Exported, Needs, export_format, ranked
+from exports.export_registry import (
+    REPEATED,
+    CacheCut,
+    Exported,
+    Needs,
+    Part,
+    export_format,
+    ranked,
+)
 from exports.export_source import MEAN_OR_NOTHING, ExportSource
 from schemas.errors import QueryError
-from schemas.values import Count, Index, Share
+from schemas.values import LARGEST_INT32, Count, Index
+
+Divisor = Annotated[int, Field(ge=2, le=LARGEST_INT32)]
 
 
 @export_format(
-    "Echo and induction heads, which keep the whole cache; the others keep a window",
+    "Echo and induction heads keep the whole cache, the others a window",
     read_by="implementations of RazorAttention, Algorithm 1",
     source="https://arxiv.org/abs/2407.15891",
     writes="file",
@@ -27,11 +39,11 @@ from schemas.values import Count, Index, Share
 def razor(
     source: ExportSource,
     *,
-    echo: Share = 0.01,
-    induction: Share = 0.14,
+    echo: Part = 0.01,
+    induction: Part = 0.14,
     sink: Index = 4,
     recent: Count = 4000,
-    compression: Count = 5,
+    compression: Divisor = 5,
 ) -> Exported:
     """The heads that attend most to the earlier copy of a token, or to what follows it.
 
@@ -84,8 +96,8 @@ def razor(
 def highest_heads(scores: np.ndarray, share: float) -> list[tuple[int, int, float]]:
     """The heads with the highest scores, a share of all of them: layer, head and score.
 
-    At least one, unless the share is 0. Layers that do not attend have no heads.
+    At least one. Layers that do not attend have no heads.
     """
     heads = ranked(scores)
-    count = max(1, round(len(heads) * share)) if share else 0
+    count = max(1, round(len(heads) * share))
     return [(layer, head, float(scores[layer, head])) for layer, head in heads[:count]]

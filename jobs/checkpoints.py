@@ -18,7 +18,7 @@ from typing import Any, cast
 from schemas.errors import ScanError
 from schemas.scan import Scan, load_scan, read_fields
 from schemas.values import shortened
-from workers.model.model_info import BUNDLED_MODELS
+from workers.model.bundled_models import BUNDLED_MODELS
 
 BUNDLED = "bundled:"
 

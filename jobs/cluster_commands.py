@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 from rich.console import Console
 
-from jobs.console import print_table, say
+from jobs.console import print_table, print_terms, say
 from jobs.scan_commands import (
     AllowOtherCode,
+    CommandOfAScan,
     Cores,
     DeviceOption,
     LocalReplicas,
@@ -79,7 +80,8 @@ RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, direct
 
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
-    for command in (submit, status, list_runs, logs, stop, resume):
+    app.command(cls=CommandOfAScan)(submit)
+    for command in (status, list_runs, logs, stop, resume):
         # `list_runs` is the command `list`: a function of that name would hide Python's own.
         app.command(command.__name__.partition("_")[0])(command)
 
@@ -264,16 +266,23 @@ def list_runs(
         str | None,
         typer.Argument(
             metavar="RUNS",
-            help="A directory of runs. Default: 'runs' without --address, none with it.",
+            help="A directory of runs. Default: 'runs' without --address, none with it. Four words "
+            "list instead what a scan can name: statistics, interventions, inputs or models; "
+            "./models is the directory.",
         ),
     ] = None,
     address: MaybeAddress = None,
 ) -> None:
-    """List runs, the jobs of a cluster, or both.
+    """List runs, the jobs of a cluster, or what a scan can name.
 
     With --address alone, the cluster's jobs are listed. With a directory too, its runs are listed
     with the states of their jobs.
     """
+    from jobs.known_names import REGISTRIES, known_names
+
+    if runs in REGISTRIES and address is None:
+        print_terms(known_names(runs))
+        return
     if runs is None and address is not None:
         _list_jobs(address)
         return

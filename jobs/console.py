@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -44,6 +47,16 @@ def in_bytes(count: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def print_terms(rows: Sequence[tuple[str, str]]) -> None:
+    """Print names with what they mean, wrapped in a terminal and a line each in a pipe."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    indent = max(len(name) for name, _ in rows) + 2
+    for name, meaning in rows:
+        # A narrow terminal still gets words, and wraps them itself.
+        lines = textwrap.wrap(meaning, max(width - indent, 20), break_on_hyphens=False)
+        print(f"{name:<{indent}}" + f"\n{'':<{indent}}".join(lines))
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:

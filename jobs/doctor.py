@@ -64,12 +64,12 @@ def examine() -> Iterator[Check]:
         # The other checks import the libraries.
         return
     yield from _check_machine()
-    from workers.model.model_info import BUNDLED_MODELS
+    from workers.model.bundled_models import BUNDLED
     from workers.process import prepare_process
 
     prepare_process()
-    for config in sorted(BUNDLED_MODELS.glob("*/config.json")):
-        yield _check_model(config.parent.name)
+    for name in BUNDLED:
+        yield _check_model(name)
 
 
 def check_code() -> Check:

@@ -89,9 +89,11 @@ def check_exported_heads(
         kept = trial.fewest(ranked, seed=SEARCHED_SEED)
         heads = ranked[:kept]
         sparsity = 1 - kept / len(ranked)
+        # All or none of them is no choice.
+        advice = f"; --sparsity {sparsity:.4g} chooses them" if 0 < sparsity < 1 else ""
         lines.append(
-            f"number of heads: with {kept} of {len(ranked)} nothing is lost on other sequences; "
-            f"--sparsity {sparsity:.4g} chooses them"
+            f"number of heads: with {kept} of {len(ranked)} nothing is lost on other sequences"
+            f"{advice}"
         )
     # A layer that does not attend has scores, but no cache.
     heads = [head for head in heads if head in trial.kv_heads]

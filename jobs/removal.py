@@ -10,6 +10,8 @@ is left has no manifest, so no reader takes it for a run.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow.fs as pafs
@@ -71,6 +73,23 @@ def remove(run: RunDirectory) -> None:
             f"{run.path}: cannot be deleted whole ({reason(error)}); mend that, and the same "
             "command continues"
         ) from None
+
+
+@contextmanager
+def removed_if_it_never_began(run: RunDirectory) -> Iterator[None]:
+    """Remove a run if a block fails before any shard was tried, such as when its model is loaded.
+
+    A run in a store is kept: it has no lock, so another driver may be at work on it.
+    """
+    try:
+        yield
+    except Exception:
+        # The error is what the user should read, and not that something cannot be removed.
+        with suppress(RunError, OSError):
+            was_tried = any(names(run.commits_directory)) or run.failed_shards()
+            if isinstance(run.path, Path) and not was_tried:
+                remove(run)
+        raise
 
 
 def _is_directory(path: Place) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from jobs.in_process import measure_in_process
 from jobs.plan import Plan
 from jobs.progress import WholeProgress, show_progress
 from jobs.ray_cluster import Resources, connect
+from jobs.removal import removed_if_it_never_began
 from jobs.run_lock import locked
 from schemas.commits import COMMITS_PER_FOLD, Commit, Failure, commits_of, delete, drop, fold
 from schemas.damage import BY_CONTENT, BY_SIZE
@@ -66,7 +67,8 @@ def run_to_end(
     is told what is measured of several runs.
     """
     resources.check_here()
-    with locked(plan.run):
+    is_new = plan.previous_manifest is None
+    with removed_if_it_never_began(plan.run) if is_new else nullcontext(), locked(plan.run):
         # The plan was made before the lock was held.
         check_unchanged(plan)
         if plan.needs_permission and not allow_other_code:

@@ -22,22 +22,24 @@ from jobs.progress import watch_index
 from jobs.ray_cluster import Resources
 from jobs.run_loop import run_to_end
 from jobs.scan_runs import UNKNOWN, ScanCommand
-from schemas.errors import RunError, ScanError, counted
+from schemas.arguments import Location, Name, checked
+from schemas.errors import RunError, ScanError, counted, printable
 from schemas.places import Place
 from schemas.scan import Scan, load_scan, override_fields, parse_scan
-from schemas.values import in_toml
+from schemas.values import Index, in_toml, shortened
 from workers.process import prepare_process
 
 
+@checked(ScanError)
 def run_scan(
-    source: str | Path | Mapping[str, object],
+    source: Location | Mapping[str, object],
     fields: Mapping[str, object],
     *,
-    name: str,
-    replicas: int,
-    cores: int,
+    name: Name,
+    replicas: Index,
+    cores: Index,
     device: Literal["auto", "cpu", "cuda"],
-    address: str | None,
+    address: Name | None,
     new: bool,
     quiet: bool,
 ) -> Place:
@@ -96,7 +98,7 @@ def _toml(value: object) -> str:
     if not isinstance(value, bool | int | float):
         raise ScanError(
             f"a field of a scan: expected a text, a number, a list or a dict, got "
-            f"{type(value).__name__} {value!r}"
+            f"{type(value).__name__} {shortened(printable(repr(value)))}"
         )
     return in_toml(value)
 

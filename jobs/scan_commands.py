@@ -1,4 +1,4 @@
-"""The subcommands `plan`, `scan`, `rm`, `compact` and `doctor`.
+"""The subcommands `init`, `plan`, `scan`, `rm`, `compact` and `doctor`.
 
 Torch and Ray take seconds to import, so they are imported inside the functions that need them.
 """
@@ -17,9 +17,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from typer.core import TyperCommand
 
 from jobs.console import in_bytes, say
-from schemas.errors import HeadcountError, RunError, counted, printable
+from schemas.errors import HeadcountError, RunError, ScanError, counted, printable
 
 if TYPE_CHECKING:
     from jobs.corpus_estimate import CorpusEstimate
@@ -92,14 +93,65 @@ VerifyCorpus = Annotated[
     ),
 ]
 
+FIRST_SCAN = Path(__file__).parent / "scans" / "first.toml"
+"""What `init` writes."""
+
 MOST_BAD_ROWS = 5
 """Bad rows that are named; the others are counted."""
 
 
+class CommandOfAScan(TyperCommand):
+    """A command that says how a field of a scan is set, if somebody writes it as an option."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Read the command line."""
+        names = [name for each in self.params for name in (*each.opts, *each.secondary_opts)]
+        for word, following in zip(args, [*args[1:], "VALUE"], strict=True):
+            flag, _, value = word.partition("=")
+            if flag.startswith("--") and flag not in (*names, *ctx.help_option_names):
+                _refuse_field(flag, value or following)
+        return super().parse_args(ctx, args)
+
+
+def _refuse_field(flag: str, value: str) -> None:
+    """Say how a field of a scan is set, if an option has its name."""
+    from schemas.scan import Scan
+
+    key = flag.removeprefix("--").replace("-", "_")
+    if key.partition(".")[0] in Scan.model_fields:
+        advice = shlex.join(["--set", f"{key}={value}"])
+        raise ScanError(f"{flag}: a field of a scan, and no option; write {advice}")
+
+
 def mount(app: typer.Typer) -> None:
     """Add the subcommands to the front door."""
-    for command in (plan, scan, rm, compact, doctor):
+    app.command()(init)
+    for command in (plan, scan):
+        app.command(cls=CommandOfAScan)(command)
+    for command in (rm, compact, doctor):
         app.command()(command)
+
+
+def init(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The scan file (TOML) to write.")
+    ] = Path("scan.toml"),
+) -> None:
+    """Write a first scan file, of a small model that comes with headcount."""
+    text = FIRST_SCAN.read_text(encoding="utf-8")
+    if file.suffix.lower() != ".toml":
+        raise ScanError(f"{file}: expected a name that ends in .toml")
+    try:
+        # Never over a file that is there.
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError:
+        raise ScanError(f"{file}: is there already; say another name, or delete it") from None
+    except OSError as error:
+        raise ScanError(f"{file}: cannot be written ({error.strerror})") from None
+    print(f"{file}: a first scan; it takes seconds. Next:")
+    print(f"  {shlex.join(['headcount', 'scan', str(file)])}")
+    print("  headcount query runs induction_heads")
 
 
 def plan(

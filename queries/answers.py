@@ -39,7 +39,8 @@ class Patience:
     def __init__(self, cursor: duckdb.DuckDBPyConnection, seconds: float | None) -> None:
         self.cursor = cursor
         self.seconds_allowed = seconds
-        self.seconds_left = seconds
+        # Python cannot wait longer than this, three centuries.
+        self.seconds_left = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
 
     def wait(self, call: Callable[[], T]) -> T:
         """What a call to DuckDB returns."""

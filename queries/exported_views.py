@@ -10,14 +10,11 @@ from shlex import quote
 import duckdb
 
 from queries.connection import OpenedRuns, build, damage_lines
-from queries.formats import appearing
+from queries.formats import appearing, check_suffix
 from queries.run import read_runs
 from queries.shipped_views import QUERIES, ShippedViews
 from schemas.errors import QueryError
 from schemas.places import Place, place
-
-SUFFIXES = (".duckdb", ".db")
-"""How the name of the file may end: it replaces an older one, which should be no other file."""
 
 OLDEST_READER = "v1.4.0"
 """The oldest DuckDB that reads the file. Dashboards bring an older one than ours: Evidence has 1.4.
@@ -53,8 +50,8 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> Export
 
     A reader that has an older file open goes on with that one.
     """
-    if output.suffix not in SUFFIXES:
-        raise QueryError(f"{output}: expected a name that ends in {' or '.join(SUFFIXES)}")
+    # It replaces an older one, which should be no other file.
+    check_suffix(output, ".duckdb", ".db")
     if output.exists() and not output.is_file():
         raise QueryError(f"{output}: expected a file, or a name that is free")
     where = place(runs_path)

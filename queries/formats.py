@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal, TextIO, TypeAlias
 
 import pyarrow as pa
@@ -64,6 +64,12 @@ def format_of(requested: Format | None, output: Path | None, vertical: bool = Fa
             f"--vertical is a form of a table, and this is {answer_format}; leave out one"
         )
     return answer_format
+
+
+def check_suffix(path: PurePath, *suffixes: str) -> None:
+    """Refuse a name that promises another form of file than the one that is written."""
+    if path.suffix.lower() not in suffixes:
+        raise QueryError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
 
 
 def _suffix_of(answer_format: Format) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import jinja2
 
 from queries.asking import Record
+from queries.formats import check_suffix
 from queries.shipped_views import QUERIES
 from schemas.errors import QueryError
 
@@ -65,7 +66,8 @@ def html_text(
 
 
 def check_writable(output: Path) -> None:
-    """Refuse a file that cannot be written, before the work and not after it."""
+    """Refuse what is no HTML file, or cannot be written, before the work and not after it."""
+    check_suffix(output, ".html", ".htm")
     exists = output.exists()
     try:
         with output.open("ab"):

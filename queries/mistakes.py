@@ -10,7 +10,7 @@ import duckdb
 
 from queries.connection import OPENED, view_descriptions
 from queries.named_queries import NamedQuery
-from queries.shipped_views import base_names, way_to
+from queries.shipped_views import base_names, unmeasured_statistic, way_to
 from schemas.errors import QueryError, printable, unknown
 
 PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
@@ -101,8 +101,8 @@ def _why_unknown(message: str, connection: duckdb.DuckDBPyConnection, question: 
     if called := re.search(r"Macro (\w+)\(\) does not support", message):
         query = shipped.queries.get(called[1])
         return None if query is None else _wrong_call(query, question)
-    if chosen := re.search(r"c = CAST\('(.*?)' AS VARCHAR\).* empty set of columns", message):
-        return _unknown_statistic(chosen[1], connection)
+    if (statistic := unmeasured_statistic(message)) is not None:
+        return _unknown_statistic(statistic, connection)
     return _why_no_column(message, connection)
 
 

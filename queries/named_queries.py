@@ -64,7 +64,7 @@ class Parameter:
             return _number_literal(self.type, text.strip().lower())
         except ValueError:
             raise QueryError(
-                f"--{self.name}: expected {WORDS_OF_TYPES[self.type]}, got {text!r}"
+                f"--{self.name}: expected {WORDS_OF_TYPES[self.type]}, got {text[:200]!r}"
             ) from None
 
 

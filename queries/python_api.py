@@ -15,22 +15,26 @@ import html
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 
 import pyarrow as pa
+from pydantic import Field
 
 from queries.answers import Answer, rows_of, run_query
 from queries.asking import RunDatabase, open_runs
 from queries.connection import MEMORY, OPENED, check_memory, view_descriptions
+from queries.formats import check_suffix
 from queries.named_queries import QUERIES, read_queries
 from queries.run import read_runs
 from queries.run_memory import RunMemory
 from queries.run_models import OpenModel, RunModels
+from schemas.arguments import Location, Name, checked
 from schemas.errors import QueryError, printable, unknown
-from schemas.places import Place, absolute
+from schemas.places import absolute
+from schemas.values import Count, Positive
 
 if TYPE_CHECKING:
     import pandas
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
 
 ROWS_SHOWN = 20
 """Rows of an answer that a notebook shows; `df()`, `pl()` and `arrow()` have all."""
+
+Question: TypeAlias = Annotated[str, Field(min_length=0)]
+"""An empty one has an error of its own, which says what can be asked."""
 
 MORE_ROWS = "and more rows: df(), pl() and arrow() have all"
 
@@ -58,22 +65,24 @@ RUNS_SUMMARY = """
 class Runs:
     """Opened runs. They show what was committed when they were opened; `refresh` looks again."""
 
+    @checked(QueryError)
     def __init__(
         self,
-        path: str | Place,
+        path: Location,
         open_model: OpenModel | None = None,
         *,
-        code: str | None = None,
-        memory: str = MEMORY,
+        code: Name | None = None,
+        memory: Name = MEMORY,
     ) -> None:
         """`open_model` opens the model of a run, whose tokenizer makes tokens readable."""
         # A notebook may change its working directory, and `refresh` must find the same runs.
         self.path = absolute(path)
         self.code = code
         self.memory = check_memory(memory)
+        self.open_model = open_model
         self.models = None if open_model is None else RunModels(str(self.path), open_model)
         self._memory_of_runs = RunMemory()
-        self.database = self._opened()
+        self._database: RunDatabase | None = self._opened()
 
     def _opened(self) -> RunDatabase:
         database = open_runs(
@@ -87,6 +96,13 @@ class Runs:
             _warn(f"warning: {line}")
         return database
 
+    @property
+    def database(self) -> RunDatabase:
+        """The views of the runs; an error once they are closed."""
+        if self._database is None:
+            raise QueryError(f"{self.path}: closed; headcount.open opens these runs again")
+        return self._database
+
     def _has_news(self) -> bool:
         """Whether runs must be opened again: something was committed, or is or was damaged."""
         opened = OPENED[self.database.connection]
@@ -94,8 +110,9 @@ class Runs:
         is_known = len(runs) == len(opened.runs) and all(map(is_, runs, opened.runs))
         return bool(unreadable or self.database.damage()) or not is_known
 
+    @checked(QueryError)
     def sql(
-        self, question: str, *, timeout: float | None = None, **parameters: object
+        self, question: Question, *, timeout: Positive | None = None, **parameters: object
     ) -> AnswerTable:
         """Ask in SQL, or by the name of a query with its parameters: `"sink_heads", threshold=0.2`.
 
@@ -104,7 +121,8 @@ class Runs:
         """
         return AnswerTable(self, _with_parameters(question, parameters), timeout)
 
-    def head(self, label: str, *, run_id: str | None = None, intervention: str = "none") -> Head:
+    @checked(QueryError)
+    def head(self, label: Name, *, run_id: Name | None = None, intervention: Name = "none") -> Head:
         """The card of a head, such as `L5H1`, of one run. `run_id` may be left out if one is open.
 
         The card has every statistic with its chance level and its place among the heads. Tokens are
@@ -120,7 +138,7 @@ class Runs:
             return self
         opened = self._opened()
         self.close()
-        self.database = opened
+        self._database = opened
         return self
 
     @property
@@ -129,22 +147,31 @@ class Runs:
         return view_descriptions(self.database.connection)
 
     def close(self) -> None:
-        """Free the memory and the files of the connection."""
-        self.database.connection.close()
+        """Free the memory and the files of the connection. Nothing can be asked afterwards."""
+        if self._database is not None:
+            self._database.connection.close()
+        self._database = None
 
     def __enter__(self) -> Self:
         """Use the runs in a `with` block, which closes them."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, here or in another process, opens the same runs for itself."""
+        return partial(Runs, code=self.code, memory=self.memory), (self.path, self.open_model)
 
     def __exit__(self, *_: object) -> None:
         """Close them."""
         self.close()
 
     def __repr__(self) -> str:
+        if self._database is None:
+            return f"{self.path} (closed)"
         return f"{self.path}\n{self.sql(RUNS_SUMMARY)!r}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(str(self.path))}</p>{self.sql(RUNS_SUMMARY)._repr_html_()}"
+        table = "" if self._database is None else self.sql(RUNS_SUMMARY)._repr_html_()
+        return f"<p>{html.escape(str(self.path))}</p>{table}"
 
 
 class AnswerTable:
@@ -236,16 +263,19 @@ class Head:
 
         return card_html(self.card)
 
-    def save(self, path: str | Path) -> Path:
+    @checked(QueryError)
+    def save(self, path: Location) -> Path:
         """Write the card to an HTML file."""
         file = Path(path)
+        check_suffix(file, ".html", ".htm")
         try:
             file.write_text(self.html(), encoding="utf-8")
         except OSError as error:
             raise QueryError(f"{file}: cannot be written ({error.strerror})") from None
         return file
 
-    def show(self, height: int = CARD_HEIGHT) -> Frame:
+    @checked(QueryError)
+    def show(self, height: Count = CARD_HEIGHT) -> Frame:
         """The card for the output of a cell, in Jupyter and marimo; `height` is in pixels."""
         return Frame(self.html(), height)
 

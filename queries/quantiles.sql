@@ -29,5 +29,8 @@ SELECT
     levels[5] AS p75, levels[6] AS p95, levels[7] AS p99,
     maximum, defined
 FROM of_heads
-JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+-- Not the runs that did not measure it.
+JOIN (
+    SELECT run_id, model, n_ctx FROM runs WHERE list_contains(statistics, $statistic)
+) USING (run_id)
 ORDER BY run_id, intervention, input_family, layer, head

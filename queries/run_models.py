@@ -59,7 +59,7 @@ class RunModelLike(Protocol):
         ...
 
 
-OpenModel: TypeAlias = "Callable[[Place, str | None], RunModelLike]"
+OpenModel: TypeAlias = Callable[["Place", "str | None"], RunModelLike]
 """Opens the model of the run in a directory, or the model at a path if one is given."""
 
 

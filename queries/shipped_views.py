@@ -187,8 +187,18 @@ def _create(
         _create_over_tables(connection, macro, foundations)
     if query.required:
         connection.execute(_failing_view(query.name, query.what_is_missing(query.required)))
-    else:
+        return
+    try:
         connection.execute(f"CREATE VIEW {view} AS FROM {view}()")
+    except duckdb.BinderException as error:
+        # The runs did not measure the statistic that is the default; the macro takes others.
+        if (statistic := unmeasured_statistic(str(error))) is None:
+            raise
+        problem = (
+            f"statistic {statistic!r} was not measured in these runs{way_to(statistic)}; "
+            f"--statistic names another (in SQL: FROM {query.name}(statistic := …))"
+        )
+        connection.execute(_failing_view(query.name, problem))
 
 
 def _create_over_tables(
@@ -246,6 +256,12 @@ def way_to(column: str) -> str:
                 text = kind.registry[name].text
                 return f"; add {text!r} to {kind.field} in a scan, and scan again"
     return ""
+
+
+def unmeasured_statistic(message: str) -> str | None:
+    """The value of a parameter `statistic` that is a column of no run, by a message of DuckDB's."""
+    chosen = re.search(r"c = CAST\('(.*?)' AS VARCHAR\).* empty set of columns", message)
+    return None if chosen is None else chosen[1]
 
 
 def _unmeasured_column(error: duckdb.Error, known_columns: Container[str]) -> str | None:

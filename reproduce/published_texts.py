@@ -246,18 +246,18 @@ RECIPES = {
         {},
     ),
 }
-"""By the name that `headcount texts` takes."""
+"""By the name that `headcount reproduce texts` takes."""
 
 
 def how_to_get(message: str) -> str:
     """How to get the file that a message names, if it can be built. Otherwise empty.
 
     >>> how_to_get("no file matches 'sink_circuit_sentence.csv'")
-    'headcount texts sink_circuit_sentence -o sink_circuit_sentence.csv'
+    'headcount reproduce texts sink_circuit_sentence -o sink_circuit_sentence.csv'
     """
     for name, recipe in RECIPES.items():
         if recipe.file in message:
-            return f"headcount texts {name} -o {recipe.file}"
+            return f"headcount reproduce texts {name} -o {recipe.file}"
     return ""
 
 

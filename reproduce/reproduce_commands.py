@@ -1,4 +1,4 @@
-"""The subcommand `reproduce`. Heavy imports wait until it runs."""
+"""The group `reproduce`. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jobs.console import say
+from jobs.help_page import DefaultedGroup
 from jobs.scan_commands import AllowOtherCode, Cores, DeviceOption, LocalReplicas, Overrides
 from queries.query_commands import tell_user, warn_of_damage
+from reproduce.texts_commands import texts
 from schemas.errors import RunError, ScanError, counted
 
 if TYPE_CHECKING:
@@ -29,8 +31,16 @@ SOMETHING_SKIPPED = 3
 
 
 def mount(app: typer.Typer) -> None:
-    """Add the subcommand to the front door."""
-    app.command()(reproduce)
+    """Add the group to the front door."""
+    group = typer.Typer(
+        cls=DefaultedGroup,
+        help="Measure systems of the literature again, with a verdict beside every published "
+        "figure.",
+        rich_markup_mode=None,
+    )
+    group.command("systems")(reproduce)
+    group.command()(texts)
+    app.add_typer(group, name="reproduce")
 
 
 def reproduce(
@@ -64,14 +74,14 @@ def reproduce(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Also write the findings to this file."),
     ] = None,
-    texts: Annotated[
+    text_files: Annotated[
         list[str] | None,
         typer.Option(
             "--text",
             metavar="[NAME=]FILE",
             help="The authors' own text, for the systems that were published for one. NAME is a "
             "system; its text is also that of the other systems that were published for the same. "
-            "May be repeated.",
+            "May be repeated. headcount reproduce texts builds some of them.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -94,6 +104,7 @@ def reproduce(
     checked. What does not fit the model, or lacks a file, is said and skipped. Exit codes: 2 if a
     finding fails, 3 if none fails but something was skipped that fits the model.
     """
+    from queries.formats import check_suffix
     from reproduce.system import find_systems, systems
 
     if listed:
@@ -102,9 +113,11 @@ def reproduce(
     if not names and not every:
         raise ScanError("expected the name of a system, or --all; --list names them")
     selection = systems() if every else find_systems(names or [])
+    if file is not None:
+        check_suffix(file, ".json")
     if file is not None and not file.parent.is_dir():
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
-    text_by_system = texts_of_systems(texts or [], selection)
+    text_by_system = texts_of_systems(text_files or [], selection)
     # These import torch, which takes seconds: a mistake above is answered without it.
     from jobs.ray_cluster import Resources
     from reproduce.reproduction import Reproduction

@@ -1,4 +1,4 @@
-"""The subcommand `texts`. Heavy imports wait until it runs."""
+"""The subcommand `reproduce texts`. Heavy imports wait until it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from typing import Annotated
 import typer
 
 from schemas.errors import RunError, ScanError, unknown
-
-
-def mount(app: typer.Typer) -> None:
-    """Add the subcommand to the front door."""
-    app.command()(texts)
 
 
 def texts(
@@ -55,6 +50,7 @@ def texts(
     and compared with a fingerprint of the published ones.
     """
     # This imports the tokenizer's library, which `headcount --help` need not wait for.
+    from queries.formats import check_suffix
     from reproduce.published_texts import (
         RECIPES,
         Sources,
@@ -70,6 +66,7 @@ def texts(
         raise ScanError(unknown("texts", name, RECIPES))
     recipe = RECIPES[name]
     file = output or Path(recipe.file)
+    check_suffix(file, ".csv")
     if not file.absolute().parent.is_dir():
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
     drawn_with = recipe.seed if seed is None else seed

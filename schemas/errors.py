@@ -16,6 +16,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST_NAME = 200
+"""Characters of an unknown name that an error repeats."""
+
 
 class HeadcountError(Exception):
     """An error that one line explains: the thing, what was expected, what arrived, what to do."""
@@ -71,6 +74,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     >>> unknown("statistic", "sink_mas", ["sink_mass", "entropy"])
     "unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: entropy, sink_mass"
     """
+    # A whole text may stand where a name was expected.
+    name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
     known_names = sorted(known)
     nearest = difflib.get_close_matches(name, known_names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""

@@ -18,6 +18,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from headcount import app
+from jobs.help_page import DefaultedGroup
 from queries.named_queries import QUERIES, NamedQuery, read_queries
 from schemas.kinds import KINDS
 from schemas.scan import Scan
@@ -60,6 +61,9 @@ def commands() -> Iterator[tuple[str, TyperCommand]]:
         members = {name: command}
         if isinstance(command, TyperGroup):
             members = {f"{name} {member}": other for member, other in command.commands.items()}
+        if isinstance(command, DefaultedGroup):
+            # Its first command need not be named.
+            members = {name: members.pop(next(iter(members))), **members}
         for full_name, member in members.items():
             assert isinstance(member, TyperCommand)
             yield full_name, member

@@ -120,7 +120,9 @@ def test_the_systems_name_the_command_that_builds_their_texts() -> None:
             Path(__file__).parent.parent / "reproduce" / "systems" / f"{name}.toml"
         ).read_text()
         if "_texts.csv" in content or "_sentence.csv" in content:
-            assert "headcount texts sink_circuit" in content or "of sink_circuit" in content, name
+            assert (
+                "headcount reproduce texts sink_circuit" in content or "of sink_circuit" in content
+            ), name
 
 
 # Models that lack a part

@@ -31,6 +31,7 @@ from exports.exports_page import exports_page
 from queries.asking import RunDatabase, open_runs
 from schemas.errors import HeadcountError, QueryError, ScanError
 from schemas.scan import parse_scan
+from schemas.values import range_of
 from tests.toy_models import family, save_model
 from tests.toy_runs import Row, read_manifest, write_run
 
@@ -198,6 +199,44 @@ def test_an_option_without_a_line_about_it_is_refused() -> None:
     assert "no-line" not in FORMATS
 
 
+BORDERS = {
+    "budget --sink": ("0", "-1"),
+    "duo --sink": ("0", "-1"),
+    "duo --recent": ("1", "0"),
+    "duo --sparsity": ("0.01 0.99", "0 1"),
+    "duo --threshold": ("0.01 0.99", "0 1"),
+    "fp8-kv-scales --quantile": ("0.01 0.99", "0 1"),
+    "important-heads --deviations": ("0", "-0.1 inf nan"),
+    "important-heads --heads": ("1", "0 2.5"),
+    "qrhead --heads": ("1", "0 -5"),
+    "razor --compression": ("2", "1"),
+    "razor --echo": ("0.01 0.99", "0 1"),
+    "razor --induction": ("0.01 0.99", "0 1"),
+    "razor --recent": ("1", "0 1e3"),
+    "razor --sink": ("0", "-1 4294967296"),
+}
+"""Values within and beyond the range of every option that is a number."""
+
+
+def test_every_number_of_every_format_has_a_range() -> None:
+    options = {
+        f"{export.name} {option.flag}": option
+        for export in export_formats().values()
+        for option in export.options.values()
+        if re.search("int|float", str(option.annotation))
+    }
+    assert options.keys() == BORDERS.keys()
+    for name, (within, beyond) in BORDERS.items():
+        option = options[name]
+        assert range_of(option.annotation) in option.values
+        assert [option.parsed(value) for value in within.split()] == [
+            float(value) for value in within.split()
+        ]
+        for value in beyond.split():
+            with pytest.raises(QueryError, match=f"{option.flag}: expected "):
+                option.parsed(value)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -205,7 +244,10 @@ def test_an_option_without_a_line_about_it_is_refused() -> None:
         (["razor", "RUNS"], "say where to with -o PATH, for instance -o razor.json"),
         (["razor", "-o", "x"], "expected RUNS, or --model MODEL"),
         (["razor", "RUNS", "-o", "x", "--ecko", "1"], "unexpected '--ecko'; its options: --echo"),
-        (["razor", "RUNS", "-o", "x", "--echo", "2"], "--echo: expected at most 1, got '2'"),
+        (["razor", "RUNS", "-o", "x", "--echo", "2"], "--echo: expected less than 1, got '2'"),
+        (["razor", "RUNS", "-o", "x", "--sink", "24"], "--sink 24: expected fewer than the 24 tok"),
+        (["razor", "RUNS", "-o", "/"], "/: is the root of the disk; expected a name in a direct"),
+        (["duo", "RUNS", "-o", "/", "--replace"], "/: is the root of the disk; expected a name"),
         (["razor", "RUNS", "-o", "x", "--echo", "much"], "--echo: expected a number, got 'much'"),
         (["razor", "RUNS", "-o", "x", "--echo"], "--echo: expected a value"),
         (["razor", "RUNS", "-o", "x", "--run", "b"], "unknown run 'b'"),
@@ -251,6 +293,8 @@ def test_what_no_run_measured_is_named_with_the_scan_that_would(tmp_path: Path) 
     parsed = parse_scan(tomllib.loads("\n".join(scan)))
     assert parsed.input.family == "repeated_random"
     assert parsed.statistics == ("duplicate_score", "induction_score")  # pyright: ignore
+    # No longer than the model's own sequences may be.
+    assert parsed.n_ctx == 64
 
 
 def test_another_input_and_an_unfinished_run_are_refused(tmp_path: Path) -> None:
@@ -457,7 +501,7 @@ def test_a_missing_baseline_is_named_with_the_scan_that_would_measure_it(
 def test_duo_cuts_scores_where_it_is_told(paired: RunDatabase, tmp_path: Path) -> None:
     highest = moved_by_group(paired).max(-1)
     output = tmp_path / "duo"
-    for share, kept in ((0.75, 1), (0.5, 2), (0, 4), (1, 0)):
+    for share, kept in ((0.75, 1), (0.5, 2), (0.1, 4), (0.9, 0)):
         make(paired, "duo", output, sink=2, recent=4, sparsity=share)
         whole, _, _ = load_attn_pattern(output)
         assert whole.sum() == kept
@@ -500,10 +544,13 @@ def test_what_duo_chose_is_tried_out_on_the_model(home: Path, pair: Path, tmp_pa
     # A file of scores leaves open how many heads keep everything, so the check looks for it.
     first, *_ = run(*words, "--replace", "--check").split("number of heads: ")[1].splitlines()
     assert re.fullmatch(
-        r"with \d of 4 nothing is lost on other sequences; --sparsity [\d.]+ chooses them", first
+        r"with \d of 4 nothing is lost on other sequences(; --sparsity 0\.\d+ chooses them)?", first
     )
     with pytest.raises(QueryError, match="chooses no heads to keep whole; leave out --check"):
         run("fp8-kv-scales", home / "runs", "-o", tmp_path / "scales.safetensors", "--check")
+    # A check that cannot be made leaves nothing behind.
+    with pytest.raises(ScanError, match="check: expected recent below 12"):
+        run("razor", home / "runs", "-o", tmp_path / "razor.json", "--check")
     assert [path.name for path in tmp_path.iterdir()] == ["duo"]
 
 

@@ -91,6 +91,7 @@ ONLY_IN = {
         "jobs/check_commands.py",
         "jobs/cluster_commands.py",
         "jobs/corpus_commands.py",
+        "jobs/help_page.py",
         "jobs/scan_commands.py",
         "queries/explore_commands.py",
         "queries/query_commands.py",

@@ -107,6 +107,19 @@ def test_a_ranking_has_means_errors_and_chance_levels(database: RunDatabase) -> 
     assert {row["statistic"] for row in ascending} == {"entropy"}
 
 
+def test_a_statistic_is_asked_of_the_runs_that_measured_it(tmp_path: Path) -> None:
+    for run, columns in {"a-1": ("entropy",), "b-2": ("entropy", "sink_mass")}.items():
+        write_run(tmp_path, run, dict.fromkeys(columns, lambda row: float(row.head)))
+    without_sinks = open_runs(tmp_path / "run_id=a-1")
+    both = open_runs(tmp_path)
+    for name in ("ranking", "quantiles", "outliers"):
+        with pytest.raises(QueryError, match=r"'sink_mass' was not measured .*; --statistic names"):
+            without_sinks.records(name)
+        assert without_sinks.records(f"FROM {name}(statistic := 'entropy')")
+        assert {row["run_id"] for row in both.records(name)} == {"b-2"}
+    assert both.rows("SELECT label FROM ranking LIMIT 1") == [("L0H2",)]
+
+
 def test_a_head_card_places_a_head_among_the_others(database: RunDatabase) -> None:
     rows = of_run(database.records("FROM head_card(label := 'l0h3')"), "a-1")
     card = {row["statistic"]: row for row in rows}

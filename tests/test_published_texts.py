@@ -1,4 +1,4 @@
-"""`headcount texts`: published texts are built again from their data sets."""
+"""`headcount reproduce texts`: published texts are built again from their data sets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.toy_models import byte_tokenizer
 from workers.inputs.documents import Source
 
 app = typer.Typer()
-texts_commands.mount(app)
+app.command()(texts_commands.texts)
 
 ROWS = 200
 """Rows of each toy data set. A few are too short to be drawn."""
@@ -194,7 +194,7 @@ def test_another_tokenizer_is_refused() -> None:
 
 def test_a_message_that_names_a_file_leads_to_its_command() -> None:
     for name, recipe in RECIPES.items():
-        command = f"headcount texts {name} -o {recipe.file}"
+        command = f"headcount reproduce texts {name} -o {recipe.file}"
         assert how_to_get(f"input.files: no file matches {recipe.file!r} (in /x)") == command
     assert how_to_get("input.files: no file matches 'tinyshakespeare.txt'") == ""
 

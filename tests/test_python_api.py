@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -288,6 +289,15 @@ def test_a_scan_that_cannot_run_is_one_line(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_model_that_cannot_be_loaded_leaves_no_run_behind(toy: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(toy / "gpt2", tmp_path / "broken")
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(headcount.Error, match="the weights cannot be loaded"):
+        headcount.scan(fields_of(broken, tmp_path / "runs"), quiet=True)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 # Measuring a model in memory
 
 
@@ -549,7 +559,7 @@ def test_the_trainer_measures_before_during_and_after(toy: Path, tmp_path: Path)
 
 
 def test_a_callback_without_steps_is_refused() -> None:
-    with pytest.raises(headcount.Error, match="every: expected a number of steps"):
+    with pytest.raises(headcount.Error, match="every: expected 1 or more, got 0"):
         headcount.MeasureCallback(TOKENS, every=0)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from schemas.arguments import Name, checked
 from schemas.errors import ScanError
 from schemas.scan import Scan, parse_scan
 from schemas.tables import HEADS, with_partitions
@@ -61,6 +62,11 @@ models of a family share the file whose functions are wrapped during a pass.
 """
 
 
+@checked(
+    ScanError,
+    attention_mask="measure reads every token, and none may be padding; cut the sequences to one "
+    "length, or measure those of each length by themselves",
+)
 def measure(
     model: object,
     tokens: object,
@@ -71,8 +77,8 @@ def measure(
     heads: Literal["all"] | Sequence[str] = "all",
     batch_size: int | Literal["auto"] = "auto",
     engine: Literal["fused", "dense"] = "fused",
-    precision: str = "auto",
-    run_id: str = "memory",
+    precision: Name = "auto",
+    run_id: Name = "memory",
 ) -> pa.Table:
     """Measure every head of a loaded model on tokens; returns rows like those of table `heads`.
 
@@ -153,6 +159,23 @@ def _check_interventions(scan: Scan) -> None:
 
 def _token_ids(tokens: Any, info: ModelInfo) -> np.ndarray:  # noqa: ANN401 - checked here
     """Tokens as `[sequence pos]`, int32; refused if the model cannot read them."""
+    token_ids = whole_sequences(tokens)
+    smallest, largest = int(token_ids.min()), int(token_ids.max())
+    if smallest < 0 or largest >= info.d_vocab:
+        raise ScanError(
+            f"tokens: expected ids from 0 to {info.d_vocab - 1}, the vocabulary of {info.name}, "
+            f"got {smallest if smallest < 0 else largest}"
+        )
+    n_ctx = token_ids.shape[1]
+    if n_ctx > info.n_ctx:
+        raise ScanError(
+            f"tokens: {n_ctx} in a sequence are beyond the {info.n_ctx} positions of {info.name}"
+        )
+    return token_ids.astype(np.int32)
+
+
+def whole_sequences(tokens: Any) -> np.ndarray:  # noqa: ANN401 - checked here
+    """Tokens as `[sequence pos]`; refused if they are no sequences of one length."""
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()
     try:
@@ -168,15 +191,4 @@ def _token_ids(tokens: Any, info: ModelInfo) -> np.ndarray:  # noqa: ANN401 - ch
             "tokens: expected integers of one sequence or more [sequence pos], "
             f"got {token_ids.dtype} of shape {list(token_ids.shape)}"
         )
-    smallest, largest = int(token_ids.min()), int(token_ids.max())
-    if smallest < 0 or largest >= info.d_vocab:
-        raise ScanError(
-            f"tokens: expected ids from 0 to {info.d_vocab - 1}, the vocabulary of {info.name}, "
-            f"got {smallest if smallest < 0 else largest}"
-        )
-    n_ctx = token_ids.shape[1]
-    if n_ctx > info.n_ctx:
-        raise ScanError(
-            f"tokens: {n_ctx} in a sequence are beyond the {info.n_ctx} positions of {info.name}"
-        )
-    return token_ids.astype(np.int32)
+    return token_ids

@@ -12,7 +12,6 @@ A training loop without the Trainer calls `headcount.measure` itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,27 +19,34 @@ import pyarrow as pa
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from schemas.arguments import Location, checked
 from schemas.errors import ScanError
 from schemas.parquet import parquet_bytes
 from schemas.places import place, write_whole
-from workers.measure_api import measure
+from schemas.scan import parse_scan
+from schemas.values import Count
+from workers.measure_api import GIVEN, measure, whole_sequences
 
 
 class MeasureCallback(TrainerCallback):
     """Measures all heads on the same tokens before, during and after a training."""
 
+    @checked(ScanError)
     def __init__(
         self,
         tokens: object,
         *,
-        every: int = 500,
+        every: Count = 500,
         statistics: Literal["standard", "all"] | Sequence[str] = "standard",
-        out: str | Path | None = None,
+        out: Location | None = None,
     ) -> None:
         """`every` is a number of steps. `out` is a directory that gets a Parquet file each time."""
-        if every < 1:
-            raise ScanError(f"every: expected a number of steps, 1 or more, got {every}")
-        self.tokens = tokens
+        self.tokens = whole_sequences(tokens)
+        # Now, and not when the training has begun. The model is not known yet.
+        sequences, n_ctx = self.tokens.shape
+        names = statistics if isinstance(statistics, str) else list(statistics)
+        scan = {"model": GIVEN, "n_ctx": n_ctx, "sequences": sequences, "statistics": names}
+        parse_scan(scan | {"input": {"family": GIVEN}})
         self.every = every
         self.statistics = statistics
         self.out = None if out is None else place(str(out))

@@ -63,6 +63,18 @@ REFUSED: list[tuple[list[str], str]] = [
         ["query", "RUNS", "heads", "-o", "/dev/full", "--format", "csv"],
         "/dev/full: cannot be written (No space left on device)",
     ),
+    (
+        ["report", "RUNS", "-o", "out.pdf"],
+        "out.pdf: expected a name that ends in .html or .htm",
+    ),
+    (
+        ["reproduce", "recency_bias", "--json", "findings.csv"],
+        "findings.csv: expected a name that ends in .json",
+    ),
+    (
+        ["reproduce", "texts", "sink_circuit", "-o", "texts.jsonl"],
+        "texts.jsonl: expected a name that ends in .csv",
+    ),
     # Time and memory.
     (
         ["query", "RUNS", ENDLESS, "--timeout", "0.5"],

@@ -531,3 +531,21 @@ def test_weights_that_make_no_numbers_are_named(
         toy.change_weights(path, lambda weights: weights[WEIGHT][:places].fill_(value))
 
     assert plan_error(model=str(toy.copy_of(model, tmp_path / "m", spoil)), engine=engine) == [line]
+
+
+@pytest.mark.parametrize("words", [["scan"], ["plan"], ["submit", "--address", "http://nowhere"]])
+def test_a_field_of_a_scan_is_no_option_and_says_how_it_is_set(
+    command: Callable[..., tuple[int, list[str]]], words: list[str]
+) -> None:
+    for typed, advice in [
+        (["--n_ctx", "128"], "--n_ctx: a field of a scan, and no option; write --set n_ctx=128"),
+        (["--n-ctx=128"], "--n-ctx: a field of a scan, and no option; write --set n_ctx=128"),
+        (
+            ["--input.files", "*.jsonl"],
+            "--input.files: a field of a scan, and no option; write --set 'input.files=*.jsonl'",
+        ),
+    ]:
+        assert command(*words, "toy.toml", *typed) == (2, [f"error: {advice}"])
+    code, lines = command(*words, "toy.toml", "--devise", "cpu")
+    assert code == 2
+    assert any("No such option: --devise" in line and "--device" in line for line in lines), lines

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from schemas.errors import ModelError, unknown
 from schemas.places import reason
+from workers.model.bundled_models import BUNDLED, BUNDLED_MODELS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-BUNDLED_MODELS = Path(__file__).parent.parent.parent / "models"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
 """What is downloaded of a model. Pickled weights are not, except those of legacy models."""
 
@@ -111,8 +111,7 @@ def find_model(spec: str, revision: str | None = None) -> Path:
         directory = BUNDLED_MODELS / name
         is_inside = ".." not in directory.parts and not os.path.isabs(name)
         if not is_inside or not (directory / "config.json").is_file():
-            bundled_names = [path.parent.name for path in BUNDLED_MODELS.glob("*/config.json")]
-            raise ModelError(f"model: {unknown('bundled model', name, bundled_names)}")
+            raise ModelError(f"model: {unknown('bundled model', name, BUNDLED)}")
         return directory
     if local.is_dir():
         return local

@@ -1,0 +1,181 @@
+"""What notebooks get wrong: whatever a function is called with, an error is a line of ours."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headcount
+from tests.toy_models import gpt2, save_model
+
+TOKENS = [[1, 2, 3, 4]]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a GPT-2 and a run of it."""
+    directory = tmp_path_factory.mktemp("toy")
+    save_model(directory / "gpt2", gpt2())
+    headcount.scan(scan_of(directory / "gpt2", directory / "runs"), quiet=True).close()
+    return directory
+
+
+def scan_of(model: Path, out: Path) -> dict[str, object]:
+    return {
+        "model": str(model),
+        "n_ctx": 4,
+        "sequences": 1,
+        "statistics": ["entropy"],
+        "input": {"family": "uniform_random"},
+        "out": str(out),
+    }
+
+
+def odd_values() -> Iterator[Any]:
+    """Values of all types; every call makes its own."""
+    yield from (None, 0, -1, 10**30, 1.5, float("nan"), float("inf"), True)
+    yield from (b"x", bytearray(b"x"), "", "x" * 100_000, "\0", "\ud800", "%s{0}\n; DROP")
+    yield from ((1, 2), [], {}, {"a": 1}, {1: 2}, [None], [[[]]], {"a"}, iter("ab"))
+    yield from (Path("/nowhere"), object(), print, headcount)
+    yield from (np.float32(1), np.array([1]), np.array("x", dtype=object), torch.zeros(2))
+
+
+def calls(toy: Path) -> Iterator[tuple[str, Callable[[Any], object]]]:
+    """Every argument of every public function, as something that takes its value."""
+    from transformers import AutoModelForCausalLM
+
+    where = toy / "runs"
+    runs = headcount.open(where)
+    card = runs.head("L0H0")
+    model = AutoModelForCausalLM.from_pretrained(toy / "gpt2")
+    # A scan whose values are right ends where its model is looked for.
+    gone = scan_of(Path("/nowhere/model"), toy / "none")
+    yield "open", headcount.open
+    yield "open: code", lambda value: headcount.open(where, code=value)
+    yield "open: memory", lambda value: headcount.open(where, memory=value)
+    yield "sql", lambda value: runs.sql(value).rows()
+    assert runs.sql("sink_heads", threshold=0.0).columns
+    yield "sql: timeout", lambda value: runs.sql("heads", timeout=value).rows()
+    yield "sql: parameter", lambda value: runs.sql("sink_heads", threshold=value).rows()
+    yield "head", runs.head
+    yield "head: run_id", lambda value: runs.head("L0H0", run_id=value)
+    yield "head: intervention", lambda value: runs.head("L0H0", intervention=value)
+    yield "save", card.save
+    yield "show", card.show
+    yield "scan", lambda value: headcount.scan(value, quiet=True)
+    for name in (
+        *("name", "replicas", "cores", "device", "address", "new", "quiet"),
+        *("n_ctx", "sequences", "input", "model", "layers", "statistics", "out", "nothing"),
+    ):
+        yield f"scan: {name}", lambda value, name=name: headcount.scan(gone, **{name: value})
+    yield "measure", lambda value: headcount.measure(value, TOKENS)
+    for name in (
+        *("tokens", "statistics", "interventions", "layers", "heads", "batch_size", "engine"),
+        *("precision", "run_id", "attention_mask"),
+    ):
+        fields = {"tokens": TOKENS, "statistics": ["entropy"]}
+        yield (
+            f"measure: {name}",
+            lambda value, name=name, fields=fields: headcount.measure(
+                model, **(fields | {name: value})
+            ),
+        )
+    yield "MeasureCallback", headcount.MeasureCallback
+    for name in ("every", "statistics", "out"):
+        yield (
+            f"MeasureCallback: {name}",
+            lambda value, name=name: headcount.MeasureCallback(TOKENS, **{name: value}),
+        )
+
+
+def test_no_value_of_any_argument_raises_another_error_than_ours(toy: Path) -> None:
+    raw: list[str] = []
+    for name, call in calls(toy):
+        for value in odd_values():
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    call(value)
+            except headcount.Error as error:
+                # A scan has a line for each of its mistakes.
+                raw += [
+                    f"{name}({value!r}): {line}"
+                    for line in str(error).split("\n")
+                    if len(line) > 900
+                ]
+            except Exception as error:
+                raw.append(f"{name}({value!r:.50}): {error!r:.100}")
+    assert raw == []
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (
+            lambda runs: runs.sql(None),
+            "question: expected a string, got None",
+        ),
+        (
+            lambda runs: runs.head((1, 2)),
+            "label: expected a string, got (1, 2)",
+        ),
+        (
+            lambda _: headcount.scan(None),  # pyright: ignore[reportArgumentType]
+            "source: expected a string or a Path or a table, got None",
+        ),
+        (
+            lambda _: headcount.measure(None, TOKENS, attention_mask=1),  # pyright: ignore
+            "attention_mask: measure reads every token, and none may be padding; cut the sequences "
+            "to one length, or measure those of each length by themselves",
+        ),
+        (
+            lambda _: headcount.measure(None, TOKENS, statistic=1),  # pyright: ignore
+            "statistic: unknown argument 'statistic': did you mean 'statistics'? Known: batch_size,"
+            " engine, heads, interventions, layers, model, precision, run_id, statistics, tokens",
+        ),
+        (
+            lambda _: headcount.MeasureCallback(TOKENS, statistics=["sink_mas"]),
+            "statistics: unknown statistic 'sink_mas': did you mean 'sink_mass'?",
+        ),
+        (
+            lambda _: headcount.MeasureCallback("no tokens"),
+            "tokens: expected integers of one sequence or more",
+        ),
+    ],
+)
+def test_a_mistake_says_what_was_expected(
+    toy: Path, call: Callable[[Any], object], line: str
+) -> None:
+    with headcount.open(toy / "runs") as runs, pytest.raises(headcount.Error) as refused:
+        call(runs)
+    assert str(refused.value).startswith(line)
+
+
+def test_closed_runs_say_so(toy: Path) -> None:
+    runs = headcount.open(toy / "runs")
+    answer = runs.sql("heads")
+    runs.close()
+    runs.close()
+    line = f"{toy / 'runs'}: closed; headcount.open opens these runs again"
+    for ask in (lambda: runs.sql("heads"), answer.rows, runs.refresh, lambda: runs.head("L0H0")):
+        with pytest.raises(headcount.Error, match=line):
+            ask()
+    assert repr(runs) == f"{toy / 'runs'} (closed)"
+
+
+def test_a_copy_of_opened_runs_opens_them_for_itself(toy: Path) -> None:
+    runs = headcount.open(toy / "runs", memory="1GB")
+    answer = runs.sql("SELECT entropy FROM heads")
+    for again in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer)):
+        assert again.rows() == answer.rows() != []
+    other = pickle.loads(pickle.dumps(runs))
+    runs.close()
+    assert other.memory == "1GB"
+    assert len(other.sql("heads")) == len(answer)
