@@ -26,7 +26,9 @@ from tests.processes import DIES_WITH_ITS_PARENT, Ended
 from tests.toy_runs import write_run
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+GROUPS = PYPROJECT["dependency-groups"]
 PACKAGES = [
     name
     for name in ("schemas", "workers", "jobs", "queries", "reproduce", "exports", "models")
@@ -211,10 +213,10 @@ def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def declared(*extras: str) -> set[str]:
-    """Names of the distributions that the project asks for, with some of its extras."""
-    lines = [*PROJECT["dependencies"]]
+    """Names of the distributions that the project asks for, with some of its extras and groups."""
+    lines = [*PYPROJECT["project"]["dependencies"]]
     for extra in extras:
-        lines += PROJECT["optional-dependencies"][extra]
+        lines += (EXTRAS | GROUPS)[extra]
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
@@ -261,7 +263,7 @@ def test_every_library_that_is_declared_is_imported() -> None:
 def test_no_library_is_declared_twice() -> None:
     base, scan = declared(), declared("scan") - declared()
     assert base & {canonicalize_name(name) for name in MEASURING} == set()
-    assert len(scan) == len(PROJECT["optional-dependencies"]["scan"])
+    assert len(scan) == len(EXTRAS["scan"])
 
 
 # Reading without what measures
