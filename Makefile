@@ -2,6 +2,7 @@
 # make long: schedules of many faults and sweeps over systems, models and edits. CI runs check, test and long.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
 # make controls: which figures pass for random weights, or for edits that do nothing.
+# make constraints: the versions of every install, anew.
 # make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random faults, rows lost and doubled.  make scale: shards a second, a million shards.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,12 +11,44 @@ RUNS ?= runs/demo
 SCHEDULES ?= 20
 SEED ?= 0
 
-.PHONY: demo test check long bench precision scale chaos controls docs clean
+.PHONY: demo test check long bench precision scale chaos controls docs constraints clean
 
-.venv/.installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -qq --disable-pip-version-check --editable '.[scan,dev]'
-	touch $@
+# Libraries arrive without bytecode, and each command would compile them anew. The others lead to libraries outside of .venv.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+# make demo TORCH=cpu: PyTorch's build for CPUs, from download.pytorch.org, which saves gigabytes. Any word of uv's --torch-backend.
+TORCH ?=
+
+# Installs $1 in the versions of the constraints: with uv in seconds; with pip in minutes, where uv cannot be had or fails.
+# uv does not read pip's settings, so it is told where pip would look.
+CONSTRAINTS := deploy/constraints.txt
+pip_looks = "$$(echo $${UV_$1:-$${PIP_$2:-$$($(BIN)/pip config get global.$3 2>/dev/null)}} | tr ' ' ,)"
+install = $(BIN)/pip install -qq --disable-pip-version-check 'uv>=0.9,<1' && \
+	UV_DEFAULT_INDEX=$(call pip_looks,DEFAULT_INDEX,INDEX_URL,index-url) \
+	UV_FIND_LINKS=$(call pip_looks,FIND_LINKS,FIND_LINKS,find-links) \
+	$(BIN)/uv pip install -q --python .venv $(if $(TORCH),--torch-backend $(TORCH)) -c $(CONSTRAINTS) $1 || \
+	{ test -z '$(TORCH)' && echo 'pip installs instead of uv, which takes minutes' && \
+	$(BIN)/pip install -qq 'pip>=25.1' && $(BIN)/pip install -qq -c $(CONSTRAINTS) $1; }
+
+# An install that is interrupted leaves .installing behind; then the next one starts from nothing.
+.venv/.installed: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("needs Python 3.11 or newer: make demo PYTHON=python3.12")'
+	@echo 'installing into .venv'
+	@$(PYTHON) -m venv $(if $(wildcard .venv/.installing),--clear) .venv
+	@touch .venv/.installing
+	@$(call install,--editable '.[scan]')
+	@mv .venv/.installing $@
+
+# What only developers need.
+.venv/.tools: .venv/.installed
+	@mv .venv/.installed .venv/.installing
+	@$(call install,--group dev)
+	@mv .venv/.installing .venv/.installed
+	@touch $@
+
+constraints: .venv/.tools
+	UV_FIND_LINKS= $(BIN)/uv pip compile -q --upgrade --universal --all-extras --group dev --no-annotate \
+		--custom-compile-command 'make constraints' pyproject.toml -o $(CONSTRAINTS)
 
 demo: .venv/.installed
 	@$(BIN)/headcount scan jobs/scans/demo/*.toml --set out=$(RUNS)
@@ -30,39 +63,38 @@ demo: .venv/.installed
 		FROM by_head WHERE input_family = 'uniform_random' AND mean_previous_token_score > 0.9"
 	@echo; $(BIN)/headcount report $(RUNS) -o report.html
 
-check: .venv/.installed
+check: .venv/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 # Three test processes on two cores: many tests wait for Ray, a server or a browser. The tests start a hundred processes.
-# Bytecode is written even where PYTHONDONTWRITEBYTECODE is set, or each of them would compile the project again.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: .venv/.installed
+test: .venv/.tools
 	$(PYTEST)
 
-long: .venv/.installed
+long: .venv/.tools
 	$(PYTEST) -m long
 
-bench: .venv/.installed
+bench: .venv/.tools
 	$(BIN)/python -m benchmarks.bench
 
-precision: .venv/.installed
+precision: .venv/.tools
 	$(BIN)/python -m benchmarks.precision_drift
 
-scale: .venv/.installed
+scale: .venv/.tools
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.fast_replica
 
-chaos: .venv/.installed
+chaos: .venv/.tools
 	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -q tests/test_damage.py -k no_damage_is_returned
 	@$(BIN)/python -m tests.chaos --schedules $(SCHEDULES) --seed $(SEED)
 
-controls: .venv/.installed
+controls: .venv/.tools
 	$(BIN)/python -m reproduce.controls $(SYSTEM)
 
-docs: .venv/.installed
+docs: .venv/.tools
 	$(BIN)/python -m schemas.formula_pages
 	$(BIN)/python -m workers.edit_and_input_pages
 	$(BIN)/python -m reproduce.systems_page

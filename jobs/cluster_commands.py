@@ -26,7 +26,7 @@ from jobs.scan_commands import (
     CommandOfAScan,
     Cores,
     DeviceOption,
-    LocalReplicas,
+    MaybeReplicas,
     New,
     Overrides,
     Replicas,
@@ -36,7 +36,7 @@ from jobs.scan_commands import (
 from schemas.errors import RunError, counted, unknown
 
 if TYPE_CHECKING:
-    from jobs.ray_cluster import Resources
+    from jobs.resources import Resources
     from jobs.status import Status, StatusBefore
     from jobs.submission import Job, JobClient, Submission
     from schemas.places import Place
@@ -103,7 +103,7 @@ def submit(
     """
     from jobs.checkpoints import scans_of
     from jobs.portable_scan import portable_scan
-    from jobs.ray_cluster import Resources
+    from jobs.resources import Resources
     from jobs.submission import JobClient
     from jobs.submission import submit as submit_scan
     from workers.process import prepare_process
@@ -360,7 +360,7 @@ def resume(
     run: Run,
     runs: Runs = "runs",
     address: MaybeAddress = None,
-    replicas: LocalReplicas = 1,
+    replicas: MaybeReplicas = None,
     cores: Cores = 0,
     device: DeviceOption = "auto",
     env: Env = None,
@@ -381,11 +381,11 @@ def resume(
 
     It continues here, or as a job of a cluster. The scan file is not needed.
     """
-    from jobs.ray_cluster import Resources
     from jobs.replan import check_overrides
+    from jobs.resources import Resources
 
     directory = _run_directory(run, runs)
-    resources = Resources(replicas, cores, device, address)
+    resources = Resources.asked_for(replicas, cores, device, address)
     if address is not None:
         from jobs.submission import JobClient
         from jobs.submission import resume as submit_resume

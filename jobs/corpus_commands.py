@@ -81,7 +81,7 @@ def prepare(
     scan = scans_of(scan_file, overrides or ())[0].scan
     from jobs.corpus_preparation import Preparation, corpora_of
     from jobs.progress import watch_index
-    from jobs.ray_cluster import Resources
+    from jobs.resources import Resources
     from workers.inputs.sequences import Sequences
     from workers.model.model_info import describe, find_model
     from workers.process import prepare_process

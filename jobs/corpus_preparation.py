@@ -25,7 +25,7 @@ from workers.inputs.token_store import Piece, TokenStore, forget, read_documents
 from workers.inputs.verification import verify_portion
 
 if TYPE_CHECKING:
-    from jobs.ray_cluster import Resources
+    from jobs.resources import Resources
 
 FOLDER = "corpora"
 """Directory of the token stores, beside the runs."""
@@ -102,7 +102,7 @@ class Preparation:
     """How the tokens of a corpus are made ready: where, and who is told."""
 
     resources: Resources | None = None
-    """Ray tasks do it if there are replicas; else this process does."""
+    """Ray tasks prepare a large corpus if these have replicas or `ray_prepares`."""
     watch: Watch = unwatched
     verify: bool = False
     """Whether pieces that are there are compared with the texts first."""
@@ -152,7 +152,8 @@ class Preparation:
     def _runner(self, work: CorpusWork, tokens: int) -> _Runner:
         """Where about so many tokens are prepared."""
         resources = self.resources
-        if resources is None or not resources.replicas or tokens < LEAST_TOKENS_ON_RAY:
+        on_ray = resources is not None and (resources.replicas or resources.ray_prepares)
+        if not on_ray or tokens < LEAST_TOKENS_ON_RAY:
             return _InThisProcess(work)
         # Ray takes a second to import, and most commands that prepare nothing do without.
         from jobs.preparation_on_ray import OnRay

@@ -51,8 +51,9 @@ from jobs.endings import is_finishing, work_begins
 from jobs.metrics import RunMetrics
 from jobs.plan import Plan
 from jobs.preemption import draining_nodes, node_is_gone
-from jobs.ray_cluster import Resources, lack_of_room, last_line
+from jobs.ray_cluster import lack_of_room, last_line
 from jobs.replica_actor import CALLS, DEPTH, ReplicaActor, ReplicaPlace
+from jobs.resources import Resources
 from jobs.run_identity import begun_precisions
 from jobs.spans import Spans
 from schemas.commits import Commit, Failure

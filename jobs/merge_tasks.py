@@ -9,7 +9,8 @@ import ray.exceptions
 
 from jobs.merge_processes import AHEAD, as_completed
 from jobs.merged_files import Group, Merged, merge_group
-from jobs.ray_cluster import Resources, connect, last_line
+from jobs.ray_cluster import connect, last_line
+from jobs.resources import Resources
 from schemas.errors import RunError
 
 TASK_RETRIES = 3

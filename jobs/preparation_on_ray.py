@@ -16,7 +16,8 @@ import ray.exceptions
 
 from jobs.corpus_work import CorpusWork, Order
 from jobs.preparation_task import Node, PortionNews, prepare_on_node, verify_on_node
-from jobs.ray_cluster import Resources, connect, lack_of_room, last_line
+from jobs.ray_cluster import connect, lack_of_room, last_line
+from jobs.resources import Resources
 from schemas.errors import RunError, printable
 from workers.inputs.portions import Portion
 from workers.provenance.code_fingerprint import read_code
@@ -40,7 +41,8 @@ class OnRay:
     def __init__(self, work: CorpusWork, resources: Resources, tell: Callable[[str], None]) -> None:
         self.work = work
         self.tell = tell
-        self.resources = connect(resources)
+        self.is_for_replicas = resources.replicas > 0
+        self.resources = connect(replace(resources, replicas=max(1, resources.replicas)))
         # Names of files may be relative to this directory; another machine does not have it.
         directory = None if resources.cluster else os.getcwd()
         self.node = Node(read_code(), directory)
@@ -73,6 +75,7 @@ class OnRay:
             ) from None
         finally:
             self._cancel()
+            self._leave()
 
     def verify(self, portions: Sequence[Portion]) -> list[list[str]]:
         """What differs between the pieces of each portion and its texts."""
@@ -87,6 +90,8 @@ class OnRay:
                 f"the corpus cannot be verified ({last_line(str(error))}); the same command tries "
                 "again"
             ) from None
+        finally:
+            self._leave()
 
     def _fill(self) -> None:
         """Start tasks, as many as the cluster can run soon."""
@@ -156,3 +161,8 @@ class OnRay:
         for stream in self.running:
             ray.cancel(stream, force=True)
         self.running = {}
+
+    def _leave(self) -> None:
+        """End Ray if this process will measure, which then has all cores and all memory."""
+        if not self.is_for_replicas:
+            ray.shutdown()

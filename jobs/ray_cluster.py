@@ -15,20 +15,20 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import ray
 import ray.exceptions
 
 from jobs.endings import is_a_command, listen_to_signals, processes_start
-from schemas.errors import HeadcountError, RunError, counted
+from jobs.resources import Resources
+from schemas.errors import HeadcountError, RunError
 from schemas.house import PACKAGES
 from schemas.places import reason
 from workers.inputs.text_files import BUNDLED_PREFIX, located
-from workers.memory import available_cores, available_gpus
+from workers.memory import available_cores
 
 ROOT = Path(__file__).parent.parent
 CODE = ("headcount.py", "LICENSE", *PACKAGES)
@@ -55,50 +55,6 @@ LEAST_TEMPORARY_BYTES = 20e6
 
 JOINING = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
 """A program that joins a cluster and leaves it."""
-
-Device = Literal["auto", "cpu", "cuda"]
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Number, cores and device of the replicas, and the cluster that they run on."""
-
-    replicas: int = 1
-    """Models in actors of their own; 0 means a single one in this process, without Ray."""
-    cores: int = 0
-    """Cores of each replica. 0 divides the cores of this machine, and means 1 on a cluster."""
-    device: Device = "auto"
-    """auto means a GPU for each replica if Ray has as many, else CPU cores."""
-    address: str | None = None
-    """Address of a Ray cluster. None starts Ray on this machine, or joins the cluster that this job
-    runs on.
-    """
-
-    def __post_init__(self) -> None:
-        """Refuse a cluster for a replica in this process."""
-        if self.address and not self.replicas:
-            raise RunError(
-                f"--replicas 0 measures in this process, --address {self.address} on a cluster; "
-                "leave out one"
-            )
-
-    @property
-    def cluster(self) -> str | None:
-        """Address of the cluster to join; none if Ray is started here, or not needed."""
-        # Ray sets the variable in the processes of a job.
-        return self.address or (os.environ.get("RAY_ADDRESS") if self.replicas else None)
-
-    def check_here(self) -> None:
-        """Refuse GPUs that this machine does not have, before anything else takes time."""
-        if self.device != "cuda" or self.cluster is not None:
-            return
-        gpus_wanted, gpus_here = max(1, self.replicas), available_gpus()
-        if gpus_here < gpus_wanted:
-            advice = f"--replicas {gpus_here}, or " if gpus_here else ""
-            raise RunError(
-                f"--device cuda: {counted(gpus_wanted, 'GPU')} wanted, one for each replica, and "
-                f"this machine has {gpus_here or 'none'}; {advice}--device cpu needs none"
-            )
 
 
 def connect(resources: Resources) -> Resources:

@@ -17,7 +17,7 @@ from ray import cloudpickle
 
 from jobs.metrics import ReplicaMetrics, node_name
 from jobs.preemption import LeaveNotice
-from jobs.ray_cluster import Resources
+from jobs.resources import Resources
 from schemas.commits import Commit, Failure
 from schemas.errors import RunError
 from schemas.run_directory import RunDirectory

@@ -20,14 +20,13 @@ from rich.console import Console
 from jobs import phases
 from jobs.compaction import delete_lost_attempts
 from jobs.console import say
-from jobs.dispatch import dispatch
 from jobs.endings import finishing_work_in_hand, is_finishing, work_begins
 from jobs.extension import check_unchanged, extend
 from jobs.in_process import measure_in_process
 from jobs.plan import Plan
 from jobs.progress import WholeProgress, show_progress
-from jobs.ray_cluster import Resources, connect
 from jobs.removal import removed_if_it_never_began
+from jobs.resources import Resources
 from jobs.run_lock import locked
 from schemas.commits import COMMITS_PER_FOLD, Commit, Failure, commits_of, delete, drop, fold
 from schemas.damage import BY_CONTENT, BY_SIZE
@@ -115,6 +114,10 @@ def _outcomes(
         say(console, line)
 
     if resources.replicas:
+        # Ray takes a second to import.
+        from jobs.dispatch import dispatch
+        from jobs.ray_cluster import connect
+
         outcomes = dispatch(plan, shards, connect(resources), tell, replica_class)
     else:
         make_replica = replica_class if models is None else partial(replica_class, load=models.load)

@@ -19,7 +19,7 @@ from jobs.console import say
 from jobs.corpus_preparation import Preparation
 from jobs.plan import make_plan, prepare_run
 from jobs.progress import watch_index
-from jobs.ray_cluster import Resources
+from jobs.resources import Resources
 from jobs.run_loop import run_to_end
 from jobs.scan_runs import UNKNOWN, ScanCommand
 from schemas.arguments import Location, Name, checked

@@ -47,6 +47,15 @@ LocalReplicas = Annotated[
         "process, without Ray.",
     ),
 ]
+MaybeReplicas = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Number of replicas. Each is one model in a process of its own. 0 measures in this "
+        "process, without Ray. By default one for each GPU here, 0 without a GPU, and 1 on a "
+        "cluster.",
+    ),
+]
 Cores = Annotated[
     int,
     typer.Option(
@@ -157,7 +166,7 @@ def init(
 def plan(
     scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
     overrides: Overrides = None,
-    replicas: LocalReplicas = 1,
+    replicas: MaybeReplicas = None,
     device: DeviceOption = "auto",
     new: New = False,
     every: Annotated[
@@ -177,12 +186,16 @@ def plan(
     from jobs.cost import Rehearsal, threads_of
     from jobs.plan import estimated_plan, find_run
     from jobs.resolved_scan import resolve
+    from jobs.resources import Resources
     from jobs.run_identity import begun_precisions
     from jobs.scan_runs import ScanCommand
     from schemas.run_directory import RunDirectory
     from workers.interventions.settlement import check_begun
     from workers.process import prepare_process
 
+    if replicas is None:
+        # A GPU that is named may be one of a cluster, which this machine only plans for.
+        replicas = Resources.asked_for(None, 0, device, None).replicas or int(device == "cuda")
     # As many threads as one replica of the scan would have, or the cost would be another one.
     prepare_process(threads_of(device, replicas))
     command = ScanCommand.typed(scan_file, scans[0].overrides)
@@ -364,7 +377,7 @@ def scan(
         str | None,
         typer.Option(help="Continue the run with this id. The scan must measure the same."),
     ] = None,
-    replicas: LocalReplicas = 1,
+    replicas: MaybeReplicas = None,
     cores: Cores = 0,
     device: DeviceOption = "auto",
     address: Annotated[
@@ -399,14 +412,14 @@ def scan(
     from jobs.finished_runs import merge_finished
     from jobs.plan import make_plan, prepare_run
     from jobs.progress import watch_index
-    from jobs.ray_cluster import Resources
+    from jobs.resources import Resources
     from jobs.run_loop import run_to_end
     from jobs.scan_runs import ScanCommand
     from workers.process import prepare_process
 
     prepare_process()
     console = Console(highlight=False, stderr=True)
-    resources = Resources(replicas, cores, device, address)
+    resources = Resources.asked_for(replicas, cores, device, address)
     resources.check_here()
     failures: list[Failure] = []
     advice: list[str] = []

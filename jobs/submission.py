@@ -31,7 +31,8 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from jobs import phases
 from jobs.job_interpreter import SETUP_HOOK, command_line
-from jobs.ray_cluster import Resources, last_line, staged_code
+from jobs.ray_cluster import last_line, staged_code
+from jobs.resources import Resources
 from jobs.scan_runs import last_run, next_run
 from schemas.errors import HeadcountError, RunError, unknown
 from schemas.places import StorePath, place, reason

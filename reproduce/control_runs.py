@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from jobs.plan import Plan, prepare_run
-from jobs.ray_cluster import Resources
+from jobs.resources import Resources
 from jobs.run_loop import run_to_end
 from models.random_model import MOST_POSITIONS, miniature_steps, write_random_model
 from queries.asking import RunDatabase

@@ -119,7 +119,7 @@ def reproduce(
         raise RunError(f"{file}: cannot be written ({file.parent} is no directory)")
     text_by_system = texts_of_systems(text_files or [], selection)
     # These import torch, which takes seconds: a mistake above is answered without it.
-    from jobs.ray_cluster import Resources
+    from jobs.resources import Resources
     from reproduce.reproduction import Reproduction
     from reproduce.system_runs import check_overrides
     from workers.model.known_models import KnownModels

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jobs.plan import Plan
 from jobs.progress import WholeProgress, watch_index
-from jobs.ray_cluster import Resources
+from jobs.resources import Resources
 from reproduce.published_texts import how_to_get
 from reproduce.system import System
 from reproduce.system_runs import measure_runs, overrides_of_system, plan_system, tokens_to_measure

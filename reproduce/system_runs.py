@@ -14,8 +14,8 @@ from jobs.corpus_preparation import FOLDER, Preparation
 from jobs.corpus_work import Watch, unwatched
 from jobs.plan import Plan, plan_run, prepare_run
 from jobs.progress import WholeProgress
-from jobs.ray_cluster import Resources
 from jobs.resolved_scan import ResolvedScan, resolve
+from jobs.resources import Resources
 from jobs.run_loop import run_to_end
 from queries.asking import RunDatabase, open_runs
 from queries.verified_files import Tell

@@ -96,13 +96,15 @@ def pods() -> dict[str, dict[str, Any]]:
     }
 
 
-def requirements() -> dict[str, Requirement]:
+def requirements(file: str = "requirements.txt") -> dict[str, Requirement]:
+    """What a file of deploy/ asks of this system, by name."""
     by_name: dict[str, Requirement] = {}
-    for line in text("deploy/requirements.txt").splitlines():
+    for line in text(f"deploy/{file}").splitlines():
         specification = line.partition("#")[0].strip()
-        if specification:
+        if specification and not specification.startswith("-c"):
             requirement = Requirement(specification)
-            by_name[canonicalize_name(requirement.name)] = requirement
+            if requirement.marker is None or requirement.marker.evaluate():
+                by_name[canonicalize_name(requirement.name)] = requirement
     return by_name
 
 
@@ -318,7 +320,7 @@ def test_the_rayjobs_head_measures_nothing_and_its_workers_come_and_go() -> None
 
 
 def test_one_ray_everywhere() -> None:
-    version = pinned(requirements()["ray"])
+    version = pinned(requirements("constraints.txt")["ray"])
     (base,) = re.findall(r"^FROM rayproject/ray:(\S+)$", text("deploy/Dockerfile"), re.MULTILINE)
     assert base == f"{version}-py311-gpu"
     assert f"ray.__version__ == '{version}'" in text("deploy/Dockerfile")
@@ -334,14 +336,28 @@ def test_one_ray_everywhere() -> None:
     assert Version(version).release[:2] == Version(ray.__version__).release[:2]
 
 
-def test_every_dependency_is_pinned_within_its_range() -> None:
-    pins = requirements()
+def test_the_image_has_every_dependency_of_a_scan() -> None:
     project = tomllib.loads(text("pyproject.toml"))["project"]
-    needs = [*project["dependencies"], *project["optional-dependencies"]["scan"]]
-    for needed in map(Requirement, needs):
-        pin = pins[canonicalize_name(needed.name)]
-        assert needed.specifier.contains(pinned(pin)), f"{pin} is outside {needed}"
-        assert needed.extras <= pin.extras
+    for needed in map(
+        Requirement, [*project["dependencies"], *project["optional-dependencies"]["scan"]]
+    ):
+        wanted = requirements()[canonicalize_name(needed.name)]
+        assert needed.extras <= wanted.extras
+    assert "-c constraints.txt" in text("deploy/requirements.txt").splitlines()
+
+
+def test_the_constraints_pin_every_dependency_within_its_range() -> None:
+    pins = requirements("constraints.txt")
+    whole = tomllib.loads(text("pyproject.toml"))
+    lists = [
+        whole["project"]["dependencies"],
+        *whole["project"]["optional-dependencies"].values(),
+        *whole["dependency-groups"].values(),
+    ]
+    for needed in [Requirement(line) for lines in lists for line in lines]:
+        if needed.marker is None or needed.marker.evaluate():
+            pin = pins[canonicalize_name(needed.name)]
+            assert needed.specifier.contains(pinned(pin)), f"{pin} is outside {needed}"
     for pin in pins.values():
         assert Version(pinned(pin)).local is None, f"{pin}: PyPI has no such build"
 
@@ -350,7 +366,7 @@ def test_the_image_never_has_our_code() -> None:
     lines = text("deploy/Dockerfile").splitlines()
     instructions = [line.split() for line in lines if re.match(r"[A-Z]+ ", line)]
     copied = [words[1:-1] for words in instructions if words[0] in ("COPY", "ADD")]
-    assert copied == [["requirements.txt"]]
+    assert copied == [["requirements.txt", "constraints.txt"]]
     assert not {"headcount", *PACKAGES} & set(requirements())
     built = re.findall(r"docker build .*", text("deploy/Dockerfile") + text("docs/cluster.md"))
     assert len(built) == 2
@@ -388,9 +404,7 @@ def test_the_page_names_files_that_exist_and_fits_its_width() -> None:
     page = text("docs/cluster.md")
     for path in re.findall(r"\b(?:cluster\.yaml|deploy/[\w.-]+)", page):
         assert (ROOT / path).is_file(), path
-    for path in (
-        "docs/cluster.md",
-        "cluster.yaml",
-        *(f"deploy/{file.name}" for file in DEPLOY.iterdir() if file.is_file()),
-    ):
+    files = [f"deploy/{file.name}" for file in DEPLOY.iterdir() if file.is_file()]
+    files.remove("deploy/constraints.txt")  # uv writes it.
+    for path in ("docs/cluster.md", "cluster.yaml", *files):
         assert [line for line in text(path).splitlines() if len(line) > 132] == [], path

@@ -14,12 +14,14 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import ray
 from typer.testing import CliRunner
 
 import headcount
@@ -27,8 +29,8 @@ from jobs import corpus_estimate, corpus_preparation, corpus_work
 from jobs.corpus_estimate import estimate_corpus
 from jobs.corpus_preparation import corpora_of, prepare
 from jobs.corpus_work import CorpusProgress, CorpusWork
-from jobs.ray_cluster import Resources
 from jobs.resolved_scan import resolve
+from jobs.resources import Resources
 from schemas.errors import CorpusError, HeadcountError, RunError, ScanError
 from schemas.scan import parse_scan
 from tests import toy_models as toy
@@ -150,6 +152,19 @@ def started_ray() -> Iterator[Resources]:
     """Ray on this machine, with one core."""
     with joined_cluster(num_cpus=1):
         yield Resources(1, 1, "cpu")
+
+
+def test_ray_prepares_for_a_scan_in_this_process_and_is_ended(
+    model: Path, tmp_path: Path, started_ray: Resources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_preparation, "LEAST_TOKENS_ON_RAY", 0)
+    monkeypatch.setattr(corpus_preparation, "_InThisProcess", None)
+    texts = write_corpus(tmp_path / "texts", 1, 40)
+    sequences = sequences_of(fields_of(model, tmp_path))
+    resources = replace(started_ray, replicas=0, ray_prepares=True)
+    index = prepare(sequences, corpora_of(sequences.scan), resources)
+    assert index.documents == len(texts)
+    assert not ray.is_initialized()
 
 
 def test_tasks_prepare_portions_and_one_of_them_is_killed(

@@ -208,7 +208,7 @@ def test_a_poisoned_shard_fails_alone_and_the_command_says_so(
     # The model has no part in it.
     with_toy_replicas = partial(run_to_end, replica_class=SteadyReplica)
     monkeypatch.setattr("jobs.run_loop.run_to_end", with_toy_replicas)
-    result = CliRunner().invoke(headcount.app, ["scan", str(scan_file)])
+    result = CliRunner().invoke(headcount.app, ["scan", str(scan_file), "--replicas", "1"])
     assert f"{texts}, line 11 (invalid JSON)" in result.stderr
     assert isinstance(result.exception, RunError)
     assert str(result.exception).startswith("1 shard failed")

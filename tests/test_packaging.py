@@ -27,7 +27,9 @@ from tests.processes import DIES_WITH_ITS_PARENT, Ended, libraries_alone
 from tests.toy_runs import write_run
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+GROUPS = PYPROJECT["dependency-groups"]
 TESTING = ("tests", "benchmarks", "conftest.py")
 MEASURING = ("torch", "ray", "transformers", "transformer_lens", "datasets", "tokenizers")
 """Libraries of the extra `scan` that reading a run must not need."""
@@ -254,10 +256,10 @@ def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def declared(*extras: str) -> set[str]:
-    """Names of the distributions that the project asks for, with some of its extras."""
-    lines = [*PROJECT["dependencies"]]
+    """Names of the distributions that the project asks for, with some of its extras and groups."""
+    lines = [*PYPROJECT["project"]["dependencies"]]
     for extra in extras:
-        lines += PROJECT["optional-dependencies"][extra]
+        lines += (EXTRAS | GROUPS)[extra]
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
@@ -304,7 +306,7 @@ def test_every_library_that_is_declared_is_imported() -> None:
 def test_no_library_is_declared_twice() -> None:
     base, scan = declared(), declared("scan") - declared()
     assert base & {canonicalize_name(name) for name in MEASURING} == set()
-    assert len(scan) == len(PROJECT["optional-dependencies"]["scan"])
+    assert len(scan) == len(EXTRAS["scan"])
 
 
 # Reading without what measures

@@ -22,7 +22,7 @@ from jobs.corpus_preparation import Preparation, corpora_of
 from jobs.corpus_work import CorpusProgress
 from jobs.cost import Rehearsal
 from jobs.plan import Plan, make_plan, prepare_run
-from jobs.ray_cluster import Resources
+from jobs.resources import JOB_ADDRESS, Device, Resources
 from jobs.run_loop import run_to_end
 from schemas.errors import ScanError
 from schemas.scan import parse_scan
@@ -212,6 +212,35 @@ def test_the_command_says_what_will_run_and_leaves_no_run(model: Path, tmp_path:
     assert re.search(r"documents ┃ all ┃ used ┃ empty ┃", process.stdout)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["corpora"]
     assert plan_and_progress(fields)[1] == []
+    here = Command(*words, environment=environment, directory=ROOT).ended()
+    assert "cpu, float32, in this process" in here.stdout
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "address", "replicas"),
+    [
+        (0, "auto", None, 0),
+        (1, "auto", None, 1),
+        (3, "auto", None, 3),
+        (3, "cuda", None, 3),
+        (3, "cpu", None, 0),
+        (0, "auto", "192.0.2.10:6379", 1),
+    ],
+)
+def test_replicas_that_nobody_counted_are_one_a_gpu_or_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    device: Device,
+    address: str | None,
+    replicas: int,
+) -> None:
+    monkeypatch.delenv(JOB_ADDRESS, raising=False)
+    monkeypatch.setattr("jobs.resources.available_gpus", lambda: gpus)
+    assert Resources.asked_for(None, 0, device, address).replicas == replicas
+    assert Resources.asked_for(2, 0, device, address).replicas == 2
+    # In a job, `address` is the one that Ray says.
+    monkeypatch.setenv(JOB_ADDRESS, "192.0.2.10:6379")
+    assert Resources.asked_for(None, 0, device, None).replicas == 1
 
 
 def test_a_large_corpus_is_estimated_and_nothing_of_it_is_kept(

@@ -157,7 +157,7 @@ def test_a_driver_interrupted_then_resumed(
     run = RunDirectory.of(tmp_path, load_scan(scan_file).run_id("killed"))
     orders = tmp_path / "orders"
     halt_after_commits(orders, 5)
-    interrupted = start(tmp_path)
+    interrupted = start(tmp_path, "--replicas", "1")
     wait_for_commits(run, 5, interrupted)
     interrupted.send_signal(signal.SIGINT)
     code, _, errors = interrupted.ended()

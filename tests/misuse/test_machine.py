@@ -142,8 +142,8 @@ def main_with_few_files() -> None:
     main()
 
 
-def test_a_scan_in_one_process_wants_few_files(directory: Path) -> None:
-    words = ("scan", "own.toml", "--replicas", "0")
+def test_a_scan_on_the_cpu_is_one_process_and_wants_few_files(directory: Path) -> None:
+    words = ("scan", "own.toml", "--device", "cpu")
     done = Command(
         *words,
         environment=environment({}),
@@ -271,8 +271,7 @@ def test_ray_without_a_network_is_one_line(directory: Path) -> None:
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("no network can be taken away here")
     done = Command(
-        "scan",
-        "own.toml",
+        *("scan", "own.toml", "--replicas", "1"),
         environment=environment({}),
         directory=directory,
         main=f"{__name__}.{main_without_network.__name__}",
