@@ -130,17 +130,20 @@ def _tables(seed: int) -> list[tuple[str, tuple[pa.Table, int]]]:
 
 
 def _sequence_rows(rng: np.random.Generator, sequence: np.ndarray) -> pa.Table:
-    """Rows of `sequences`, each of a random part of the Pile."""
+    """Rows of `sequences`, of documents that each are of a random part of the Pile."""
     # Most of the Pile is in few of its parts.
     shares = np.arange(1, PARTS + 1) ** -1.0
     parts = rng.choice(
         [f"Part {n:02}" for n in range(PARTS)], len(sequence), p=shares / sum(shares)
     )
+    # Two sequences of five go on with the document of the one before.
+    document = np.cumsum(rng.random(len(sequence)) < 0.6)
     sequences: dict[str, Any] = {
         "input_family": ["pile"] * len(sequence),
         "shard": sequence // SHARD,
         "sequence": sequence,
-        "pile_set_name": parts.tolist(),
+        "document": sequence[0] + document,
+        "pile_set_name": parts[document - 1].tolist(),
         "n_tokens": np.full(len(sequence), N_CTX),
     }
     for statistic in statistics():

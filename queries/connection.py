@@ -24,8 +24,9 @@ from queries.rollup_views import (
     measured_statistics,
 )
 from queries.run import ReadRun, Run, read_run, read_runs
-from queries.shipped_views import BLIND, QUERIES, ShippedViews
+from queries.shipped_views import BLIND, FOUNDED, QUERIES, ShippedViews
 from queries.sql_text import quoted_name, text_literal
+from queries.standard_errors import create_error_macros
 from queries.stores import CommittedObject, committed_objects, register_stores
 from queries.table_sql import (
     SOURCES,
@@ -128,6 +129,7 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns, lazily: boo
         _create_source(
             connection, source.name, _empty_table(source.table, measured[source.table.name])
         )
+    create_error_macros(connection)
     _create_table(connection, "runs", run_tables.runs_table([]))
     _create_table(connection, "shards", run_tables.shards_table([]))
     _create_table(connection, "statistics", run_tables.statistics_table(runs))
@@ -240,15 +242,13 @@ def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
             cursor.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS FROM ledger.{name}_content")
         tables = cursor.get_table_names(sql, qualified=True)
     except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
-        shipped = OPENED[connection].shipped
-        if shipped.names_macro(sql):
-            # DuckDB names the tables without the values of parameters, which some macros need.
-            code = shipped.code_of(sql)
-            # Internal views do not say which tables they read.
-            names_internals = "ledger." in code
-            return [name for name in SOURCES if names_internals or name in code]
-        # A mistake in the question. The user hears of it when the question is asked.
-        return []
+        # DuckDB names the tables without the columns that USING needs and without the values that
+        # parameters of some macros need. Or the question has a mistake, of which the user hears
+        # when it is asked.
+        code = OPENED[connection].shipped.code_of(sql)
+        # Internal views do not say which tables they read.
+        names_internals = FOUNDED.search(code)
+        return [name for name in SOURCES if names_internals or name in code]
     except duckdb.Error:
         # DuckDB cannot tell, for example for PIVOT, which is several statements.
         return list(TABLES)

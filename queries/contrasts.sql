@@ -1,8 +1,9 @@
 -- How the means of two groups of sequences differ, per head and statistic.
 -- The groups are parts of the Pile, input families, models (checkpoints are models) or runs.
 -- difference: mean of this minus mean of other. standard_error: √(SE² + SE²), for groups that share
--- no sequence. z: difference / standard_error.
--- Runs on the same sequences are pairs: run_changes has smaller errors.
+-- no document. z: difference / standard_error.
+-- What a shared document adds to both means cancels in the difference: then the error is too large.
+-- Runs on the same sequences are pairs, whose changes have the right error: run_changes.
 -- Needs: two groups to compare; parts of the Pile need an input of the family pile.
 -- parameter compare VARCHAR = 'pile_set_name': What separates the groups: pile_set_name,
 --   input_family, model or run_id.
@@ -25,36 +26,31 @@ WITH
             CASE WHEN $compare = 'input_family' THEN parts.model END AS same_model,
             CASE WHEN $compare <> 'input_family' THEN parts.input_family END AS same_input,
             parts.intervention, parts.layer, parts.head, parts.statistic,
-            parts.count, parts.mean,
-            coalesce(parts.sd ** 2, 0) * (parts.count - 1) AS m2
-        FROM part_summaries AS parts
+            parts.count, parts.documents, parts.mean, parts.standard_error
+        -- Whole heads where parts are no groups: a document may have sequences in two parts.
+        FROM (
+            FROM part_summaries WHERE $compare = 'pile_set_name'
+            UNION ALL BY NAME
+            SELECT *, NULL::VARCHAR AS pile_set_name FROM head_summaries
+            WHERE $compare <> 'pile_set_name'
+        ) AS parts
         WHERE parts.count > 0 AND ($statistic IS NULL OR parts.statistic = $statistic)
     ),
-    -- The mean over all parts of a group stands beside each part's: M2 needs the difference.
-    with_group_mean AS (
-        SELECT
-            *, sum(count * mean) OVER one_group / sum(count) OVER one_group AS group_mean
-        FROM named
-        WHERE name IS NOT NULL
-        WINDOW one_group AS (
-            PARTITION BY
-                name, same_run, same_model, same_input, intervention, layer, head, named.statistic
-        )
-    ),
-    groups AS (
+    with_errors AS (
         SELECT
             name, same_run, same_model, same_input, intervention, layer, head,
-            with_group_mean.statistic AS measured,
+            named.statistic AS measured,
             sum(count) AS n,
-            any_value(group_mean) AS mean,
-            sum(m2) + sum(count * (mean - group_mean) ** 2) AS m2
-        FROM with_group_mean
+            sum(documents) AS documents,
+            sum(count * mean) / sum(count) AS mean,
+            -- A group may have several runs, whose errors are independent. One without an error
+            -- leaves the group without one.
+            CASE WHEN count(standard_error) = count(*) THEN
+                sum((count * standard_error) ** 2) / sum(count) ** 2
+            END AS squared_error
+        FROM named
+        WHERE name IS NOT NULL
         GROUP BY ALL
-    ),
-    with_errors AS (
-        -- A single sequence has no error.
-        SELECT *, m2 / nullif(n - 1, 0) / n AS squared_error
-        FROM groups
     )
 SELECT
     one.same_run AS run_id,
@@ -73,7 +69,9 @@ SELECT
     sqrt(one.squared_error + two.squared_error) AS standard_error,
     (one.mean - two.mean) / nullif(sqrt(one.squared_error + two.squared_error), 0) AS z,
     one.n::BIGINT AS this_sequences,
-    two.n::BIGINT AS other_sequences
+    two.n::BIGINT AS other_sequences,
+    one.documents::BIGINT AS this_documents,
+    two.documents::BIGINT AS other_documents
 FROM with_errors AS one
 JOIN with_errors AS two
     ON one.name <> two.name

@@ -2,7 +2,7 @@
 -- One row per run, intervention, head and statistic.
 -- A pair is one sequence on which the statistic is defined with and without the intervention.
 -- untouched, edited: means over the pairs. change: mean of edited - untouched over the pairs.
--- standard_error: of the mean change. It is NULL for a single pair.
+-- standard_error: of the mean change, over documents. It is NULL for a single document.
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
     -- All statistics of a row as one list: then a single join pairs them all. If DuckDB kept it as
@@ -31,25 +31,39 @@ WITH
     ),
     pairs AS (
         SELECT
-            edit.run_id, edit.intervention, edit.input_family, edit.layer, edit.head,
+            edit.run_id, edit.intervention, edit.input_family, edit.layer, edit.head, document,
             generate_subscripts(edit.values, 1) AS number,
             -- The stored float32 would lose digits when differences are added up.
             unnest(none.values)::DOUBLE AS before,
             unnest(edit.values)::DOUBLE AS after
         FROM value_lists AS edit
         JOIN value_lists AS none USING (run_id, sequence, layer, head)
+        JOIN ledger.documents AS origins
+            ON origins.run_id = edit.run_id
+            AND origins.intervention = edit.intervention
+            AND origins.sequence = edit.sequence
         WHERE none.intervention = 'none' AND edit.intervention <> 'none'
+    ),
+    changes_of_documents AS (
+        SELECT
+            run_id, intervention, input_family, layer, head, number, document,
+            sum(before) AS before,
+            sum(after) AS after,
+            document_sums(after - before, document) AS sums
+        FROM pairs
+        WHERE before IS NOT NULL AND after IS NOT NULL
+        GROUP BY ALL
     ),
     changes AS (
         SELECT
             run_id, intervention, input_family, layer, head, number,
-            avg(before) AS untouched,
-            avg(after) AS edited,
-            avg(after - before) AS change,
-            stddev_samp(after - before) / sqrt(count(*)) AS standard_error,
-            count(*) AS pairs
-        FROM pairs
-        WHERE before IS NOT NULL AND after IS NOT NULL
+            sum(before) / sum(sums.number) AS untouched,
+            sum(after) / sum(sums.number) AS edited,
+            document_mean(sums) AS change,
+            document_error(sums) AS standard_error,
+            sum(sums.documents)::BIGINT AS documents,
+            sum(sums.number)::BIGINT AS pairs
+        FROM changes_of_documents
         GROUP BY ALL
     )
 SELECT
@@ -57,7 +71,7 @@ SELECT
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    untouched, edited, change, standard_error, pairs
+    untouched, edited, change, standard_error, documents, pairs
 FROM changes
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id), statistic_names
 ORDER BY run_id, intervention, input_family, layer, head, number

@@ -21,7 +21,7 @@ WITH
     )
 SELECT
     placed.run_id, placed.model, contexts.n_ctx, placed.intervention, placed.input_family, placed.label,
-    placed.statistic, placed.mean, placed.standard_error, placed.sd, levels.chance,
+    placed.statistic, placed.mean, placed.standard_error, placed.documents, placed.sd, levels.chance,
     placed.percentile, placed.heads, placed.minimum, placed.maximum, placed.count AS defined,
     placed.undefined
 FROM placed

@@ -86,13 +86,18 @@ def kept_curve_sql(profile: str, axis: str, condition: str) -> str:
     values = quoted_name(profile)
     return f"""
         SELECT
-            {text_literal(profile)} AS profile, layer, head, {axis}, avg(value) AS mean,
-            stddev_samp(value) / sqrt(count(value)) AS standard_error
+            {text_literal(profile)} AS profile, layer, head, {axis}, document_mean(sums) AS mean,
+            document_error(sums) AS standard_error
         FROM (
-            SELECT
-                layer, head,
-                generate_subscripts({values}, 1) - 1 AS {axis}, unnest({values})::DOUBLE AS value
-            FROM curves {condition}
+            SELECT layer, head, {axis}, document, document_sums(value, document) AS sums
+            FROM (
+                SELECT
+                    run_id, intervention, sequence, layer, head,
+                    generate_subscripts({values}, 1) - 1 AS {axis}, unnest({values}) AS value
+                FROM curves {condition}
+            )
+            JOIN ledger.documents USING (run_id, intervention, sequence)
+            GROUP BY ALL
         )
         GROUP BY ALL
         ORDER BY {axis}

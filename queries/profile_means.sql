@@ -1,6 +1,9 @@
 -- Every entry of every profile over all sequences of a run: the means of its shards, merged.
 -- n = Σ n_s, mean = Σ n_s mean_s / n, M2 = Σ M2_s + Σ n_s (mean_s - mean)², over the shards s.
 -- head is NULL if all heads of a layer share the values.
+-- standard_error: over sequences, if no document has two of them. If one has, over shards, whose
+-- means are all that is kept; it is too small if documents are about as long as shards.
+-- groups: how many sequences or shards that are. The error is NULL for a single one.
 -- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
 WITH
     -- An empty table with the columns that only some runs have.
@@ -29,17 +32,30 @@ WITH
             component, other_component, candidate,
             sum(count)::BIGINT AS count,
             any_value(pooled_mean) AS mean,
-            sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2
+            sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2,
+            count(*) FILTER (WHERE count > 0) AS shards,
+            sum((count * (mean - pooled_mean)) ** 2) AS shard_m2
         FROM with_pooled_mean
+        GROUP BY ALL
+    ),
+    long_documents AS (
+        SELECT run_id, intervention, count(document) > 0 AS is_long
+        FROM ledger.documents
         GROUP BY ALL
     )
 SELECT
     run_id, model, n_ctx, intervention, profile, layer, head,
     'L' || layer || 'H' || head AS label,
     query, key, lag, dimension, component, other_component, candidate, count, mean,
-    sqrt(m2 / nullif(count - 1, 0)) AS sd,
-    sqrt(m2 / nullif(count - 1, 0) / count) AS standard_error
+    standard_deviation(m2, count) AS sd,
+    if(
+        is_long,
+        standard_error(shard_m2, count, shards),
+        standard_error(m2, count, count)
+    ) AS standard_error,
+    if(is_long, shards, count) AS groups
 FROM merged
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+JOIN long_documents USING (run_id, intervention)
 ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension,
     component, other_component, candidate

@@ -4,22 +4,6 @@
 -- parameter statistic VARCHAR = 'sink_mass': A column of heads.
 -- parameter ascending BOOLEAN = false: Whether the smallest mean comes first.
 -- example: ranking --statistic entropy --ascending true --limit 5
-WITH
-    head_means AS (
-        SELECT
-            run_id, intervention, input_family, layer, head,
-            avg(value) AS mean,
-            stddev_samp(value) AS sd,
-            count(value) AS defined,
-            count(*) AS sequences
-        FROM (
-            SELECT
-                run_id, intervention, input_family, layer, head,
-                COLUMNS(lambda c: c = $statistic)::DOUBLE AS value
-            FROM heads
-        )
-        GROUP BY ALL
-    )
 SELECT
     run_id, model, n_ctx, intervention, input_family,
     -- A head without a mean has no rank: rank() would give it the last one.
@@ -29,13 +13,19 @@ SELECT
             ORDER BY CASE WHEN $ascending THEN mean ELSE -mean END NULLS LAST
         )
     END AS rank,
-    'L' || layer || 'H' || head AS label,
-    layer, head,
-    $statistic AS statistic,
-    mean, sd, sd / sqrt(defined) AS standard_error,
+    label, layer, head,
+    summaries.statistic,
+    mean, sd, standard_error, documents,
     chance, mean - chance AS above_chance,
-    defined, sequences
-FROM head_means
+    count AS defined, count + undefined AS sequences
+FROM (
+    SELECT head_summaries.* EXCLUDE (model)
+    FROM head_summaries
+    WHERE head_summaries.statistic = CASE
+        WHEN $statistic IN (SELECT name FROM statistics) THEN $statistic
+        ELSE error(format('statistic: expected one that a run measured, got {}', $statistic))
+    END
+) AS summaries
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 LEFT JOIN (
     SELECT levels.run_id, levels.chance

@@ -405,21 +405,25 @@ def _prediction_sql(name: str, in_run: str) -> str:
     return f"""
         SELECT
             intervention,
-            avg(value) AS mean,
-            stddev_samp(value) / sqrt(count(value)) AS standard_error,
-            avg(change) AS change,
-            stddev_samp(change) / sqrt(count(change)) AS change_error
+            document_mean(value_sums) AS mean,
+            document_error(value_sums) AS standard_error,
+            document_mean(change_sums) AS change,
+            document_error(change_sums) AS change_error
         FROM (
             SELECT
-                edited.intervention,
-                edited.{name}::DOUBLE AS value,
-                value - untouched.{name} AS change
+                edited.intervention, documents.document,
+                document_sums(edited.{name}, documents.document) AS value_sums,
+                document_sums(
+                    edited.{name}::DOUBLE - untouched.{name}, documents.document
+                ) AS change_sums
             FROM (FROM sequences {in_run}) AS edited
+            JOIN ledger.documents USING (run_id, intervention, sequence)
             LEFT JOIN sequences AS untouched
                 ON untouched.run_id = edited.run_id
                 AND untouched.sequence = edited.sequence
                 AND untouched.intervention = 'none'
                 AND edited.intervention <> 'none'
+            GROUP BY ALL
         )
         GROUP BY intervention
         HAVING mean IS NOT NULL

@@ -89,6 +89,9 @@ def merged_moments(keys: Sequence[str], statistics: Sequence[MeasuredStatistic])
     """Count, mean, M2 and extremes by some keys, merged as Chan et al. 1979 do it.
 
     n = Σ n_u, mean = Σ n_u mean_u / n, M2 = Σ M2_u + Σ n_u (mean_u - mean)², over what is merged.
+    document_m2 = Σ_d t_d², where t_d is the sum of document d's deviations from the mean. A row
+    without a document is of many, none of which has values in another row: with δ = mean_u - mean,
+    Σ (t_d + n_d δ)² = Σ t_d² + 2 δ Σ t_d n_d + δ² Σ n_d².
     """
     from_rows = [_moments_of_rows(keys, statistic) for statistic in statistics]
     by = ", ".join(keys)
@@ -99,16 +102,40 @@ def merged_moments(keys: Sequence[str], statistics: Sequence[MeasuredStatistic])
                 sum(count * mean) OVER cell / nullif(sum(count) OVER cell, 0) AS pooled_mean
             FROM ({_union([_written_moments(keys), *from_rows])})
             WINDOW cell AS (PARTITION BY {by})
+        ),
+        by_document AS (
+            SELECT
+                {by}, document,
+                sum(count) AS count,
+                sum(undefined) AS undefined,
+                any_value(pooled_mean) AS mean,
+                sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2,
+                min(minimum) AS minimum,
+                max(maximum) AS maximum,
+                if(document IS NULL, sum(documents), (sum(count) > 0)::INT) AS documents,
+                if(
+                    document IS NULL,
+                    sum(
+                        document_m2
+                        + 2 * (mean - pooled_mean) * document_product
+                        + (mean - pooled_mean) ** 2 * document_squares
+                    ),
+                    sum(count * (mean - pooled_mean)) ** 2
+                ) AS document_m2
+            FROM with_pooled_mean
+            GROUP BY {by}, document
         )
         SELECT
             {by},
             sum(count)::BIGINT AS count,
             sum(undefined)::BIGINT AS undefined,
-            any_value(pooled_mean) AS mean,
-            sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2,
+            any_value(mean) AS mean,
+            sum(m2) AS m2,
             min(minimum) AS minimum,
-            max(maximum) AS maximum
-        FROM with_pooled_mean
+            max(maximum) AS maximum,
+            sum(documents)::BIGINT AS documents,
+            sum(document_m2) AS document_m2
+        FROM by_document
         GROUP BY ALL"""
 
 
@@ -164,7 +191,9 @@ END"""
 def _written_moments(keys: Sequence[str]) -> str:
     """The moments that were written as roll-ups."""
     return f"""
-        SELECT {", ".join(keys)}, count, undefined, mean, m2, minimum, maximum
+        SELECT
+            {", ".join(keys)}, document, count, undefined, mean, m2, minimum, maximum,
+            documents, document_m2, document_product, document_squares
         FROM ledger.rollups
         WHERE {_level(keys)}"""
 
@@ -185,18 +214,22 @@ def _level(keys: Sequence[str]) -> str:
 
 
 def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
-    """The moments of one statistic, from rows."""
+    """The moments of one statistic, from rows: by document, or of all with one sequence each."""
     value = statistic.value
     return f"""
         SELECT
-            {_keys_of_rows(keys, statistic)},
+            {_keys_of_rows(keys, statistic)}, document,
             count({value}) AS count,
             count(*) - count({value}) AS undefined,
             avg({value}) AS mean,
             var_pop({value}) * count({value}) AS m2,
             min({value}) AS minimum,
-            max({value}) AS maximum
-        FROM {_rows(keys)} {statistic.condition}
+            max({value}) AS maximum,
+            count({value}) AS documents,
+            var_pop({value}) * count({value}) AS document_m2,
+            0 AS document_product,
+            count({value}) AS document_squares
+        FROM {_rows_with("document, pile_set_name", "documents")} {statistic.condition}
         GROUP BY ALL"""
 
 
@@ -240,9 +273,16 @@ def _rows(keys: Sequence[str]) -> str:
     """The rows of heads, with the part of the Pile if it is among the keys."""
     if "pile_set_name" not in keys:
         return "ledger.unrolled_heads"
-    return """ledger.unrolled_heads JOIN (
-            SELECT run_id, intervention, sequence, pile_set_name FROM ledger.unrolled_sequences
-        ) USING (run_id, intervention, sequence)"""
+    return _rows_with("pile_set_name", "unrolled_sequences")
+
+
+def _rows_with(columns: str, view: str) -> str:
+    """The rows of heads, with columns that an internal view has for each sequence."""
+    # Not USING: where DuckDB names the tables of a question, it knows no columns of a table.
+    return f"""ledger.unrolled_heads JOIN (
+            SELECT run_id AS _run, intervention AS _intervention, sequence AS _sequence, {columns}
+            FROM ledger.{view}
+        ) ON run_id = _run AND intervention = _intervention AND sequence = _sequence"""
 
 
 def _union(selects: Iterable[str]) -> str:

@@ -2,19 +2,22 @@
 -- One row per pair of runs, intervention, head and statistic.
 -- change: mean of run_id minus other_run. Every two runs have rows in both directions.
 -- A pair is one sequence, of the same number and tokens, on which the statistic is defined in both
--- runs. standard_error is NULL for a single pair.
+-- runs. standard_error: over documents. It is NULL for a single document.
 -- Needs: two runs of the same input (family, seed, n_ctx, corpus).
 WITH
     -- A hash of 64 bits stands for the tokens. That is enough: only sequences of the same number
     -- are compared.
     token_hashes AS (
-        SELECT run_id, intervention, sequence, hash(tokens) AS token_hash
+        SELECT
+            run_id, intervention, sequence, hash(tokens) AS token_hash,
+            documents.document
         FROM sequences
+        JOIN ledger.documents AS documents USING (run_id, intervention, sequence)
     ),
     -- All statistics of a row as one list: then a single join pairs them all (as in effects).
     value_lists AS NOT MATERIALIZED (
         SELECT
-            run_id, intervention, input_family, sequence, layer, head, token_hash,
+            run_id, intervention, input_family, sequence, layer, head, token_hash, document,
             list_value(*COLUMNS(
                 heads.* EXCLUDE (
                     run_id, intervention, input_family, shard, sequence, layer, head, label
@@ -38,6 +41,7 @@ WITH
     pairs AS (
         SELECT
             one.run_id, other.run_id AS other_run, intervention, input_family, layer, head,
+            one.document,
             generate_subscripts(one.values, 1) AS number,
             -- The stored float32 would lose digits when differences are added up.
             unnest(other.values)::DOUBLE AS before,
@@ -47,16 +51,26 @@ WITH
             USING (intervention, input_family, sequence, layer, head, token_hash)
         WHERE one.run_id <> other.run_id
     ),
+    changes_of_documents AS (
+        SELECT
+            run_id, other_run, intervention, input_family, layer, head, number, document,
+            sum(before) AS before,
+            sum(after) AS after,
+            document_sums(after - before, document) AS sums
+        FROM pairs
+        WHERE before IS NOT NULL AND after IS NOT NULL
+        GROUP BY ALL
+    ),
     changes AS (
         SELECT
             run_id, other_run, intervention, input_family, layer, head, number,
-            avg(before) AS other,
-            avg(after) AS this,
-            avg(after - before) AS change,
-            stddev_samp(after - before) / sqrt(count(*)) AS standard_error,
-            count(*) AS pairs
-        FROM pairs
-        WHERE before IS NOT NULL AND after IS NOT NULL
+            sum(before) / sum(sums.number) AS other,
+            sum(after) / sum(sums.number) AS this,
+            document_mean(sums) AS change,
+            document_error(sums) AS standard_error,
+            sum(sums.documents)::BIGINT AS documents,
+            sum(sums.number)::BIGINT AS pairs
+        FROM changes_of_documents
         GROUP BY ALL
     ),
     models AS (
@@ -69,7 +83,7 @@ SELECT
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    other, this, change, standard_error, pairs
+    other, this, change, standard_error, documents, pairs
 FROM changes
 JOIN models USING (run_id)
 JOIN models AS other_models ON other_models.run_id = other_run, statistic_names

@@ -25,6 +25,9 @@ BLIND = re.compile(
 Profiles have a column `query`, so only a function of this name counts.
 """
 
+FOUNDED = re.compile(r"\bledger\.(?:head|part)_")
+"""Names of the internal views that some queries stand on, which take time to create."""
+
 
 @dataclass
 class ShippedViews:
@@ -72,10 +75,6 @@ class ShippedViews:
             [question.lower(), *(self.queries[n].code for n in self.named_in(question))]
         )
 
-    def names_macro(self, question: str) -> bool:
-        """Whether a question may stand on a query with parameters."""
-        return any(self.queries[name].parameters for name in self.named_in(question))
-
     def _with_foundations(self, names: Iterable[str]) -> list[str]:
         ordered: dict[str, None] = {}
         seen: set[str] = set()
@@ -103,7 +102,7 @@ class ShippedViews:
             self._with_foundations(self.queries) if question is None else self.named_in(question)
         )
         missing = [name for name in names if name not in self.created]
-        if self.foundation and (question is None or "ledger." in self.code_of(question)):
+        if self.foundation and (question is None or FOUNDED.search(self.code_of(question))):
             self.foundation(connection)
             self.foundation = None
         # What failed before is tried again: another query may stand on it and fail for its reason.

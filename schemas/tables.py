@@ -269,6 +269,13 @@ SEQUENCES = Table(
         ),
         Column("offset", pa.int32(), "Token of that row at which the sequence starts, from 0."),
         Column(
+            "document",
+            pa.int64(),
+            "Document with most tokens of the text, of equal ones the first: its number in the "
+            "corpus, from 0, in the order of the files. Standard errors take documents for "
+            "independent. NULL for synthetic input, where every sequence counts as a document.",
+        ),
+        Column(
             "pile_set_name",
             pa.string(),
             "Part of the Pile that the row belongs to; NULL if the corpus does not say.",
@@ -394,10 +401,28 @@ ROLLUPS = Table(
             "Part of the Pile that the sequences belong to; NULL if the corpus does not say, or if "
             "the row is of all sequences.",
         ),
+        Column(
+            "document",
+            pa.int64(),
+            "Document of the sequences, if it may have others in shards that were not merged with "
+            "these; NULL if the row is of all other documents.",
+        ),
         Column("count", pa.int32(), "Number of sequences on which the statistic is defined."),
         Column("undefined", pa.int32(), "Number of sequences on which it is NULL."),
         Column("mean", pa.float64(), "Mean of the defined values; NULL if there are none."),
         Column("m2", pa.float64(), "Sum of the squared deviations from the mean."),
+        Column("documents", pa.int32(), "Number of documents with a defined value."),
+        Column(
+            "document_m2",
+            pa.float64(),
+            "Sum over documents d of t_d², where t_d is the sum of d's deviations from the mean.",
+        ),
+        Column(
+            "document_product",
+            pa.float64(),
+            "Sum over documents d of t_d n_d, where n_d is the number of d's defined values.",
+        ),
+        Column("document_squares", pa.float64(), "Sum over documents d of n_d²."),
         Column("minimum", pa.float32(), "Smallest value."),
         Column("maximum", pa.float32(), "Largest value."),
         Column(
@@ -412,7 +437,7 @@ ROLLUPS = Table(
         Column("counts", pa.list_(pa.int32()), "Number of values in each of these bins."),
     ),
     # Few rows are of all sequences. Of the others, dashboards ask for those of one head.
-    order=("by_part", "layer", "head", "statistic", "pile_set_name"),
+    order=("by_part", "layer", "head", "statistic", "pile_set_name", "document"),
     written="when shards are merged",
     row_group=4096,
 )

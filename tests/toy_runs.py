@@ -74,6 +74,8 @@ class ToyRun:
     chance: float = 0.25
     pile_sets: Sequence[str | None] = (None,)
     """Parts of the Pile, which the sequences take in turn."""
+    documents: Sequence[int | None] = (None,)
+    """The documents of the sequences, likewise."""
     model: str = "toy"
     fingerprints: Mapping[str, str] | None = None
     """Fingerprints of statistics that differ from their own."""
@@ -167,10 +169,18 @@ class ToyRun:
         span = self.span(shard)
         rows = _rows([intervention], span, self.layers, self.heads)
         origins = [self.pile_sets[sequence % len(self.pile_sets)] for sequence in span]
+        documents = [self.documents[sequence % len(self.documents)] for sequence in span]
         tables = {
             "heads": _heads(rows, self.cells, self.statistics, self.family, shard),
             "sequences": _sequences(
-                span, self.statistics, self.family, shard, self.n_ctx, origins, self.chance
+                span,
+                self.statistics,
+                self.family,
+                shard,
+                self.n_ctx,
+                origins,
+                documents,
+                self.chance,
             ),
         }
         if self.profiles:
@@ -297,6 +307,7 @@ def _sequences(
     shard: int,
     n_ctx: int,
     origins: list[str | None],
+    documents: list[int | None],
     chance: float,
 ) -> pa.Table:
     n = len(span)
@@ -307,6 +318,7 @@ def _sequences(
         "file": [None] * n,
         "row": [None] * n,
         "offset": [None] * n,
+        "document": documents,
         "pile_set_name": origins,
         "n_tokens": [n_ctx] * n,
         "tokens": [list(range(n_ctx))] * n,

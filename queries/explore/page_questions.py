@@ -476,7 +476,7 @@ class Cube(HeadQuestion):
         return Answer({}, (counts, sums, defined))
 
 
-_SUMMARY = "statistic, count, mean, sd, standard_error, minimum, maximum"
+_SUMMARY = "statistic, count, mean, sd, standard_error, documents, minimum, maximum"
 
 
 class Card(HeadQuestion):
@@ -508,21 +508,21 @@ class Card(HeadQuestion):
         return f"SELECT {_SUMMARY} FROM {self.scope.summaries(self.head.conditions)}"
 
     def _from_rows(self, facts: RunFacts) -> str:
-        """The same rows, in one pass over those of the head."""
+        """The same rows, from those of the head."""
         names = ", ".join(map(quoted_name, facts.statistics))
-        rows = f"SELECT {names} FROM heads{where(self.conditions(facts, sampled=True))}"
-        aggregates = ("count", "avg", "stddev_samp", "min", "max")
-        columns = ", ".join(
-            f"[{', '.join(f'{function}({quoted_name(name)})' for name in facts.statistics)}]"
-            for function in aggregates
-        )
-        statistics = ", ".join(map(text_literal, facts.statistics))
+        rows = "FROM heads JOIN ledger.documents USING (run_id, intervention, sequence)"
         return (
-            "SELECT statistic, count, mean, sd, sd / sqrt(count) AS standard_error, minimum, "
-            f"maximum FROM (SELECT unnest([{statistics}]) AS statistic, "
-            "unnest(counts) AS count, unnest(means) AS mean, unnest(sds) AS sd, "
-            "unnest(minima) AS minimum, unnest(maxima) AS maximum "
-            f"FROM (SELECT {columns} FROM ({rows})) AS t(counts, means, sds, minima, maxima))"
+            "WITH of_rows AS (SELECT document, "
+            f"unnest([{', '.join(map(text_literal, facts.statistics))}]) AS statistic, "
+            f"unnest([{names}]) AS value {rows}{where(self.conditions(facts, sampled=True))}), "
+            "of_documents AS (SELECT statistic, document, document_sums(value, document) AS sums "
+            "FROM of_rows GROUP BY ALL), "
+            "errors AS (SELECT statistic, document_error(sums) AS standard_error, "
+            "sum(sums.documents)::BIGINT AS documents FROM of_documents GROUP BY statistic) "
+            "SELECT statistic, count(value) AS count, avg(value) AS mean, stddev_samp(value) AS "
+            "sd, any_value(standard_error) AS standard_error, any_value(documents) AS documents, "
+            "min(value) AS minimum, max(value) AS maximum "
+            "FROM of_rows JOIN errors USING (statistic) GROUP BY statistic"
         )
 
     def _with_chance(self, facts: RunFacts) -> list[str]:
@@ -568,7 +568,7 @@ class Parts(HeadQuestion):
             conditions.append(f"statistic = {text_literal(self.statistic)}")
             return [
                 Statement(
-                    "SELECT pile_set_name AS part, count, mean, standard_error FROM "
+                    "SELECT pile_set_name AS part, count, mean, standard_error, documents FROM "
                     f"part_summaries{where(conditions)} {order}"
                 )
             ]
@@ -577,11 +577,16 @@ class Parts(HeadQuestion):
         value = quoted_name(self.statistic)
         return [
             Statement(
-                f"SELECT pile_set_name AS part, count({value}) AS count, avg({value}) AS mean, "
-                f"stddev_samp({value}) / sqrt(count({value})) AS standard_error "
-                f"FROM (SELECT sequence, {value} FROM heads{rows}) "
+                "SELECT part, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean, "
+                "document_error(sums) AS standard_error, "
+                "sum(sums.documents)::BIGINT AS documents "
+                "FROM (SELECT pile_set_name AS part, document, "
+                f"document_sums({value}, document) AS sums "
+                f"FROM (SELECT run_id, intervention, sequence, {value} FROM heads{rows}) "
                 "JOIN (SELECT sequence, pile_set_name FROM sequences"
-                f"{where(self.scope.conditions_on_run)}) USING (sequence) GROUP BY ALL {order}"
+                f"{where(self.scope.conditions_on_run)}) USING (sequence) "
+                "JOIN ledger.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
+                f"GROUP BY part {order}"
             )
         ]
 

@@ -65,6 +65,7 @@ class SequenceReader:
         origin |= {carried_name(column): [] for column in self.corpus.choice.columns}
         for beginnings in self._beginnings(start, stop):
             self._add_origin(origin, beginnings)
+        origin["document"] = self._main_documents(start, stop).tolist()
         if self.corpus.packing == "document":
             return self._first_tokens(start, stop), origin
         joined = [self._joined_tokens(run) for run in self._runs(start, stop)]
@@ -179,6 +180,42 @@ class SequenceReader:
             first, last = block.documents_at(part.text, np.array([part.start, part.stop - 1]))
             documents += [(block, i) for i in range(first, last + 1) if block.n_tokens[i] > 0]
         return documents
+
+    def _main_documents(self, start: int, stop: int) -> np.ndarray:
+        """The number in the corpus of the document with most tokens of each sequence."""
+        if self.corpus.packing == "document":
+            return np.concatenate(
+                [
+                    self.block(number).position[self.block(number).long_documents[first:last]]
+                    for number, first, last in self._in_blocks(start, stop)
+                ]
+            )
+        return np.concatenate([self._main_documents_of(run) for run in self._runs(start, stop)])
+
+    def _main_documents_of(self, run: _Run) -> np.ndarray:
+        """The same for the sequences of a run."""
+        begins, ends, positions = (
+            np.concatenate(columns)
+            for columns in zip(*(self._documents_of_part(part) for part in self._parts(run)))
+        )
+        # Cut where a document or a sequence begins: each cut is of one document and one sequence.
+        starts = np.arange(run.start, run.stop, self.length)
+        cuts = np.union1d(np.maximum(begins, run.start), starts)
+        document = np.searchsorted(begins, cuts, side="right") - 1
+        n_tokens = np.minimum(ends[document], np.append(cuts[1:], run.stop)) - cuts
+        sequence = (cuts - run.start) // self.length
+        # Of each sequence the longest cut comes first, of equal ones the earliest.
+        order = np.lexsort((cuts, -n_tokens, sequence))
+        _, firsts = np.unique(sequence[order], return_index=True)
+        return positions[document[order[firsts]]]
+
+    def _documents_of_part(self, part: _Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where the documents of a part begin and end in its text, and their numbers."""
+        block = self.block(part.block)
+        first, last = block.documents_at(part.text, np.array([part.start, part.stop - 1])).tolist()
+        documents = first + np.flatnonzero(block.n_tokens[first : last + 1] > 0)
+        begins = block.begins_of(documents)
+        return begins, begins + block.n_tokens[documents], block.position[documents]
 
     def first_token_of(self, sequence: int) -> int:
         """The token of its first document at which a sequence begins."""

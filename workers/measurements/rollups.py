@@ -19,19 +19,28 @@ import pyarrow as pa
 
 from schemas.histogram_bins import Axis
 from schemas.parquet import table_of
+from schemas.run_directory import pc
 from schemas.tables import ROLLUPS
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The rows of `heads` by layer and head, or also by part of the Pile."""
+    """The rows of `heads` by layer and head, or also by part of the Pile.
+
+    A document that may have sequences elsewhere has cells of its own: only with those can its sum
+    be known.
+    """
 
     order: np.ndarray
-    """The rows, sorted by cell."""
+    """The rows, sorted by cell and then by document."""
     starts: np.ndarray
     """For each cell, where its rows start in that order."""
     of_rows: np.ndarray
     """The cell of each row, in that order."""
+    document_starts: np.ndarray
+    """For each document of each cell, where its rows start in that order."""
+    first_documents: np.ndarray
+    """For each cell, its first document among these."""
     keys: dict[str, Any]
     """What every cell is about, by column of `rollups`."""
 
@@ -61,35 +70,71 @@ def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) ->
 
 
 def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
-    """The cells in the order of the table: layer, head, part. No part comes last.
+    """The cells in the order of the table: layer, head, part, document. NULL comes last.
 
     Without parts, a cell is a head.
     """
-    part_names = sequences["pile_set_name"].to_pylist() if by_part else [None] * len(sequences)
-    name_of_sequence = dict(zip(sequences["sequence"].to_pylist(), part_names, strict=True))
-    parts = sorted({name for name in name_of_sequence.values() if name is not None})
-    number_of_part = {name: number for number, name in enumerate([*parts, None])}
-    # By sequence, counted from the first one here.
-    first = min(name_of_sequence)
-    part_of_sequence = np.zeros(max(name_of_sequence) - first + 1, np.int64)
-    for sequence, name in name_of_sequence.items():
-        part_of_sequence[sequence - first] = number_of_part[name]
+    number = sequences["sequence"].to_numpy()
+    parts, part = _coded(
+        sequences["pile_set_name"].to_pylist() if by_part else [None] * len(number)
+    )
+    document = _documents(sequences)
+    open_documents, open_document = _coded(
+        np.where(_may_go_on(number, document), document, None).tolist()
+    )
+    cell_of_sequence = part * len(open_documents) + open_document
+    cells_of_head = len(parts) * len(open_documents)
+    document_codes = np.unique(document, return_inverse=True)[1]
+    sequence_order = np.argsort(number)
+    place = sequence_order[np.searchsorted(number[sequence_order], heads["sequence"].to_numpy())]
 
     layers, heads_of_layer = (heads[key].to_numpy().astype(np.int64) for key in ("layer", "head"))
     width = int(heads_of_layer.max()) + 1
-    codes = layers * width + heads_of_layer
-    codes = codes * len(number_of_part) + part_of_sequence[heads["sequence"].to_numpy() - first]
-    order = np.argsort(codes, kind="stable")
+    codes = (layers * width + heads_of_layer) * cells_of_head + cell_of_sequence[place]
+    documents = codes * len(number) + document_codes[place]
+    order = np.argsort(documents, kind="stable")
+    document_starts = np.unique(documents[order], return_index=True)[1]
     code_of_cell, starts, sizes = np.unique(codes[order], return_index=True, return_counts=True)
-    head_of_cell, part_of_cell = np.divmod(code_of_cell, len(number_of_part))
+    head_of_cell, rest = np.divmod(code_of_cell, cells_of_head)
+    part_of_cell, document_of_cell = np.divmod(rest, len(open_documents))
     keys = {
         "input_family": [heads["input_family"][0].as_py()] * len(starts),
         "layer": head_of_cell // width,
         "head": head_of_cell % width,
         "by_part": [by_part] * len(starts),
-        "pile_set_name": [[*parts, None][part] for part in part_of_cell],
+        "pile_set_name": [parts[code] for code in part_of_cell],
+        "document": [open_documents[code] for code in document_of_cell],
     }
-    return Cells(order, starts, np.repeat(np.arange(len(starts)), sizes), keys)
+    return Cells(
+        order,
+        starts,
+        np.repeat(np.arange(len(starts)), sizes),
+        document_starts,
+        np.searchsorted(document_starts, starts),
+        keys,
+    )
+
+
+def _coded(values: list[Any]) -> tuple[list[Any], np.ndarray]:
+    """The different values in order, None last, and the place of each value among them."""
+    distinct = [*sorted({value for value in values if value is not None}), None]
+    places = {value: place for place, value in enumerate(distinct)}
+    return distinct, np.array([places[value] for value in values], np.int64)
+
+
+def _documents(sequences: pa.Table) -> np.ndarray:
+    """The document of each sequence. Of synthetic input it is -1 less the sequence."""
+    own = pa.array(-1 - sequences["sequence"].to_numpy())
+    return pc.coalesce(sequences["document"], own).to_numpy()
+
+
+def _may_go_on(number: np.ndarray, document: np.ndarray) -> np.ndarray:
+    """Whether each sequence is of a document that may have sequences elsewhere.
+
+    The sequences of a document follow one another. So it has some at the ends of a gap.
+    """
+    has_neighbours = np.isin(number - 1, number) & np.isin(number + 1, number)
+    return (document >= 0) & np.isin(document, document[~has_neighbours])
 
 
 def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) -> dict[str, Any]:
@@ -107,12 +152,22 @@ def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) 
     bins, counts = _histograms(axis.bins_of(values[is_defined]), cells.of_rows[is_defined], cells)
     minimum = np.minimum.reduceat(np.where(is_defined, values, np.inf), cells.starts)
     maximum = np.maximum.reduceat(np.where(is_defined, values, -np.inf), cells.starts)
+    document_sums = np.add.reduceat(deviations, cells.document_starts)
+    document_counts = np.add.reduceat(is_defined, cells.document_starts, dtype=np.float64)
+
+    def over_documents(terms: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(terms, cells.first_documents)
+
     return cells.keys | {
         "statistic": [name] * cells.count,
         "count": count,
         "undefined": sizes - count,
         "mean": mean,
         "m2": np.add.reduceat(deviations**2, cells.starts) * has_values,
+        "documents": over_documents(document_counts > 0),
+        "document_m2": over_documents(document_sums**2),
+        "document_product": over_documents(document_sums * document_counts),
+        "document_squares": over_documents(document_counts**2),
         "minimum": minimum * has_values,
         "maximum": maximum * has_values,
         "range_low": np.full(cells.count, axis.low),
