@@ -305,6 +305,7 @@ def _mean_lists(means: Means) -> Record:
     return {
         "mean": _rounded(means.mean, 6),
         "error": _rounded(means.standard_error, 3),
+        "documents": means.documents.ravel().tolist(),
         "count": means.count.ravel().tolist(),
     }
 

@@ -44,6 +44,8 @@ class Means(NamedTuple):
     standard_error: Floats
     count: Counts
     """Sequences on which the statistic is defined."""
+    documents: Counts
+    """Documents of these sequences."""
 
 
 @dataclass
@@ -244,6 +246,7 @@ def _means(rows: pa.Table, shape: tuple[int, int], mean: str = "mean") -> Means:
         _by_head(rows, mean, shape),
         _by_head(rows, "standard_error", shape),
         _counts(rows, count, shape),
+        _counts(rows, "documents", shape),
     )
 
 

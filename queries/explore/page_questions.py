@@ -583,8 +583,6 @@ class Parts(HeadQuestion):
                 "FROM (SELECT pile_set_name AS part, document, "
                 f"document_sums({value}, document) AS sums "
                 f"FROM (SELECT run_id, intervention, sequence, {value} FROM heads{rows}) "
-                "JOIN (SELECT sequence, pile_set_name FROM sequences"
-                f"{where(self.scope.conditions_on_run)}) USING (sequence) "
                 "JOIN ledger.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
                 f"GROUP BY part {order}"
             )
