@@ -37,7 +37,7 @@ _SUMMARY_COLUMNS = {
     "undefined": "Sequences on which it is NULL.",
     "mean": "Mean over the sequences on which it is defined.",
     "sd": "Standard deviation over these sequences. NULL for a single one.",
-    "standard_error": "Standard error of the mean, over documents: sequences of one document are not "
+    "standard_error": "Standard error of the mean, over documents, as the sequences of one are not "
     "independent. sd / √count if no document has two. NULL for a single document.",
     "documents": DOCUMENTS,
     "minimum": "Smallest value.",

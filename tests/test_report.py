@@ -345,7 +345,7 @@ def test_the_data_of_a_figure_is_a_file(page: webdriver.Chrome) -> None:
     content = page.execute_async_script("files[0].text().then(arguments[0])")
     lines = content.split("\r\n")
     assert lines[0] == "head,pile_set_name,mean,standard_error,documents,count"
-    assert lines[1] == f"L0H0,{EVIL},0,,1"
+    assert lines[1] == f"L0H0,{EVIL},0,,1,1"
     assert len(lines) == 1 + 2 * len(LABELS) + 1
 
 
@@ -418,7 +418,9 @@ def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
     shape = (12, 12)
 
     def means() -> Means:
-        return Means(rng.random(shape), rng.random(shape) / 50, np.full(shape, 100_000))
+        # All heads have the same sequences and documents.
+        count, documents = np.full(shape, 100_000), np.full(shape, 30_000)
+        return Means(rng.random(shape), rng.random(shape) / 50, count, documents)
 
     def histograms() -> Histograms:
         # A head fills about a quarter of 256 bins.
