@@ -5,12 +5,6 @@
 -- parameter threshold DOUBLE = 0.3: Value of sink_alpha above which a sequence counts.
 -- example: by_pile_set --threshold 0.5 --limit 5
 WITH
-    origins AS (
-        -- Sequences are written once per intervention: without GROUP BY, heads would count twice.
-        SELECT run_id, sequence, any_value(pile_set_name) AS pile_set_name
-        FROM sequences
-        GROUP BY ALL
-    ),
     measured AS (
         -- An empty table that has the column, so that the rate is NULL if no run measured it.
         SELECT NULL::FLOAT AS sink_mass
@@ -37,9 +31,7 @@ WITH
                 document
             ) AS 'sums_\0'
         FROM measured
-        JOIN origins USING (run_id, sequence)
-        JOIN (SELECT run_id, intervention, sequence, document FROM ledger.documents)
-            USING (run_id, intervention, sequence)
+        JOIN ledger.documents USING (run_id, intervention, sequence)
         JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
         WHERE pile_set_name IS NOT NULL
         GROUP BY ALL

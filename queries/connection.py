@@ -24,7 +24,7 @@ from queries.rollup_views import (
     measured_statistics,
 )
 from queries.run import ReadRun, Run, read_run, read_runs
-from queries.shipped_views import BLIND, QUERIES, ShippedViews
+from queries.shipped_views import BLIND, FOUNDED, QUERIES, ShippedViews
 from queries.sql_text import quoted_name, text_literal
 from queries.standard_errors import create_error_macros
 from queries.stores import CommittedObject, committed_objects, register_stores
@@ -241,16 +241,14 @@ def _sources_read(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
         for name in SOURCES:
             cursor.execute(f"CREATE OR REPLACE VIEW ledger.{name} AS FROM ledger.{name}_content")
         tables = cursor.get_table_names(sql, qualified=True)
-    except duckdb.BinderException:
-        # DuckDB names the tables without the values of parameters, which some macros need, and
-        # without the columns of views, which `JOIN … USING` needs. So any name in the text counts.
+    except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
+        # DuckDB names the tables without the columns that USING needs and without the values that
+        # parameters of some macros need. Or the question has a mistake, of which the user hears
+        # when it is asked.
         code = OPENED[connection].shipped.code_of(sql)
         # Internal views do not say which tables they read.
-        names_internals = "ledger." in code
+        names_internals = FOUNDED.search(code)
         return [name for name in SOURCES if names_internals or name in code]
-    except (duckdb.CatalogException, duckdb.ParserException):
-        # A mistake in the question. The user hears of it when the question is asked.
-        return []
     except duckdb.Error:
         # DuckDB cannot tell, for example for PIVOT, which is several statements.
         return list(TABLES)
@@ -376,8 +374,8 @@ def _leave_out_misfits(
         else:
             misfits.append(
                 f"{run.directory.path}: the files of table {source.table.name} do not fit the "
-                f"manifest: {why}; bring back a copy of manifest.json, or headcount rm "
-                f"{run.directory.path}"
+                f"manifest: {why}; if older code wrote them, read them with that code; else bring "
+                f"back a copy of manifest.json, or headcount rm {run.directory.path}"
             )
     if misfits and not fitting:
         raise QueryError(misfits[0])

@@ -27,13 +27,19 @@ def _column_texts(columns: run_tables.ColumnTypes) -> dict[str, str]:
 
 _PROFILE_COLUMNS = {name: column.description for name, column in PROFILES.own.items()}
 
+DOCUMENTS = (
+    "Documents of these sequences. A sequence is of the one with most of its tokens; of synthetic "
+    "input each is one of its own."
+)
+
 _SUMMARY_COLUMNS = {
     "count": "Sequences on which the statistic is defined.",
     "undefined": "Sequences on which it is NULL.",
     "mean": "Mean over the sequences on which it is defined.",
     "sd": "Standard deviation over these sequences. NULL for a single one.",
-    "standard_error": "Standard error of the mean, over documents. NULL for a single one.",
-    "documents": "Documents among the sequences on which the statistic is defined.",
+    "standard_error": "Standard error of the mean, over documents, as the sequences of one are not "
+    "independent. sd / √count if no document has two. NULL for a single document.",
+    "documents": DOCUMENTS,
     "minimum": "Smallest value.",
     "maximum": "Largest value.",
 }
@@ -52,11 +58,19 @@ COLUMNS_OF_VIEWS: dict[str, dict[str, str]] = {
         "count": "Sequences, over all shards.",
         "mean": "Mean over the sequences of all shards.",
         "sd": "Standard deviation over the sequences. NULL for a single one.",
-        "standard_error": "Standard error of the mean, sd / √count, as if every sequence were a "
-        "document of its own.",
+        "standard_error": "Standard error of the mean, over sequences if no document has two of "
+        "them: sd / √count. Else over shards, whose means are all that is kept: too small if "
+        "documents are about as long as shards.",
+        "groups": "Sequences or shards that standard_error takes for independent.",
     },
     "head_summaries": _SUMMARY_COLUMNS,
     "part_summaries": _SUMMARY_COLUMNS,
+    "ranking": _SUMMARY_COLUMNS,
+    "head_card": _SUMMARY_COLUMNS,
+    "contrasts": {
+        "standard_error": "Standard error of the difference, over documents; too large if both "
+        "groups have sequences of a document. NULL for a group of a single document.",
+    },
     "distributions": {
         "bin": "Number of the bin. It depends on the statistic alone, so bins of one add up.",
         "low": "Low end of the bin.",
@@ -81,7 +95,7 @@ SHARED_COLUMNS = {
     "pairs": "Sequences on which both sides are defined.",
     "change": "Mean over the pairs of one side minus the other.",
     "standard_error": "Standard error of the mean change, over documents. NULL for a single one.",
-    "documents": "Documents among these sequences. Of synthetic input each sequence is one.",
+    "documents": DOCUMENTS,
     "untouched": "Mean over the pairs without an intervention.",
     "edited": "Mean over the pairs under the intervention.",
     "other_run": "Run that run_id is compared with.",
@@ -94,7 +108,7 @@ SHARED_COLUMNS = {
 PREFIXES = {
     "mean_": "Mean over sequences: ",
     "sd_": "Standard deviation over sequences: ",
-    "se_": "Standard error of the mean, over documents: ",
+    "se_": "Standard error, over documents, of the mean over sequences: ",
     "max_": "Largest mean of a head: ",
 }
 """What views put before the name of a column that they sum up, and what it means."""

@@ -35,6 +35,8 @@ class CardStatistic:
     unit: str
     mean: float | None
     standard_error: float | None
+    """Over documents."""
+    documents: int
     minimum: float | None
     maximum: float | None
     count: int
@@ -66,6 +68,7 @@ class CardPart:
     part: str
     mean: float | None
     standard_error: float | None
+    documents: int
     count: int
     documents: int
 
@@ -199,6 +202,7 @@ def _card_statistic(facts: Record, values: HeadValues, head: Head) -> CardStatis
         unit=facts["unit"],
         mean=_defined(values.means.mean[head]),
         standard_error=_defined(values.means.standard_error[head]),
+        documents=int(values.means.documents[head]),
         minimum=_defined(values.minimum[head]),
         maximum=_defined(values.maximum[head]),
         count=int(values.means.count[head]),
@@ -222,6 +226,7 @@ def _card_parts(values: HeadValues, head: Head) -> list[CardPart]:
             part,
             _defined(means.mean[head]),
             _defined(means.standard_error[head]),
+            int(means.documents[head]),
             int(means.count[head]),
             int(means.documents[head]),
         )

@@ -86,23 +86,17 @@ def kept_curve_sql(profile: str, axis: str, condition: str) -> str:
     values = quoted_name(profile)
     return f"""
         SELECT
-            {text_literal(profile)} AS profile, layer, head, {axis},
-            document_mean(sums) AS mean, document_error(sums) AS standard_error
+            {text_literal(profile)} AS profile, layer, head, {axis}, document_mean(sums) AS mean,
+            document_error(sums) AS standard_error
         FROM (
             SELECT layer, head, {axis}, document, document_sums(value, document) AS sums
             FROM (
                 SELECT
-                    layer, head, document, generate_subscripts({values}, 1) - 1 AS {axis},
-                    unnest({values})::DOUBLE AS value
-                FROM (
-                    SELECT curves.*, document
-                    FROM curves
-                    JOIN ledger.documents AS origins
-                        ON origins.run_id = curves.run_id
-                        AND origins.intervention = curves.intervention
-                        AND origins.sequence = curves.sequence
-                ) {condition}
+                    run_id, intervention, sequence, layer, head,
+                    generate_subscripts({values}, 1) - 1 AS {axis}, unnest({values}) AS value
+                FROM curves {condition}
             )
+            JOIN ledger.documents USING (run_id, intervention, sequence)
             GROUP BY ALL
         )
         GROUP BY ALL

@@ -1,6 +1,6 @@
 -- Quantiles of every statistic of every head, from its distribution.
--- A quantile p is the smallest value that a share p of the values does not exceed. It is placed
--- within its bin, so it is off by less than the bin. width is that of the bin of the median p50.
+-- A quantile p is the smallest value that a share p of the values does not exceed: of two values in
+-- the middle, p50 is the lower one. It is placed within its bin, so it is off by less than the bin. width is that of the bin of the median p50.
 -- Bins are 1/256 of a finite range; on an open axis they are 4.4 % of the value.
 WITH
     bins AS (

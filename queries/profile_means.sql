@@ -3,6 +3,9 @@
 -- standard_error takes sequences for independent: profiles keep no documents. Where documents are
 -- longer than a sequence it is too small.
 -- head is NULL if all heads of a layer share the values.
+-- standard_error: over sequences, if no document has two of them. If one has, over shards, whose
+-- means are all that is kept; it is too small if documents are about as long as shards.
+-- groups: how many sequences or shards that are. The error is NULL for a single one.
 -- Needs: profiles = ["…"] in the scan, names from docs/profiles.md.
 WITH
     -- An empty table with the columns that only some runs have.
@@ -31,8 +34,15 @@ WITH
             component, other_component, candidate,
             sum(count)::BIGINT AS count,
             any_value(pooled_mean) AS mean,
-            sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2
+            sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2,
+            count(*) FILTER (WHERE count > 0) AS shards,
+            sum((count * (mean - pooled_mean)) ** 2) AS shard_m2
         FROM with_pooled_mean
+        GROUP BY ALL
+    ),
+    long_documents AS (
+        SELECT run_id, intervention, count(document) > 0 AS is_long
+        FROM ledger.documents
         GROUP BY ALL
     )
 SELECT
@@ -40,8 +50,14 @@ SELECT
     'L' || layer || 'H' || head AS label,
     query, key, lag, dimension, component, other_component, candidate, count, mean,
     standard_deviation(m2, count) AS sd,
-    standard_error(m2, count, count) AS standard_error
+    if(
+        is_long,
+        standard_error(shard_m2, count, shards),
+        standard_error(m2, count, count)
+    ) AS standard_error,
+    if(is_long, shards, count) AS groups
 FROM merged
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
+JOIN long_documents USING (run_id, intervention)
 ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension,
     component, other_component, candidate

@@ -263,7 +263,7 @@ function drawHeader() {
   const run = one.facts;
   place("title").textContent = `What the attention heads of ${run.model} do`;
   place("lead").textContent = one.heads
-    ? `${number(one.heads)} heads over ${number(run.sequences_done)} sequences of ${number(run.n_ctx)} tokens (${number(run.sequences_done * run.n_ctx)} in all), input ${run.input_family}. Every number is a mean over sequences; ± is one standard error of the mean.`
+    ? `${number(one.heads)} heads over ${number(run.sequences_done)} sequences of ${number(run.n_ctx)} tokens (${number(run.sequences_done * run.n_ctx)} in all), input ${run.input_family}. Every number is a mean over sequences; ± is one standard error of the mean, over documents: the sequences of one are not independent.`
     : "No rows yet.";
   const measured = run.measured_heads === "all" ? "" : `; measured: ${run.measured_heads}`;
   const entries = {
@@ -327,6 +327,7 @@ function ranked(one, name) {
     .map((mean, i) => ({
       mean,
       error: values.error[i],
+      documents: values.documents[i],
       layer: Math.floor(i / one.n_heads),
       head: i % one.n_heads,
     }))
@@ -437,16 +438,20 @@ function standoutCard(one, name) {
     plot,
     table,
     behind({
-      plot,
-      sql: `SELECT label, mean, standard_error, count
+      sql: `SELECT label, mean, standard_error, documents, count
 FROM head_summaries
 WHERE ${condition(one)}
   AND statistic = ${literal(name)}
 ORDER BY mean DESC NULLS LAST`,
       name: `${name}-ranking`,
-      columns: ["head", "mean", "standard_error"],
+      columns: ["head", "mean", "standard_error", "documents"],
       rows: () =>
-        ranked(one, name).map((entry) => [label(entry.layer, entry.head), entry.mean, entry.error]),
+        ranked(one, name).map((entry) => [
+          label(entry.layer, entry.head),
+          entry.mean,
+          entry.error,
+          entry.documents,
+        ]),
     }),
   );
 }
@@ -468,7 +473,7 @@ function mapFigure(one, options) {
 }
 
 function summariesSql(one, name) {
-  return `SELECT layer, head, mean, standard_error, count
+  return `SELECT layer, head, mean, standard_error, documents, count
 FROM head_summaries
 WHERE ${condition(one)}
   AND statistic = ${literal(name)}`;
@@ -534,6 +539,7 @@ function mapCard(one, name) {
     "head",
     "mean",
     "standard_error",
+    "documents",
     "count",
     ...(compared ? ["other_mean", "difference", "difference_standard_error"] : []),
   ];
@@ -542,6 +548,7 @@ function mapCard(one, name) {
       label(Math.floor(i / one.n_heads), i % one.n_heads),
       mean,
       values.error[i],
+      values.documents[i],
       values.count[i],
       ...(compared ? [compared.values[name].mean[i], difference.mean[i], difference.error[i]] : []),
     ]);
@@ -582,7 +589,7 @@ function readoutText(one, name, compared, difference, layer, head) {
 
 function comparedSql(one, another, name) {
   if (one.run_id === another.run_id && one.intervention === "none") {
-    return `SELECT layer, head, untouched, edited, change, standard_error, pairs
+    return `SELECT layer, head, untouched, edited, change, standard_error, documents, pairs
 FROM effects
 WHERE ${condition(another)}
   AND statistic = ${literal(name)}`;
@@ -619,7 +626,7 @@ function comparisonNote(one) {
     one.run_id === another.run_id && [one.intervention, another.intervention].includes("none");
   const how = isPaired
     ? "Differences are means over the same sequences, with and without the edit."
-    : "The standard error of a difference takes the two for independent.";
+    : "The standard error of a difference takes the two for independent. Shared documents make it too large: run_changes has that of pairs.";
   return html(
     "p",
     { class: "note" },
@@ -746,13 +753,12 @@ function partsCard(one) {
     );
     tools.replaceChildren(
       behind({
-        plot: where,
-        sql: `SELECT label, pile_set_name, mean, standard_error, count
+        sql: `SELECT label, pile_set_name, mean, standard_error, documents, count
 FROM part_summaries
 WHERE ${condition(one)}
   AND statistic = ${literal(name)}`,
         name: `${name}-parts`,
-        columns: ["head", "pile_set_name", "mean", "standard_error", "count"],
+        columns: ["head", "pile_set_name", "mean", "standard_error", "documents", "count"],
         rows: () =>
           partNames.flatMap((part) =>
             parts[part].mean.map((mean, i) => [
@@ -760,6 +766,7 @@ WHERE ${condition(one)}
               part,
               mean,
               parts[part].error[i],
+              parts[part].documents[i],
               parts[part].count[i],
             ]),
           ),
@@ -992,6 +999,7 @@ function cardOf(one, layer, head) {
         name,
         mean: value(values.mean),
         standard_error: value(values.error),
+        documents: value(values.documents),
         minimum: value(values.minimum),
         maximum: value(values.maximum),
         count: value(values.count),
@@ -1014,6 +1022,7 @@ function cardOf(one, layer, head) {
           part,
           mean: value(means.mean),
           standard_error: value(means.error),
+          documents: value(means.documents),
           count: value(means.count),
         }))
         .filter((part) => part.mean !== null),

@@ -310,6 +310,7 @@ def _mean_lists(means: Means) -> Record:
     return {
         "mean": _rounded(means.mean, 6),
         "error": _rounded(means.standard_error, 3),
+        "documents": means.documents.ravel().tolist(),
         "count": means.count.ravel().tolist(),
         "documents": means.documents.ravel().tolist(),
     }
@@ -414,19 +415,16 @@ def _prediction_sql(name: str, in_run: str) -> str:
             document_mean(value_sums) AS mean,
             document_error(value_sums) AS standard_error,
             document_mean(change_sums) AS change,
-            document_error(change_sums) AS change_error,
-            sum(value_sums.documents)::BIGINT AS documents
+            document_error(change_sums) AS change_error
         FROM (
             SELECT
                 edited.intervention, documents.document,
-                document_sums(edited.{name}::DOUBLE, documents.document) AS value_sums,
-                document_sums(edited.{name}::DOUBLE - untouched.{name}, documents.document)
-                    AS change_sums
+                document_sums(edited.{name}, documents.document) AS value_sums,
+                document_sums(
+                    edited.{name}::DOUBLE - untouched.{name}, documents.document
+                ) AS change_sums
             FROM (FROM sequences {in_run}) AS edited
-            JOIN ledger.documents AS documents
-                ON documents.run_id = edited.run_id
-                AND documents.intervention = edited.intervention
-                AND documents.sequence = edited.sequence
+            JOIN ledger.documents USING (run_id, intervention, sequence)
             LEFT JOIN sequences AS untouched
                 ON untouched.run_id = edited.run_id
                 AND untouched.sequence = edited.sequence

@@ -229,7 +229,7 @@ def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
             var_pop({value}) * count({value}) AS document_m2,
             0 AS document_product,
             count({value}) AS document_squares
-        FROM {_ROWS_WITH_DOCUMENTS} {statistic.condition}
+        FROM {_rows_with("document, pile_set_name", "documents")} {statistic.condition}
         GROUP BY ALL"""
 
 
@@ -282,7 +282,18 @@ _ROWS_WITH_DOCUMENTS = """(
 
 def _rows(keys: Sequence[str]) -> str:
     """The rows of heads, with the part of the Pile if it is among the keys."""
-    return _ROWS_WITH_DOCUMENTS if "pile_set_name" in keys else "ledger.unrolled_heads"
+    if "pile_set_name" not in keys:
+        return "ledger.unrolled_heads"
+    return _rows_with("pile_set_name", "unrolled_sequences")
+
+
+def _rows_with(columns: str, view: str) -> str:
+    """The rows of heads, with columns that an internal view has for each sequence."""
+    # Not USING: where DuckDB names the tables of a question, it knows no columns of a table.
+    return f"""ledger.unrolled_heads JOIN (
+            SELECT run_id AS _run, intervention AS _intervention, sequence AS _sequence, {columns}
+            FROM ledger.{view}
+        ) ON run_id = _run AND intervention = _intervention AND sequence = _sequence"""
 
 
 def _union(selects: Iterable[str]) -> str:

@@ -45,7 +45,7 @@ class Means(NamedTuple):
     count: Counts
     """Sequences on which the statistic is defined."""
     documents: Counts
-    """Documents among them."""
+    """Documents of these sequences."""
 
 
 @dataclass

@@ -50,35 +50,14 @@ DOCUMENTS = """
     SELECT
         run_id, intervention, sequence, pile_set_name,
         CASE
-            WHEN count(*) OVER (PARTITION BY run_id, intervention, document) > 1
-                -- At an end of these sequences: it may go on in those that are not among them.
-                OR lag(sequence) OVER in_order IS DISTINCT FROM sequence - 1
-                OR lead(sequence) OVER in_order IS DISTINCT FROM sequence + 1
-            THEN document
+            WHEN count(*) OVER (PARTITION BY run_id, intervention, document) > 1 THEN document
         END AS document
-    FROM ledger.{sequences}
-    WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
+    FROM ledger.sequences"""
 """The document of each sequence. NULL if it has no other: most questions need no group for it."""
-
-
-def errors_sql(key: str, rows: str) -> str:
-    """A row for each `key` of some rows, which have a `value` and a `document`: mean and error."""
-    return f"""
-        SELECT
-            {key}, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean,
-            document_error(sums) AS standard_error, sum(sums.documents)::BIGINT AS documents
-        FROM (
-            SELECT {key}, document, document_sums(value, document) AS sums
-            FROM {rows}
-            GROUP BY ALL
-        )
-        GROUP BY ALL"""
 
 
 def create_error_macros(connection: duckdb.DuckDBPyConnection) -> None:
     """Create the macros, and the view of documents that they need."""
     for signature, body in MACROS.items():
         connection.execute(f"CREATE MACRO {signature} AS {body}")
-    for name, sequences in (("", "sequences"), ("unrolled_", "unrolled_sequences")):
-        documents = DOCUMENTS.format(sequences=sequences)
-        connection.execute(f"CREATE VIEW ledger.{name}documents AS {documents}")
+    connection.execute(f"CREATE VIEW ledger.documents AS {DOCUMENTS}")

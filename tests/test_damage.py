@@ -339,6 +339,7 @@ def test_a_question_checks_only_the_tables_that_it_reads(run: RunDirectory) -> N
         "SUMMARIZE heads",
         "WITH sequences AS (FROM main.heads) FROM sequences",
         "EXPLAIN ANALYZE FROM heads",
+        "SELECT entropy, row FROM heads JOIN sequences USING (run_id, intervention, sequence)",
     ],
 )
 def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory, question: str) -> None:

@@ -415,9 +415,22 @@ def test_sql_merges_exactly(tmp_path: Path) -> None:
     elsewhere = [None] * 4  # dimension, component, other_component, candidate
     keys = ("a-1", "toy", 5, "none")
     assert ask(connect(run.path), "profile_means") == [
-        # layer, head, label, query, key, lag; other places; count, mean, sd, standard_error
-        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, *elsewhere, 5, mean, sd, error),
-        (*keys, "resid_pre_norm_by_key", 0, *[None] * 3, 0, None, *elsewhere, 1, 7.0, None, None),
+        # layer, head, label, query, key, lag; other places; count, mean, sd, standard_error, groups
+        (*keys, "attention_by_lag", 0, 1, "L0H1", None, None, 2, *elsewhere, 5, mean, sd, error, 5),
+        (
+            *keys,
+            "resid_pre_norm_by_key",
+            0,
+            *[None] * 3,
+            0,
+            None,
+            *elsewhere,
+            1,
+            7.0,
+            None,
+            None,
+            1,
+        ),
     ]
 
 

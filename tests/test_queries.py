@@ -31,6 +31,7 @@ from queries.formats import Format, rows_to_read, write, write_csv, write_json, 
 from queries.query_commands import mount
 from queries.run import read_runs
 from queries.shipped_views import QUERIES
+from queries.standard_errors import MACROS
 from queries.text_tables import COUNTED_ROWS, write_table
 from schemas.errors import QueryError, RunError
 from schemas.kinds import TABLES
@@ -124,6 +125,8 @@ def test_by_head_keeps_deviations_far_smaller_than_the_mean() -> None:
         FROM range(200_000) AS t(i)
         """
     )
+    for signature, body in MACROS.items():
+        connection.execute(f"CREATE MACRO {signature} AS {body}")
     by_head = (QUERIES / "by_head.sql").read_text()
     answer = connection.execute(f"SELECT sd_steps, sd_constant FROM ({by_head})").fetchall()
     [(steps, constant)] = answer

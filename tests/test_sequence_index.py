@@ -4,6 +4,7 @@ token store beside what a scan needs.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,30 @@ def expected_cut(files: list[list[Row]], packing: str) -> list[list[int]]:
     return cut([[row for row in rows if row[0]] for rows in files], packing)
 
 
+def main_documents(files: list[list[Row]], packing: str) -> list[int]:
+    """The document with most tokens of each sequence, the first of equal ones."""
+    first = np.cumsum([0, *map(len, files)])
+    numbers = [[first[i] + row for row in range(len(rows))] for i, rows in enumerate(files)]
+    if packing == "document":
+        return [
+            number
+            for rows, own in zip(files, numbers, strict=True)
+            for (text, _), number in zip(rows, own, strict=True)
+            if len(text.encode()) >= LENGTH
+        ]
+    found: list[int] = []
+    for rows, own in zip(files, numbers, strict=True):
+        # Whose each token is; None is a separator.
+        owners: list[int | None] = []
+        for (text, _), number in zip(rows, own, strict=True):
+            owners += [*[number] * len(text.encode()), *[None] * bool(text)]
+        for start in range(0, len(owners) - LENGTH + 1, LENGTH):
+            counts = Counter(one for one in owners[start : start + LENGTH] if one is not None)
+            # Of equal counts, the first that was met.
+            found.append(counts.most_common(1)[0][0])
+    return found
+
+
 def write_files(path: Path, files: list[list[Row]]) -> Path:
     for i, rows in enumerate(files):
         write_jsonl(path / f"{i}.jsonl", rows)
@@ -81,6 +106,7 @@ def test_pieces_of_any_size_make_the_same_sequences(
         alone = Sequences(sequences.scan, info, sequences.index)
         assert alone.shard(number).tokens.tolist() == expected[4 * number : 4 * number + 4]
     origins = all_origins(sequences)
+    assert origins["document"] == main_documents(files, packing)
     for file, row, offset, part, tokens in zip(
         *(origins[name] for name in ("file", "row", "offset", "pile_set_name")),
         expected,

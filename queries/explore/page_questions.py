@@ -528,26 +528,20 @@ class Card(HeadQuestion):
     def _from_rows(self, facts: RunFacts) -> str:
         """The same rows, from those of the head."""
         names = ", ".join(map(quoted_name, facts.statistics))
-        rows = f"SELECT sequence, {names} FROM heads{where(self.conditions(facts, sampled=True))}"
-        return f"""
-            WITH
-                measured AS MATERIALIZED (
-                    SELECT document, statistic, value
-                    FROM (SELECT document, {names} FROM ({rows}) JOIN {self.scope.documents})
-                    UNPIVOT INCLUDE NULLS (value FOR statistic IN ({names}))
-                ),
-                spreads AS (
-                    SELECT
-                        statistic, count(value) AS count, avg(value) AS mean,
-                        stddev_samp(value) AS sd, min(value) AS minimum, max(value) AS maximum
-                    FROM measured
-                    GROUP BY statistic
-                ),
-                errors AS (
-                    SELECT statistic, standard_error, documents
-                    FROM ({errors_sql("statistic", "measured")})
-                )
-            SELECT {_SUMMARY} FROM spreads JOIN errors USING (statistic)"""
+        rows = "FROM heads JOIN ledger.documents USING (run_id, intervention, sequence)"
+        return (
+            "WITH of_rows AS (SELECT document, "
+            f"unnest([{', '.join(map(text_literal, facts.statistics))}]) AS statistic, "
+            f"unnest([{names}]) AS value {rows}{where(self.conditions(facts, sampled=True))}), "
+            "of_documents AS (SELECT statistic, document, document_sums(value, document) AS sums "
+            "FROM of_rows GROUP BY ALL), "
+            "errors AS (SELECT statistic, document_error(sums) AS standard_error, "
+            "sum(sums.documents)::BIGINT AS documents FROM of_documents GROUP BY statistic) "
+            "SELECT statistic, count(value) AS count, avg(value) AS mean, stddev_samp(value) AS "
+            "sd, any_value(standard_error) AS standard_error, any_value(documents) AS documents, "
+            "min(value) AS minimum, max(value) AS maximum "
+            "FROM of_rows JOIN errors USING (statistic) GROUP BY statistic"
+        )
 
     def _with_chance(self, facts: RunFacts) -> list[str]:
         return [name for name in facts.statistics if name in facts.chance]
@@ -599,13 +593,18 @@ class Parts(HeadQuestion):
         whole = self.model_copy(update={"scope": self.scope.model_copy(update={"part": None})})
         rows = where(whole.conditions(facts, sampled=True))
         value = quoted_name(self.statistic)
-        of_run = where(self.scope.conditions_on_run)
-        measured = f"""
-            SELECT pile_set_name AS part, document, {value} AS value
-            FROM (SELECT sequence, {value} FROM heads{rows})
-            JOIN (SELECT sequence, pile_set_name FROM sequences{of_run}) USING (sequence)
-            JOIN {self.scope.documents}"""
-        return [Statement(f"{errors_sql('part', f'({measured})')} {order}")]
+        return [
+            Statement(
+                "SELECT part, sum(sums.number)::BIGINT AS count, document_mean(sums) AS mean, "
+                "document_error(sums) AS standard_error, "
+                "sum(sums.documents)::BIGINT AS documents "
+                "FROM (SELECT pile_set_name AS part, document, "
+                f"document_sums({value}, document) AS sums "
+                f"FROM (SELECT run_id, intervention, sequence, {value} FROM heads{rows}) "
+                "JOIN ledger.documents USING (run_id, intervention, sequence) GROUP BY ALL) "
+                f"GROUP BY part {order}"
+            )
+        ]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each part."""

@@ -127,8 +127,7 @@ function partsPart(card, one) {
     title: `${one.name} by part of the Pile`,
     unit: one.unit,
   });
-  const plot = html("div", { class: "plot" }, figure);
-  const sql = `SELECT pile_set_name, mean, standard_error, count
+  const sql = `SELECT pile_set_name, mean, standard_error, documents, count
 FROM part_summaries
 WHERE ${conditions(card)}
   AND statistic = ${literal(one.name)}`;
@@ -137,15 +136,22 @@ WHERE ${conditions(card)}
     html(
       "p",
       { class: "note" },
-      "Means and their standard errors. The number of sequences is in brackets.",
+      "Means and their standard errors, over documents. The number of sequences is in brackets.",
     ),
     plot,
     behind({
       sql,
       plot,
       name: `${card.label}-${one.name}-parts`,
-      columns: ["pile_set_name", "mean", "standard_error", "count"],
-      rows: () => parts.map((part) => [part.part, part.mean, part.standard_error, part.count]),
+      columns: ["pile_set_name", "mean", "standard_error", "documents", "count"],
+      rows: () =>
+        parts.map((part) => [
+          part.part,
+          part.mean,
+          part.standard_error,
+          part.documents,
+          part.count,
+        ]),
     }),
   ];
 }
@@ -273,13 +279,14 @@ export function drawCard(card, options = {}) {
         ...examplesPart(card, one),
       ]
     : [html("p", { class: "note" }, "This head was not measured.")];
-  const summarySql = `SELECT statistic, mean, standard_error, minimum, maximum, count, undefined
+  const summarySql = `SELECT statistic, mean, standard_error, documents, minimum, maximum, count, undefined
 FROM head_summaries
 WHERE ${conditions(card)}`;
   const columns = [
     "statistic",
     "mean",
     "standard_error",
+    "documents",
     "minimum",
     "maximum",
     "count",
@@ -295,7 +302,7 @@ WHERE ${conditions(card)}`;
     html(
       "p",
       { class: "note" },
-      `± is one standard error. Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Chance: what uniform attention would score.`,
+      `± is one standard error, over documents. Percentile: the share of the ${number(card.heads)} measured heads with a smaller mean. Chance: what uniform attention would score.`,
     ),
     behind({
       sql: summarySql,

@@ -13,7 +13,8 @@ def sink_resid_post_massive(resid_post: Tensor) -> Tensor:
     |resid_post[16 k,d]|, the lower of the two in the middle
 
     The median of the whole stream would take a fifth of a layer's time on a CPU. Every sixteenth
-    position gives the same numbers.
+    position gives the same numbers. Of an even number of sizes the median is the lower one of the
+    two in the middle.
 
     >>> sink_resid_post_massive(stream([500, -101, 99, 0, 0, 0])).item()
     2.0

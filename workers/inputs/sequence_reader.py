@@ -196,9 +196,7 @@ class SequenceReader:
         """The same for the sequences of a run."""
         begins, ends, positions = (
             np.concatenate(columns)
-            for columns in zip(
-                *(self._documents_of_part(part) for part in self._parts(run)), strict=True
-            )
+            for columns in zip(*map(self._documents_of_part, self._parts(run)), strict=True)
         )
         # Cut where a document or a sequence begins: each cut is of one document and one sequence.
         starts = np.arange(run.start, run.stop, self.length)

@@ -79,8 +79,9 @@ def _cells(heads: pa.Table, sequences: pa.Table, by_part: bool) -> Cells:
         sequences["pile_set_name"].to_pylist() if by_part else [None] * len(number)
     )
     document = _documents(sequences)
+    is_open = _may_go_on(number, document)
     open_documents, open_document = _coded(
-        np.where(_may_go_on(number, document), document, None).tolist()
+        [own if one else None for own, one in zip(document.tolist(), is_open, strict=True)]
     )
     cell_of_sequence = part * len(open_documents) + open_document
     cells_of_head = len(parts) * len(open_documents)

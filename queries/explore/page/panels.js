@@ -12,7 +12,7 @@ function table(columns, rows, caption) {
 // Every statistic of a head. `percentile(name)` is null until it is known; `choose(name)` shows one.
 export function cardTable(rows, chosen, percentile, choose) {
   const columns = [
-    { name: "statistic" }, { name: "mean" }, { name: "± s.e.", title: "Standard error of the mean" },
+    { name: "statistic" }, { name: "mean" }, { name: "± s.e.", title: "Standard error of the mean, over documents" },
     { name: "chance", title: "What uniform attention would score" },
     { name: "percentile", title: "Share of the run's heads with a smaller mean" },
     { name: "smallest" }, { name: "largest" }, { name: "undefined", title: "Sequences on which it is undefined" },
