@@ -41,8 +41,6 @@ class CardStatistic:
     maximum: float | None
     count: int
     """Sequences on which it is defined."""
-    documents: int
-    """Documents among them."""
     undefined: int
     chance: float | None
     """What uniform attention would score on the same sequences."""
@@ -70,7 +68,6 @@ class CardPart:
     standard_error: float | None
     documents: int
     count: int
-    documents: int
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,6 @@ def _card_statistic(facts: Record, values: HeadValues, head: Head) -> CardStatis
         minimum=_defined(values.minimum[head]),
         maximum=_defined(values.maximum[head]),
         count=int(values.means.count[head]),
-        documents=int(values.means.documents[head]),
         undefined=int(values.undefined[head]),
         chance=values.chance,
         percentile=_defined(values.percentiles[head]),
@@ -228,7 +224,6 @@ def _card_parts(values: HeadValues, head: Head) -> list[CardPart]:
             _defined(means.standard_error[head]),
             int(means.documents[head]),
             int(means.count[head]),
-            int(means.documents[head]),
         )
         for part, means in values.parts.items()
     ]

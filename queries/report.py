@@ -312,7 +312,6 @@ def _mean_lists(means: Means) -> Record:
         "error": _rounded(means.standard_error, 3),
         "documents": means.documents.ravel().tolist(),
         "count": means.count.ravel().tolist(),
-        "documents": means.documents.ravel().tolist(),
     }
 
 

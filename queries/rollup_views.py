@@ -229,7 +229,7 @@ def _moments_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
             var_pop({value}) * count({value}) AS document_m2,
             0 AS document_product,
             count({value}) AS document_squares
-        FROM {_rows_with("document, pile_set_name", "documents")} {statistic.condition}
+        FROM {_rows_with("document, pile_set_name", "unrolled_documents")} {statistic.condition}
         GROUP BY ALL"""
 
 
@@ -267,17 +267,6 @@ def _keys_of_rows(keys: Sequence[str], statistic: MeasuredStatistic) -> str:
     """The keys of a select over rows, where `statistic` is a constant."""
     constant = f"{text_literal(statistic.name)} AS statistic"
     return ", ".join(constant if key == "statistic" else key for key in keys)
-
-
-# Not JOIN … USING: while DuckDB names the tables of a question, it knows no columns of views.
-_ROWS_WITH_DOCUMENTS = """(
-            SELECT measured.*, origins.document, origins.pile_set_name
-            FROM ledger.unrolled_heads AS measured
-            JOIN ledger.unrolled_documents AS origins
-                ON origins.run_id = measured.run_id
-                AND origins.intervention = measured.intervention
-                AND origins.sequence = measured.sequence
-        )"""
 
 
 def _rows(keys: Sequence[str]) -> str:

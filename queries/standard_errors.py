@@ -50,14 +50,25 @@ DOCUMENTS = """
     SELECT
         run_id, intervention, sequence, pile_set_name,
         CASE
-            WHEN count(*) OVER (PARTITION BY run_id, intervention, document) > 1 THEN document
+            WHEN count(*) OVER (PARTITION BY run_id, intervention, document) > 1 {or_it_goes_on}
+            THEN document
         END AS document
-    FROM ledger.sequences"""
+    FROM ledger.{sequences}
+    WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
 """The document of each sequence. NULL if it has no other: most questions need no group for it."""
+
+AT_AN_END = """
+    OR lag(sequence) OVER in_order IS DISTINCT FROM sequence - 1
+    OR lead(sequence) OVER in_order IS DISTINCT FROM sequence + 1"""
+"""Whether a document may go on in sequences that are not among these."""
 
 
 def create_error_macros(connection: duckdb.DuckDBPyConnection) -> None:
     """Create the macros, and the view of documents that they need."""
     for signature, body in MACROS.items():
         connection.execute(f"CREATE MACRO {signature} AS {body}")
-    connection.execute(f"CREATE VIEW ledger.documents AS {DOCUMENTS}")
+    whole = DOCUMENTS.format(sequences="sequences", or_it_goes_on="")
+    connection.execute(f"CREATE VIEW ledger.documents AS {whole}")
+    # Where all is rolled up, this one reads nothing.
+    unrolled = DOCUMENTS.format(sequences="unrolled_sequences", or_it_goes_on=AT_AN_END)
+    connection.execute(f"CREATE VIEW ledger.unrolled_documents AS {unrolled}")

@@ -25,7 +25,6 @@ from queries.head_curves import (
     profile_curves_sql,
 )
 from queries.sql_text import quoted_name, text_literal
-from queries.standard_errors import errors_sql
 from schemas.errors import QueryError, unknown
 
 MOST_STATISTICS = 12
@@ -153,12 +152,6 @@ class Scope(_Closed):
         if self.part is None:
             return f"head_summaries{where(conditions)}"
         return f"part_summaries{where([*conditions, f'pile_set_name = {text_literal(self.part)}'])}"
-
-    @property
-    def documents(self) -> str:
-        """What to join rows with, for their documents: a table of the sequences of the run."""
-        of_run = where(self.conditions_on_run)
-        return f"(SELECT sequence, document FROM ledger.documents{of_run}) USING (sequence)"
 
     @property
     def conditions_on_layers(self) -> list[str]:
