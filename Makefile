@@ -34,8 +34,9 @@ install = $(BIN)/pip install -qq --disable-pip-version-check 'uv>=0.9,<1' && \
 .venv/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("needs Python 3.11 or newer: make demo PYTHON=python3.12")'
 	@echo 'installing into .venv'
-	@$(PYTHON) -m venv $(if $(wildcard .venv/.installing),--clear) .venv
-	@touch .venv/.installing
+	@test ! -e .venv/.installing || rm -rf .venv
+	@mkdir -p .venv && touch .venv/.installing
+	@$(PYTHON) -m venv .venv
 	@$(call install,--editable '.[scan]')
 	@mv .venv/.installing $@
 
