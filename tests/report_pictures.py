@@ -29,7 +29,7 @@ TOP_OF_PAGE = (1440, 1180)
 SHOWN = "bundled:gpt2-mini"
 """Model of the run that is shown."""
 
-CHOSEN = "head=L1H5&statistic=sink_mass&brush=sink_mass:160-255"
+CHOSEN = "head=L1H5&statistic=sink_mass&brush=sink_mass:96-110"
 """What is chosen in the explorer: a head, and a range of a histogram."""
 
 
