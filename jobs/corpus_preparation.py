@@ -152,8 +152,9 @@ class Preparation:
     def _runner(self, work: CorpusWork, tokens: int) -> _Runner:
         """Where about so many tokens are prepared."""
         resources = self.resources
-        on_ray = resources is not None and (resources.replicas or resources.ray_prepares)
-        if not on_ray or tokens < LEAST_TOKENS_ON_RAY:
+        if resources is None or tokens < LEAST_TOKENS_ON_RAY:
+            return _InThisProcess(work)
+        if not resources.replicas and not resources.ray_prepares:
             return _InThisProcess(work)
         # Ray takes a second to import, and most commands that prepare nothing do without.
         from jobs.preparation_on_ray import OnRay
