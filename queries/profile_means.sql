@@ -1,7 +1,5 @@
 -- Every entry of every profile over all sequences of a run: the means of its shards, merged.
 -- n = Σ n_s, mean = Σ n_s mean_s / n, M2 = Σ M2_s + Σ n_s (mean_s - mean)², over the shards s.
--- standard_error takes sequences for independent: profiles keep no documents. Where documents are
--- longer than a sequence it is too small.
 -- head is NULL if all heads of a layer share the values.
 -- standard_error: over sequences, if no document has two of them. If one has, over shards, whose
 -- means are all that is kept; it is too small if documents are about as long as shards.

@@ -42,7 +42,7 @@ def test_every_command_is_in_one_panel_and_help_fits_the_terminal() -> None:
 
 def test_the_first_command_of_reproduce_need_not_be_named() -> None:
     assert printed("reproduce", "--list") == printed("reproduce", "systems", "--list")
-    assert "reproduce texts [OPTIONS] NAME" in printed("reproduce", "texts", "--help")
+    assert "reproduce texts [OPTIONS]" in printed("reproduce", "texts", "--help")
 
 
 def test_what_a_scan_can_name_is_listed_with_its_meaning() -> None:

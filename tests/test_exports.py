@@ -200,7 +200,6 @@ def test_an_option_without_a_line_about_it_is_refused() -> None:
 
 
 BORDERS = {
-    "budget --sink": ("0", "-1"),
     "duo --sink": ("0", "-1"),
     "duo --recent": ("1", "0"),
     "duo --sparsity": ("0.01 0.99", "0 1"),

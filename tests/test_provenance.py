@@ -7,7 +7,6 @@ of older code.
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,15 +24,10 @@ from jobs.plan import Plan, make_plan, prepare_run
 from jobs.ray_cluster import Resources
 from jobs.replan import replan
 from jobs.run_loop import run_to_end
-from jobs.status import as_lines, list_line, read_status
-from queries.asking import open_runs
 from queries.connection import connect
-from queries.html_page import unpacked
-from queries.report import write_report
-from schemas.commits import COMMITS, Commit, fold
+from schemas.commits import fold
 from schemas.errors import QueryError, RunError
 from schemas.formulas import Formula
-from schemas.places import place, write_whole
 from schemas.predictions import PREDICTION_INPUTS, PREDICTIONS
 from schemas.profiles import PROFILES
 from schemas.run_directory import RunDirectory
@@ -43,7 +37,6 @@ from schemas.statistics.statistic_registry import LAYER_VALUES
 from schemas.weight_statistics import WEIGHT_STATISTICS
 from schemas.weight_statistics.weight_registry import LAYER_WEIGHTS, MODEL_WEIGHTS
 from tests.toy_replica import ToyReplica
-from tests.toy_runs import connect_to_tables, local
 from workers.provenance.code_fingerprint import (
     ROOT,
     code_fingerprint,
@@ -355,68 +348,9 @@ def older_run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(path)
 
 
-def test_a_run_of_older_code_is_read(older_run: RunDirectory, tmp_path: Path) -> None:
-    manifest = older_run.manifest()
-    assert manifest.older
-    assert (manifest.sequences, manifest.batch_size) == (3, 2)
-    assert list(manifest.kinds["predictions"]) == ["loss"]
-    scan = manifest.identity["scan"]
-    assert (scan["weight_processing"], scan["predictions"]) == ("raw", ["loss"])
-    for commit in older_run.commits():
-        assert [(m.intervention, m.engine, m.built_layers) for m in commit.methods] == [
-            ("none", "fused", []),
-            ("mask_first_keys", "fused", [0, 1]),
-        ]
-        assert {m.precision for m in commit.methods} == {"float32"}
-        assert (commit.code, commit.device, commit.versions) == ("", "", [])
-    connection = connect_to_tables(older_run.path)
-    sql = (
-        "SELECT intervention, count(*), count(entropy), count(DISTINCT sequence) FROM heads "
-        "GROUP BY 1 ORDER BY 1"
-    )
-    assert connection.execute(sql).fetchall() == [
-        ("mask_first_keys", 12, 12, 3),
-        ("none", 12, 12, 3),
-    ]
-    sql = "SELECT weight_processing, precision, complete FROM runs"
-    assert connection.execute(sql).fetchall() == [("raw", "float32", True)]
-    assert connection.execute("SELECT DISTINCT code, device FROM shards").fetchall() == [
-        (None, None)
-    ]
-    assert connection.execute("SELECT count(loss) FROM sequences").fetchall() == [(6,)]
-    write_report(open_runs(older_run.path), tmp_path / "report.html")
-    page = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "fused, with built patterns in layers 0 1" in str(page)
-    assert read_status(older_run).complete
-    assert any("complete" in line for line in as_lines(read_status(older_run)))
-    assert list_line(older_run)[3] == "2/2"
-
-
-def test_a_run_of_older_code_is_compacted_and_read(older_run: RunDirectory) -> None:
-    before = (
-        connect_to_tables(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall()
-    )
-    assert compact(older_run).problems == []
-    assert (
-        connect_to_tables(older_run.path).execute("SELECT * FROM heads ORDER BY ALL").fetchall()
-        == before
-    )
-    assert [c.methods[1].built_layers for c in older_run.commits()] == [[0, 1], [0, 1]]
-
-
 def test_a_run_of_older_code_is_not_continued(older_run: RunDirectory) -> None:
     with pytest.raises(RunError) as refusal:
         replan(older_run)
     (line,) = str(refusal.value).splitlines()
     assert "begun by an older headcount" in line
     assert line.endswith("; headcount scan SCAN --new starts another run")
-
-
-def test_a_commit_of_older_code_reads_as_one_of_today(older_run: RunDirectory) -> None:
-    file = older_run.commit_file(1)
-    fields = json.loads(file.read_bytes())
-    commit = Commit.model_validate(fields)
-    assert set(commit.model_dump()) == set(COMMITS.names)
-    write_whole(file, commit.model_dump_json().encode())
-    assert connect(place(str(local(older_run.path).parent))) is not None
-    assert len(list(older_run.commits())) == 2

@@ -127,6 +127,7 @@ function partsPart(card, one) {
     title: `${one.name} by part of the Pile`,
     unit: one.unit,
   });
+  const plot = html("div", { class: "plot" }, figure);
   const sql = `SELECT pile_set_name, mean, standard_error, documents, count
 FROM part_summaries
 WHERE ${conditions(card)}
