@@ -402,7 +402,7 @@ def test_duckdb_reads_what_it_may_and_nothing_else(server: S3Server, tmp_path: P
         for path in ("s3://bucket/ducks/k=1/x.parquet", str(tmp_path / "x.parquet")):
             with pytest.raises(duckdb.PermissionException):
                 connection.execute(query, [[path]])
-        with pytest.raises(duckdb.Error, match="PermissionError|Permission Error"):
+        with pytest.raises(duckdb.Error, match=r"Permission ?Error"):
             connection.execute(query, [["s3://bucket/duck/../ducks/k=1/x.parquet"]])
 
         connection.execute("COPY (SELECT 1) TO 's3://bucket/duck/out.parquet'")
