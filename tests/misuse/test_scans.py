@@ -15,7 +15,8 @@ from workers.model.model_info import describe
 KNOWN = (
     "bad_rows, bad_rows_in_a_row, batch_size, bos, corpora, curves, engine, heads, input, "
     "interventions, layers, model, n_ctx, out, precision, predictions, profiles, revision, seed, "
-    "sequences, sequences_per_shard, statistics, weight_processing, weight_statistics"
+    "sequences, sequences_per_shard, statistics, unused_weights, weight_processing, "
+    "weight_statistics"
 )
 BIG = 2**63
 
