@@ -23,7 +23,9 @@ FROM (
     FROM head_summaries
     WHERE head_summaries.statistic = CASE
         WHEN $statistic IN (SELECT name FROM statistics) THEN $statistic
-        ELSE error(format('statistic: expected one that a run measured, got {}', $statistic))
+        ELSE error(format(
+            'statistic ''{}'' was not measured in these runs; --statistic names another', $statistic
+        ))
     END
 ) AS summaries
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)

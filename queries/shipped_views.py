@@ -260,12 +260,8 @@ def way_to(column: str) -> str:
 
 def unmeasured_statistic(message: str) -> str | None:
     """The value of a parameter `statistic` that is a column of no run, by a message of DuckDB's."""
-    chosen = re.search(
-        r"c = CAST\('(.*?)' AS VARCHAR\).* empty set of columns"
-        r"|statistic: expected one that a run measured, got (.*)",
-        message,
-    )
-    return None if chosen is None else chosen[1] or chosen[2]
+    chosen = re.search(r"c = CAST\('(.*?)' AS VARCHAR\).* empty set of columns", message)
+    return None if chosen is None else chosen[1]
 
 
 def _unmeasured_column(error: duckdb.Error, known_columns: Container[str]) -> str | None:
