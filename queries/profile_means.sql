@@ -56,6 +56,6 @@ SELECT
     if(is_long, shards, count) AS groups
 FROM merged
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
-JOIN long_documents USING (run_id, intervention)
+LEFT JOIN long_documents USING (run_id, intervention)
 ORDER BY run_id, intervention, profile, layer, head, query, key, lag, dimension,
     component, other_component, candidate
